@@ -1,0 +1,37 @@
+# make demo: set up and compare five servers on real weights.   make test: set up and run the tests.
+PYTHON ?= python3
+LANES ?= vllm,vllm+fk,sglang,sglang+fk,fastkernels
+DEMO_ARGS ?= --concurrency 1,8 --rounds 3 --input-len 128 --output-len 32
+BIN := .venv/bin
+# the host environments that the lanes need: a part of "own vllm sglang"
+comma := ,
+HOSTS := $(filter vllm sglang,$(sort $(subst +fk,,$(subst $(comma), ,$(LANES)))))
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: setup demo test test-slow lint format clean
+setup:
+	@$(PYTHON) tests/support/environments.py own vllm sglang
+
+demo:
+	@$(PYTHON) tests/support/environments.py own $(HOSTS)
+	@$(BIN)/fk-bench serve-compare --model $$($(BIN)/python tests/support/smollm2.py) --lanes $(LANES) \
+	  $(foreach h,$(HOSTS),--python $(h)=.venv-$(h)/bin/python) $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint:
+	@$(PYTHON) tests/support/environments.py own
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv-vllm .venv-sglang runs .mypy_cache .ruff_cache .pytest_cache

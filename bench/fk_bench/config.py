@@ -1,0 +1,200 @@
+"""The options of serve-compare: one frozen dataclass that the flags take their defaults from, kept in RUN/run.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .metrics import parse_slo
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """An option with a value that cannot be; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load: a closed loop of `value` requests at a time, or an open loop of `value` requests a second."""
+
+    kind: str  # 'concurrency' or 'rate'
+    value: float
+
+    @property
+    def label(self) -> str:
+        return f"c={self.value:g}" if self.kind == "concurrency" else f"rate={self.value:g}"
+
+    @property
+    def warmup(self) -> int:
+        """Requests of the warm-up: as many as are in flight at once, 32 at most."""
+        return min(32, int(self.value)) if self.kind == "concurrency" else 4
+
+    def default_prompts(self) -> int:
+        """4 one by one, 2 waves (16 at least) at a concurrency, 10 seconds (16 at least) of a rate."""
+        if self.kind == "rate":
+            return max(16, math.ceil(10 * self.value))
+        return 4 if self.value <= 1 else max(16, 2 * int(self.value))
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """What one serve-compare run measures. Lengths in tokens, times in seconds, SLOs in milliseconds."""
+
+    model: str = ""
+    lanes: tuple[str, ...] = ("fastkernels",)
+    concurrency: tuple[int, ...] = (1, 8)
+    rate: tuple[float, ...] = ()
+    rounds: int = 3
+    input_len: int = 128
+    output_len: int = 32
+    num_prompts: tuple[int, ...] = ()
+    dataset: str = "random"
+    dataset_path: str | None = None
+    ignore_eos: bool = True
+    seed: int = 0
+    base: str | None = None
+    slo: Mapping[str, float] = field(default_factory=dict)
+    agreement_prompts: int = 8
+    agreement_len: int = 32
+    min_agreement: float = 0.5
+    resident: int | None = None
+    kv_tokens: int | None = None
+    max_model_len: int | None = None
+    tensor_parallel: int = 1
+    ready_timeout: float = 600.0
+    request_timeout: float = 600.0
+    port: int | None = None
+    python: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    server_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attach: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "input_len", "output_len", "tensor_parallel"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} must be 1 or more, got {getattr(self, name)}")
+        for name in ("concurrency", "rate", "num_prompts"):
+            if any(not v > 0 for v in getattr(self, name)):
+                raise ConfigError(f"{_flag(name)}: values must be above 0, got {getattr(self, name)}")
+        if self.agreement_prompts < 0 or self.agreement_len < 1:
+            raise ConfigError("--agreement-prompts must be 0 or more, --agreement-len 1 or more")
+        if not self.levels:
+            raise ConfigError("no load: give --concurrency or --rate")
+        labels = [level.label for level in self.levels]
+        if len(set(labels)) < len(labels):
+            raise ConfigError(f"--concurrency, --rate: a load is given twice: {', '.join(labels)}")
+        if len(self.num_prompts) not in (0, 1, len(self.levels)):
+            raise ConfigError(
+                f"--num-prompts: one number, or one for each of the {len(self.levels)} loads, got {len(self.num_prompts)}"
+            )
+        if self.resident is not None and self.resident < 1:
+            raise ConfigError(f"--resident must be 1 or more, got {self.resident}")
+        if self.base is not None and self.base not in self.lanes:
+            raise ConfigError(f"--base: lane {self.base!r} is not one of --lanes {','.join(self.lanes)}")
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        return (*(Level("concurrency", c) for c in self.concurrency), *(Level("rate", r) for r in self.rate))
+
+    def prompts_at(self, level: Level) -> int:
+        if not self.num_prompts:
+            return level.default_prompts()
+        return self.num_prompts[self.levels.index(level) if len(self.num_prompts) > 1 else 0]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> CompareConfig:
+        """From RUN/run.json. Raises ConfigError when it is not there or not ours."""
+        try:
+            raw = json.loads(path.read_text())
+            known = {f.name for f in fields(cls)}
+            given = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
+            given["server_args"] = {k: tuple(v) for k, v in raw.get("server_args", {}).items()}
+            return cls(**given)
+        except FileNotFoundError:
+            raise ConfigError(f"{path.parent} is no run of serve-compare: it has no {path.name}") from None
+        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+MAY_CHANGE = ("rounds", "python", "env", "server_args", "attach", "ready_timeout", "request_timeout", "port", "resident")
+
+
+def resumed(recorded: CompareConfig, given: Mapping[str, Any]) -> CompareConfig:
+    """The recorded options with what was given on the command line. What defines the measurement may not change."""
+    for name, value in given.items():
+        if name not in MAY_CHANGE and getattr(recorded, name) != value:
+            raise ConfigError(
+                f"--resume: {_flag(name)} was {_text(getattr(recorded, name))} in that run and is {_text(value)} now. "
+                "Leave it out, or start another run."
+            )
+    return replace(recorded, **{k: v for k, v in given.items() if k in MAY_CHANGE})
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def comma_list(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
+    """'1,8' -> (1, 8). Raises ConfigError with the flag and the value."""
+    values = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        try:
+            values.append(kind(part))
+        except ValueError:
+            what = {"int": "a whole number", "float": "a number"}.get(getattr(kind, "__name__", ""), "a value")
+            raise ConfigError(f"{flag}: {part!r} is not {what}") from None
+    return tuple(values)
+
+
+def per_lane(flag: str, items: Iterable[str]) -> dict[str, str]:
+    """['vllm=PATH'] -> {'vllm': 'PATH'}. Raises ConfigError."""
+    found = {}
+    for item in items:
+        lane, equals, value = item.partition("=")
+        if not equals or not lane or not value:
+            raise ConfigError(f"{flag}: expected LANE=VALUE, got {item!r}")
+        found[lane] = value
+    return found
+
+
+def per_lane_env(items: Iterable[str]) -> dict[str, dict[str, str]]:
+    """['vllm:KEY=VALUE'] -> {'vllm': {'KEY': 'VALUE'}}; an empty value takes the variable out. Raises ConfigError."""
+    found: dict[str, dict[str, str]] = {}
+    for item in items:
+        lane, colon, pair = item.partition(":")
+        key, equals, value = pair.partition("=")
+        if not colon or not equals or not lane or not key:
+            raise ConfigError(f"--env: expected LANE:KEY=VALUE, got {item!r}")
+        found.setdefault(lane, {})[key] = value
+    return found
+
+
+def per_lane_args(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """['vllm=--max-num-seqs 4'] -> {'vllm': ('--max-num-seqs', '4')}. Raises ConfigError."""
+    found: dict[str, tuple[str, ...]] = {}
+    for lane, text in ((i, v) for item in items for i, v in per_lane("--server-args", [item]).items()):
+        try:
+            found[lane] = (*found.get(lane, ()), *shlex.split(text))
+        except ValueError as error:
+            raise ConfigError(f"--server-args {lane}: {error}: {text!r}") from None
+    return found
+
+
+def slo(text: str) -> dict[str, float]:
+    try:
+        return parse_slo(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

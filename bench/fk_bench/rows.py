@@ -1,0 +1,117 @@
+"""The rows of every result file: one append-only JSONL schema. Tables, plots and reports are made from these rows only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SCHEMA = "fastkernels.row/1"
+
+
+class Status(str, Enum):
+    """What became of a measurement. Everything but OK counts as a failure of the run, SKIPPED does not."""
+
+    OK = "ok"
+    FAILED = "failed"  # it ran, and something went wrong: requests failed, our kernels did not run
+    DIED = "died"  # the process ended by itself
+    TIMEOUT = "timeout"  # not ready, or not done, in the time it was given
+    INVALID = "invalid"  # there are numbers, and they must not be used; the reason says why
+    WRONG = "wrong"  # the output is not right
+    UNSUPPORTED = "unsupported"
+    SKIPPED = "skipped"
+
+
+class Machine(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    gpu: str | None = None
+    gpus: int = 0
+    cpu: str = ""
+    cores: int = 0
+
+
+class Subject(BaseModel):
+    """What was measured: an op, a model or a lane, by which provider or candidate, in which host."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    op: str | None = None
+    model: str | None = None
+    lane: str | None = None
+    host: str | None = None
+    provider: str | None = None
+    candidate: str | None = None
+
+
+class Row(BaseModel):
+    """One result.
+
+    case      what was done, as plain JSON; case['kind'] says which kind of row of its command it is
+    round     number of the round, None for what is not repeated
+    metrics   name with unit: number ('ttft_ms_p50': 12.3); a metric that does not exist is left out
+    baseline  the lane or provider that this one is compared with
+    ci95      metric: [low, high]
+    """
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: str = Field(default=SCHEMA, alias="schema")
+    run_id: str
+    time: str = Field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    commit: str | None = None
+    command: str
+    machine: Machine = Field(default_factory=Machine)
+    versions: dict[str, str] = Field(default_factory=dict)
+    status: Status = Status.OK
+    reason: str = ""
+    subject: Subject = Field(default_factory=Subject)
+    case: dict[str, Any] = Field(default_factory=dict)
+    round: int | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    baseline: str | None = None
+    ci95: dict[str, tuple[float, float]] = Field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(by_alias=True)
+
+    @property
+    def kind(self) -> str:
+        return str(self.case.get("kind", ""))
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows, and have them on disk when this returns. A half-written last line is closed first."""
+    text = "".join(row.to_json() + "\n" for row in rows)
+    with open(path, "a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                text = "\n" + text
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a file, and a warning for every line that is not one (a run that was killed leaves such lines)."""
+    rows: list[Row] = []
+    warnings: list[str] = []
+    for number, line in enumerate(path.read_bytes().decode(errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(Row.model_validate(json.loads(line)))
+        except json.JSONDecodeError:
+            warnings.append(f"{path}:{number}: half-written line, skipped")
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            warnings.append(f"{path}:{number}: not a result row ({where}: {first['msg']}), skipped")
+    return rows, warnings

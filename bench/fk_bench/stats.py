@@ -1,0 +1,55 @@
+"""Confidence intervals over rounds: Student's t for a mean, the bootstrap for a ratio of two means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal's with a first correction.
+_T975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+def t975(degrees: int) -> float:
+    """The 97.5% quantile of Student's t. Raises ValueError below one degree of freedom."""
+    if degrees < 1:
+        raise ValueError(f"Student's t needs one degree of freedom or more, got {degrees}")
+    return _T975[degrees - 1] if degrees <= len(_T975) else 1.95996 + 2.3723 / degrees
+
+
+def mean_ci(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
+    """The mean, and its 95% confidence interval; None for the interval of fewer than two values."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, None
+    half = t975(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return mean, (mean - half, mean + half)
+
+
+def bootstrap_ratio(
+    numerator: Sequence[float], denominator: Sequence[float], paired: bool = False, draws: int = 4000, seed: int = 0
+) -> tuple[float, tuple[float, float] | None]:
+    """mean(numerator) / mean(denominator) and its bootstrap 95% interval (None with fewer than two values a side).
+
+    paired: value i of both sides was measured in the same round, so rounds are drawn, not values.
+    """
+    a, b = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
+    if not len(a) or not len(b):
+        raise ValueError("a ratio needs a value on each side")
+    if paired and len(a) != len(b):
+        raise ValueError(f"paired values come in equal numbers, got {len(a)} and {len(b)}")
+    below = float(b.mean())
+    ratio = float(a.mean()) / below if below else math.nan
+    if min(len(a), len(b)) < 2 or not below:
+        return ratio, None
+    rng = np.random.default_rng(seed)
+    i = rng.integers(0, len(a), (draws, len(a)))
+    j = i if paired else rng.integers(0, len(b), (draws, len(b)))
+    means = b[j].mean(axis=1)
+    ratios = a[i].mean(axis=1)[means != 0] / means[means != 0]
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return ratio, (float(low), float(high))

@@ -1,0 +1,116 @@
+"""A random checkpoint with the shapes of Llama-3.1-8B, for benchmarks on machines that reach no model hub.
+
+    python bench/scenarios/make_checkpoint.py FOLDER [--layers 32] [--tokenizer FOLDER]
+
+Matrices are N(0, 0.02), norms are 1, from a seeded generator: logits are spread, so that greedy tokens and
+log-probabilities mean something (a host's own dummy weights give nearly uniform ones). The tokenizer is
+another model's, padded to the vocabulary with added tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    return (
+        torch.randn(rows, columns, generator=generator, device=generator.device, dtype=torch.bfloat16)
+        .mul_(0.02)
+        .cpu()
+    )
+
+
+def layer(config: dict, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[k] * config["head_dim"] for k in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    tensors = {f"model.layers.{index}.{n}.weight": matrix(*s, generator) for n, s in shapes.items()}
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"model.layers.{index}.{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    return tensors
+
+
+def tokenizer(source: Path, folder: Path, size: int) -> None:
+    from tokenizers import Tokenizer
+
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+    made = Tokenizer.from_file(str(source / "tokenizer.json"))
+    made.add_tokens([f"<extra_{i}>" for i in range(made.get_vocab_size(), size)])
+    made.save(str(folder / "tokenizer.json"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is taken")
+    args = parser.parse_args()
+    config = {**CONFIG, "num_hidden_layers": args.layers}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    shards = [{"model.embed_tokens.weight": matrix(vocab, hidden, generator)}]
+    index: dict[str, str] = {}
+    for number in range(args.layers + 1):
+        shard = shards.pop() if number == 0 else layer(config, number - 1, generator)
+        if number == args.layers:
+            shard["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+            shard["lm_head.weight"] = matrix(vocab, hidden, generator)
+        file = f"model-{number + 1:05d}-of-{args.layers + 1:05d}.safetensors"
+        save_file(shard, args.folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, file))
+    listing = {"metadata": {}, "weight_map": index}
+    (args.folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+    (args.folder / "config.json").write_text(json.dumps(config, indent=1))
+    if args.tokenizer:
+        tokenizer(args.tokenizer, args.folder, vocab)
+
+
+if __name__ == "__main__":
+    main()

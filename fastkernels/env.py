@@ -1,0 +1,68 @@
+"""Every environment variable that FastKernels reads, in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+def _flag(value: str | None) -> bool:
+    return (value or "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _names(value: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (value or "").split(",") if part.strip())
+
+
+def _pairs(variable: str, value: str | None, separator: str) -> dict[str, str]:
+    pairs = {}
+    for item in _names(value):
+        key, found, rest = item.partition(separator)
+        if not found or not key or not rest:
+            raise ValueError(f"{variable}: expected OP{separator}VALUE[,OP{separator}VALUE], got {item!r}")
+        pairs[key] = rest
+    return pairs
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The process environment, parsed. `read()` parses it anew; nothing is cached here.
+
+    enabled     FASTKERNELS=1            the host plugins patch the model that is being built
+    ops         FASTKERNELS_OPS          only these ops, comma-separated (default: all that the host has)
+    candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE]: a user's kernels, loaded by name only
+    provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: which implementation an op uses
+    disable     FASTKERNELS_DISABLE      ops that are off
+    strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
+    report      FASTKERNELS_REPORT       folder that every patched process writes its report to
+    cache       FASTKERNELS_CACHE        folder for converted models and environments
+    interpret   TRITON_INTERPRET=1       Triton's own: run Triton kernels on the CPU
+    """
+
+    enabled: bool = False
+    ops: tuple[str, ...] | None = None
+    candidates: Mapping[str, str] = field(default_factory=dict)
+    provider: Mapping[str, str] = field(default_factory=dict)
+    disable: tuple[str, ...] = ()
+    strict: bool = False
+    report: str | None = None
+    cache: str = ""
+    interpret: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
+        """Parse `environ` (default: os.environ). Raises ValueError that names the variable."""
+        e = os.environ if environ is None else environ
+        default_cache = os.path.join(e.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fastkernels")
+        return cls(
+            enabled=_flag(e.get("FASTKERNELS")),
+            ops=_names(e.get("FASTKERNELS_OPS")) or None,
+            candidates=_pairs("FASTKERNELS_CANDIDATES", e.get("FASTKERNELS_CANDIDATES"), "="),
+            provider=_pairs("FASTKERNELS_PROVIDER", e.get("FASTKERNELS_PROVIDER"), ":"),
+            disable=_names(e.get("FASTKERNELS_DISABLE")),
+            strict=_flag(e.get("FASTKERNELS_STRICT")),
+            report=e.get("FASTKERNELS_REPORT") or None,
+            cache=e.get("FASTKERNELS_CACHE") or default_cache,
+            interpret=_flag(e.get("TRITON_INTERPRET")),
+        )

@@ -1,0 +1,310 @@
+"""Root mean square layer normalization, y = x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich, arXiv 1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.dispatch import Provider, define
+from fastkernels.spec import Case, OpSpec, Target
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x, residual: [..., H]; weight: [H] or None. Returns (out, residual + x or None), in x's dtype.
+
+    var_hidden_size: the mean of squares is over the first so many channels only.
+    cast_x_before_out_mul: round to x's dtype before the product with the weight (vLLM, transformers);
+    otherwise after it (SGLang).
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    h = x.to(acc)
+    if residual is not None:
+        h = h + residual.to(acc)
+        residual = h.to(residual.dtype)
+    head = h if var_hidden_size is None else h[..., :var_hidden_size]
+    y = h * torch.rsqrt(head.pow(2).mean(dim=-1, keepdim=True) + eps)
+    if weight is None:
+        return y.to(x.dtype), residual
+    if cast_x_before_out_mul:
+        return (y.to(x.dtype) * weight).to(x.dtype), residual
+    return (y * weight.to(acc)).to(x.dtype), residual
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, res_ptr, w_ptr, out_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, H, H_VAR, eps,
+    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program a row; a row is x[outer, inner, :], so that q/k heads inside a packed qkv need no copy.
+    row = tl.program_id(0).to(tl.int64)
+    outer, inner = row // n_inner, row % n_inner
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    raw = tl.load(x_ptr + outer * x_stride0 + inner * x_stride1 + cols, mask=mask, other=0.0)
+    h = raw.to(tl.float32)
+    if HAS_RES:
+        res_at = res_ptr + outer * res_stride0 + inner * res_stride1 + cols
+        h += tl.load(res_at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
+    squares = tl.where(cols < H_VAR, h * h, 0.0)
+    y = h * tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)
+    if HAS_W:
+        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if CAST_FIRST:
+            y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+        y *= w
+    tl.store(out_ptr + row * H + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _rows(x: torch.Tensor) -> tuple[int, int, int]:
+    """(inner rows, outer stride, inner stride) of x as [outer, inner, H]; see _supports_triton."""
+    if x.dim() == 3:
+        return x.shape[1], x.stride(0), x.stride(1)
+    if x.dim() == 2:
+        return 1, x.stride(0), 0
+    return 1, x.shape[-1], 0
+
+
+def _supports_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> str | None:
+    if x.shape[-1] > 65536:
+        return f"hidden size {x.shape[-1]} is over 65536"
+    for name, t in (("x", x), ("residual", residual)):
+        if t is not None and (t.stride(-1) != 1 or t.dim() > 3 and not t.is_contiguous()):
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    if weight is not None and not weight.is_contiguous():
+        return f"weight has strides {tuple(weight.stride())}, not contiguous"
+    return None
+
+
+def _triton(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    hidden = x.shape[-1]
+    rows = x.numel() // hidden
+    if rows == 0:
+        return out
+    n_inner, x0, x1 = _rows(x)
+    _, r0, r1 = _rows(residual) if residual is not None else (1, 0, 0)
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(rows,)](
+        x, residual, weight, out, x0, x1, r0, r1, n_inner, hidden, var_hidden_size or hidden, eps,
+        HAS_RES=residual is not None, HAS_W=weight is not None, CAST_FIRST=cast_x_before_out_mul,
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> torch.Tensor:
+    out, new = reference(x, weight, eps, residual, var_hidden_size, cast_x_before_out_mul)
+    if residual is not None:
+        residual.copy_(new)
+    return out
+
+
+rms_norm = define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, Tensor(a!)? residual=None, int? var_hidden_size=None,"
+    " bool cast_x_before_out_mul=True) -> Tensor",
+    fake=lambda x, weight, eps, residual=None, var_hidden_size=None, cast_x_before_out_mul=True: torch.empty(
+        x.shape, dtype=x.dtype, device=x.device
+    ),
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+class VllmRMSNorm(nn.Module):
+    """vllm.model_executor.layers.layernorm.RMSNorm: weight [hidden_size]; out [..., hidden_size] in x's dtype.
+
+    With a residual, returns (out, x + residual); the residual's memory is overwritten with the sum.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        has_weight: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+        self.has_weight = has_weight
+        weight = torch.ones(hidden_size, dtype=dtype or torch.get_default_dtype())
+        self.weight = nn.Parameter(weight) if has_weight else weight
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        weight = self.weight if self.has_weight else None
+        out = rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override, True)
+        return out if residual is None else (out, residual)
+
+
+class SGLangRMSNorm_0_5_16(nn.Module):
+    """sglang.srt.layers.layernorm.RMSNorm before 0.5.21; see VllmRMSNorm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        cast_x_before_out_mul: bool = False,
+        fp32_residual: bool = False,
+        has_weight: bool = True,
+        weight_dtype: torch.dtype | None = None,
+        override_orig_dtype: torch.dtype | None = None,
+        x_pad_to_multiple: int = 0,
+    ) -> None:
+        super().__init__()
+        self.has_weight = has_weight
+        self.cast_x_before_out_mul = cast_x_before_out_mul
+        self.fp32_residual = fp32_residual
+        self.override_orig_dtype = override_orig_dtype
+        self.x_pad_to_multiple = x_pad_to_multiple
+        weight = torch.ones(hidden_size, dtype=weight_dtype)
+        self.weight = nn.Parameter(weight) if has_weight else weight
+        self.variance_epsilon = eps
+        self.hidden_size = hidden_size
+        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """None if our forward serves this module (ours or the host's), else the reason."""
+        for name, off in (("fp32_residual", False), ("override_orig_dtype", None), ("x_pad_to_multiple", 0)):
+            if getattr(module, name, off) != off:
+                return f"{name}={getattr(module, name)!r} is not supported"
+        return None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        post_residual_addition: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is not None and post_residual_addition is not None:
+            residual += post_residual_addition
+        weight = self.weight if self.has_weight else None
+        out = rms_norm(
+            x, weight, self.variance_epsilon, residual, self.variance_size_override, self.cast_x_before_out_mul
+        )
+        return out if residual is None else (out, residual)
+
+
+class SGLangRMSNorm(SGLangRMSNorm_0_5_16):
+    """sglang.srt.layers.layernorm.RMSNorm from 0.5.21 on; see VllmRMSNorm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        cast_x_before_out_mul: bool = False,
+        fp32_residual: bool = False,
+        has_weight: bool = True,
+        weight_dtype: torch.dtype | None = None,
+        override_orig_dtype: torch.dtype | None = None,
+        x_pad_to_multiple: int = 0,
+        force_native: bool = False,
+    ) -> None:
+        super().__init__(
+            hidden_size, eps, var_hidden_size, cast_x_before_out_mul, fp32_residual, has_weight, weight_dtype,
+            override_orig_dtype, x_pad_to_multiple,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        post_residual_addition: torch.Tensor | None = None,
+        quant_linear: nn.Module | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is not None and post_residual_addition is not None:
+            residual += post_residual_addition
+        weight = self.weight if self.has_weight else None
+        out = rms_norm(
+            x, weight, self.variance_epsilon, residual, self.variance_size_override, self.cast_x_before_out_mul
+        )
+        return out if residual is None else (out, residual)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    shape = (d["tokens"], d["heads"], d["hidden"]) if "heads" in d else (d["tokens"], d["hidden"])
+    dtype = getattr(torch, case.dtype)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+    weight = None if d.get("weightless") else 1 + 0.1 * randn(d["hidden"])
+    residual = randn(*shape) if d.get("residual") else None
+    return [randn(*shape), weight, 1e-5, residual, d.get("var_hidden"), d.get("cast_first", True)]
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    rows = d["tokens"] * d.get("heads", 1)
+    passes = 4 if d.get("residual") else 2
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    return (passes * rows + 1) * d["hidden"] * size
+
+
+SPEC = OpSpec(
+    name="rms_norm",
+    level=1,
+    reference=reference,
+    op=rms_norm,
+    cases=(
+        Case("decode_1", {"tokens": 1, "hidden": 4096, "residual": True}, weight=64, tags=("model",)),
+        Case("decode_32", {"tokens": 32, "hidden": 4096, "residual": True}, weight=64, tags=("model",)),
+        Case("prefill_8k", {"tokens": 8192, "hidden": 4096, "residual": True}, weight=1, tags=("model",)),
+        Case("first_layer", {"tokens": 32, "hidden": 4096}, weight=1, tags=("model",)),
+        Case("qk_norm", {"tokens": 32, "heads": 32, "hidden": 128}, weight=32, tags=("model",)),
+        Case("one", {"tokens": 1, "hidden": 1}, dtype="float32", tags=("odd",)),
+        Case("odd_63", {"tokens": 63, "hidden": 1000, "residual": True}, tags=("odd",)),
+        Case("odd_1128", {"tokens": 3, "hidden": 1128, "cast_first": False}, dtype="float16", tags=("odd",)),
+        Case("weightless", {"tokens": 7, "hidden": 576, "weightless": True}, tags=("odd",)),
+        Case("qk_odd", {"tokens": 5, "heads": 9, "hidden": 64}, tags=("odd",)),
+        Case("var_hidden", {"tokens": 5, "hidden": 1000, "var_hidden": 640}, dtype="float32", tags=("odd",)),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
+    targets=(
+        Target("vllm", "vllm.model_executor.layers.layernorm:RMSNorm", "VllmRMSNorm", "leaf"),
+        Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21"),
+        Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21"),
+    ),
+)

@@ -1,0 +1,494 @@
+"""Rotary position embedding, in place on query and key (Su et al., arXiv 2104.09864); Llama-3 frequency scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.dispatch import Provider, define
+from fastkernels.spec import Case, OpSpec, Target
+
+
+def reference(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+    cast_cache: bool = True,
+    round_products: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """positions: [T] int64; query, key: [T, heads * head_size] or [T, heads, head_size], key may be None.
+
+    cos_sin_cache: [max_positions, rotary_dim], cosines then sines; channels from rotary_dim on stay as they are.
+    is_neox_style: channel j pairs with j + rotary_dim / 2, otherwise 2j with 2j + 1.
+    cast_cache: round cosines and sines to the query's dtype (vLLM; SGLang on the CPU).
+    round_products: round the two products to it too, not only their sum (SGLang on the CPU).
+    Returns new (query, key) of the given shapes and dtypes.
+    """
+    rotary_dim = cos_sin_cache.shape[-1]
+    rows = cos_sin_cache.index_select(0, positions.flatten())
+    acc = torch.promote_types(query.dtype, torch.float32)
+    compute = query.dtype if round_products else acc
+    if cast_cache or round_products:
+        rows = rows.to(query.dtype)
+    cos, sin = rows.to(compute).unsqueeze(-2).chunk(2, dim=-1)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(positions.numel(), -1, head_size)
+        x1, x2 = (t.to(compute) for t in _pairs(heads[..., :rotary_dim], is_neox_style))
+        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        out1, out2 = _pairs(out[..., :rotary_dim], is_neox_style)
+        out1.copy_(x1 * cos - x2 * sin)
+        out2.copy_(x2 * cos + x1 * sin)
+        out[..., rotary_dim:] = heads[..., rotary_dim:]
+        return out.view(x.shape)
+
+    return rotate(query), None if key is None else rotate(key)
+
+
+def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_neox_style:
+        half = x.shape[-1] // 2
+        return x[..., :half], x[..., half:]
+    return x[..., ::2], x[..., 1::2]
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, x_stride_t, x_stride_h, token, first_head, n_heads, cos, sin, pair, HALF,
+    NEOX: tl.constexpr, ROUND: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    heads = first_head + tl.arange(0, BLOCK_H)
+    mask = (heads < n_heads)[:, None] & (pair < HALF)[None, :]
+    row = x_ptr + token * x_stride_t + heads.to(tl.int64)[:, None] * x_stride_h
+    if NEOX:
+        at1 = row + pair[None, :]
+        at2 = at1 + HALF
+    else:
+        at1 = row + 2 * pair[None, :]
+        at2 = at1 + 1
+    x1 = tl.load(at1, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(at2, mask=mask, other=0.0).to(tl.float32)
+    a, b, c, d = x1 * cos[None, :], x2 * sin[None, :], x2 * cos[None, :], x1 * sin[None, :]
+    dtype = x_ptr.dtype.element_ty
+    if ROUND:
+        a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+        c, d = c.to(dtype).to(tl.float32), d.to(dtype).to(tl.float32)
+    tl.store(at1, (a - b).to(dtype), mask=mask)
+    tl.store(at2, (c + d).to(dtype), mask=mask)
+
+
+@triton.jit
+def _rotary_emb_kernel(
+    pos_ptr, q_ptr, k_ptr, cache_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, cache_stride,
+    n_q, n_k, q_blocks, HALF,
+    NEOX: tl.constexpr, CAST: tl.constexpr, ROUND: tl.constexpr, HAS_KEY: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program a (token, block of heads); the blocks of the query's heads come before those of the key's.
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    pair = tl.arange(0, BLOCK)
+    row = cache_ptr + tl.load(pos_ptr + token).to(tl.int64) * cache_stride
+    cos = tl.load(row + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(row + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    if CAST:
+        cos = cos.to(q_ptr.dtype.element_ty).to(tl.float32)
+        sin = sin.to(q_ptr.dtype.element_ty).to(tl.float32)
+    if block < q_blocks:
+        _rotate_heads(
+            q_ptr, q_stride_t, q_stride_h, token, block * BLOCK_H, n_q, cos, sin, pair, HALF, NEOX, ROUND, BLOCK_H
+        )
+    elif HAS_KEY:
+        _rotate_heads(
+            k_ptr, k_stride_t, k_stride_h, token, (block - q_blocks) * BLOCK_H, n_k, cos, sin, pair, HALF,
+            NEOX, ROUND, BLOCK_H,
+        )  # fmt: skip
+
+
+def _supports_triton(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+    cast_cache: bool = True,
+    round_products: bool = False,
+) -> str | None:
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {query.dtype} is not float16, bfloat16 or float32"
+    if not positions.is_contiguous():
+        return f"positions has strides {tuple(positions.stride())}, not contiguous"
+    if cos_sin_cache.stride(-1) != 1:
+        return f"cos_sin_cache has strides {tuple(cos_sin_cache.stride())}: a row must be contiguous"
+    for name, t in (("query", query), ("key", key)):
+        if t is not None and t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+        if t is not None and t.dtype != query.dtype:
+            return f"{name} is {t.dtype}, the query {query.dtype}"
+    return None
+
+
+def _check(positions: torch.Tensor, x: torch.Tensor, head_size: int, cos_sin_cache: torch.Tensor) -> None:
+    rotary_dim = cos_sin_cache.shape[-1]
+    if rotary_dim > head_size or rotary_dim % 2:
+        raise ValueError(f"rotary_emb: rotary_dim {rotary_dim} must be even and at most head_size {head_size}")
+    if x.numel() != 0 and x.numel() % (positions.numel() * head_size):
+        raise ValueError(
+            f"rotary_emb: shape {tuple(x.shape)} is not {positions.numel()} tokens (positions) of heads of {head_size}"
+        )
+
+
+def _triton(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+    cast_cache: bool = True,
+    round_products: bool = False,
+) -> None:
+    _check(positions, query, head_size, cos_sin_cache)
+    tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
+    if tokens == 0 or half == 0:
+        return
+    q = query.view(tokens, -1, head_size)
+    k = q if key is None else key.view(tokens, -1, head_size)
+    n_q, n_k = q.shape[1], 0 if key is None else k.shape[1]
+    block_h = min(triton.next_power_of_2(n_q), 8)
+    q_blocks = triton.cdiv(n_q, block_h)
+    _rotary_emb_kernel[(tokens, q_blocks + triton.cdiv(n_k, block_h))](
+        positions, q, k, cos_sin_cache, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0),
+        n_q, n_k, q_blocks, half, NEOX=is_neox_style, CAST=cast_cache, ROUND=round_products, HAS_KEY=key is not None,
+        BLOCK_H=block_h, BLOCK=triton.next_power_of_2(half), num_warps=4,
+    )  # fmt: skip
+
+
+def _reference(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+    cast_cache: bool = True,
+    round_products: bool = False,
+) -> None:
+    _check(positions, query, head_size, cos_sin_cache)
+    new_query, new_key = reference(
+        positions, query, key, head_size, cos_sin_cache, is_neox_style, cast_cache, round_products
+    )
+    query.copy_(new_query)
+    if key is not None:
+        key.copy_(new_key)
+
+
+rotary_emb = define(
+    "rotary_emb(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache,"
+    " bool is_neox_style, bool cast_cache=True, bool round_products=False) -> ()",
+    fake=lambda *args, **kwargs: None,
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def inverse_frequencies(base: float, rotary_dim: int) -> torch.Tensor:
+    """[rotary_dim / 2] float32 on the CPU: base ** (-2j / rotary_dim)."""
+    return 1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float, device="cpu") / rotary_dim))
+
+
+def llama3_frequencies(
+    inv_freq: torch.Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_max: int
+) -> torch.Tensor:
+    """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / inv_freq
+    if low_freq_factor == high_freq_factor:
+        keep = torch.zeros_like(inv_freq)
+    else:
+        keep = (original_max / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    between = (1 - keep) * inv_freq / factor + keep * inv_freq
+    scaled = torch.where(wavelength > original_max / low_freq_factor, inv_freq / factor, between)
+    return torch.where(wavelength < original_max / high_freq_factor, inv_freq, scaled)
+
+
+def cos_sin_table(inv_freq: torch.Tensor, max_positions: int, start: int = 0) -> torch.Tensor:
+    """[max_positions, rotary_dim] float32: the cosines, then the sines, of position * frequency."""
+    t = torch.arange(start, start + max_positions, dtype=torch.float, device=inv_freq.device)
+    angles = torch.outer(t, inv_freq)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class _RotaryEmbedding(nn.Module):
+    """What the standalone classes of both hosts share: the host's attributes and its cos_sin_cache."""
+
+    cos_sin_cache: torch.Tensor
+
+    def _setup(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.head_size = head_size
+        self.rotary_dim = rotary_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.base = base
+        self.is_neox_style = is_neox_style
+        self.dtype = dtype
+
+    def _inv_freq(self) -> torch.Tensor:
+        return inverse_frequencies(self.base, self.rotary_dim)
+
+    def _make_cache(self, dtype: torch.dtype, start: int = 0) -> None:
+        table = cos_sin_table(self._inv_freq(), self.max_position_embeddings, start)
+        self.register_buffer("cos_sin_cache", table.to(torch.get_default_device(), dtype), persistent=False)
+
+
+class VllmRotaryEmbedding(_RotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding: the cache is kept in `dtype`.
+
+    forward: positions [T]; query, key as in `reference`, key may be None. Returns (query, key), changed in place.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        init_cache: bool = True,
+    ) -> None:
+        super().__init__()
+        self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+        if init_cache:
+            self._make_cache(dtype)
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rotary_emb(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, True, False)
+        return query, key
+
+
+class VllmLlama3RotaryEmbedding(VllmRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.llama3_rope.Llama3RotaryEmbedding; see VllmRotaryEmbedding."""
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        scaling_factor: float,
+        low_freq_factor: float,
+        high_freq_factor: float,
+        orig_max_position: int,
+    ) -> None:
+        self.llama3 = (scaling_factor, low_freq_factor, high_freq_factor, orig_max_position)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _inv_freq(self) -> torch.Tensor:
+        return llama3_frequencies(super()._inv_freq(), *self.llama3)
+
+
+class SGLangRotaryEmbedding_0_5_16(_RotaryEmbedding):
+    """sglang.srt.layers.rotary_embedding.base.RotaryEmbedding before 0.5.21: float32 cache on CUDA, else in `dtype`.
+
+    forward: positions [T]; query, key as in `reference`. Returns (query, key), changed in place. With
+    fused_set_kv_buffer_arg a live module uses the host's own kernel; standalone that is a ValueError.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: int,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+        self._make_cache(torch.float32 if torch.cuda.is_available() else dtype)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """None if our forward serves this module (ours or the host's), else the reason."""
+        if getattr(module, "_force_native", False):
+            return "rl_on_policy_target asks for the host's own native kernel"
+        return None
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        fused_set_kv_buffer_arg: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if fused_set_kv_buffer_arg is not None:
+            host = getattr(self, f"forward_{query.device.type}", None)
+            if host is None:
+                raise ValueError("fused_set_kv_buffer_arg is not supported: store key and value with store_kvcache")
+            rotary_emb.note("fused_set_kv_buffer_arg: the host's own kernel stores key and value too")
+            return host(positions, query, key, offsets, fused_set_kv_buffer_arg)
+        if offsets is not None:
+            positions = positions + offsets
+        native = query.device.type == "cpu"  # the host rounds there after every operation
+        rotary_emb(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, native, native)
+        return query, key
+
+
+class SGLangRotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
+    """sglang.srt.layers.rotary_embedding.base.RotaryEmbedding, with the first cached position; see its base."""
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: int,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        position_start: int = 0,
+    ) -> None:
+        nn.Module.__init__(self)
+        self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+        self.position_start = position_start
+        self._make_cache(torch.float32 if torch.cuda.is_available() else dtype, position_start)
+
+
+class SGLangLlama3RotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
+    """sglang.srt.layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding; see SGLangRotaryEmbedding_0_5_16."""
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: int,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        scaling_factor: float,
+        low_freq_factor: float,
+        high_freq_factor: float,
+        orig_max_position: int,
+    ) -> None:
+        self.llama3 = (scaling_factor, low_freq_factor, high_freq_factor, orig_max_position)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _inv_freq(self) -> torch.Tensor:
+        return llama3_frequencies(super()._inv_freq(), *self.llama3)
+
+
+def get_rope(
+    head_size: int,
+    max_position: int,
+    is_neox_style: bool = True,
+    rope_parameters: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> VllmRotaryEmbedding:
+    """The module for a Hugging Face config's rope_parameters (rope_theta, rope_type, partial_rotary_factor, ...).
+
+    Raises ValueError for a rope_type other than 'default' and 'llama3', or a parameter that is missing.
+    """
+    p = dict(rope_parameters or {})
+    kind = p.get("rope_type", p.get("type", "default"))
+    rotary_dim = int(head_size * p.get("partial_rotary_factor", 1.0))
+    args = (head_size, rotary_dim, max_position, float(p.get("rope_theta", 10000.0)), is_neox_style)
+    dtype = dtype or torch.get_default_dtype()
+    if kind == "default":
+        return VllmRotaryEmbedding(*args, dtype)
+    if kind != "llama3":
+        raise ValueError(f"rope_type {kind!r} is not supported; known: default, llama3")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [n for n in names if n not in p]
+    if missing:
+        raise ValueError(f"rope_type 'llama3' needs {', '.join(missing)} in rope_parameters")
+    return VllmLlama3RotaryEmbedding(*args, dtype, *(p[n] for n in names))
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d, dtype = case.dims, getattr(torch, case.dtype)
+    tokens, size, n_k = d["tokens"], d["head_size"], d["kv_heads"]
+    width = (d["heads"] + 2 * n_k) * size
+    qkv = torch.randn(tokens, width, generator=generator, device=device).to(dtype)
+    query, key = qkv[:, : d["heads"] * size], qkv[:, d["heads"] * size : -n_k * size] if n_k else None
+    if not d.get("packed", True):
+        query, key = query.clone(), None if key is None else key.clone()
+    inv_freq = inverse_frequencies(500000.0, d.get("rotary_dim", size))
+    cache = cos_sin_table(inv_freq, d.get("max_positions", 4096)).to(device, getattr(torch, d.get("cache", case.dtype)))
+    positions = torch.randint(0, cache.shape[0], (tokens,), generator=generator, device=device)
+    flags = (d.get("cast_cache", True), d.get("round_products", False))
+    return [positions, query, key, size, cache, d.get("neox", True), *flags]
+
+
+def _rotated(case: Case) -> int:
+    d = case.dims
+    return d["tokens"] * (d["heads"] + d["kv_heads"]) * d.get("rotary_dim", d["head_size"])
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    rows = min(d["tokens"], d.get("max_positions", 4096)) * d.get("rotary_dim", d["head_size"])
+    return (2 * _rotated(case) + rows) * size + 8 * d["tokens"]
+
+
+_LLAMA = {"heads": 32, "kv_heads": 8, "head_size": 128}
+_SGLANG_ROPE = "sglang.srt.layers.rotary_embedding."
+_VLLM_ROPE = "vllm.model_executor.layers.rotary_embedding."
+SPEC = OpSpec(
+    name="rotary_emb",
+    level=1,
+    reference=reference,
+    op=rotary_emb,
+    cases=(
+        Case("decode_1", {"tokens": 1, **_LLAMA}, weight=32, tags=("model",)),
+        Case("decode_32", {"tokens": 32, **_LLAMA}, weight=32, tags=("model",)),
+        Case("prefill_8k", {"tokens": 8192, **_LLAMA}, weight=1, tags=("model",)),
+        Case("one", {"tokens": 1, "heads": 1, "kv_heads": 1, "head_size": 2}, dtype="float32", tags=("odd",)),
+        Case("smollm2", {"tokens": 63, "heads": 9, "kv_heads": 3, "head_size": 64}, tags=("odd",)),
+        Case(
+            "interleaved_partial",
+            {"tokens": 5, "heads": 3, "kv_heads": 1, "head_size": 80, "rotary_dim": 34, "neox": False},
+            dtype="float32", tags=("odd",),
+        ),
+        Case("neox_partial", {"tokens": 7, "heads": 5, "kv_heads": 5, "head_size": 96, "rotary_dim": 24}, tags=("odd",)),
+        Case("no_key", {"tokens": 3, "heads": 2, "kv_heads": 0, "head_size": 64}, dtype="float16", tags=("odd",)),
+        Case(
+            "float32_cache",
+            {"tokens": 9, "heads": 4, "kv_heads": 2, "head_size": 64, "cache": "float32", "cast_cache": False},
+            tags=("odd",),
+        ),
+        Case(
+            "round_products",
+            {"tokens": 9, "heads": 4, "kv_heads": 2, "head_size": 64, "round_products": True, "packed": False},
+            tags=("odd",),
+        ),
+    ),  # fmt: skip
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 3 * _rotated(case),
+    targets=(
+        Target("vllm", _VLLM_ROPE + "base:RotaryEmbedding", "VllmRotaryEmbedding", "leaf"),
+        Target("vllm", _VLLM_ROPE + "llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding", "leaf"),
+        Target("sglang", _SGLANG_ROPE + "base:RotaryEmbedding", "SGLangRotaryEmbedding_0_5_16", "leaf", "<0.5.21"),
+        Target("sglang", _SGLANG_ROPE + "base:RotaryEmbedding", "SGLangRotaryEmbedding", "leaf", ">=0.5.21"),
+        Target("sglang", _SGLANG_ROPE + "rope_variant:Llama3RotaryEmbedding", "SGLangLlama3RotaryEmbedding", "leaf"),
+    ),
+)

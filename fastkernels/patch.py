@@ -1,0 +1,268 @@
+"""patch(target): put our modules, or a user's candidates, into a host, and prove that they run.
+
+The host is found by its entry point (group `fastkernels.hosts`); what is true of it is in its integration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from .env import Environment
+from .registry import UnknownName, check_names
+
+
+class PatchError(RuntimeError):
+    """The patch did not take place, and everything is as it was; the message says why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What travels to every process of a host, as JSON.
+
+    action      'patch', 'undo', 'report' (counters since the patch) or 'reset' (counters to zero)
+    ops         op names, None for all that are on by default for the host
+    candidates  {op: file}
+    strict      a fallback, an unknown host version or an unsupported module is an error
+    """
+
+    action: str
+    ops: tuple[str, ...] | None = None
+    candidates: Mapping[str, str] = field(default_factory=dict)
+    disable: tuple[str, ...] = ()
+    strict: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        raw = json.loads(text)
+        ops = raw.get("ops")
+        return cls(
+            raw["action"], None if ops is None else tuple(ops), raw.get("candidates") or {},
+            tuple(raw.get("disable") or ()), bool(raw.get("strict")),
+        )  # fmt: skip
+
+    @classmethod
+    def from_environment(cls, env: Environment | None = None) -> Request:
+        env = env or Environment.read()
+        return cls("patch", env.ops, dict(env.candidates), env.disable, env.strict)
+
+
+@dataclass
+class Row:
+    """One (rank, op, host class) of a report.
+
+    state   'active': ours is in place; 'off': not used, see reason
+    calls   runs of the op's body in that process since the patch (or since the last capture)
+    proof   'calls', or 'trace' when kernel names in a profiler trace of a replayed step show it
+    """
+
+    rank: int
+    op: str
+    host_class: str
+    modules: int
+    state: str
+    calls: int = 0
+    proof: str = ""
+    reason: str = ""
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+class Host(Protocol):
+    """A host integration: an object named by an entry point of the group `fastkernels.hosts`."""
+
+    name: str
+
+    def version(self) -> str | None:
+        """The installed version, None if the host is not installed. Imports nothing heavy."""
+
+    def matches(self, target: Any) -> bool:
+        """Whether this live object is one of this host's."""
+
+    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        """Carry the request out in every process of the live object; one reply a process, in rank order.
+
+        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}.
+        Raises PatchError when a process cannot be reached.
+        """
+
+    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        """The same for an asynchronous engine."""
+
+
+def hosts() -> dict[str, Host]:
+    """The integrations that are installed, by host name."""
+    return {e.name: e.load() for e in entry_points(group="fastkernels.hosts")}
+
+
+class Report:
+    """What a patch did, per (rank, op, host class), and the way back. Also a context manager."""
+
+    def __init__(self, host: Host, target: Any, replies: list[dict[str, Any]]):
+        self.host, self.target, self.undone = host, target, False
+        self._read(replies)
+
+    def _read(self, replies: list[dict[str, Any]]) -> None:
+        self.pids = {r["rank"]: r["pid"] for r in replies}
+        self.version = replies[0]["version"] if replies else None
+        self.rows = [Row(**row) for r in replies for row in r["rows"]]
+
+    @property
+    def active(self) -> list[Row]:
+        return [r for r in self.rows if r.state == "active"]
+
+    @property
+    def verified(self) -> bool:
+        """Every op that is in place has run in every process, since the patch or the last capture."""
+        return bool(self.active) and all(r.calls > 0 for r in self.active)
+
+    @property
+    def patched_modules(self) -> int:
+        return sum(r.modules for r in self.active)
+
+    @property
+    def patched_calls(self) -> int:
+        return sum(calls for calls in self._calls().values())
+
+    def _calls(self) -> dict[tuple[int, str], int]:
+        return {(r.rank, r.op): r.calls for r in self.active}  # a counter is per op, not per host class
+
+    def refresh(self) -> Report:
+        """Read the counters again from every process."""
+        self._read(_checked(self.host, self.host.call(self.target, Request("report"))))
+        return self
+
+    def reset(self) -> Report:
+        """Set the counters to zero in every process."""
+        self._read(_checked(self.host, self.host.call(self.target, Request("reset"))))
+        return self
+
+    def undo(self) -> None:
+        """Put everything back as it was. A second call does nothing."""
+        if not self.undone:
+            _checked(self.host, self.host.call(self.target, Request("undo")))
+            self.undone = True
+
+    async def undo_async(self) -> None:
+        if not self.undone:
+            _checked(self.host, await self.host.call_async(self.target, Request("undo")))
+            self.undone = True
+
+    async def refresh_async(self) -> Report:
+        self._read(_checked(self.host, await self.host.call_async(self.target, Request("report"))))
+        return self
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.undo()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"host": self.host.name, "version": self.version, "pids": self.pids, "rows": [asdict(r) for r in self.rows]}
+
+    def __str__(self) -> str:
+        head = f"{self.host.name} {self.version}: {self.patched_modules} modules patched in {len(self.pids)} process(es)"
+        lines = [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
+        for r in self.rows:
+            state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
+            state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())
+            lines.append(f"  {r.rank:>4} {r.op:<20} {r.host_class:<24} {r.modules:>7} {r.calls:>8}  {state}")
+        return "\n".join([head, *lines])
+
+    __repr__ = __str__
+
+
+def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The replies, or PatchError with every process's error."""
+    errors = [f"rank {r.get('rank', '?')} (pid {r.get('pid', '?')}): {r['error']}" for r in replies if r.get("error")]
+    if errors or not replies:
+        raise PatchError(f"{host.name}: " + ("; ".join(errors) or "no process answered"))
+    return replies
+
+
+def _agreed(host: Host, replies: list[dict[str, Any]]) -> str | None:
+    """None if all ranks patched the same, else what differs."""
+    shapes = {r["rank"]: sorted((w["op"], w["host_class"], w["modules"], w["state"]) for w in r["rows"]) for r in replies}
+    first = next(iter(shapes.values()))
+    differing = [rank for rank, shape in shapes.items() if shape != first]
+    return f"ranks {differing} patched something else than rank {min(shapes)}" if differing else None
+
+
+def _request(ops: Iterable[str] | None, candidates: Mapping[str, str] | None, strict: bool | None) -> Request:
+    env = Environment.read()
+    names = None if ops is None else check_names(ops)
+    check_names(candidates or ())
+    check_names(env.disable)
+    return Request(
+        "patch", names, {k: str(v) for k, v in (candidates or {}).items()}, env.disable,
+        env.strict if strict is None else strict,
+    )  # fmt: skip
+
+
+def find_host(target: Any) -> Host:
+    """The integration for a live object, or for a host's name. Raises UnknownName or PatchError."""
+    found = hosts()
+    if isinstance(target, str):
+        if target not in found:
+            raise UnknownName("host", target, found)
+        return found[target]
+    for host in found.values():
+        if host.matches(target):
+            return host
+    kind = f"{type(target).__module__}.{type(target).__qualname__}"
+    raise PatchError(f"no host integration knows {kind}. Hosts: {', '.join(sorted(found)) or 'none are installed'}")
+
+
+def patch(
+    target: Any,
+    ops: Iterable[str] | None = None,
+    candidates: Mapping[str, str] | None = None,
+    strict: bool | None = None,
+) -> Report:
+    """Put our modules into a live engine or module, or (by a host's name) into every engine built from now on.
+
+    target      vllm.LLM, vllm AsyncLLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers model, or 'vllm' / 'sglang'
+    ops         op names; None: all that are on by default for the host
+    candidates  {op: path of a file}: the user's kernel instead of ours; its code runs in the host's processes
+    strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
+
+    Returns a Report (also a context manager; `undo()` restores everything). Raises UnknownName for an op or
+    host that does not exist, PatchError when the patch could not be made; nothing has changed then.
+    """
+    host = find_host(target)
+    request = _request(ops, candidates, strict)
+    replies = host.call(target, request)
+    failed = [r for r in replies if r.get("error")]
+    if failed and len(failed) < len(replies):
+        host.call(target, Request("undo"))
+    _checked(host, replies)
+    differs = _agreed(host, replies)
+    if differs:
+        host.call(target, Request("undo"))
+        raise PatchError(f"{host.name}: {differs}; undone")
+    return Report(host, target, replies)
+
+
+async def patch_async(
+    target: Any,
+    ops: Iterable[str] | None = None,
+    candidates: Mapping[str, str] | None = None,
+    strict: bool | None = None,
+) -> Report:
+    """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle."""
+    host = find_host(target)
+    replies = _checked(host, await host.call_async(target, _request(ops, candidates, strict)))
+    differs = _agreed(host, replies)
+    if differs:
+        await host.call_async(target, Request("undo"))
+        raise PatchError(f"{host.name}: {differs}; undone")
+    return Report(host, target, replies)
+
+
+__all__ = ["Host", "PatchError", "Report", "Request", "Row", "find_host", "hosts", "patch", "patch_async"]

@@ -1,0 +1,60 @@
+"""Ops by name: an op is the file fastkernels/overrides/l{1,2,3}/NAME.py, imported on first use."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .spec import OpSpec
+
+
+class UnknownName(LookupError):
+    """A name that is not in a registry. The message names it and lists what exists."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]):
+        known = sorted(known)
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
+
+    def __str__(self) -> str:  # LookupError's own would be fine, KeyError's would quote the text
+        return str(self.args[0])
+
+
+@lru_cache(maxsize=1)
+def op_modules() -> dict[str, str]:
+    """{op name: module path}, from the file names alone: nothing is imported."""
+    root = Path(__file__).parent / "overrides"
+    files = sorted(root.glob("l[123]/*.py"))
+    return {f.stem: f"fastkernels.overrides.{f.parent.name}.{f.stem}" for f in files if f.stem[0] != "_"}
+
+
+def op_names() -> list[str]:
+    return list(op_modules())
+
+
+def op_module(name: str) -> ModuleType:
+    """The op's module. Raises UnknownName."""
+    if name not in op_modules():
+        raise UnknownName("op", name, op_modules())
+    return importlib.import_module(op_modules()[name])
+
+
+def get(name: str) -> OpSpec:
+    """The op's SPEC. Raises UnknownName."""
+    return op_module(name).SPEC
+
+
+def check_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The names, or UnknownName for the first that is not an op."""
+    names = tuple(names)
+    for name in names:
+        if name not in op_modules():
+            raise UnknownName("op", name, op_modules())
+    return names

@@ -1,0 +1,106 @@
+"""What an op is: its cases, tolerances, cost and the host classes that it overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SEAMS = {
+    "leaf": "a leaf module: `__class__` of the live instance is swapped for a subclass with our forward",
+    "quant_method": "a linear-like module: its `quant_method` is replaced, the host keeps bias, gather and reduce",
+    "attention": "the attention backend's implementation, on the host's own KV layout",
+    "module": "a plain module of several parts: `__class__` of the live instance is swapped",
+    "function": "a function of the host",
+    "standalone": "a drop-in class for forks and for our engine; not put into a live host (see its note)",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One host class (or function) that an op overrides.
+
+    host      'vllm', 'sglang' or 'transformers'
+    path      'module.path:Name' in the host
+    cls       name of our class (or function) in the op's file
+    seam      a key of SEAMS
+    versions  PEP 440 specifier of the host versions this header is for, '' for all
+    default   whether patch() without a list of ops puts it in
+    note      why the live seam is not used or what differs and cannot be otherwise
+    """
+
+    host: str
+    path: str
+    cls: str
+    seam: str
+    versions: str = ""
+    default: bool = True
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.seam not in SEAMS:
+            raise ValueError(f"seam {self.seam!r} of {self.path} is not one of {', '.join(SEAMS)}")
+
+    def applies_to(self, version: str) -> bool:
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import Version
+
+        return Version(Version(version).base_version) in SpecifierSet(self.versions)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """|out - reference| <= atol + rtol * |reference|, elementwise."""
+
+    atol: float
+    rtol: float
+
+
+TOLERANCE = {
+    "float32": Tolerance(1e-5, 1e-5),
+    "float16": Tolerance(2e-3, 2e-3),
+    "bfloat16": Tolerance(1.6e-2, 1.6e-2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One concrete call: `dims` are the sizes the input maker reads, `weight` how often production makes it."""
+
+    name: str
+    dims: Mapping[str, Any]
+    dtype: str = "bfloat16"
+    weight: float = 1.0
+    tags: tuple[str, ...] = ()  # 'odd' sizes for tests, 'model' shapes for the benchmark
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """The description of one op file (fastkernels/overrides/l*/NAME.py, which ends with SPEC = OpSpec(...)).
+
+    reference     plain PyTorch; computes in at least float32 (pass float64 inputs for a float64 oracle); returns
+                  the outputs, with the new values of mutated arguments after them
+    op            the functional op (fastkernels.dispatch.Op), None for modules that only call other ops
+    inputs        inputs(case, device, generator) -> the op's positional arguments (list)
+    bytes_moved   bytes_moved(case): compulsory reads and writes of device memory
+    flops         flops(case)
+    calls         other ops that the modules of this file call by name
+    """
+
+    name: str
+    level: int
+    reference: Callable[..., Any]
+    cases: tuple[Case, ...]
+    inputs: Callable[..., list[Any]]
+    bytes_moved: Callable[[Case], int]
+    flops: Callable[[Case], int]
+    op: Any = None
+    targets: tuple[Target, ...] = ()
+    tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: dict(TOLERANCE))
+    calls: tuple[str, ...] = ()
+    baseline: str = "reference"
+
+    def targets_for(self, host: str, version: str | None = None) -> list[Target]:
+        """The targets of `host`; with a version, only those whose header is for it."""
+        found = [t for t in self.targets if t.host == host]
+        return found if version is None else [t for t in found if t.applies_to(version)]

@@ -1,0 +1,219 @@
+"""apply(model, request): put our modules into a loaded model, in the process that runs it. The same for every host.
+
+An adapter (one a host) says what is special about the host: see Adapter. Everything that is changed is
+written into a journal, so that undo, or a failure half way, puts all of it back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fastkernels import candidate as candidates_module
+from fastkernels import registry
+from fastkernels.patch import PatchError, Request, Row
+from fastkernels.spec import OpSpec, Target
+
+from . import compat
+
+log = logging.getLogger("fastkernels")
+LIVE_SEAMS = ("leaf", "module", "quant_method", "attention")
+
+
+class Journal:
+    """Undo steps, run in reverse order."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], None]] = []
+
+    def add(self, step: Callable[[], None]) -> None:
+        self.steps.append(step)
+
+    def undo(self) -> None:
+        while self.steps:
+            self.steps.pop()()
+
+
+class Adapter:
+    """What a host's integration says about its modules. Subclassed by each host; the defaults suit plain modules.
+
+    host     its name in Target.host
+    version  of the host that runs in this process
+    """
+
+    host = ""
+    version = ""
+
+    def repin(self, module: Any, journal: Journal) -> None:
+        """After a swap of __class__: renew what the instance cached of its old class."""
+
+    def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
+        """Put our method object into a linear-like module; None, or the reason why not."""
+        return f"{self.host} has no quant_method seam"
+
+    def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
+        """Put our implementation behind an attention module; None, or the reason why not."""
+        return f"{self.host} has no attention seam"
+
+
+@dataclass
+class Patched:
+    """The state of one patched process."""
+
+    adapter: Adapter
+    model: Any
+    request: Request
+    rank: int
+    journal: Journal = field(default_factory=Journal)
+    candidates: dict[str, candidates_module.Candidate] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def report(self) -> list[dict[str, Any]]:
+        from fastkernels.dispatch import OPS
+
+        for row in self.rows:
+            op = OPS.get(row.op)
+            if row.state == "active" and op is not None:
+                row.calls, row.fallbacks = op.calls, dict(op.fallbacks)
+                row.proof = "calls" if op.calls else ""
+        return [asdict(row) for row in self.rows]
+
+    def reset(self) -> None:
+        from fastkernels.dispatch import OPS
+
+        for op in OPS.values():
+            op.reset()
+
+    def undo(self) -> None:
+        self.journal.undo()
+
+
+def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:
+    """Swap every module that the request names. On any failure nothing has changed and PatchError is raised."""
+    patched = Patched(adapter, model, request, rank)
+    try:
+        _load_candidates(patched)
+        for spec, target in plan(adapter, request):
+            patched.rows.append(_apply_target(patched, spec, target))
+        _strict(patched)
+    except Exception as error:
+        patched.journal.undo()
+        if isinstance(error, PatchError):
+            raise
+        raise PatchError(f"{type(error).__name__}: {error}") from error
+    patched.reset()
+    return patched
+
+
+def plan(adapter: Adapter, request: Request) -> Iterator[tuple[OpSpec, Target]]:
+    """The (op, target) pairs that the request asks for and this host version has a header for."""
+    names = registry.op_names() if request.ops is None else registry.check_names(request.ops)
+    for name in names:
+        spec = registry.get(name)
+        for target in spec.targets_for(adapter.host, adapter.version):
+            if target.seam in LIVE_SEAMS and (target.default or request.ops is not None):
+                yield spec, target
+
+
+def _load_candidates(patched: Patched) -> None:
+    from fastkernels.dispatch import OPS
+
+    for name, path in patched.request.candidates.items():
+        found = candidates_module.load(name, path)
+        patched.candidates[name] = found
+        op = registry.get(name).op
+        if found.function is not None and op is not None:
+            OPS[op.name].set_candidate(found.function, f"candidate {path}")
+            patched.journal.add(lambda op=op: op.set_candidate(None))
+
+
+def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
+    adapter, name = patched.adapter, target.path.partition(":")[2]
+    row = Row(patched.rank, spec.name, name, 0, "off")
+    if spec.name in patched.request.disable:
+        row.reason = "FASTKERNELS_DISABLE"
+        return row
+    host_class = _resolve(target.path)
+    if host_class is None:
+        row.reason = f"{target.path} is not in {adapter.host} {adapter.version}"
+        return row
+    row.reason = compat.unknown(adapter.host, adapter.version, target.path, host_class) or ""
+    if row.reason:
+        return row
+    ours = _our_class(patched, spec, target)
+    reasons: dict[str, int] = {}
+    for module in _instances(adapter, patched.model, host_class, target.seam):
+        reason = _swap(patched, module, host_class, ours, target.seam)
+        if reason is None:
+            row.modules += 1
+        else:
+            reasons[reason] = reasons.get(reason, 0) + 1
+    row.state = "active" if row.modules else "off"
+    row.reason = "; ".join(f"{n} unsupported: {why}" for why, n in reasons.items())
+    if not row.modules and not reasons:
+        row.reason = "the model has no such module"
+    return row
+
+
+def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
+    found = patched.candidates.get(spec.name)
+    if found is not None and target.cls in found.classes:
+        return found.classes[target.cls]
+    return getattr(registry.op_module(spec.name), target.cls)
+
+
+def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> list[Any]:
+    """The modules of exactly this class, each once. Somebody else's subclass or patch is not ours to touch."""
+    return [m for m in model.modules() if type(m) is host_class]
+
+
+def _swap(patched: Patched, module: Any, host_class: type, ours: type, seam: str) -> str | None:
+    supports = getattr(ours, "supports", None)
+    reason = supports(module) if supports is not None else None
+    if reason is None and "forward" in vars(module):
+        reason = "its forward was replaced by somebody else"
+    if reason is not None:
+        return reason
+    if seam == "quant_method":
+        return patched.adapter.swap_quant_method(module, ours, patched.journal)
+    if seam == "attention":
+        return patched.adapter.swap_attention(module, ours, patched.journal)
+    module.__class__ = live_class(host_class, ours)
+    patched.journal.add(lambda: setattr(module, "__class__", host_class))
+    patched.adapter.repin(module, patched.journal)
+    return None
+
+
+_LIVE: dict[tuple[type, type], type] = {}
+
+
+def live_class(host_class: type, ours: type) -> type:
+    """A subclass of the host's class with our forward: constructor, loaders and isinstance checks stay the host's."""
+    key = (host_class, ours)
+    if key not in _LIVE:
+        methods = {"forward": ours.forward, **{m: getattr(ours, m) for m in getattr(ours, "live_methods", ())}}
+        body = {**methods, "__module__": host_class.__module__, "__qualname__": host_class.__qualname__, "fastkernels": ours}
+        _LIVE[key] = type(host_class.__name__, (host_class,), body)
+    return _LIVE[key]
+
+
+def _strict(patched: Patched) -> None:
+    if patched.request.strict:
+        off = [f"{r.op} ({r.host_class}): {r.reason}" for r in patched.rows if r.reason and r.reason != "FASTKERNELS_DISABLE"]
+        off = [line for line in off if not line.endswith("the model has no such module")]
+        if off:
+            raise PatchError("strict: " + "; ".join(off))
+    if not any(r.state == "active" for r in patched.rows):
+        why = "; ".join(f"{r.op} ({r.host_class}): {r.reason}" for r in patched.rows) or "no op was asked for"
+        raise PatchError(f"nothing to patch: {why}")
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None

