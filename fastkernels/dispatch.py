@@ -7,11 +7,11 @@ device is passed over; one that does not support the case is passed over, counte
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
@@ -33,14 +33,14 @@ class Provider:
 
     fn        called with the op's arguments; mutates what the op mutates, returns what the op returns
     devices   device types it runs on ('triton' also runs on 'cpu' under TRITON_INTERPRET=1)
-    module    an importable module that it needs, e.g. 'flashinfer'
+    module    an importable module that it needs, e.g. 'flash_attn_interface'; of a tuple, any one
     supports  supports(*args) -> None if this case is supported, else the reason; must not synchronize
     """
 
     name: str
     fn: Callable[..., Any]
     devices: tuple[str, ...] = ("cuda",)
-    module: str | None = None
+    module: str | tuple[str, ...] | None = None
     supports: Callable[..., str | None] | None = None
 
     def unavailable(self, device: str) -> str | None:
@@ -48,9 +48,21 @@ class Provider:
         interpreted = self.name == "triton" and device == "cpu" and Environment.read().interpret
         if device not in self.devices and not interpreted:
             return f"{self.name} runs on {', '.join(self.devices)}, not on {device}"
-        if self.module and importlib.util.find_spec(self.module) is None:
-            return f"{self.name} needs the package {self.module}, which is not installed"
+        wanted = (self.module,) if isinstance(self.module, str) else self.module or ()
+        if wanted and not any(map(_installed, wanted)):
+            return f"{self.name} needs {' or '.join(wanted)}, which is not installed"
         return None
+
+
+def _installed(module: str) -> bool:
+    """Whether a module is there, without importing it or, as importlib.util.find_spec does, its parents."""
+    path: Sequence[str] | None = None
+    for i, name in enumerate(parts := module.split("."), start=1):
+        spec = PathFinder.find_spec(".".join(parts[:i]) if path is None else name, path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations or ()
+    return True
 
 
 @dataclass
@@ -71,7 +83,9 @@ class Op:
 
     def body(self, device: str) -> Callable[..., Any]:
         """What torch.ops.fastkernels.NAME calls for tensors of that device type: picks the provider and runs it."""
-        orders = self._order  # a closure a device, and no look-up that can be made once: this is paid on every call
+        orders = (
+            self._order
+        )  # a closure a device, and no look-up that can be made once: this is paid on every call
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
@@ -83,7 +97,9 @@ class Op:
                 if reason is None:
                     return provider.fn(*args, **kwargs)
                 self.note(f"{provider.name}: {reason}")
-            raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
+            raise UnsupportedCase(
+                f"{self.name}: no provider supports this case on {device}: {self.fallbacks}"
+            )
 
         return run
 
@@ -96,7 +112,9 @@ class Op:
         wanted = Environment.read().provider.get(self.name)
         names = [p.name for p in self.providers]
         if wanted is not None and wanted not in names:
-            raise ValueError(f"FASTKERNELS_PROVIDER: {self.name} has no provider {wanted!r}, it has {', '.join(names)}")
+            raise ValueError(
+                f"FASTKERNELS_PROVIDER: {self.name} has no provider {wanted!r}, it has {', '.join(names)}"
+            )
         first = [p for p in (self.candidate,) if p is not None]
         chosen = [p for p in self.providers if p.name == wanted]
         rest = [p for p in self.providers if p.name != wanted]
@@ -123,7 +141,9 @@ class Op:
                 self.note(reason)
         found = [provider for provider, reason in order if reason is None]
         if not found:
-            raise UnsupportedCase(f"{self.name}: no provider on {device}: " + "; ".join(r or "" for _, r in order))
+            raise UnsupportedCase(
+                f"{self.name}: no provider on {device}: " + "; ".join(r or "" for _, r in order)
+            )
         self._order[device] = found
         return found
 

@@ -6,13 +6,18 @@ The host is found by its entry point (group `fastkernels.hosts`); what is true o
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any, Protocol
 
 from .env import Environment
 from .registry import UnknownName, check_names
+
+log = logging.getLogger("fastkernels")
 
 
 class PatchError(RuntimeError):
@@ -96,8 +101,14 @@ class Host(Protocol):
 
 
 def hosts() -> dict[str, Host]:
-    """The integrations that are installed, by host name."""
-    return {e.name: e.load() for e in entry_points(group="fastkernels.hosts")}
+    """The integrations that are installed, by host name. One that does not import is left out, with a warning."""
+    found: dict[str, Host] = {}
+    for entry in entry_points(group="fastkernels.hosts"):
+        try:
+            found[entry.name] = entry.load()
+        except ImportError as error:
+            log.warning("the integration %s (%s) does not import: %s", entry.name, entry.value, error)
+    return found
 
 
 class Report:
@@ -264,5 +275,13 @@ async def patch_async(
         raise PatchError(f"{host.name}: {differs}; undone")
     return Report(host, target, replies)
 
+
+class _CallableModule(ModuleType):
+    # Importing this module binds it as fastkernels.patch, over the function that users call by that name.
+    def __call__(self, *args: Any, **kwargs: Any) -> Report:
+        return patch(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 __all__ = ["Host", "PatchError", "Report", "Request", "Row", "find_host", "hosts", "patch", "patch_async"]

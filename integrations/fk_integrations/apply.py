@@ -70,6 +70,7 @@ class Patched:
     journal: Journal = field(default_factory=Journal)
     candidates: dict[str, candidates_module.Candidate] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    traced: set[str] = field(default_factory=set)  # ops whose kernels a profiler trace has shown
 
     def report(self) -> list[dict[str, Any]]:
         from fastkernels.dispatch import OPS
@@ -78,7 +79,7 @@ class Patched:
             op = OPS.get(row.op)
             if row.state == "active" and op is not None:
                 row.calls, row.fallbacks = op.calls, dict(op.fallbacks)
-                row.proof = "calls" if op.calls else ""
+                row.proof = "trace" if row.op in self.traced else "calls" if op.calls else ""
         return [asdict(row) for row in self.rows]
 
     def reset(self) -> None:

@@ -103,20 +103,26 @@ def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
     return Comparison(spec.name, target.host, version, target.cls, target.path, not found, reason)
 
 
+def hosts() -> list[str]:
+    """Hosts of which any version is recorded."""
+    return sorted({f.stem.partition("-")[0] for f in compat.RECORDED.glob("*-*.json")})
+
+
+def versions(host: str) -> list[str]:
+    """The recorded versions of a host, oldest first."""
+    return sorted(compat.recorded(host), key=lambda v: tuple(int(part) for part in v.split(".")))
+
+
 def comparisons(ops: list[str] | None = None) -> Iterator[Comparison]:
     """Every op, host and recorded version. A path that a version lacks and the table picks is a difference."""
     for name in registry.op_names() if ops is None else ops:
         spec = registry.get(name)
         for target in spec.targets:
-            for version, data in sorted(compat.recorded(target.host).items(), key=lambda item: _key(item[0])):
+            for version in versions(target.host):
                 if not target.applies_to(version):
                     continue
-                if target.path in data["classes"]:
+                if target.path in compat.recorded(target.host)[version]["classes"]:
                     yield compare(spec, target, version)
                 else:
-                    missing = f"{target.path} is not recorded for {target.host} {version}"
+                    missing = f"{target.path} is not in the record of {target.host} {version}"
                     yield Comparison(name, target.host, version, target.cls, target.path, False, missing)
-
-
-def _key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))

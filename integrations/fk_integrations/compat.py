@@ -1,6 +1,6 @@
 """What we know of each host version: signatures and source fingerprints, recorded from its wheel (record.py).
 
-signatures/HOST-VERSION.json: {"host", "version", "classes": {"module:Name": {"fingerprint", "init", "call", ...}}}
+signatures/HOST-VERSION.json: {"host", "version", "classes": {"module:Name": {"fingerprint", "call", "methods", ...}}}
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def unknown(host: str, version: str, path: str, host_class: Any) -> str | None:
         return f"the source of {path} cannot be read: {error}"
     if source is None:
         return f"{path} is not defined in {module.__name__}"
-    found = fingerprint(source)
+    return unknown_source(host, version, path, fingerprint(source))
+
+
+def unknown_source(host: str, version: str, path: str, found: str) -> str | None:
+    """None if `found` is the fingerprint of this path in a recorded version, else the line that says why not."""
     known = {v: d["classes"][path]["fingerprint"] for v, d in recorded(host).items() if path in d["classes"]}
     if found in known.values():
         return None

@@ -126,10 +126,9 @@ def _undo(worker: Any, request: Request) -> None:
     if patched is None:
         return
 
-    def change() -> Callable[[], None]:
+    def change() -> None:
         vars(worker).pop(STATE)
         patched.undo()
-        return lambda: None
 
     vllm_live.swap(worker, change)
     reports.write("vllm", _rank(worker), _reply(worker))

@@ -224,14 +224,14 @@ def _serving_state(runner: Any) -> Iterator[None]:
             table.cpu.copy_(cpu)
 
 
-def swap(worker: Any, change: Callable[[], Callable[[], None]]) -> None:
-    """Run `change` (it returns its own undo), then compile, capture and run one step, in every rank.
+def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
+    """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
 
     If anything fails in any rank, all ranks have the old classes, code and graphs back, checked by one step.
     Raises PatchError.
     """
     compiled = Compiled(worker)
-    back: list[Callable[[], None]] = []
+    back: list[Callable[[], None] | None] = []
 
     def first() -> None:
         reason = compiled.refusal() if compiled.needed else None
@@ -250,24 +250,28 @@ def swap(worker: Any, change: Callable[[], Callable[[], None]]) -> None:
         _together(worker, first)
     except PatchError:
         for undo in back:
-            undo()
+            if undo is not None:
+                undo()
         raise
     try:
         _together(worker, second)
     except PatchError as error:
-        back[0]()
-        _put_back(worker, compiled, error)
+        undo = back[0]
+        if undo is not None:
+            undo()
+        _put_back(worker, compiled, error, same=undo is not None)
         raise
     compiled.release()
 
 
-def _put_back(worker: Any, compiled: Compiled, error: PatchError) -> None:
-    if compiled.needed and compiled.restorable:
-        compiled.restore()
-    elif compiled.needed:
-        compiled.drop()
-        compiled.rewarm()
+def _put_back(worker: Any, compiled: Compiled, error: PatchError, same: bool) -> None:
+    """After a failure: the old code if the classes are the `same` as before, else new code for those in place."""
     try:
+        if compiled.needed and same and compiled.restorable:
+            compiled.restore()
+        elif compiled.needed:
+            compiled.drop()
+            compiled.rewarm()
         worker.execute_dummy_batch()
         _synchronize(worker)
     except Exception as broken:

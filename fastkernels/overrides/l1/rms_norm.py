@@ -85,7 +85,7 @@ def _supports_triton(
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
     for name, t in (("x", x), ("residual", residual)):
-        if t is not None and (t.stride(-1) != 1 or t.dim() > 3 and not t.is_contiguous()):
+        if t is not None and (t.stride(-1) != 1 or (t.dim() > 3 and not t.is_contiguous())):
             return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
     if weight is not None and not weight.is_contiguous():
         return f"weight has strides {tuple(weight.stride())}, not contiguous"
@@ -125,7 +125,7 @@ def _reference(
     cast_x_before_out_mul: bool = True,
 ) -> torch.Tensor:
     out, new = reference(x, weight, eps, residual, var_hidden_size, cast_x_before_out_mul)
-    if residual is not None:
+    if residual is not None and new is not None:
         residual.copy_(new)
     return out
 
@@ -218,7 +218,12 @@ class SGLangRMSNorm_0_5_16(nn.Module):
             residual += post_residual_addition
         weight = self.weight if self.has_weight else None
         out = rms_norm(
-            x, weight, self.variance_epsilon, residual, self.variance_size_override, self.cast_x_before_out_mul
+            x,
+            weight,
+            self.variance_epsilon,
+            residual,
+            self.variance_size_override,
+            self.cast_x_before_out_mul,
         )
         return out if residual is None else (out, residual)
 
@@ -255,7 +260,12 @@ class SGLangRMSNorm(SGLangRMSNorm_0_5_16):
             residual += post_residual_addition
         weight = self.weight if self.has_weight else None
         out = rms_norm(
-            x, weight, self.variance_epsilon, residual, self.variance_size_override, self.cast_x_before_out_mul
+            x,
+            weight,
+            self.variance_epsilon,
+            residual,
+            self.variance_size_override,
+            self.cast_x_before_out_mul,
         )
         return out if residual is None else (out, residual)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._rope_tables import cos_sin_table, inverse_frequencies, llama3_frequencies
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -105,7 +105,19 @@ def _rotary_emb_kernel(
         sin = sin.to(q_ptr.dtype.element_ty).to(tl.float32)
     if block < q_blocks:
         _rotate_heads(
-            q_ptr, q_stride_t, q_stride_h, token, block * BLOCK_H, n_q, cos, sin, pair, HALF, NEOX, ROUND, BLOCK_H
+            q_ptr,
+            q_stride_t,
+            q_stride_h,
+            token,
+            block * BLOCK_H,
+            n_q,
+            cos,
+            sin,
+            pair,
+            HALF,
+            NEOX,
+            ROUND,
+            BLOCK_H,
         )
     elif HAS_KEY:
         _rotate_heads(
@@ -120,9 +132,7 @@ def _supports_triton(
     key: torch.Tensor | None,
     head_size: int,
     cos_sin_cache: torch.Tensor,
-    is_neox_style: bool,
-    cast_cache: bool = True,
-    round_products: bool = False,
+    *_: bool,
 ) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {query.dtype} is not float16, bfloat16 or float32"
@@ -141,7 +151,9 @@ def _supports_triton(
 def _check(positions: torch.Tensor, x: torch.Tensor, head_size: int, cos_sin_cache: torch.Tensor) -> None:
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim > head_size or rotary_dim % 2:
-        raise ValueError(f"rotary_emb: rotary_dim {rotary_dim} must be even and at most head_size {head_size}")
+        raise ValueError(
+            f"rotary_emb: rotary_dim {rotary_dim} must be even and at most head_size {head_size}"
+        )
     if x.numel() != 0 and x.numel() % (positions.numel() * head_size):
         raise ValueError(
             f"rotary_emb: shape {tuple(x.shape)} is not {positions.numel()} tokens (positions) of heads of {head_size}"
@@ -180,16 +192,12 @@ def _reference(
     key: torch.Tensor | None,
     head_size: int,
     cos_sin_cache: torch.Tensor,
-    is_neox_style: bool,
-    cast_cache: bool = True,
-    round_products: bool = False,
+    *flags: bool,
 ) -> None:
     _check(positions, query, head_size, cos_sin_cache)
-    new_query, new_key = reference(
-        positions, query, key, head_size, cos_sin_cache, is_neox_style, cast_cache, round_products
-    )
+    new_query, new_key = reference(positions, query, key, head_size, cos_sin_cache, *flags)
     query.copy_(new_query)
-    if key is not None:
+    if key is not None and new_key is not None:
         key.copy_(new_key)
 
 
@@ -202,32 +210,6 @@ rotary_emb = define(
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
-
-
-def inverse_frequencies(base: float, rotary_dim: int) -> torch.Tensor:
-    """[rotary_dim / 2] float32 on the CPU: base ** (-2j / rotary_dim)."""
-    return 1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float, device="cpu") / rotary_dim))
-
-
-def llama3_frequencies(
-    inv_freq: torch.Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_max: int
-) -> torch.Tensor:
-    """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
-    wavelength = 2 * math.pi / inv_freq
-    if low_freq_factor == high_freq_factor:
-        keep = torch.zeros_like(inv_freq)
-    else:
-        keep = (original_max / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    between = (1 - keep) * inv_freq / factor + keep * inv_freq
-    scaled = torch.where(wavelength > original_max / low_freq_factor, inv_freq / factor, between)
-    return torch.where(wavelength < original_max / high_freq_factor, inv_freq, scaled)
-
-
-def cos_sin_table(inv_freq: torch.Tensor, max_positions: int, start: int = 0) -> torch.Tensor:
-    """[max_positions, rotary_dim] float32: the cosines, then the sines, of position * frequency."""
-    t = torch.arange(start, start + max_positions, dtype=torch.float, device=inv_freq.device)
-    angles = torch.outer(t, inv_freq)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 class _RotaryEmbedding(nn.Module):
@@ -254,6 +236,21 @@ class _RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", table.to(torch.get_default_device(), dtype), persistent=False)
 
 
+class _Llama3(_RotaryEmbedding):
+    """Llama 3.1's scaled frequencies, with the constructor that both hosts' classes have."""
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype, scaling_factor: float, low_freq_factor: float, high_freq_factor: float,
+        orig_max_position: int,
+    ) -> None:  # fmt: skip
+        self.llama3 = (scaling_factor, low_freq_factor, high_freq_factor, orig_max_position)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)  # type: ignore[call-arg]
+
+    def _inv_freq(self) -> torch.Tensor:
+        return llama3_frequencies(super()._inv_freq(), *self.llama3)
+
+
 class VllmRotaryEmbedding(_RotaryEmbedding):
     """vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding: the cache is kept in `dtype`.
 
@@ -261,15 +258,9 @@ class VllmRotaryEmbedding(_RotaryEmbedding):
     """
 
     def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: float,
-        is_neox_style: bool,
-        dtype: torch.dtype,
-        init_cache: bool = True,
-    ) -> None:
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype, init_cache: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
         if init_cache:
@@ -282,27 +273,8 @@ class VllmRotaryEmbedding(_RotaryEmbedding):
         return query, key
 
 
-class VllmLlama3RotaryEmbedding(VllmRotaryEmbedding):
+class VllmLlama3RotaryEmbedding(_Llama3, VllmRotaryEmbedding):
     """vllm.model_executor.layers.rotary_embedding.llama3_rope.Llama3RotaryEmbedding; see VllmRotaryEmbedding."""
-
-    def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: float,
-        is_neox_style: bool,
-        dtype: torch.dtype,
-        scaling_factor: float,
-        low_freq_factor: float,
-        high_freq_factor: float,
-        orig_max_position: int,
-    ) -> None:
-        self.llama3 = (scaling_factor, low_freq_factor, high_freq_factor, orig_max_position)
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
-
-    def _inv_freq(self) -> torch.Tensor:
-        return llama3_frequencies(super()._inv_freq(), *self.llama3)
 
 
 class SGLangRotaryEmbedding_0_5_16(_RotaryEmbedding):
@@ -313,14 +285,9 @@ class SGLangRotaryEmbedding_0_5_16(_RotaryEmbedding):
     """
 
     def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: int,
-        is_neox_style: bool,
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: int, is_neox_style: bool,
         dtype: torch.dtype,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
         self._make_cache(torch.float32 if torch.cuda.is_available() else dtype)
@@ -343,13 +310,17 @@ class SGLangRotaryEmbedding_0_5_16(_RotaryEmbedding):
         if fused_set_kv_buffer_arg is not None:
             host = getattr(self, f"forward_{query.device.type}", None)
             if host is None:
-                raise ValueError("fused_set_kv_buffer_arg is not supported: store key and value with store_kvcache")
+                raise ValueError(
+                    "fused_set_kv_buffer_arg is not supported: store key and value with store_kvcache"
+                )
             rotary_emb.note("fused_set_kv_buffer_arg: the host's own kernel stores key and value too")
             return host(positions, query, key, offsets, fused_set_kv_buffer_arg)
         if offsets is not None:
             positions = positions + offsets
         native = query.device.type == "cpu"  # the host rounds there after every operation
-        rotary_emb(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, native, native)
+        rotary_emb(
+            positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, native, native
+        )
         return query, key
 
 
@@ -357,42 +328,17 @@ class SGLangRotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
     """sglang.srt.layers.rotary_embedding.base.RotaryEmbedding, with the first cached position; see its base."""
 
     def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: int,
-        is_neox_style: bool,
-        dtype: torch.dtype,
-        position_start: int = 0,
-    ) -> None:
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: int, is_neox_style: bool,
+        dtype: torch.dtype, position_start: int = 0,
+    ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
         self.position_start = position_start
         self._make_cache(torch.float32 if torch.cuda.is_available() else dtype, position_start)
 
 
-class SGLangLlama3RotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
+class SGLangLlama3RotaryEmbedding(_Llama3, SGLangRotaryEmbedding_0_5_16):
     """sglang.srt.layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding; see SGLangRotaryEmbedding_0_5_16."""
-
-    def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: int,
-        is_neox_style: bool,
-        dtype: torch.dtype,
-        scaling_factor: float,
-        low_freq_factor: float,
-        high_freq_factor: float,
-        orig_max_position: int,
-    ) -> None:
-        self.llama3 = (scaling_factor, low_freq_factor, high_freq_factor, orig_max_position)
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
-
-    def _inv_freq(self) -> torch.Tensor:
-        return llama3_frequencies(super()._inv_freq(), *self.llama3)
 
 
 def get_rope(
@@ -431,7 +377,9 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     if not d.get("packed", True):
         query, key = query.clone(), None if key is None else key.clone()
     inv_freq = inverse_frequencies(500000.0, d.get("rotary_dim", size))
-    cache = cos_sin_table(inv_freq, d.get("max_positions", 4096)).to(device, getattr(torch, d.get("cache", case.dtype)))
+    cache = cos_sin_table(inv_freq, d.get("max_positions", 4096)).to(
+        device, getattr(torch, d.get("cache", case.dtype))
+    )
     positions = torch.randint(0, cache.shape[0], (tokens,), generator=generator, device=device)
     flags = (d.get("cast_cache", True), d.get("round_products", False))
     return [positions, query, key, size, cache, d.get("neox", True), *flags]
@@ -449,6 +397,10 @@ def _bytes(case: Case) -> int:
     return (2 * _rotated(case) + rows) * size + 8 * d["tokens"]
 
 
+def _odd(name: str, dtype: str = "bfloat16", **dims: Any) -> Case:
+    return Case(name, {"heads": 4, "kv_heads": 2, "head_size": 64, **dims}, dtype, tags=("odd",))
+
+
 _LLAMA = {"heads": 32, "kv_heads": 8, "head_size": 128}
 _SGLANG_ROPE = "sglang.srt.layers.rotary_embedding."
 _VLLM_ROPE = "vllm.model_executor.layers.rotary_embedding."
@@ -461,34 +413,31 @@ SPEC = OpSpec(
         Case("decode_1", {"tokens": 1, **_LLAMA}, weight=32, tags=("model",)),
         Case("decode_32", {"tokens": 32, **_LLAMA}, weight=32, tags=("model",)),
         Case("prefill_8k", {"tokens": 8192, **_LLAMA}, weight=1, tags=("model",)),
-        Case("one", {"tokens": 1, "heads": 1, "kv_heads": 1, "head_size": 2}, dtype="float32", tags=("odd",)),
-        Case("smollm2", {"tokens": 63, "heads": 9, "kv_heads": 3, "head_size": 64}, tags=("odd",)),
-        Case(
-            "interleaved_partial",
-            {"tokens": 5, "heads": 3, "kv_heads": 1, "head_size": 80, "rotary_dim": 34, "neox": False},
-            dtype="float32", tags=("odd",),
+        _odd("one", tokens=1, heads=1, kv_heads=1, head_size=2, dtype="float32"),
+        _odd("smollm2", tokens=63, heads=9, kv_heads=3),
+        _odd(
+            "interleaved_partial", tokens=5, heads=3, head_size=80, rotary_dim=34, neox=False, dtype="float32"
         ),
-        Case("neox_partial", {"tokens": 7, "heads": 5, "kv_heads": 5, "head_size": 96, "rotary_dim": 24}, tags=("odd",)),
-        Case("no_key", {"tokens": 3, "heads": 2, "kv_heads": 0, "head_size": 64}, dtype="float16", tags=("odd",)),
-        Case(
-            "float32_cache",
-            {"tokens": 9, "heads": 4, "kv_heads": 2, "head_size": 64, "cache": "float32", "cast_cache": False},
-            tags=("odd",),
-        ),
-        Case(
-            "round_products",
-            {"tokens": 9, "heads": 4, "kv_heads": 2, "head_size": 64, "round_products": True, "packed": False},
-            tags=("odd",),
-        ),
-    ),  # fmt: skip
+        _odd("neox_partial", tokens=7, heads=5, kv_heads=5, head_size=96, rotary_dim=24),
+        _odd("no_key", tokens=3, kv_heads=0, dtype="float16"),
+        _odd("float32_cache", tokens=9, cache="float32", cast_cache=False),
+        _odd("round_products", tokens=9, round_products=True, packed=False),
+    ),
     inputs=_inputs,
     bytes_moved=_bytes,
     flops=lambda case: 3 * _rotated(case),
     targets=(
         Target("vllm", _VLLM_ROPE + "base:RotaryEmbedding", "VllmRotaryEmbedding", "leaf"),
         Target("vllm", _VLLM_ROPE + "llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding", "leaf"),
-        Target("sglang", _SGLANG_ROPE + "base:RotaryEmbedding", "SGLangRotaryEmbedding_0_5_16", "leaf", "<0.5.21"),
+        Target(
+            "sglang", _SGLANG_ROPE + "base:RotaryEmbedding", "SGLangRotaryEmbedding_0_5_16", "leaf", "<0.5.21"
+        ),
         Target("sglang", _SGLANG_ROPE + "base:RotaryEmbedding", "SGLangRotaryEmbedding", "leaf", ">=0.5.21"),
-        Target("sglang", _SGLANG_ROPE + "rope_variant:Llama3RotaryEmbedding", "SGLangLlama3RotaryEmbedding", "leaf"),
+        Target(
+            "sglang",
+            _SGLANG_ROPE + "rope_variant:Llama3RotaryEmbedding",
+            "SGLangLlama3RotaryEmbedding",
+            "leaf",
+        ),
     ),
 )

@@ -48,7 +48,7 @@ def _check(x: torch.Tensor) -> None:
 def _supports_triton(x: torch.Tensor) -> str | None:
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {x.dtype} is not float16, bfloat16 or float32"
-    if x.stride(-1) != 1 or x.dim() > 3 and not x.is_contiguous():
+    if x.stride(-1) != 1 or (x.dim() > 3 and not x.is_contiguous()):
         return f"x has strides {tuple(x.stride())}: the last dimension must be contiguous"
     return None
 

@@ -1,0 +1,35 @@
+"""What every informing command shares: tables for people, one line of JSON for machines, errors for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Say on standard error what was wrong and end the command."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table; wide cells are folded, never cut."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
+    for column in columns:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(shown)
+    console.print()
+
+
+def last_line(data: dict[str, Any]) -> None:
+    """The line of JSON that ends standard output."""
+    print(json.dumps(data), flush=True)

@@ -1,0 +1,266 @@
+"""Attention of one query a sequence over a paged KV cache, split along the keys (Flash-Decoding, Dao et al. 2023)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1.attention_prefill import (
+    FA3_MODULES,
+    check,
+    fa3,
+    make_batch,
+    supports_fa3,
+    supports_triton,
+)
+from fastkernels.spec import Case, OpSpec
+
+
+def reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """q: [B, Hq, D], the last token of each sequence; caches: [blocks, block_size, Hkv, D]; seq_lens: [B] int32.
+
+    block_table: [B, max_blocks]; entries past seq_len are not read. max_seqlen_k: at least the largest seq_len.
+    window_left and softcap as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
+    """
+    check("attention_decode", q, key_cache, value_cache)
+    acc = torch.promote_types(q.dtype, torch.float32)
+    block_size, kv_heads, d = key_cache.shape[1:]
+    batch, n_blocks = q.shape[0], min(-(-max_seqlen_k // block_size), block_table.shape[1])
+    at = torch.arange(n_blocks * block_size, device=q.device)
+    seen = at < seq_lens[:, None]  # [B, K]
+    blocks = torch.where(seen[:, ::block_size], block_table[:, :n_blocks], 0).long()
+    if window_left >= 0:
+        seen = seen & (at >= seq_lens[:, None] - 1 - window_left)
+    absent = ~seen[:, :, None, None]  # what lies behind a sequence's end may be anything, also not a number
+    keys = key_cache[blocks].view(batch, -1, kv_heads, d).masked_fill(absent, 0).to(acc)
+    values = value_cache[blocks].view(batch, -1, kv_heads, d).masked_fill(absent, 0).to(acc)
+    grouped = q.to(acc).view(batch, kv_heads, -1, d)
+    scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.softmax(scores.masked_fill(~seen[:, None, None], float("-inf")), dim=-1).nan_to_num(0.0)
+    return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
+
+
+@triton.jit
+def _attention_decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    block_size, n_heads, group, D, scale, window_left, softcap,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # One program a (sequence, key head, split): all query heads of the group share the keys it reads.
+    seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    n_k = tl.load(len_ptr + seq)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(n_k - first, BLOCK_N), SPLITS) * BLOCK_N
+    low = first + split * per_split
+    high = tl.minimum(low + per_split, n_k)
+    dims = tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, BLOCK_G)
+    heads = kv_head * group + rows
+    q_mask = (rows < group)[:, None] & (dims < D)[None, :]
+    q = tl.load(
+        q_ptr + seq * q_stride_b + heads[:, None] * q_stride_h + dims[None, :], mask=q_mask, other=0.0
+    )
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for begin in range(low, high, BLOCK_N):
+        cols = begin + tl.arange(0, BLOCK_N)
+        inside = cols < high
+        page = tl.load(table_ptr + seq * table_stride + cols // block_size, mask=inside, other=0).to(tl.int64)
+        slot = (cols % block_size).to(tl.int64)
+        kv_mask = inside[:, None] & (dims < D)[None, :]
+        k_at = (page * k_stride_b + slot * k_stride_s)[:, None] + kv_head * k_stride_h + dims[None, :]
+        v_at = (page * v_stride_b + slot * v_stride_s)[:, None] + kv_head * v_stride_h + dims[None, :]
+        k = tl.load(k_ptr + k_at, mask=kv_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+        seen = inside
+        if WINDOW:
+            seen = seen & (cols >= n_k - 1 - window_left)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp(scores - base[:, None])
+        decay = tl.exp(top - base)
+        v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    row = seq * n_heads + heads
+    if SPLITS == 1:
+        tl.store(out_ptr + row[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
+        tl.store(lse_ptr + row * SPLITS + split, lse, mask=rows < group)
+        tl.store(part_ptr + (row * SPLITS + split)[:, None] * D + dims[None, :], acc, mask=q_mask)
+
+
+@triton.jit
+def _combine_kernel(
+    part_ptr, lse_ptr, out_ptr, D, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # One program a (sequence, query head): the splits' results, weighted by their shares of the softmax.
+    row = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    top = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
+    mask = (splits < SPLITS)[:, None] & (dims < D)[None, :]
+    part = tl.load(part_ptr + (row * SPLITS + splits)[:, None] * D + dims[None, :], mask=mask, other=0.0)
+    total = tl.sum(weight, 0)
+    out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * D + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _splits(device: torch.device, programs: int, max_seqlen_k: int) -> int:
+    """How many parts the keys are cut into: two programs a multiprocessor, no part under 256 keys, a power of two."""
+    wanted = min(-(-2 * _multiprocessors(device) // programs), -(-max_seqlen_k // 256), 64)
+    return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def _triton(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    splits: int | None = None,
+) -> torch.Tensor:
+    check("attention_decode", q, key_cache, value_cache)
+    batch, heads, d = q.shape
+    kv_heads = key_cache.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if batch == 0:
+        return out
+    splits = splits or _splits(q.device, batch * kv_heads, max_seqlen_k)
+    part, lse = out, out  # not used with one split
+    if splits > 1:
+        part = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)
+        lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
+    group, block_d = heads // kv_heads, max(triton.next_power_of_2(d), 16)
+    _attention_decode_kernel[(batch, kv_heads, splits)](
+        q, key_cache, value_cache, out, part, lse, seq_lens, block_table, *q.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), key_cache.shape[1], heads, group, d,
+        scale, window_left, softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits,
+        BLOCK_G=max(triton.next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(batch * heads,)](
+            part,
+            lse,
+            out,
+            d,
+            SPLITS=splits,
+            BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_D=block_d,
+            num_warps=4,
+        )
+    return out
+
+
+def _fa3(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    return fa3(
+        q, key_cache, value_cache, starts, seq_lens, block_table, 1, max_seqlen_k, scale, window_left, softcap
+    )
+
+
+# FlashInfer is no provider here: its paged wrappers plan on the host, once a step and not once a call.
+attention_decode = define(
+    "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
+    " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0) -> Tensor",
+    fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    providers=(
+        Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3),
+        Provider("triton", _triton, supports=supports_triton),
+        Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    extra = (max(d["seq_lens"]), d["head_size"] ** -0.5, d.get("window_left", -1), d.get("softcap", 0.0))
+    return [*make_batch(case, device, generator), *extra]
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    return 2 * size * d["head_size"] * (len(d["seq_lens"]) * d["heads"] + sum(d["seq_lens"]) * d["kv_heads"])
+
+
+def _case(
+    name: str, seq_lens: list[int], tag: str, dtype: str = "bfloat16", weight: float = 1, **dims: Any
+) -> Case:
+    shape = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16, **dims}
+    return Case(name, {"seq_lens": seq_lens, **shape}, dtype, weight, tags=(tag,))
+
+
+_SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
+SPEC = OpSpec(
+    name="attention_decode",
+    level=1,
+    reference=reference,
+    op=attention_decode,
+    cases=(
+        _case("decode_1", [4096], "model", weight=32),
+        _case("decode_1_long", [131072], "model"),
+        _case("decode_32", [1024] * 32, "model", weight=32),
+        _case("one", [1], "odd", "float32", heads=1, kv_heads=1, head_size=2, block_size=1),
+        _case("smollm2", [5, 17, 131, 1], "odd", **_SMALL),
+        _case("head_96", [40, 7], "odd", "float16", heads=6, kv_heads=2, head_size=96, block_size=5),
+        _case("window", [70, 3], "odd", "float32", window_left=11, block_size=32, **_SMALL),
+        _case("softcap", [33], "odd", "float32", softcap=2.0, **_SMALL),
+        _case("empty_sequence", [4, 0, 19], "odd", **_SMALL),
+        _case("two_splits", [600, 63], "odd", "float32", **_SMALL),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 4 * sum(case.dims["seq_lens"]) * case.dims["heads"] * case.dims["head_size"],
+    baseline="fa3",
+)

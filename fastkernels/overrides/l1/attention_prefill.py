@@ -1,0 +1,327 @@
+"""Causal attention of several sequences over a paged KV cache (FlashAttention: Dao, arXiv 2307.08691)."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.dispatch import Provider, define
+from fastkernels.spec import Case, OpSpec
+
+
+def reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """q: [T, Hq, D]; caches: [blocks, block_size, Hkv, D]; cu_seqlens_q: [B + 1] and seq_lens: [B] int32.
+
+    A sequence's queries are its last tokens: query i of n sees keys 0 .. seq_len - n + i, and with window_left >= 0
+    only the last window_left + 1 of those. block_table: [B, max_blocks]; entries past seq_len are not read.
+    softcap > 0: logits become softcap * tanh(logits / softcap). Returns [T, Hq, D] in q's dtype; a query without
+    keys, or past cu_seqlens_q[B] (padding), gives zeros.
+    """
+    check("attention_prefill", q, key_cache, value_cache)
+    acc = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    block_size, group = key_cache.shape[1], q.shape[1] // key_cache.shape[2]
+    for i, n_keys in enumerate(lengths):
+        rows, blocks = slice(starts[i], starts[i + 1]), block_table[i, : -(-n_keys // block_size)].long()
+        n = starts[i + 1] - starts[i]
+        if n == 0 or n_keys == 0:
+            continue
+        keys = key_cache[blocks].flatten(0, 1)[:n_keys].to(acc)
+        values = value_cache[blocks].flatten(0, 1)[:n_keys].to(acc)
+        grouped = q[rows].to(acc).view(n, -1, group, q.shape[-1])  # [n, Hkv, Hq / Hkv, D]
+        scores = torch.einsum("nhgd,khd->hgnk", grouped, keys) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        last = torch.arange(n_keys - n, n_keys, device=q.device)[:, None]
+        at = torch.arange(n_keys, device=q.device)[None, :]
+        seen = at <= last
+        if window_left >= 0:
+            seen &= at >= last - window_left
+        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).nan_to_num(0.0)
+        out[rows] = torch.einsum("hgnk,khd->nhgd", weights, values).reshape(n, *q.shape[1:]).to(q.dtype)
+    return out
+
+
+@triton.jit
+def _attention_prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
+    block_size, group, D, scale, window_left, softcap,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # One program a (block of queries, sequence, query head); keys are looked up one by one in the block table,
+    # so that any block size works.
+    seq, head = tl.program_id(1), tl.program_id(2)
+    start = tl.load(cu_ptr + seq)
+    n_q = tl.load(cu_ptr + seq + 1) - start
+    n_k = tl.load(len_ptr + seq)
+    first = tl.program_id(0) * BLOCK_M
+    if first < n_q:
+        rows = first + tl.arange(0, BLOCK_M)
+        dims = tl.arange(0, BLOCK_D)
+        kv_head = (head // group).to(tl.int64)
+        q_mask = (rows < n_q)[:, None] & (dims < D)[None, :]
+        tokens = (start + rows).to(tl.int64)[:, None]
+        q = tl.load(q_ptr + tokens * q_stride_t + head * q_stride_h + dims[None, :], mask=q_mask, other=0.0)
+        last = n_k - n_q + rows
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        low = 0
+        if WINDOW:
+            low = tl.maximum(n_k - n_q + first - window_left, 0) // BLOCK_N * BLOCK_N
+        high = tl.minimum(n_k - n_q + first + BLOCK_M, n_k)
+        for begin in range(low, high, BLOCK_N):
+            cols = begin + tl.arange(0, BLOCK_N)
+            inside = cols < n_k
+            page = tl.load(
+                table_ptr + seq.to(tl.int64) * table_stride + cols // block_size, mask=inside, other=0
+            )
+            page, slot = page.to(tl.int64), (cols % block_size).to(tl.int64)
+            kv_mask = inside[:, None] & (dims < D)[None, :]
+            k_at = (page * k_stride_b + slot * k_stride_s)[:, None] + kv_head * k_stride_h + dims[None, :]
+            v_at = (page * v_stride_b + slot * v_stride_s)[:, None] + kv_head * v_stride_h + dims[None, :]
+            k = tl.load(k_ptr + k_at, mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if SOFTCAP:
+                scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+            seen = (cols[None, :] <= last[:, None]) & inside[None, :]
+            if WINDOW:
+                seen = seen & (cols[None, :] >= last[:, None] - window_left)
+            scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(
+                new_top == float("-inf"), 0.0, new_top
+            )  # no key seen yet: -inf minus -inf is not a number
+            p = tl.exp(scores - base[:, None])
+            decay = tl.exp(top - base)
+            v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0)
+            total = total * decay + tl.sum(p, 1)
+            acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            top = new_top
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out_at = out_ptr + tokens * out_stride_t + head * out_stride_h + dims[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def check(name: str, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """ValueError if q [T, Hq, D] and the caches [blocks, block_size, Hkv, D] do not go together."""
+    if q.dim() != 3 or key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(
+            f"{name}: q must be [T, Hq, D] and both caches [blocks, block_size, Hkv, D], got {tuple(q.shape)},"
+            f" {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    if q.shape[2] != key_cache.shape[3] or q.shape[1] % key_cache.shape[2]:
+        raise ValueError(
+            f"{name}: {q.shape[1]} query heads of {q.shape[2]} do not fit {key_cache.shape[2]} key heads of"
+            f" {key_cache.shape[3]}"
+        )
+
+
+def supports_triton(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any
+) -> str | None:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {q.dtype} is not float16, bfloat16 or float32"
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 matrices as integers"
+    if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
+        return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
+    if q.shape[-1] > 256:
+        return f"head size {q.shape[-1]} is over 256"
+    for name, t in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    return None
+
+
+def _triton(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    check("attention_prefill", q, key_cache, value_cache)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of padding are no program's
+    batch, block_d = seq_lens.shape[0], max(triton.next_power_of_2(q.shape[2]), 16)
+    if batch == 0 or max_seqlen_q == 0:
+        return out
+    block_m = 16 if max_seqlen_q <= 16 else 64 if block_d >= 256 or q.dtype == torch.float32 else 128
+    block_n = 32 if block_d >= 256 or q.dtype == torch.float32 else 64
+    _attention_prefill_kernel[(triton.cdiv(max_seqlen_q, block_m), batch, q.shape[1])](
+        q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
+        key_cache.shape[1], q.shape[1] // key_cache.shape[2], q.shape[2], scale, window_left, softcap,
+        WINDOW=window_left >= 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if block_m == 128 else 4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+FA3_MODULES = ("vllm.vllm_flash_attn", "flash_attn_interface")
+
+
+@cache
+def _fa3() -> tuple[Any, bool]:
+    """FlashAttention-3's entry and whether it is vLLM's build of it."""
+    try:
+        return importlib.import_module(FA3_MODULES[0]).flash_attn_varlen_func, True
+    except ImportError:
+        return importlib.import_module(FA3_MODULES[1]).flash_attn_with_kvcache, False
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def supports_fa3(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any) -> str | None:
+    if _capability(q.device.index or 0)[0] != 9:
+        return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
+    if q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
+        return f"FlashAttention-3 needs float16 or bfloat16, got q {q.dtype} and cache {key_cache.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return (
+            f"FlashAttention-3 needs a head size that is a multiple of 8 and at most 256, got {q.shape[-1]}"
+        )
+    if key_cache.shape[1] % 16:
+        return f"FlashAttention-3 is used with block sizes that are multiples of 16, got {key_cache.shape[1]}"
+    return supports_triton(q, key_cache, value_cache)
+
+
+def fa3(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """The arguments of `reference`. Rows of padding are not defined."""
+    check("attention", q, key_cache, value_cache)
+    entry, is_vllm = _fa3()
+    window = (window_left, 0 if window_left >= 0 else -1)
+    if is_vllm:
+        return entry(
+            q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
+            softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
+            out=torch.zeros_like(q, memory_format=torch.contiguous_format), fa_version=3,
+        )  # fmt: skip
+    return entry(
+        q, key_cache, value_cache, cache_seqlens=seq_lens, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q, softmax_scale=scale, causal=True, window_size=window, softcap=softcap,
+    )  # fmt: skip
+
+
+# FlashInfer is no provider here: its paged wrappers plan on the host, once a step and not once a call.
+attention_prefill = define(
+    "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
+    " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
+    " float softcap=0.0) -> Tensor",
+    fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    providers=(
+        Provider("fa3", fa3, module=FA3_MODULES, supports=supports_fa3),
+        Provider("triton", _triton, supports=supports_triton),
+        Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def make_batch(case: Case, device: str, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """q, key_cache, value_cache, seq_lens, block_table for dims seq_lens, q_lens (default: 1 each), block_size, ..."""
+    d, dtype = case.dims, getattr(torch, case.dtype)
+    block_size, lens = d["block_size"], d["seq_lens"]
+    n_blocks = [-(-n // block_size) for n in lens]
+    shape = (sum(n_blocks) + 2, block_size, d["kv_heads"], d["head_size"])
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+    order = torch.randperm(shape[0], generator=generator, device=device).to(torch.int32)
+    table = torch.zeros(len(lens), max(*n_blocks, 1) + 1, dtype=torch.int32, device=device)
+    for i, n in enumerate(n_blocks):
+        table[i, :n] = order[sum(n_blocks[:i]) : sum(n_blocks[: i + 1])]
+    q = randn(sum(d.get("q_lens", [1] * len(lens))), d["heads"], d["head_size"])
+    return q, randn(*shape), randn(*shape), torch.tensor(lens, dtype=torch.int32, device=device), table
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    q, key_cache, value_cache, seq_lens, table = make_batch(case, device, generator)
+    starts = torch.tensor([0, *d["q_lens"]], device=device).cumsum(0).to(torch.int32)
+    extra = (d["head_size"] ** -0.5, d.get("window_left", -1), d.get("softcap", 0.0))
+    return [q, key_cache, value_cache, starts, seq_lens, table, max(d["q_lens"]), max(d["seq_lens"]), *extra]
+
+
+def _pairs(case: Case) -> int:
+    """(query, key) pairs that the causal mask lets through, without the window."""
+    d = case.dims
+    return sum(n * (k - n) + n * (n + 1) // 2 for n, k in zip(d["q_lens"], d["seq_lens"], strict=True))
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    return 2 * size * d["head_size"] * (sum(d["q_lens"]) * d["heads"] + sum(d["seq_lens"]) * d["kv_heads"])
+
+
+def _case(
+    name: str, q_lens: list[int], seq_lens: list[int], tag: str, dtype: str = "bfloat16", **dims: Any
+) -> Case:
+    shape = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16, **dims}
+    return Case(name, {"q_lens": q_lens, "seq_lens": seq_lens, **shape}, dtype, tags=(tag,))
+
+
+_SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
+SPEC = OpSpec(
+    name="attention_prefill",
+    level=1,
+    reference=reference,
+    op=attention_prefill,
+    cases=(
+        _case("prefill_8k", [8192], [8192], "model"),
+        _case("prefill_32x256", [256] * 32, [256] * 32, "model"),
+        _case("chunked", [2048, 512], [8192, 4096], "model"),
+        _case("one", [1], [1], "odd", "float32", heads=1, kv_heads=1, head_size=2, block_size=1),
+        _case("smollm2", [5, 1, 9], [5, 17, 31], "odd", **_SMALL),
+        _case("head_96", [3, 7], [40, 7], "odd", "float16", heads=4, kv_heads=2, head_size=96, block_size=5),
+        _case("window", [9], [70], "odd", "float32", window_left=11, block_size=32, **_SMALL),
+        _case("softcap", [2, 6], [2, 33], "odd", "float32", softcap=2.0, **_SMALL),
+        _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 4 * _pairs(case) * case.dims["heads"] * case.dims["head_size"],
+    baseline="fa3",
+)

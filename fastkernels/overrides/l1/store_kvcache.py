@@ -1,0 +1,183 @@
+"""Write a step's keys and values into the paged KV cache, in place."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.dispatch import Provider, define
+from fastkernels.spec import Case, OpSpec, Tolerance
+
+
+def reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """key, value: [T, Hkv, D]; caches: [blocks, block_size, Hkv, D]; slot_mapping: [T] int64 or int32.
+
+    Token t goes to block slot // block_size, offset slot % block_size; a negative slot (padding) goes nowhere.
+    Returns new (key_cache, value_cache).
+    """
+    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    _reference(key, value, key_cache, value_cache, slot_mapping)
+    return key_cache, value_cache
+
+
+@triton.jit
+def _store_kvcache_kernel(
+    k_ptr, v_ptr, kc_ptr, vc_ptr, slot_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    kc_stride_b, kc_stride_s, kc_stride_h, vc_stride_b, vc_stride_s, vc_stride_h, block_size, n_heads, D,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // block_size, slot % block_size
+        heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+        dims = tl.arange(0, BLOCK_D)[None, :]
+        mask = (heads < n_heads) & (dims < D)
+        k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + dims, mask=mask, other=0.0)
+        v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + dims, mask=mask, other=0.0)
+        kc_at = kc_ptr + block * kc_stride_b + offset * kc_stride_s + heads * kc_stride_h + dims
+        vc_at = vc_ptr + block * vc_stride_b + offset * vc_stride_s + heads * vc_stride_h + dims
+        tl.store(kc_at, k.to(kc_ptr.dtype.element_ty), mask=mask)
+        tl.store(vc_at, v.to(vc_ptr.dtype.element_ty), mask=mask)
+
+
+def _check(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    if key.dim() != 3 or key.shape != value.shape:
+        raise ValueError(
+            f"store_kvcache: key and value must be [T, Hkv, D] alike, got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape or key_cache.shape[2:] != key.shape[1:]:
+        raise ValueError(
+            f"store_kvcache: caches {tuple(key_cache.shape)} and {tuple(value_cache.shape)} are not"
+            f" [blocks, block_size, {key.shape[1]}, {key.shape[2]}]"
+        )
+    if slot_mapping.shape != (key.shape[0],):
+        raise ValueError(
+            f"store_kvcache: slot_mapping has shape {tuple(slot_mapping.shape)}, expected ({key.shape[0]},)"
+        )
+
+
+def _supports_triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> str | None:
+    named = (("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache))
+    for name, t in (*named, ("slot_mapping", slot_mapping)):
+        if t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    return None
+
+
+def _triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    _check(key, value, key_cache, value_cache, slot_mapping)
+    tokens, heads, d = key.shape
+    if key.numel() == 0:
+        return
+    block_d = triton.next_power_of_2(d)
+    block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))
+    _store_kvcache_kernel[(tokens, triton.cdiv(heads, block_h))](
+        key, value, key_cache, value_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3], key_cache.shape[1], heads, d,
+        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+
+
+def _reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    _check(key, value, key_cache, value_cache, slot_mapping)
+    used = slot_mapping >= 0
+    slots = slot_mapping[used].long()
+    block_size = key_cache.shape[1]
+    at = (slots // block_size, slots % block_size)
+    key_cache[at] = key[used].to(key_cache.dtype)
+    value_cache[at] = value[used].to(value_cache.dtype)
+
+
+store_kvcache = define(
+    "store_kvcache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
+    fake=lambda key, value, key_cache, value_cache, slot_mapping: None,
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d, dtype = case.dims, getattr(torch, case.dtype)
+    tokens, heads, size, block_size = d["tokens"], d["kv_heads"], d["head_size"], d["block_size"]
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    kv = randn(tokens, 2 * heads * size)  # key and value are slices of one packed tensor, as in the models
+    key, value = (t.view(tokens, heads, size) for t in kv.split(heads * size, dim=-1))
+    blocks = -(-tokens // block_size) + 3
+    slots = torch.randperm(blocks * block_size, generator=generator, device=device)[:tokens]
+    if d.get("padded"):
+        slots[:: d["padded"]] = -1
+    return [key, value, randn(blocks, block_size, heads, size), randn(blocks, block_size, heads, size), slots]
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    return d["tokens"] * (4 * d["kv_heads"] * d["head_size"] * size + 8)
+
+
+_LLAMA = {"kv_heads": 8, "head_size": 128, "block_size": 16}
+_EXACT = Tolerance(0.0, 0.0)
+SPEC = OpSpec(
+    name="store_kvcache",
+    level=1,
+    reference=reference,
+    op=store_kvcache,
+    cases=(
+        Case("decode_1", {"tokens": 1, **_LLAMA}, weight=32, tags=("model",)),
+        Case("decode_32", {"tokens": 32, **_LLAMA}, weight=32, tags=("model",)),
+        Case("prefill_8k", {"tokens": 8192, **_LLAMA}, weight=1, tags=("model",)),
+        Case(
+            "one",
+            {"tokens": 1, "kv_heads": 1, "head_size": 1, "block_size": 1},
+            dtype="float32",
+            tags=("odd",),
+        ),
+        Case("odd_63", {"tokens": 63, "kv_heads": 3, "head_size": 64, "block_size": 16}, tags=("odd",)),
+        Case(
+            "padded",
+            {"tokens": 17, "kv_heads": 5, "head_size": 96, "block_size": 7, "padded": 3},
+            tags=("odd",),
+        ),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 0,
+    tolerance={"float32": _EXACT, "float16": _EXACT, "bfloat16": _EXACT},
+)

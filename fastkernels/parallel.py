@@ -1,0 +1,110 @@
+"""Ranks and collectives of the tensor-parallel group that standalone modules shard over.
+
+Without a process group the group is rank 0 of 1 and every collective is the identity. `init` uses
+torch.distributed (NCCL on CUDA, gloo on the CPU); `bind` takes a host's own group instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Group:
+    """A tensor-parallel group. all_reduce(t) sums and may write into t; all_gather(t, dim) concatenates by rank."""
+
+    rank: int
+    size: int
+    all_reduce: Callable[[torch.Tensor], torch.Tensor]
+    all_gather: Callable[[torch.Tensor, int], torch.Tensor]
+
+
+_SINGLE = Group(0, 1, lambda t: t, lambda t, dim: t)
+_group: Group = _SINGLE
+
+
+def bind(
+    rank: int,
+    size: int,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor],
+    all_gather: Callable[[torch.Tensor, int], torch.Tensor],
+) -> None:
+    """Make modules that are built from now on shard over this group, and all modules use its collectives.
+
+    Raises ValueError for a rank that is not in 0 .. size - 1.
+    """
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in a group of size {size}: it must be 0 to {size - 1}")
+    global _group
+    _group = Group(rank, size, all_reduce, all_gather)
+
+
+def reset() -> None:
+    """Back to rank 0 of 1. A torch.distributed process group is left as it is."""
+    global _group
+    _group = _SINGLE
+
+
+def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu") -> None:
+    """Join a torch.distributed group of `size` processes (unless this process is in one) and bind it.
+
+    device: 'cuda' takes NCCL, 'cpu' gloo. init_method: as in torch.distributed.init_process_group.
+    Raises ValueError where an existing process group has another rank or size.
+    """
+    if size == 1:
+        reset()
+        return
+    if not dist.is_initialized():
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
+    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        raise ValueError(
+            f"torch.distributed is already initialized as {found}, asked for rank {rank} of {size}"
+        )
+    bind_process_group()
+
+
+def bind_process_group(process_group: dist.ProcessGroup | None = None) -> None:
+    """Bind a torch.distributed group of this process (None: the default group)."""
+
+    def all_reduce(t: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(t, group=process_group)
+        return t
+
+    def all_gather(t: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(parts, t.contiguous(), group=process_group)
+        return torch.cat(parts, dim=dim)
+
+    size = dist.get_world_size(process_group)
+    bind(dist.get_rank(process_group), size, all_reduce, all_gather)
+
+
+def get_tp_rank() -> int:
+    return _group.rank
+
+
+def get_tp_size() -> int:
+    return _group.size
+
+
+def all_reduce(t: torch.Tensor) -> torch.Tensor:
+    """The sum of t over the ranks; t itself may be overwritten with it."""
+    return t if _group.size == 1 else _group.all_reduce(t)
+
+
+def all_gather(t: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """The ranks' tensors (all of t's shape) concatenated along `dim`, in order of rank."""
+    return t if _group.size == 1 else _group.all_gather(t, dim)
+
+
+def divide(total: int, parts: int, what: str) -> int:
+    """total / parts. Raises ValueError that says what cannot be divided."""
+    if total % parts:
+        raise ValueError(f"{what} {total} cannot be divided over {parts} ranks")
+    return total // parts
