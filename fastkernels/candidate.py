@@ -43,6 +43,8 @@ def load(op: str, path: str) -> Candidate:
         raise CandidateError(f"candidate for {op}: there is no file {path}")
     module = _import(op, file)
     function = getattr(module, op, None)
+    if function is not None and not callable(function):
+        raise CandidateError(f"candidate {path}: {op} is {type(function).__name__}, not a function")
     names = {t.cls for t in spec.targets}
     classes = {n: getattr(module, n) for n in names if isinstance(getattr(module, n, None), type)}
     if function is None and not classes:

@@ -14,13 +14,13 @@ import sys
 from dataclasses import dataclass, field
 
 from . import __version__, registry
-from .export_source import PACKAGE, ExportError, Key, Source, Statement, Use, Uses, read
+from .export_source import PACKAGE, ExportError, Key, Source, Statement, Use, Uses, origin, read
 from .spec import OpSpec, Target
 
 NAMESPACE = re.compile(rb'(?<=")fastkernels(?=")|\bfastkernels(?=::)|(?<=\bops\.)fastkernels\b')
 HEADER = '''\
 # SPDX-License-Identifier: Apache-2.0
-"""{names} of {host} {version}, exported from FastKernels {own} (op {op}).
+"""{names} for {host} {version}, exported from FastKernels {own} (op {op}).
 
 {docstring}
 
@@ -51,9 +51,9 @@ class Part:
 
 
 def targets(spec: OpSpec, host: str, version: str) -> list[Target]:
-    """The op's targets in that host version. Raises ExportError that lists what exists."""
+    """The op's targets in that host version; none for a purely functional op. Raises ExportError that lists them."""
     found = spec.targets_for(host, version)
-    if not found:
+    if not found and spec.targets:
         there = sorted({f"{t.host} {t.versions}".strip() for t in spec.targets})
         raise ExportError(
             f"{spec.name} has no class for {host} {version}. It has: {', '.join(there) or 'none'}"
@@ -66,14 +66,14 @@ def export(op: str, host: str, version: str) -> str:
     spec = registry.get(op)
     found = targets(spec, host, version)
     module = registry.op_modules()[op]
-    roots = [(module, t.cls) for t in found]
+    roots = [origin(module, t.cls) for t in found]
     roots += [(module, name) for name in ("reference", op) if name in read(module).bound]
     parts = _reach(roots)
     order = _order(parts)
     aliases = _host_names(module, found)
     names = _final_names(parts, order, module, aliases)
     namespace = f"{PACKAGE}_{op}_{host}"
-    title = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found))
+    title = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found)) or f"The function {op}"
     docstring = (ast.get_docstring(ast.parse(read(module).raw)) or op).splitlines()[0]
     text = HEADER.format(
         names=title,
@@ -85,10 +85,14 @@ def export(op: str, host: str, version: str) -> str:
         namespace=namespace,
     )
     text += "\n".join(_external(parts)) + "\n"
+    wide = True  # two blank lines around a definition, none between plain statements
     for name in order:
         for statement, uses in parts[name].statements():
-            gap = "\n\n" if isinstance(statement.node, (ast.ClassDef, ast.FunctionDef)) else "\n"
-            text += gap + _rewritten(parts[name].source, statement, uses, names, namespace) + "\n"
+            definition = isinstance(statement.node, (ast.ClassDef, ast.FunctionDef))
+            text += ("\n\n" if definition or wide else "") + _rewritten(
+                parts[name].source, statement, uses, names, namespace
+            )
+            text, wide = text + "\n", definition
     for first, *others in aliases.values():
         text += "".join(f"\n{other} = {first}\n" for other in others)
     text = re.sub(r"\n{4,}", "\n\n\n", text)
@@ -116,21 +120,30 @@ def _take(part: Part, statement: Statement) -> list[Key]:
     uses = Uses(part.source)
     uses.visit(statement.node)
     part.taken[statement.start] = (statement, uses)
-    return [u.key for u in uses.uses if u.key is not None]
+    return [*(u.key for u in uses.uses if u.key is not None), *sorted(uses.called)]
 
 
 def _side_effects(part: Part) -> list[Key]:
-    """Take the statements that bind nothing (registrations) when all that they name of their module is taken."""
+    """Take what reaches taken names from outside: functions that set them, and statements that bind nothing.
+
+    A statement that binds nothing (a registration) is taken when all that it names of its module is.
+    """
     more: list[Key] = []
     taken = {name for statement, _ in part.taken.values() for name in statement.names}
     for statement in part.source.statements:
-        if statement.names or statement.start in part.taken or _is_docstring(statement.node):
+        if statement.start in part.taken or _is_docstring(statement.node):
             continue
-        uses = Uses(part.source)
-        uses.visit(statement.node)
-        named = [u.key[1] for u in uses.uses if u.key is not None and u.key[0] == part.source.name]
-        if named and set(named) <= taken:
+        sets = {
+            name for node in ast.walk(statement.node) if isinstance(node, ast.Global) for name in node.names
+        }
+        if sets & taken:
             more += _take(part, statement)
+        elif not statement.names:
+            uses = Uses(part.source)
+            uses.visit(statement.node)
+            named = {u.key[1] for u in uses.uses if u.key is not None and u.key[0] == part.source.name}
+            if named and named <= taken:
+                more += _take(part, statement)
     return more
 
 
@@ -158,7 +171,7 @@ def _host_names(module: str, found: list[Target]) -> dict[Key, list[str]]:
     """{our class: the host's names for it}; the first becomes its name, the others are aliases."""
     names: dict[Key, list[str]] = {}
     for target in found:
-        known = names.setdefault((module, target.cls), [])
+        known = names.setdefault(origin(module, target.cls), [])
         name = target.path.partition(":")[2]
         if name not in known:
             known.append(name)
@@ -171,7 +184,7 @@ def _final_names(
     names = {key: host_names[0] for key, host_names in aliases.items()}
     taken = {name for host_names in aliases.values() for name in host_names} | set(dir(builtins))
     taken |= {a for p in parts.values() for _, uses in p.taken.values() for a in uses.external}
-    for module in [own, *(m for m in order if m != own)]:
+    for module in sorted(order, key=lambda m: m != own):  # the op's own names first
         for statement, _ in parts[module].statements():
             for name in statement.names:
                 if (module, name) in names:
@@ -204,9 +217,9 @@ def _grouped(lines: set[str]) -> list[str]:
     plain = sorted(line for line in lines if line.startswith("import"))
     joined: dict[str, list[str]] = {}
     for line in sorted(lines - set(plain)):
-        origin, _, name = line.partition(" import ")
-        joined.setdefault(origin, []).append(name)
-    every = [*plain, *(f"{origin} import {', '.join(found)}" for origin, found in sorted(joined.items()))]
+        module, _, name = line.partition(" import ")
+        joined.setdefault(module, []).append(name)
+    every = [*plain, *(f"{module} import {', '.join(found)}" for module, found in sorted(joined.items()))]
     own = [line for line in every if line.split()[1].partition(".")[0] in sys.stdlib_module_names]
     return [*own, "", *(line for line in every if line not in own)]
 

@@ -149,6 +149,7 @@ class Uses(ast.NodeVisitor):
         self.source = source
         self.uses: list[Use] = []
         self.external: set[str] = set()
+        self.called: set[Key] = set()  # ops by torch.ops.fastkernels.NAME: needed, but not rewritten here
         self.hidden: list[set[str]] = []
         self.ours: list[dict[str, Key]] = [source.ours]
 
@@ -181,8 +182,11 @@ class Uses(ast.NodeVisitor):
         key = self._module_attribute(node)
         if key is not None:
             self.add(node, key)
-        else:
-            self.generic_visit(node)
+            return
+        op = registry.op_modules().get(node.attr)
+        if op is not None and ast.unparse(node.value) == f"torch.ops.{PACKAGE}":
+            self.called.add(origin(op, node.attr))
+        self.generic_visit(node)
 
     def _module_attribute(self, node: ast.Attribute) -> Key | None:
         """`module.NAME`, `registry.op_module("op").NAME` and `registry.get("op").op` as the name itself."""

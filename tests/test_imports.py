@@ -1,4 +1,4 @@
-"""The import rule: overrides <- models <- engine; integrations -> fastkernels; bench -> both; hosts inside functions."""
+"""The import rule: overrides <- models <- engine; integrations -> fastkernels; bench -> both; hosts in functions."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_direction(module: str, file: Path) -> None:
 def test_rule_sees_what_it_must(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text(
-        "from ..models import llama\nif TYPE_CHECKING:\n    import vllm\ndef f():\n    import sglang\ntry:\n    import vllm.x\n"
-        "except ImportError: pass\n"
+        "from ..models import llama\nif TYPE_CHECKING:\n    import vllm\ndef f():\n    import sglang\n"
+        "try:\n    import vllm.x\nexcept ImportError: pass\n"
     )
     assert set(imports("fastkernels.overrides.x", file)) == {
         ("fastkernels.models.llama", True), ("sglang", False), ("vllm.x", True),

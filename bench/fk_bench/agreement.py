@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from .client import Client, Prompt
+from .rows import Row, Status
+
+
+class AgreementError(RuntimeError):
+    """A request of the agreement phase failed."""
 
 
 @dataclass
@@ -70,7 +75,7 @@ def with_base(lane: Outputs, base: Outputs) -> float | None:
 async def collect(client: Client, prompts: Sequence[Prompt]) -> Outputs:
     """Both runs, one request at a time (so that batching is the same in all lanes), caches emptied before each.
 
-    Raises RuntimeError with the server's error when a request fails.
+    Raises AgreementError with the server's error when a request fails.
     """
     runs, flushed, unit = [], None, "tokens"
     for _ in range(2):
@@ -78,9 +83,31 @@ async def collect(client: Client, prompts: Sequence[Prompt]) -> Outputs:
         traces = [await client.stream(p) for p in prompts]
         failed = [t.error for t in traces if t.error]
         if failed:
-            raise RuntimeError(f"{len(failed)} of {len(traces)} requests failed: {failed[0]}")
+            raise AgreementError(f"{len(failed)} of {len(traces)} requests failed: {failed[0]}")
         if any(t.output_tokens and not t.token_ids for t in traces):
             unit = "characters"
         runs.append(traces)
     first, second = ([list(t.token_ids if unit == "tokens" else t.text) for t in run] for run in runs)
     return Outputs(unit, first, second, flushed)
+
+
+def fill(row: Row, mine: Outputs, base_name: str, base: Outputs | None, least_share: float) -> None:
+    """Put the agreements of a lane into its row; WRONG when below `least_share` of the base's agreement with itself.
+
+    The base lane's own token_agreement is its agreement with itself.
+    """
+    row.baseline = base_name
+    row.case.update(unit=mine.unit, flushed_by=mine.flushed_by)
+    row.metrics["self_agreement"] = mine.self_agreement
+    if base is None:
+        row.reason = f"no agreement with {base_name}: it has no output"
+        return
+    value = mine.self_agreement if row.subject.lane == base_name else with_base(mine, base)
+    if value is None:
+        row.reason = f"no agreement with {base_name}: one sent token ids, the other did not"
+        return
+    row.metrics["token_agreement"] = value
+    least = least_share * base.self_agreement
+    if value < least:
+        row.status = Status.WRONG
+        row.reason = f"token agreement with {base_name} is {value:.3f}, below {least:.3f} (--min-agreement)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -32,7 +33,9 @@ class Client:
     def __init__(self, url: str, model: str, timeout_s: float = 600.0):
         self.url, self.model = url.rstrip("/"), model
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(timeout_s, connect=30.0), limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, connect=30.0), limits=limits, trust_env=False
+        )
 
     async def __aenter__(self) -> Client:
         return self
@@ -53,7 +56,9 @@ class Client:
         headers = {"content-type": "application/json"}
         trace = Trace(time.perf_counter())
         try:
-            async with self._http.stream("POST", f"{self.url}/v1/completions", content=body, headers=headers) as reply:
+            async with self._http.stream(
+                "POST", f"{self.url}/v1/completions", content=body, headers=headers
+            ) as reply:
                 if reply.status_code != 200:
                     text = (await reply.aread()).decode(errors="replace")
                     trace.error = f"HTTP {reply.status_code}: {text[:500]}"
@@ -68,6 +73,15 @@ class Client:
         if trace.error is None and trace.output_tokens is None:
             trace.error = "the server sent no usage (stream_options.include_usage)"
         return trace
+
+    async def connect(self, count: int) -> None:
+        """Open `count` connections, so that no request of a load pays for one."""
+
+        async def one() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                await self._http.get(f"{self.url}/v1/models", timeout=30.0)
+
+        await asyncio.gather(*(one() for _ in range(count)))
 
     async def flush(self) -> str | None:
         """Empty the prefix cache. The endpoint that did it, None if the server has none."""

@@ -125,7 +125,17 @@ class CompareConfig:
             raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
-MAY_CHANGE = ("rounds", "python", "env", "server_args", "attach", "ready_timeout", "request_timeout", "port", "resident")
+MAY_CHANGE = (
+    "rounds",
+    "python",
+    "env",
+    "server_args",
+    "attach",
+    "ready_timeout",
+    "request_timeout",
+    "port",
+    "resident",
+)
 
 
 def resumed(recorded: CompareConfig, given: Mapping[str, Any]) -> CompareConfig:
@@ -154,7 +164,9 @@ def comma_list(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
         try:
             values.append(kind(part))
         except ValueError:
-            what = {"int": "a whole number", "float": "a number"}.get(getattr(kind, "__name__", ""), "a value")
+            what = {"int": "a whole number", "float": "a number"}.get(
+                getattr(kind, "__name__", ""), "a value"
+            )
             raise ConfigError(f"{flag}: {part!r} is not {what}") from None
     return tuple(values)
 

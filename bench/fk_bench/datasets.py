@@ -62,7 +62,9 @@ def load_vocabulary(model: str) -> Vocabulary:
     """From config.json and tokenizer.json of a local directory or of a model of the hub. Raises DatasetError."""
     files = {name: _model_file(model, name) for name in ("config.json", "tokenizer.json")}
     if files["config.json"] is None:
-        raise DatasetError(f"model {model!r} has no config.json (neither a local directory nor a model of the hub)")
+        raise DatasetError(
+            f"model {model!r} has no config.json (neither a local directory nor a model of the hub)"
+        )
     config = json.loads(files["config.json"].read_text())
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if not size:
@@ -140,7 +142,9 @@ class Dataset:
             self.repeated |= self._dealt >= len(order)
             text, output_len = self.texts[order[self._dealt % len(order)]]
             self._dealt += 1
-            prompts.append(Prompt(self.vocabulary.encode(text), output_len or self.output_len, self.ignore_eos))
+            prompts.append(
+                Prompt(self.vocabulary.encode(text), output_len or self.output_len, self.ignore_eos)
+            )
         return prompts
 
     def agreement(self, count: int, output_len: int) -> list[Prompt]:
@@ -151,7 +155,13 @@ class Dataset:
 
 
 def load(
-    name: str, model: str, seed: int, input_len: int, output_len: int, path: str | None = None, ignore_eos: bool = True
+    name: str,
+    model: str,
+    seed: int,
+    input_len: int,
+    output_len: int,
+    path: str | None = None,
+    ignore_eos: bool = True,
 ) -> Dataset:
     """A data set by name. Raises DatasetError, which says what is wrong with which file."""
     if name not in NAMES:
@@ -176,7 +186,9 @@ def _sharegpt(file: Path, vocabulary: Vocabulary) -> list[tuple[str, int | None]
         raise DatasetError(f"{file} is not JSON: {error}") from None
     found: list[tuple[str, int | None]] = []
     for talk in talks if isinstance(talks, list) else ():
-        turns = (talk.get("conversations") or talk.get("conversation") or ()) if isinstance(talk, dict) else ()
+        turns = (
+            (talk.get("conversations") or talk.get("conversation") or ()) if isinstance(talk, dict) else ()
+        )
         if len(turns) < 2 or not all(isinstance(t, dict) and t.get("value") for t in turns[:2]):
             continue
         ids = vocabulary.encode(turns[1]["value"])
@@ -184,7 +196,9 @@ def _sharegpt(file: Path, vocabulary: Vocabulary) -> list[tuple[str, int | None]
         if 4 <= length <= 1024:
             found.append((turns[0]["value"], length))
     if not found:
-        raise DatasetError(f"{file} has no conversation of two turns (a list of {{'conversations': [{{'value': ...}}]}})")
+        raise DatasetError(
+            f"{file} has no conversation of two turns (a list of {{'conversations': [{{'value': ...}}]}})"
+        )
     return found
 
 
@@ -201,7 +215,9 @@ def _prompts(file: Path) -> list[tuple[str, int | None]]:
             item = json.loads(line)
             found.append((str(item["prompt"]), int(item["output_len"]) if item.get("output_len") else None))
         except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-            raise DatasetError(f'{file}:{number}: expected {{"prompt": "...", "output_len": N}}, got {line[:80]!r}') from None
+            raise DatasetError(
+                f'{file}:{number}: expected {{"prompt": "...", "output_len": N}}, got {line[:80]!r}'
+            ) from None
     if not found:
         raise DatasetError(f"{file} has no prompt")
     return found

@@ -16,7 +16,11 @@ from . import machine
 HOSTS = ("vllm", "sglang", "fastkernels")
 LANES = ("vllm", "vllm+fk", "sglang", "sglang+fk", "fastkernels")
 _PLUGIN_GROUP = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
-START_S = {"vllm": 20, "sglang": 17, "fastkernels": 12}  # seen with SmolLM2-135M on 2 cores, 2026-11-21; for the estimate
+START_S = {
+    "vllm": 20,
+    "sglang": 17,
+    "fastkernels": 12,
+}  # seen with SmolLM2-135M on 2 cores, 2026-11-21; for the estimate
 
 
 class LaneError(ValueError):
@@ -137,13 +141,33 @@ def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing)
     where = ["--host", "127.0.0.1", "--port", str(port)]
     if lane.host == "vllm":
         made = [lane.python, "-m", "vllm.entrypoints.cli.main", "serve", model, *where]
-        made += ["--served-model-name", served_name, "--dtype", "bfloat16", "--max-model-len", str(sizing.max_model_len)]
-        made += _vllm_on_gpu(sizing) if gpu else ["--max-num-seqs", str(sizing.max_num_seqs), "--enforce-eager"]
+        made += [
+            "--served-model-name",
+            served_name,
+            "--dtype",
+            "bfloat16",
+            "--max-model-len",
+            str(sizing.max_model_len),
+        ]
+        made += (
+            _vllm_on_gpu(sizing) if gpu else ["--max-num-seqs", str(sizing.max_num_seqs), "--enforce-eager"]
+        )
     elif lane.host == "sglang":
         made = [lane.python, "-m", "sglang.launch_server", "--model-path", model, *where]
-        made += ["--served-model-name", served_name, "--dtype", "bfloat16", "--context-length", str(sizing.max_model_len)]
+        made += [
+            "--served-model-name",
+            served_name,
+            "--dtype",
+            "bfloat16",
+            "--context-length",
+            str(sizing.max_model_len),
+        ]
         made += ["--max-total-tokens", str(sizing.kv_tokens)]
-        made += _sglang_on_gpu(sizing) if gpu else [*_SGLANG_CPU, "--max-running-requests", str(sizing.max_num_seqs)]
+        made += (
+            _sglang_on_gpu(sizing)
+            if gpu
+            else [*_SGLANG_CPU, "--max-running-requests", str(sizing.max_num_seqs)]
+        )
     else:
         made = [lane.python, "-m", "fk_bench.cli", "serve", model, *where, "--served-model-name", served_name]
         made += ["--max-model-len", str(sizing.max_model_len)]
@@ -163,7 +187,9 @@ def _share(sizing: Sizing) -> str:
 def _vllm_on_gpu(sizing: Sizing) -> list[str]:
     blocks = max(1, sizing.kv_tokens // 16)  # 16 tokens a block, vLLM's default
     made = ["--gpu-memory-utilization", _share(sizing), "--num-gpu-blocks-override", str(blocks)]
-    return made + (["--tensor-parallel-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else [])
+    return made + (
+        ["--tensor-parallel-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else []
+    )
 
 
 def _sglang_on_gpu(sizing: Sizing) -> list[str]:
@@ -180,7 +206,9 @@ def environment(lane: Lane, model: str, report: Path) -> dict[str, str]:
     if lane.host == "vllm":
         made.update({"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"})
         if not machine.machine().gpus:
-            made["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; two lanes of it fit beside the others on a small machine
+            made["VLLM_CPU_KVCACHE_SPACE"] = (
+                "1"  # GiB; two lanes of it fit beside the others on a small machine
+            )
     if lane.patched:
         made["FASTKERNELS"] = "1"
     made["FASTKERNELS_REPORT"] = str(report)
@@ -219,4 +247,10 @@ def read_reports(folder: Path) -> dict[str, Any]:
         for op, n in here.items():
             ops[op] = ops.get(op, 0) + n
         calls += sum(here.values())
-    return {"patched_modules": modules, "patched_calls": calls, "processes": processes, "ops": ops, "notes": notes}
+    return {
+        "patched_modules": modules,
+        "patched_calls": calls,
+        "processes": processes,
+        "ops": ops,
+        "notes": notes,
+    }

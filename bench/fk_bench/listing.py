@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Annotated, Any
 
 import typer
@@ -56,17 +55,9 @@ def model_rows() -> list[dict[str, Any]]:
     return [{"architecture": name, "module": where} for name, where in sorted(ARCHITECTURES.items())]
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Enum):
-        return str(value.value)
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
 def _print_signatures(rows: list[dict[str, Any]]) -> None:
     columns = ["op", "host", "version", "class", "exact", "difference"]
-    table("Signatures", columns, [[_cell(r[c]) for c in columns] for r in rows])
+    table("Signatures", columns, [[r[c] for c in columns] for r in rows])
     exact = sum(r["exact"] for r in rows)
     print(f"{exact} of {len(rows)} exact")
 
@@ -93,5 +84,5 @@ def list_command(
     rows = {"ops": op_rows, "hosts": host_rows, "models": model_rows}[what]()
     if not json_only and rows:
         columns = list(rows[0])
-        table(what.capitalize(), columns, [[_cell(r[c]) for c in columns] for r in rows])
+        table(what.capitalize(), columns, [[r[c] for c in columns] for r in rows])
     last_line({what: rows})

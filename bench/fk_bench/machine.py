@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from .rows import Machine
@@ -39,13 +39,13 @@ class Interpreter:
     plugins: tuple[str, ...] = ()
 
 
-@lru_cache(maxsize=None)
+@cache
 def machine() -> Machine:
     names = gpu_names()
     return Machine(gpu=names[0] if names else None, gpus=len(names), cpu=_cpu_name(), cores=_cores())
 
 
-@lru_cache(maxsize=None)
+@cache
 def gpu_names() -> tuple[str, ...]:
     """Names of the NVIDIA GPUs that this process may use (CUDA_VISIBLE_DEVICES is honoured)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -58,7 +58,9 @@ def gpu_names() -> tuple[str, ...]:
         out = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    names = tuple(line.strip() for line in out.stdout.splitlines() if line.strip()) if out.returncode == 0 else ()
+    names = (
+        tuple(line.strip() for line in out.stdout.splitlines() if line.strip()) if out.returncode == 0 else ()
+    )
     return names if visible is None else names[: len(visible.split(","))]
 
 
@@ -76,19 +78,23 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@lru_cache(maxsize=None)
+@cache
 def commit() -> str | None:
     """The commit of this checkout, with '+' when files differ from it; None when installed from a wheel."""
     here = Path(__file__).resolve().parent
     try:
-        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=20)
-        state = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=20)
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=20
+        )
+        state = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def interpreter(path: str) -> Interpreter:
     """Ask a Python interpreter what it has. Raises ValueError when it does not run."""
     if shutil.which(path) is None:

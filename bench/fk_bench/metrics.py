@@ -9,6 +9,7 @@ goodput requests that meet every SLO, per second
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,7 +61,19 @@ class Trace:
     def itl(self) -> list[float]:
         """Gaps between chunks. A chunk known to carry no token (a closing one) is no chunk of output."""
         times = [c.time for i, c in enumerate(self.chunks) if i == 0 or c.tokens != 0]
-        return [b - a for a, b in zip(times, times[1:])]  # noqa: B905
+        return [b - a for a, b in itertools.pairwise(times)]
+
+    def to_dict(self, start: float) -> dict[str, object]:
+        """For the file of requests: times in seconds, the send after `start`, the chunks after the send."""
+        return {
+            "sent_s": round(self.sent - start, 6),
+            "chunks_s": [round(c.time - self.sent, 6) for c in self.chunks],
+            "chunk_tokens": [c.tokens for c in self.chunks],
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+        }
 
     def meets(self, slo_ms: Mapping[str, float]) -> bool:
         """Whether every SLO holds. A TPOT that does not exist violates nothing; a failed request meets none."""
@@ -76,7 +89,9 @@ def parse_slo(text: str) -> dict[str, float]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition(":")
         if name not in SLO_NAMES:
-            raise ValueError(f"--slo: {name!r} is not one of {', '.join(SLO_NAMES)} (as in ttft:500,tpot:50, in ms)")
+            raise ValueError(
+                f"--slo: {name!r} is not one of {', '.join(SLO_NAMES)} (as in ttft:500,tpot:50, in ms)"
+            )
         try:
             slo[name] = float(value)
         except ValueError:
@@ -96,7 +111,9 @@ def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
     return found
 
 
-def summarize(traces: Sequence[Trace], gpus: int = 0, slo_ms: Mapping[str, float] | None = None) -> dict[str, float]:
+def summarize(
+    traces: Sequence[Trace], gpus: int = 0, slo_ms: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """The metrics of one load: from the first send to the last chunk of any request.
 
     Throughputs count the tokens of requests that succeeded. tokens/s per user is 1 / TPOT of a request (mean over

@@ -41,7 +41,9 @@ def check_port(port: int) -> None:
         try:
             s.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ServerError(f"port {port} is in use: {error.strerror}. Choose another with --port.", "failed") from None
+            raise ServerError(
+                f"port {port} is in use: {error.strerror}. Choose another with --port.", "failed"
+            ) from None
 
 
 def _die_with_parent() -> None:
@@ -52,7 +54,9 @@ def _die_with_parent() -> None:
 class Server:
     """A child process in a session of its own, its output in a log file."""
 
-    def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, port: int):
+    def __init__(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, port: int
+    ):
         self.name, self.argv, self.log, self.port = name, list(argv), log, port
         self.url = f"http://127.0.0.1:{port}"
         self._known: dict[int, float] = {}
@@ -77,13 +81,21 @@ class Server:
             text = self.log.read_bytes()[-60_000:].decode(errors="replace")
         except OSError:
             return ""
-        kept = [line.rstrip()[:400] for line in text.splitlines() if line.strip() and not any(n in line for n in NOISE)]
+        kept = [
+            line.rstrip()[:400]
+            for line in text.splitlines()
+            if line.strip() and not any(n in line for n in NOISE)
+        ]
         return "\n".join(kept[-lines:])
 
     def death(self) -> ServerError:
         code = self.process.poll()
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-        return ServerError(f"the server of lane {self.name} ended ({how}). End of its log, {self.log}:\n{self.tail()}")
+        how = (
+            f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        )
+        return ServerError(
+            f"the server of lane {self.name} ended ({how}). End of its log, {self.log}:\n{self.tail()}"
+        )
 
     def wait_ready(self, timeout_s: float) -> float:
         """Seconds until /health and /v1/models answer. Raises ServerError when the process ends or time is up."""
@@ -115,9 +127,9 @@ class Server:
             found = {p.pid: p for p in psutil.Process(self.pid).children(recursive=True)}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(process.pid) == self.pid and process.pid != self.pid:
-                    found[process.pid] = process
-                elif self._known.get(process.pid) == process.create_time():
+                if (os.getsid(process.pid) == self.pid and process.pid != self.pid) or self._known.get(
+                    process.pid
+                ) == process.create_time():
                     found[process.pid] = process
         return list(found.values())
 
@@ -156,4 +168,6 @@ def served_model(url: str) -> str:
             reply.raise_for_status()
             return str(reply.json()["data"][0]["id"])
     except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-        raise ServerError(f"{url}/v1/models does not answer as an OpenAI server: {type(error).__name__}: {error}") from None
+        raise ServerError(
+            f"{url}/v1/models does not answer as an OpenAI server: {type(error).__name__}: {error}"
+        ) from None

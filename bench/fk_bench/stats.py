@@ -31,7 +31,11 @@ def mean_ci(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]
 
 
 def bootstrap_ratio(
-    numerator: Sequence[float], denominator: Sequence[float], paired: bool = False, draws: int = 4000, seed: int = 0
+    numerator: Sequence[float],
+    denominator: Sequence[float],
+    paired: bool = False,
+    draws: int = 4000,
+    seed: int = 0,
 ) -> tuple[float, tuple[float, float] | None]:
     """mean(numerator) / mean(denominator) and its bootstrap 95% interval (None with fewer than two values a side).
 

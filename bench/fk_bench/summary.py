@@ -11,7 +11,15 @@ from .rows import Row, Status
 
 FAILURES = (Status.FAILED, Status.DIED, Status.TIMEOUT, Status.INVALID, Status.WRONG)
 # Shown in tables, in this order; the first metric that is better when larger is marked.
-HEADLINE = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99", "itl_ms_p99", "e2el_ms_p50")
+HEADLINE = (
+    "output_tokens_per_s",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "tpot_ms_p50",
+    "tpot_ms_p99",
+    "itl_ms_p99",
+    "e2el_ms_p50",
+)
 HIGHER_IS_BETTER = (
     "output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", "tokens_per_s_per_user",
     "output_tokens_per_s_per_gpu",
@@ -87,7 +95,9 @@ def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
     results = []
     for name in names:
         mine = [r for r in last if r.subject.lane == name]
-        result = LaneResult(name, cells=sorted((c for c in made if c.lane == name), key=lambda c: _order(c.level)))
+        result = LaneResult(
+            name, cells=sorted((c for c in made if c.lane == name), key=lambda c: _order(c.level))
+        )
         for row in mine:
             if row.kind == "lane":
                 result.row = row

@@ -10,7 +10,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastkernels import candidate as candidates_module
 from fastkernels import registry
@@ -18,6 +18,9 @@ from fastkernels.patch import PatchError, Request, Row
 from fastkernels.spec import OpSpec, Target
 
 from . import compat
+
+if TYPE_CHECKING:
+    from fastkernels.dispatch import Op
 
 log = logging.getLogger("fastkernels")
 LIVE_SEAMS = ("leaf", "module", "quant_method", "attention")
@@ -73,13 +76,12 @@ class Patched:
     traced: set[str] = field(default_factory=set)  # ops whose kernels a profiler trace has shown
 
     def report(self) -> list[dict[str, Any]]:
-        from fastkernels.dispatch import OPS
-
         for row in self.rows:
-            op = OPS.get(row.op)
-            if row.state == "active" and op is not None:
-                row.calls, row.fallbacks = op.calls, dict(op.fallbacks)
-                row.proof = "trace" if row.op in self.traced else "calls" if op.calls else ""
+            ops = _counted(row.op) if row.state == "active" else []
+            if ops:
+                row.calls = sum(op.calls for op in ops)
+                row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
+                row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
         return [asdict(row) for row in self.rows]
 
     def reset(self) -> None:
@@ -90,6 +92,13 @@ class Patched:
 
     def undo(self) -> None:
         self.journal.undo()
+
+
+def _counted(name: str) -> list[Op]:
+    """The functional op of that name; of a module that has none, the ops that it calls."""
+    from fastkernels.dispatch import OPS
+
+    return [OPS[n] for n in ([name] if name in OPS else registry.get(name).calls) if n in OPS]
 
 
 def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:
@@ -167,8 +176,14 @@ def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
 
 
 def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> list[Any]:
-    """The modules of exactly this class, each once. Somebody else's subclass or patch is not ours to touch."""
-    return [m for m in model.modules() if type(m) is host_class]
+    """The modules of exactly this class, each once. Somebody else's subclass or patch is not ours to touch.
+
+    A target at the seam 'quant_method' may name the class of the method object instead of the module's, one at the
+    seam 'attention' that of `impl`.
+    """
+    part = {"quant_method": "quant_method", "attention": "impl"}.get(seam)
+    parts = (lambda m: (m, getattr(m, part, None))) if part is not None else (lambda m: (m,))
+    return [m for m in model.modules() if any(type(p) is host_class for p in parts(m))]
 
 
 def _swap(patched: Patched, module: Any, host_class: type, ours: type, seam: str) -> str | None:
@@ -195,7 +210,8 @@ def live_class(host_class: type, ours: type) -> type:
     """A subclass of the host's class with our forward: constructor, loaders and isinstance checks stay the host's."""
     key = (host_class, ours)
     if key not in _LIVE:
-        methods = {"forward": ours.forward, **{m: getattr(ours, m) for m in getattr(ours, "live_methods", ())}}
+        names = getattr(ours, "live_methods", ("forward",))
+        methods = {m: getattr(ours, m) for m in {*names, *(["forward"] if hasattr(ours, "forward") else [])}}
         body = {**methods, "__module__": host_class.__module__, "__qualname__": host_class.__qualname__, "fastkernels": ours}
         _LIVE[key] = type(host_class.__name__, (host_class,), body)
     return _LIVE[key]

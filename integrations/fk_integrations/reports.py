@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,10 @@ def start(host: str, rank: int, reply: Callable[[], dict[str, Any]]) -> None:
 
 
 def read(folder: str, host: str) -> list[dict[str, Any]]:
-    """All replies in the folder, in rank order."""
+    """All replies in the folder, in rank order, none older than this call."""
+    _write_all({})
+    if any(not f.stem.endswith(f"-{os.getpid()}") for f in Path(folder or ".").glob(f"{host}-*.json")):
+        time.sleep(1.5 * PERIOD_S)  # the other processes write when their counters change
     files = sorted(Path(folder).glob(f"{host}-*.json")) if folder else []
     return sorted((json.loads(f.read_text()) for f in files), key=lambda r: (r["rank"], r["pid"]))
 

@@ -41,13 +41,17 @@ def stop() -> dict[str, int]:
 
 
 def kernel_names(op: str) -> list[str]:
-    """The names under which an op shows in a trace: its Triton kernels, and torch's name of it on the CPU."""
+    """The names under which an op shows in a trace: its Triton kernels, and torch's name of it on the CPU.
+
+    A module without an op of its own shows by the ops that it calls.
+    """
     from triton.runtime.jit import KernelInterface
 
-    module = registry.op_module(op)
-    kernels = [v for v in vars(module).values() if isinstance(v, KernelInterface)]
-    names = [getattr(k, "fn", k).__name__ for k in kernels if getattr(k, "fn", None) is not None]
-    return [*names, f"fastkernels::{op}"]
+    names = []
+    for name in (op, *registry.get(op).calls):
+        found = [v for v in vars(registry.op_module(name)).values() if isinstance(v, KernelInterface)]
+        names += [k.__name__ for k in found if hasattr(k, "__name__")] + [f"fastkernels::{name}"]
+    return names
 
 
 def prove(patched: Patched, kernels: dict[str, int]) -> None:

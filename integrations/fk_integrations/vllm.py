@@ -61,7 +61,7 @@ class VllmAdapter(Adapter):
     def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
         from . import vllm_layers
 
-        return vllm_layers.swap_attention(module, ours, journal)
+        return vllm_layers.swap_attention(module, ours, self.version, self.worker.vllm_config, journal)
 
 
 # In a worker process
@@ -173,13 +173,17 @@ def register() -> None:
     stock = getattr(WorkerBase.__init__, "fastkernels_stock", None)
     if not env.enabled:
         if stock is not None:
+            from . import vllm_live
+
             WorkerBase.__init__ = stock
+            vllm_live.remove_key(WorkerBase.__dict__["fastkernels_key"])
         return
     from . import vllm_live
 
     request = Request.from_environment(env)
     registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
-    vllm_live.add_key(vllm_live.fingerprint(request))
+    WorkerBase.fastkernels_key = vllm_live.fingerprint(request)
+    vllm_live.add_key(WorkerBase.fastkernels_key)
     if stock is None:
         WorkerBase.__init__ = _patched_after_loading(WorkerBase.__init__)
 

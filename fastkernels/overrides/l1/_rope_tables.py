@@ -1,10 +1,11 @@
-"""The tables that rotary_emb reads: frequencies, Llama 3's scaling of them, cosines and sines."""
+"""What rotary_emb reads: frequencies, Llama 3's scaling of them, cosines and sines, and the modules that hold them."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from torch import nn
 
 
 def inverse_frequencies(base: float, rotary_dim: int) -> torch.Tensor:
@@ -31,3 +32,42 @@ def cos_sin_table(inv_freq: torch.Tensor, max_positions: int, start: int = 0) ->
     t = torch.arange(start, start + max_positions, dtype=torch.float, device=inv_freq.device)
     angles = torch.outer(t, inv_freq)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class RopeModule(nn.Module):
+    """What the standalone classes of both hosts share: the host's attributes and its cos_sin_cache."""
+
+    cos_sin_cache: torch.Tensor
+
+    def _setup(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.head_size = head_size
+        self.rotary_dim = rotary_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.base = base
+        self.is_neox_style = is_neox_style
+        self.dtype = dtype
+
+    def _inv_freq(self) -> torch.Tensor:
+        return inverse_frequencies(self.base, self.rotary_dim)
+
+    def _make_cache(self, dtype: torch.dtype, start: int = 0) -> None:
+        table = cos_sin_table(self._inv_freq(), self.max_position_embeddings, start)
+        self.register_buffer("cos_sin_cache", table.to(torch.get_default_device(), dtype), persistent=False)
+
+
+class Llama3(RopeModule):
+    """Llama 3.1's scaled frequencies, with the constructor that both hosts' classes have."""
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype, scaling_factor: float, low_freq_factor: float, high_freq_factor: float,
+        orig_max_position: int,
+    ) -> None:  # fmt: skip
+        self.llama3 = (scaling_factor, low_freq_factor, high_freq_factor, orig_max_position)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)  # type: ignore[call-arg]
+
+    def _inv_freq(self) -> torch.Tensor:
+        return llama3_frequencies(super()._inv_freq(), *self.llama3)

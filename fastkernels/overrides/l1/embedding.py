@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels import parallel
 from fastkernels.dispatch import Provider, define

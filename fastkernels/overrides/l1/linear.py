@@ -57,6 +57,8 @@ def _linear_kernel(
 def supports_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {x.dtype} is not float32, float16 or bfloat16"
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        return "Triton's interpreter takes the bits of bfloat16 for integers in tl.dot"
     if weight.dtype != x.dtype:
         return f"weight is {weight.dtype}, x is {x.dtype}"
     if weight.stride(-1) != 1:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._rope_tables import cos_sin_table, inverse_frequencies, llama3_frequencies
+from fastkernels.overrides.l1._rope_tables import Llama3, RopeModule, cos_sin_table, inverse_frequencies
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -105,20 +105,8 @@ def _rotary_emb_kernel(
         sin = sin.to(q_ptr.dtype.element_ty).to(tl.float32)
     if block < q_blocks:
         _rotate_heads(
-            q_ptr,
-            q_stride_t,
-            q_stride_h,
-            token,
-            block * BLOCK_H,
-            n_q,
-            cos,
-            sin,
-            pair,
-            HALF,
-            NEOX,
-            ROUND,
-            BLOCK_H,
-        )
+            q_ptr, q_stride_t, q_stride_h, token, block * BLOCK_H, n_q, cos, sin, pair, HALF, NEOX, ROUND, BLOCK_H
+        )  # fmt: skip
     elif HAS_KEY:
         _rotate_heads(
             k_ptr, k_stride_t, k_stride_h, token, (block - q_blocks) * BLOCK_H, n_k, cos, sin, pair, HALF,
@@ -212,46 +200,7 @@ rotary_emb = define(
 )
 
 
-class _RotaryEmbedding(nn.Module):
-    """What the standalone classes of both hosts share: the host's attributes and its cos_sin_cache."""
-
-    cos_sin_cache: torch.Tensor
-
-    def _setup(
-        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        self.head_size = head_size
-        self.rotary_dim = rotary_dim
-        self.max_position_embeddings = max_position_embeddings
-        self.base = base
-        self.is_neox_style = is_neox_style
-        self.dtype = dtype
-
-    def _inv_freq(self) -> torch.Tensor:
-        return inverse_frequencies(self.base, self.rotary_dim)
-
-    def _make_cache(self, dtype: torch.dtype, start: int = 0) -> None:
-        table = cos_sin_table(self._inv_freq(), self.max_position_embeddings, start)
-        self.register_buffer("cos_sin_cache", table.to(torch.get_default_device(), dtype), persistent=False)
-
-
-class _Llama3(_RotaryEmbedding):
-    """Llama 3.1's scaled frequencies, with the constructor that both hosts' classes have."""
-
-    def __init__(
-        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
-        dtype: torch.dtype, scaling_factor: float, low_freq_factor: float, high_freq_factor: float,
-        orig_max_position: int,
-    ) -> None:  # fmt: skip
-        self.llama3 = (scaling_factor, low_freq_factor, high_freq_factor, orig_max_position)
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)  # type: ignore[call-arg]
-
-    def _inv_freq(self) -> torch.Tensor:
-        return llama3_frequencies(super()._inv_freq(), *self.llama3)
-
-
-class VllmRotaryEmbedding(_RotaryEmbedding):
+class VllmRotaryEmbedding(RopeModule):
     """vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding: the cache is kept in `dtype`.
 
     forward: positions [T]; query, key as in `reference`, key may be None. Returns (query, key), changed in place.
@@ -273,11 +222,11 @@ class VllmRotaryEmbedding(_RotaryEmbedding):
         return query, key
 
 
-class VllmLlama3RotaryEmbedding(_Llama3, VllmRotaryEmbedding):
+class VllmLlama3RotaryEmbedding(Llama3, VllmRotaryEmbedding):
     """vllm.model_executor.layers.rotary_embedding.llama3_rope.Llama3RotaryEmbedding; see VllmRotaryEmbedding."""
 
 
-class SGLangRotaryEmbedding_0_5_16(_RotaryEmbedding):
+class SGLangRotaryEmbedding_0_5_16(RopeModule):
     """sglang.srt.layers.rotary_embedding.base.RotaryEmbedding before 0.5.21: float32 cache on CUDA, else in `dtype`.
 
     forward: positions [T]; query, key as in `reference`. Returns (query, key), changed in place. With
@@ -337,7 +286,7 @@ class SGLangRotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
         self._make_cache(torch.float32 if torch.cuda.is_available() else dtype, position_start)
 
 
-class SGLangLlama3RotaryEmbedding(_Llama3, SGLangRotaryEmbedding_0_5_16):
+class SGLangLlama3RotaryEmbedding(Llama3, SGLangRotaryEmbedding_0_5_16):
     """sglang.srt.layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding; see SGLangRotaryEmbedding_0_5_16."""
 
 

@@ -1,0 +1,89 @@
+"""Two runs compared: the ratio of every (lane, load, metric), turned so that above 1 is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import rows, stats
+from .config import ConfigError
+from .summary import HIGHER_IS_BETTER, Cell
+from .summary import cells as make_cells
+
+METRICS = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50")
+
+
+def load(path: Path) -> tuple[list[Cell], list[str]]:
+    """The cells of a run and the warnings about its lines. Raises ConfigError when there is no result."""
+    file = path / "rows.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"no such run: {path} (a folder with rows.jsonl, or that file)")
+    found, warnings = rows.read(file)
+    made = make_cells(found)
+    if not made:
+        raise ConfigError(f"{file} has no finished round")
+    return made, warnings
+
+
+def compare(
+    run_a: Path, run_b: Path, metrics: Sequence[str] = METRICS, fail_under: float = 0.0
+) -> dict[str, Any]:
+    """{'ok', 'ratios': [...], 'problems': [...]}; not ok when a ratio is below `fail_under` or a lane or load of A is gone.
+
+    ratio = B / A where more is better, A / B where less is: 1.0 is as good as A, 0.9 a tenth worse. Its interval is a
+    bootstrap over rounds. The gate looks at the ratio itself; 'verdict' says 'worse' only when the interval is too.
+    """
+    (a, warn_a), (b, warn_b) = load(run_a), load(run_b)
+    known = {m for cell in (*a, *b) for m in cell.mean}
+    for metric in metrics:
+        if metric not in known:
+            raise ConfigError(
+                f"--metrics: neither run has {metric!r}. They have: {', '.join(sorted(known))}."
+            )
+    right = {(cell.lane, cell.level): cell for cell in b}
+    ratios: list[dict[str, Any]] = []
+    problems = [*warn_a, *warn_b]
+    gone = 0
+    for cell in a:
+        other = right.get((cell.lane, cell.level))
+        if other is None:
+            problems.append(f"{run_b} has no result of {cell.lane} at {cell.level.label}")
+            gone += 1
+            continue
+        ratios += [_ratio(cell, other, m, fail_under) for m in metrics if m in cell.mean and m in other.mean]
+    failed = [line for line in ratios if line["failed"]]
+    problems += [
+        f"{x['lane']} {x['at']} {x['metric']}: {x['ratio']:.3f} is below {fail_under:g}" for x in failed
+    ]
+    return {
+        "command": "diff", "ok": not failed and not gone and bool(ratios), "run_a": str(run_a), "run_b": str(run_b),
+        "fail_under": fail_under, "ratios": ratios, "problems": problems,
+    }  # fmt: skip
+
+
+def _ratio(a: Cell, b: Cell, metric: str, fail_under: float) -> dict[str, Any]:
+    top, bottom = (b, a) if metric in HIGHER_IS_BETTER else (a, b)
+    ratio, interval = stats.bootstrap_ratio(top.values(metric), bottom.values(metric))
+    finite = math.isfinite(ratio)
+    if interval is None or not finite:
+        verdict = "one round" if finite else "no ratio"
+    else:
+        verdict = "worse" if interval[1] < 1 else "better" if interval[0] > 1 else "same"
+    return {
+        "lane": a.lane, "at": a.level.label, "metric": metric, "a": a.mean[metric], "b": b.mean[metric],
+        "ratio": ratio if finite else None, "ci95": interval, "verdict": verdict,
+        "failed": not finite or ratio < fail_under,
+    }  # fmt: skip
+
+
+def cells(line: dict[str, Any]) -> list[str]:
+    """One ratio as cells of a table."""
+    interval = line["ci95"]
+    return [
+        line["lane"], line["at"], line["metric"], f"{line['a']:.2f}", f"{line['b']:.2f}",
+        "" if line["ratio"] is None else f"{line['ratio']:.3f}",
+        "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}",
+        line["verdict"] + (", below the gate" if line["failed"] else ""),
+    ]  # fmt: skip

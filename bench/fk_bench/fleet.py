@@ -1,0 +1,138 @@
+"""The servers of a run: started one at a time, checked, and ended with all that they started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import lanes, process
+from .config import CompareConfig
+from .lanes import Lane, Sizing
+from .process import Server, ServerError
+from .progress import Display
+from .record import Record
+from .rows import Row, Status
+
+# Patched processes write their counters once a second while these change, so the last ones are on disk after this.
+_REPORT_S = 1.5
+
+
+class Running:
+    """A lane whose server answers. `row` becomes the lane's row when it ends."""
+
+    def __init__(self, lane: Lane, url: str, model: str, server: Server | None, row: Row):
+        self.lane, self.url, self.model, self.server, self.row = lane, url, model, server, row
+
+    def check(self) -> None:
+        """Raises ServerError when the process has ended."""
+        if self.server is not None and not self.server.alive():
+            raise self.server.death()
+
+
+class Fleet:
+    """All servers of a run. `running` are the lanes that can be measured now."""
+
+    def __init__(self, config: CompareConfig, all_lanes: Sequence[Lane], sizing: Sizing, out: Path, record: Record):
+        self.config, self.lanes, self.sizing, self.out, self.record = config, list(all_lanes), sizing, out, record
+        self.running: list[Running] = []
+
+    @property
+    def served_name(self) -> str:
+        return Path(self.config.model).name or self.config.model
+
+    def start(self, lane: Lane, display: Display) -> None:
+        """Start a lane and wait until it answers; on failure its row says why and the others go on."""
+        display.doing(f"{lane.name} starts")
+        row = self.record.row(lane, Status.OK, "", {"kind": "lane"})
+        server: Server | None = None
+        try:
+            if lane.url is not None:
+                row.case["url"] = lane.url
+                running = Running(lane, lane.url, process.served_model(lane.url), None, row)
+            else:
+                server = self._launch(lane, row)
+                running = Running(lane, server.url, self.served_name, server, row)
+                row.metrics["ready_s"] = server.wait_ready(self.config.ready_timeout)
+        except (ServerError, OSError) as error:
+            row.status = Status(getattr(error, "status", "failed"))
+            row.reason = str(error)
+            if server is not None:
+                server.stop()
+            self.record.add(row)
+            display.line(f"{lane.name}: {row.reason}")
+            return
+        except BaseException:
+            if server is not None:
+                server.stop(grace_s=5.0)
+            raise
+        self.running.append(running)
+        took = f" after {row.metrics['ready_s']:.0f} s" if server is not None else ""
+        display.line(f"{lane.name}: ready at {running.url}{took}")
+        display.advance()
+
+    def _launch(self, lane: Lane, row: Row) -> Server:
+        config, folder = self.config, self.out / "servers" / lane.name
+        port = process.free_port() if config.port is None else config.port + self.lanes.index(lane)
+        process.check_port(port)
+        report = folder / "report"
+        shutil.rmtree(report, ignore_errors=True)
+        report.mkdir(parents=True)
+        argv = lanes.command(lane, config.model, self.served_name, port, self.sizing)
+        env = lanes.environment(lane, config.model, report.absolute())
+        (folder / "command.sh").write_text(lanes.shell_line(env, argv) + "\n")
+        removed = [name for name, value in env.items() if not value]
+        added = {name: value for name, value in env.items() if value}
+        (folder / "environment.json").write_text(json.dumps({"added": added, "removed": removed}, indent=1) + "\n")
+        log = folder / "server.log"
+        row.case.update(server_command=argv, env=env, log=str(log.relative_to(self.out)), port=port)
+        return Server(lane.name, argv, env, folder / "cwd", log.absolute(), port)
+
+    def stop(self, running: Running) -> None:
+        """End a lane that did its work, and write its row: what was patched, and whether it ran."""
+        if running.lane.patched and running.server is not None:
+            time.sleep(_REPORT_S)
+        try:
+            running.check()
+        except ServerError as error:
+            self.drop(running, Status(error.status), str(error))
+            return
+        self._end(running)
+
+    def drop(self, running: Running, status: Status, reason: str) -> None:
+        """End a lane that cannot be measured any more."""
+        running.row.status, running.row.reason = status, reason
+        self._end(running)
+
+    def _end(self, running: Running) -> None:
+        if running.server is not None:
+            running.server.stop()
+            self._count_patched(running)
+        self.running.remove(running)
+        self.record.add(running.row)
+
+    def _count_patched(self, running: Running) -> None:
+        row, lane = running.row, running.lane
+        found = lanes.read_reports(self.out / "servers" / lane.name / "report")
+        row.metrics["patched_modules"], row.metrics["patched_calls"] = found["patched_modules"], found["patched_calls"]
+        row.case["patched_ops"], row.case["patch_notes"] = found["ops"], found["notes"]
+        if not lane.patched or row.status is not Status.OK or found["patched_calls"]:
+            return
+        if found["notes"]:
+            why = "; ".join(found["notes"])
+        elif not found["processes"]:
+            why = "its processes wrote no report"
+        elif not found["patched_modules"]:
+            why = "no module was patched"
+        else:
+            why = f"{found['patched_modules']} modules were patched, but no call was counted"
+        row.status, row.reason = Status.FAILED, f"our kernels did not run in lane {lane.name}: {why}"
+
+    def stop_all(self) -> None:
+        """End everything that is still up, without a row: the run was interrupted."""
+        for running in self.running:
+            if running.server is not None:
+                running.server.stop(grace_s=5.0)
+        self.running.clear()

@@ -1,0 +1,1 @@
+"""Model architectures built from the overrides, one a file."""

@@ -1,0 +1,275 @@
+"""Causal attention over a paged KV cache: store this step's keys and values, then attend to all of the sequence."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.forward_context import AttentionMetadata, get_forward_context
+from fastkernels.overrides.l1 import attention_prefill as prefill
+from fastkernels.overrides.l1.attention_decode import attention_decode
+from fastkernels.overrides.l1.store_kvcache import store_kvcache
+from fastkernels.spec import OpSpec, Target
+
+
+class AttentionType(str, Enum):
+    """The hosts' kinds of attention; only DECODER (causal, with a KV cache) is served here."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class PagedAttention(nn.Module):
+    """Attention of this rank's heads. `kv_cache` is (key_cache, value_cache), bound by the engine before a step.
+
+    key_cache, value_cache: [blocks, block_size, num_kv_heads, head_size]. The step's AttentionMetadata comes from
+    fastkernels.forward_context.
+    """
+
+    kv_cache: tuple[torch.Tensor, torch.Tensor] | None
+
+    def _build(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None,
+        window: int | None,
+        cap: float,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % self.num_kv_heads:
+            raise ValueError(f"{num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        # The hosts' windows count the token itself (vLLM) or not (SGLang); window_left never does.
+        self.window_left, self.softcap = -1 if window is None else window, cap
+        self.kv_cache = None
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """query, key, value: [T, heads * head_size] or [T, heads, head_size]. Returns [T, heads * head_size]."""
+        if self.kv_cache is None:
+            raise RuntimeError(
+                "no KV cache is bound: set kv_cache = (key_cache, value_cache) on every attention layer"
+            )
+        key_cache, value_cache = self.kv_cache
+        q = query.view(-1, self.num_heads, self.head_size)
+        if key is not None and value is not None:
+            k, v = (t.view(-1, self.num_kv_heads, self.head_size) for t in (key, value))
+            store_kvcache(k, v, key_cache, value_cache, metadata.slot_mapping)
+        if metadata.decode_only:
+            out = attention_decode(
+                q, key_cache, value_cache, metadata.seq_lens, metadata.block_table, metadata.max_seqlen_k,
+                self.scale, self.window_left, self.softcap,
+            )  # fmt: skip
+        else:
+            out = prefill.attention_prefill(
+                q, key_cache, value_cache, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_table,
+                metadata.max_seqlen_q, metadata.max_seqlen_k, self.scale, self.window_left, self.softcap,
+            )  # fmt: skip
+        return out.view(-1, self.num_heads * self.head_size)
+
+
+def _refuse(what: str, **given: Any) -> None:
+    """Raise ValueError for the first argument that asks for what we have no kernel for."""
+    for name, value in given.items():
+        if value:
+            raise ValueError(
+                f"{what}: {name}={value!r} is not supported; leave it out or use the host's own layer"
+            )
+
+
+class VllmAttention(PagedAttention):
+    """vllm.model_executor.layers.attention.attention.Attention, decoder only; see PagedAttention.
+
+    query, key, value: [T, heads * head_size] or [T, heads, head_size]; out: output_shape or [T, heads * head_size].
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        use_alibi_sqrt: bool | None = None,
+        cache_config: Any = None,
+        quant_config: Any = None,
+        logits_soft_cap: float | None = None,
+        per_layer_sliding_window: int | None = None,
+        prefix: str = "",
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        mm_prefix_clamp_sliding_window: bool = False,
+        attn_backend: type | None = None,
+        head_size_v: int | None = None,
+        **extra_impl_args: Any,
+    ) -> None:
+        super().__init__()
+        _refuse(
+            prefix or "Attention", alibi_slopes=alibi_slopes, use_alibi_sqrt=use_alibi_sqrt, quant_config=quant_config,
+            attn_type=None if attn_type == AttentionType.DECODER else attn_type, attn_backend=attn_backend,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            mm_prefix_clamp_sliding_window=mm_prefix_clamp_sliding_window,
+            head_size_v=None if head_size_v == head_size else head_size_v, extra_impl_args=extra_impl_args,
+        )  # fmt: skip
+        window = per_layer_sliding_window
+        if window is None:
+            window = getattr(cache_config, "sliding_window", None)
+        left = None if window is None else window - 1
+        self._build(num_heads, head_size, scale, num_kv_heads, left, logits_soft_cap or 0.0)
+        self.layer_name = prefix
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        out = self._attend(query, key, value, get_forward_context())
+        out = out if output_shape is None else out.view(output_shape)
+        return out if output_dtype is None else out.to(output_dtype)
+
+
+class SGLangRadixAttention_0_5_16(PagedAttention):
+    """sglang.srt.layers.radix_attention.RadixAttention of 0.5.16, decoder only; see PagedAttention.
+
+    forward_batch: our AttentionMetadata, or None for that of the forward context. save_kv_cache=False stores nothing.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        scaling: float,
+        num_kv_heads: int,
+        layer_id: int,
+        logit_cap: float = 0.0,
+        v_head_dim: int = -1,
+        sliding_window_size: int = -1,
+        is_cross_attention: bool = False,
+        pos_encoding_mode: str = "NONE",
+        logit_capping_method: str = "tanh",
+        quant_config: Any = None,
+        attn_type: AttentionType = AttentionType.DECODER,
+        use_irope: bool = False,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        _refuse(
+            prefix or f"RadixAttention {layer_id}", is_cross_attention=is_cross_attention, quant_config=quant_config,
+            v_head_dim=None if v_head_dim in (-1, head_dim) else v_head_dim, use_irope=use_irope,
+            pos_encoding_mode=None if pos_encoding_mode == "NONE" else pos_encoding_mode,
+            logit_capping_method=None if logit_capping_method == "tanh" else logit_capping_method,
+            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+        )  # fmt: skip
+        window = sliding_window_size if sliding_window_size and sliding_window_size > 0 else None
+        self._build(num_heads, head_dim, scaling, num_kv_heads, window, logit_cap)
+        self.layer_id = layer_id
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        forward_batch: AttentionMetadata | None,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return self._radix(q, k, v, forward_batch, save_kv_cache, kwargs)
+
+    def _radix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        forward_batch: AttentionMetadata | None,
+        save_kv_cache: bool,
+        extra: dict[str, Any],
+    ) -> torch.Tensor:
+        _refuse(f"RadixAttention {self.layer_id}", **extra)
+        metadata = get_forward_context() if forward_batch is None else forward_batch
+        return self._attend(q, k if save_kv_cache else None, v if save_kv_cache else None, metadata)
+
+
+class SGLangRadixAttention_0_5_17(SGLangRadixAttention_0_5_16):
+    """sglang.srt.layers.radix_attention.RadixAttention from 0.5.17 on; see SGLangRadixAttention_0_5_16."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        forward_batch: AttentionMetadata | None,
+        save_kv_cache: bool = True,
+        key_value_num_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if k is not None and v is not None and key_value_num_tokens is not None:
+            k, v = k[:key_value_num_tokens], v[:key_value_num_tokens]
+        return self._radix(q, k, v, forward_batch, save_kv_cache, kwargs)
+
+
+class SGLangRadixAttention(SGLangRadixAttention_0_5_17):
+    """sglang.srt.layers.radix_attention.RadixAttention; see SGLangRadixAttention_0_5_16."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        scaling: float,
+        num_kv_heads: int,
+        layer_id: int,
+        logit_cap: float = 0.0,
+        v_head_dim: int = -1,
+        sliding_window_size: int = -1,
+        is_cross_attention: bool = False,
+        pos_encoding_mode: str = "NONE",
+        logit_capping_method: str = "tanh",
+        quant_config: Any = None,
+        attn_type: AttentionType = AttentionType.DECODER,
+        use_irope: bool = False,
+        prefix: str = "",
+        use_prefill_attention_wrapper: bool = True,
+    ) -> None:
+        super().__init__(
+            num_heads, head_dim, scaling, num_kv_heads, layer_id, logit_cap, v_head_dim, sliding_window_size,
+            is_cross_attention, pos_encoding_mode, logit_capping_method, quant_config, attn_type, use_irope, prefix,
+        )  # fmt: skip
+
+
+_VLLM = "vllm.model_executor.layers.attention.attention:Attention"
+_SGLANG = "sglang.srt.layers.radix_attention:RadixAttention"
+_NOTE = "live, the host's layer stays and its backend's implementation is replaced: attention_prefill, attention_decode"
+
+SPEC = OpSpec(
+    name="attention",
+    level=2,
+    reference=prefill.reference,
+    cases=prefill.SPEC.cases,
+    inputs=prefill.SPEC.inputs,
+    bytes_moved=prefill.SPEC.bytes_moved,
+    flops=prefill.SPEC.flops,
+    tolerance=prefill.SPEC.tolerance,
+    calls=("store_kvcache", "attention_prefill", "attention_decode"),
+    targets=(
+        Target("vllm", _VLLM, "VllmAttention", "standalone", note=_NOTE),
+        Target("sglang", _SGLANG, "SGLangRadixAttention_0_5_16", "standalone", "<0.5.17", note=_NOTE),
+        Target(
+            "sglang", _SGLANG, "SGLangRadixAttention_0_5_17", "standalone", ">=0.5.17,<0.5.23", note=_NOTE
+        ),
+        Target("sglang", _SGLANG, "SGLangRadixAttention", "standalone", ">=0.5.23", note=_NOTE),
+    ),
+)

@@ -1,0 +1,308 @@
+"""Inside a scheduler process of SGLang: the adapter, a live patch with its CUDA graphs, and the answers to requests.
+
+A captured CUDA graph replays the code that was there when it was captured, so after a live swap graphs are captured
+again; the old ones stay alive until the new are there. Ranks agree before each step that involves collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastkernels.patch import PatchError, Request
+
+from . import reports, trace
+from .apply import Adapter, Journal, Patched, apply
+from .sglang import installed_version
+
+log = logging.getLogger("fastkernels")
+_patched: list[Patched] = []  # at most one: a scheduler process has one target model
+
+
+class Busy(PatchError):
+    """The engine is not idle; the caller may ask again."""
+
+
+class SglangAdapter(Adapter):
+    """What is special about SGLang's modules."""
+
+    host = "sglang"
+
+    def __init__(self, model_runner: Any = None):
+        self.version = installed_version() or ""
+        self.model_runner = model_runner
+
+    def repin(self, module: Any, journal: Journal) -> None:
+        # Until 0.5.20 the constructor binds a method of the class, from 0.5.21 on the first call does (None until then).
+        if "_forward_method" in vars(module):
+            old = vars(module)["_forward_method"]
+            module._forward_method = module.forward
+            journal.add(lambda: setattr(module, "_forward_method", old))
+
+    def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
+        from . import sglang_layers
+
+        return sglang_layers.swap_quant_method(module, ours, journal)
+
+    def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
+        from . import sglang_layers
+
+        return sglang_layers.swap_attention(self.model_runner, module, ours, journal)
+
+
+# At start, with FASTKERNELS=1
+
+
+def patch_after_loading() -> None:
+    """Have ModelRunner.load_model end with the patch that the environment asks for. Draft models are left alone."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    stock = ModelRunner.load_model
+    if hasattr(stock, "fastkernels_stock"):
+        return
+
+    @functools.wraps(stock)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        if not self.is_draft_worker:
+            try:
+                _apply(self, Request.from_environment())
+            except Exception as error:
+                raise PatchError(f"FASTKERNELS=1, but SGLang cannot be patched: {error}") from error
+        return result
+
+    load_model.fastkernels_stock = stock  # type: ignore[attr-defined]
+    ModelRunner.load_model = load_model
+
+
+def _apply(model_runner: Any, request: Request) -> Patched:
+    rank, _ = _rank_and_world()
+    patched = apply(SglangAdapter(model_runner), model_runner.model, request, rank)
+    _patched.append(patched)
+    reports.start("sglang", rank, _reply)
+    return patched
+
+
+# Requests
+
+
+def answer(scheduler: Any, request: str) -> None:
+    """Carry out one request and write the reply to FOLDER/RANK.json. Nothing is raised: SGLang would hide it."""
+    raw = json.loads(request)
+    extra: dict[str, Any] = {}
+    try:
+        if raw["action"] not in _ACTIONS:
+            raise PatchError(f"unknown action {raw['action']!r}; known: {', '.join(_ACTIONS)}")
+        extra = _ACTIONS[raw["action"]](scheduler, Request.from_json(request)) or {}
+    except PatchError as error:
+        extra = {"error": str(error), "busy": isinstance(error, Busy)}
+    except Exception as error:
+        log.exception("fastkernels: %s failed", raw["action"])
+        extra = {"error": f"{type(error).__name__}: {error}"}
+    reply = {**_reply(), "graphs": bool(_captured(_runner(scheduler))), **extra}
+    file = Path(raw["folder"]) / f"{reply['rank']}.json"
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(reply))
+    os.replace(partial, file)
+
+
+def _reply() -> dict[str, Any]:
+    rank, world = _rank_and_world()
+    rows = _patched[0].report() if _patched else []
+    return {
+        "rank": rank, "world": world, "pid": os.getpid(), "host": "sglang", "version": installed_version(),
+        "rows": rows, "error": None,
+    }  # fmt: skip
+
+
+def _rank_and_world() -> tuple[int, int]:
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    return group.rank, group.world_size
+
+
+def _runner(scheduler: Any) -> Any:
+    return scheduler.tp_worker.model_runner
+
+
+def _patch(scheduler: Any, request: Request) -> None:
+    if _patched:
+        raise PatchError("this engine is patched already: undo that patch first (report.undo())")
+    runner = _runner(scheduler)
+    _refuse(scheduler, runner)
+    error: str | None = None
+    try:
+        _apply(runner, request)
+    except Exception as failure:
+        error = str(failure)
+    _agree(scheduler, error, _take_back)
+    _recapture(scheduler, runner, _take_back)
+    scheduler.flush_cache()  # cached keys and values came from other kernels
+
+
+def _undo(scheduler: Any, request: Request) -> None:
+    if not _patched:
+        return
+    runner = _runner(scheduler)
+    _refuse(scheduler, runner)
+    taken = _patched.pop()
+    taken.undo()
+
+    def again() -> None:
+        _apply(runner, taken.request)
+
+    _recapture(scheduler, runner, again)
+    scheduler.flush_cache()
+    reports.write("sglang", taken.rank, _reply())
+
+
+def _take_back() -> None:
+    """Classes and candidates as they were before a patch that failed."""
+    while _patched:
+        _patched.pop().undo()
+
+
+def _refuse(scheduler: Any, runner: Any) -> None:
+    """Raise if this engine cannot be changed now, or not while it lives."""
+    if not scheduler.is_fully_idle():
+        raise Busy("the engine has unfinished requests: let them finish (or abort them), then patch or undo")
+    captured = _captured(runner)
+    if captured and getattr(scheduler, "draft_worker", None) is not None:
+        raise PatchError(
+            "speculative decoding: the CUDA graphs of the draft model cannot be captured again in a live engine;"
+            " start it with FASTKERNELS=1, or with --disable-cuda-graph"
+        )
+    prefill = captured.get("prefill_cuda_graph_runner")
+    if str(getattr(prefill, "prefill_backend_name", "")) == "tc_piecewise":
+        raise PatchError("prefill graphs of 'tc_piecewise' are compiled code that cannot be made again in a live engine")
+
+
+def _agree(scheduler: Any, error: str | None, back: Callable[[], None]) -> None:
+    """Raise in every rank, after `back()`, if any rank of this stage has failed."""
+    import torch.distributed as dist
+
+    group = scheduler.tp_group.cpu_group
+    errors: list[str | None] = [error]
+    if dist.get_world_size(group) > 1:
+        errors = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group=group)
+    if any(errors):
+        back()
+        others = "; ".join(f"rank {i} of its stage: {e}" for i, e in enumerate(errors) if e)
+        raise PatchError(error or f"undone, because another rank failed: {others}")
+
+
+# CUDA graphs
+
+
+def _captured(runner: Any) -> dict[str, Any]:
+    """The runners that replay graphs, by their attribute; an EagerRunner stands where graphs are off."""
+    names = ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")
+    found = {name: getattr(runner, name, None) for name in names}
+    return {k: v for k, v in found.items() if v is not None and type(v).__name__ != "EagerRunner"}
+
+
+def _recapture(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
+    """Capture all graphs again with the classes that are in place. If a rank fails: `back()`, and the old graphs."""
+    captured = _captured(runner)
+    if not captured:
+        return
+    import torch
+
+    snapshot = _Snapshot(runner)
+    error: str | None = None
+    try:
+        if getattr(runner.server_args, "enable_torch_compile", False):
+            torch.compiler.reset()
+        torch.cuda.synchronize()
+        if "decode_cuda_graph_runner" in captured:
+            runner.init_decode_cuda_graph()
+        if "prefill_cuda_graph_runner" in captured:
+            runner.init_prefill_cuda_graph()
+        torch.cuda.synchronize()
+        lost = sorted(set(captured) - set(_captured(runner)))
+        if lost:
+            raise PatchError(f"SGLang did not capture its graphs again ({', '.join(lost)} is gone)")
+    except Exception as failure:
+        log.exception("fastkernels: CUDA graphs could not be captured again")
+        error = f"CUDA graphs could not be captured again: {type(failure).__name__}: {failure}"
+
+    def restore() -> None:
+        back()
+        snapshot.restore()
+
+    _agree(scheduler, error, restore)
+    del snapshot, captured
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class _Snapshot:
+    """Graph runners, and the attention backends' buffers that their graphs read, as they are now.
+
+    A capture allocates the buffers of a backend anew (init_cuda_graph_state): graphs and buffers belong together.
+    """
+
+    def __init__(self, runner: Any):
+        owners = [runner, *_backends(getattr(runner, "attn_backend", None))]
+        owners += [b for b in _backends(getattr(runner, "decode_attn_backend", None)) if b not in owners]
+        self.saved = [(owner, {k: _shallow(v) for k, v in vars(owner).items()}) for owner in owners[1:]]
+        self.runner, self.of_runner = runner, {k: v for k, v in vars(runner).items() if "graph" in k}
+
+    def restore(self) -> None:
+        vars(self.runner).update(self.of_runner)
+        for owner, attributes in self.saved:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+
+
+def _shallow(value: Any) -> Any:
+    return dict(value) if type(value) is dict else list(value) if type(value) is list else value
+
+
+def _backends(backend: Any) -> list[Any]:
+    """An attention backend and those that it is made of (hybrid, two-batch overlap)."""
+    if backend is None:
+        return []
+    found = [backend]
+    for value in vars(backend).values():
+        for part in value if isinstance(value, (list, tuple)) else [value]:
+            if hasattr(part, "init_cuda_graph_state") and part not in found:
+                found += _backends(part)
+    return found
+
+
+# Counters and traces
+
+
+def _report(scheduler: Any, request: Request) -> None:
+    """The reply has the counters."""
+
+
+def _reset(scheduler: Any, request: Request) -> None:
+    if _patched:
+        _patched[0].reset()
+
+
+def _trace_start(scheduler: Any, request: Request) -> None:
+    trace.start(_runner(scheduler).device)
+
+
+def _trace_stop(scheduler: Any, request: Request) -> dict[str, Any]:
+    kernels = trace.stop()
+    if _patched:
+        trace.prove(_patched[0], kernels)
+    return {"kernels": kernels}
+
+
+_ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
+    "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
+    "trace_start": _trace_start, "trace_stop": _trace_stop,
+}  # fmt: skip

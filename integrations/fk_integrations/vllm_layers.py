@@ -1,0 +1,122 @@
+"""vLLM's method objects and attention implementations: what is replaced inside a layer that stays the host's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from . import compat
+from .apply import Journal, live_class
+
+FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
+
+
+def swap_quant_method(module: Any, ours: type, journal: Journal) -> str | None:
+    """Give a linear-like module a method object of our class, with the state of its own. None, or why not."""
+    old = module.quant_method
+    method = object.__new__(live_class(type(old), ours))
+    vars(method).update(vars(old))
+    module.quant_method = method
+    journal.add(lambda: setattr(module, "quant_method", old))
+    return None
+
+
+def swap_attention(module: Any, ours: type, version: str, config: Any, journal: Journal) -> str | None:
+    """Put our kernels behind an Attention layer, on the KV cache of vLLM's FlashAttention backend. None, or why not.
+
+    The layer, its cache layout and its metadata builder stay; `layer.impl` becomes an instance of a subclass.
+    """
+    impl = getattr(module, "impl", None)
+    found = f"{type(impl).__module__}:{type(impl).__qualname__}"
+    if found != FLASH_ATTN:
+        note = ": its KV cache is packed for the CPU's own kernels" if "cpu_attn" in found else ""
+        return f"the attention backend is {found}, not {FLASH_ATTN}{note}"
+    reason = compat.unknown("vllm", version, FLASH_ATTN, type(impl)) or _unsupported(impl, config)
+    if reason is not None:
+        return reason
+    host_class = type(impl)
+    impl.__class__ = _implementation(host_class)
+    journal.add(lambda: setattr(impl, "__class__", host_class))
+    return None
+
+
+def _unsupported(impl: Any, config: Any) -> str | None:
+    mode = config.compilation_config.cudagraph_mode
+    if mode is not None and mode.mixed_mode().name == "FULL":
+        # Such a graph is captured with one query a sequence and replayed for prefills: only FlashAttention can.
+        return "cudagraph_mode FULL replays one graph for decodes and prefills; use FULL_AND_PIECEWISE"
+    if impl.batch_invariant_enabled:
+        return "VLLM_BATCH_INVARIANT: our attention kernels are not batch-invariant"
+    if impl.attn_type != "decoder":
+        return f"attention type {impl.attn_type!r} is not supported"
+    if str(impl.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):
+        return f"a KV cache of {impl.kv_cache_dtype} is not supported"
+    if impl.alibi_slopes is not None or impl.sinks is not None:
+        return "ALiBi and attention sinks are not supported"
+    if impl.sliding_window is not None and impl.sliding_window[1] > 0:
+        return f"sliding window {impl.sliding_window} looks ahead"
+    if config.parallel_config.decode_context_parallel_size > 1:
+        return "decode context parallelism is not supported"
+    return None
+
+
+@lru_cache(maxsize=None)
+def _implementation(host_class: type) -> type:
+    """A subclass of FlashAttentionImpl that reads and writes the cache through our ops."""
+    from fastkernels.overrides.l1.attention_decode import attention_decode
+    from fastkernels.overrides.l1.attention_prefill import attention_prefill
+    from fastkernels.overrides.l1.store_kvcache import store_kvcache
+
+    def caches(self: Any, kv_cache: Any) -> tuple[Any, Any]:
+        # [blocks, Hkv, block_size, 2 * D] -> two [blocks, block_size, Hkv, D]
+        return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+
+    def do_kv_cache_update(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        key_cache, value_cache = caches(self, kv_cache)
+        n = slot_mapping.shape[0]  # key and value are padded, slot_mapping is not
+        store_kvcache(key[:n], value[:n], key_cache, value_cache, slot_mapping)
+
+    def forward(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any,
+        output_scale: Any = None, output_block_scale: Any = None,
+    ) -> Any:  # fmt: skip
+        m = attn_metadata
+        reason = None if m is None else _unsupported_step(m, output_scale, output_block_scale)
+        if reason is not None:
+            attention_prefill.note(reason)
+        if m is None or reason is not None:
+            return host_class.forward(  # type: ignore[attr-defined]
+                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        key_cache, value_cache = caches(self, kv_cache)
+        n, softcap = m.num_actual_tokens, float(self.logits_soft_cap or 0)
+        window = getattr(m, "sliding_window", None) or self.sliding_window  # 0.26: the group's wins over the layer's
+        left = -1 if window is None else window[0]
+        q = query[:n]
+        if m.max_query_len == 1 and n == m.seq_lens.shape[0]:
+            out = attention_decode(
+                q, key_cache, value_cache, m.seq_lens, m.block_table, m.max_seq_len, self.scale, left, softcap
+            )
+        else:
+            out = attention_prefill(
+                q, key_cache, value_cache, m.query_start_loc, m.seq_lens, m.block_table, m.max_query_len,
+                m.max_seq_len, self.scale, left, softcap,
+            )  # fmt: skip
+        output[:n].copy_(out.view_as(output[:n]))
+        return output
+
+    body = {"forward": forward, "do_kv_cache_update": do_kv_cache_update, "__module__": host_class.__module__}
+    return type(host_class.__name__, (host_class,), body)
+
+
+def _unsupported_step(metadata: Any, output_scale: Any, output_block_scale: Any) -> str | None:
+    if output_scale is not None or output_block_scale is not None:
+        return "fused quantization of the attention's output"
+    if getattr(metadata, "use_cascade", False):
+        return "cascade attention"
+    if metadata.causal is not True:
+        return "attention that is not causal"
+    for name in ("mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens"):
+        if getattr(metadata, name, None) is not None:
+            return f"{name} is set"
+    return None

@@ -1,0 +1,89 @@
+"""`FASTKERNELS=1 vllm serve`: patched by environment alone; and when it cannot be, the start fails and says why."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from conftest import RMS_NORM_BUG
+
+
+def serve(tmp_path, **environment):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", os.environ["TINY_LLAMA"], "--port", str(port),
+        "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny",
+    ]  # fmt: skip
+    log = open(tmp_path / "log", "w")
+    server = subprocess.Popen(command, env={**os.environ, "FASTKERNELS": "1", **environment}, stdout=log, stderr=log)
+    return server, f"http://127.0.0.1:{port}"
+
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request, timeout=30))
+
+
+def wait_until_ready(server, url):
+    for _ in range(240):
+        try:
+            return urllib.request.urlopen(url + "/health", timeout=5)
+        except OSError:
+            assert server.poll() is None, "the server ended"
+            time.sleep(0.5)
+    raise TimeoutError(url)
+
+
+def test_server_patched_by_environment(tmp_path):
+    reports = tmp_path / "reports"
+    server, url = serve(tmp_path, FASTKERNELS_OPS="rms_norm,silu_and_mul", FASTKERNELS_REPORT=str(reports))
+    try:
+        wait_until_ready(server, url)
+        body = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        assert post(url + "/v1/completions", body)["usage"]["completion_tokens"] == 8
+        time.sleep(2.5)
+        (file,) = reports.glob("vllm-0-*.json")
+        worker = json.loads(file.read_text())
+        os.kill(worker["pid"], signal.SIGKILL)  # what is on the disk stays
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=60)
+    rows = {r["op"]: r for r in json.loads(file.read_text())["rows"]}
+    assert worker["pid"] != server.pid and worker["error"] is None
+    assert rows["rms_norm"]["state"] == "active" and rows["rms_norm"]["calls"] >= 8 * 5
+    assert rows["silu_and_mul"]["calls"] >= 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("FASTKERNELS_OPS", "rms_nrom", "unknown op 'rms_nrom'. Did you mean 'rms_norm'?"),
+        ("FASTKERNELS_CANDIDATES", "rms_norm", "FASTKERNELS_CANDIDATES: expected OP=VALUE"),
+    ],
+)
+def test_a_bad_variable_ends_the_start_with_the_reason(tmp_path, variable, value, reason):
+    server, _ = serve(tmp_path, **{variable: value})
+    assert server.wait(timeout=60) != 0
+    log = (tmp_path / "log").read_text()
+    assert f"FASTKERNELS=1, but vLLM cannot be patched: {reason}" in log
+    assert "Traceback" not in log.rpartition("FASTKERNELS=1")[2]
+
+
+def test_a_candidate_that_does_not_import_ends_the_start_with_the_reason(tmp_path, candidate):
+    path = candidate("import nothing_of_that_name\n")
+    server, _ = serve(tmp_path, FASTKERNELS_OPS="rms_norm", FASTKERNELS_CANDIDATES=f"rms_norm={path}")
+    assert server.wait(timeout=120) != 0
+    assert "No module named 'nothing_of_that_name'" in (tmp_path / "log").read_text()
+
+
+def test_a_candidate_that_fails_in_the_first_step_ends_the_start(tmp_path, candidate):
+    server, _ = serve(tmp_path, FASTKERNELS_CANDIDATES=f"rms_norm={candidate(RMS_NORM_BUG)}")
+    assert server.wait(timeout=120) != 0
+    assert "a bug in the candidate" in (tmp_path / "log").read_text()

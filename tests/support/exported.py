@@ -1,0 +1,179 @@
+"""Run exported files, or our own classes in their place, on the same inputs, and save what comes out.
+
+python -I exported.py FOLDER    FOLDER has OP.py files and inputs.pt; this package and the hosts cannot be imported
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+BANNED = ("fastkernels", "fk_integrations", "fk_bench", "vllm", "sglang", "transformers")
+
+
+class Banned:
+    """A finder that comes before all others and refuses what an exported file must not need."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in BANNED:
+            raise ImportError(f"{name} is banned here")
+
+
+def randn(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
+
+
+def filled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with every parameter set to values that its shape determines."""
+    for parameter in module.parameters():
+        parameter.data = randn(*parameter.shape, dtype=parameter.dtype) / 8
+    return module.eval()
+
+
+def rms_norm(ns: Any) -> list[Any]:
+    norm = filled(ns.RMSNorm(63, eps=1e-5))
+    return [norm(randn(5, 63)), *norm(randn(5, 63), randn(5, 63) + 1)]
+
+
+def silu_and_mul(ns: Any) -> list[Any]:
+    return [ns.SiluAndMul()(randn(7, 126))]
+
+
+def rotary_emb(ns: Any) -> list[Any]:
+    rope = (32, 32, 128, 10000.0, True, torch.float32)
+    modules = [ns.RotaryEmbedding(*rope), ns.Llama3RotaryEmbedding(*rope, 8.0, 1.0, 4.0, 64)]
+    positions = torch.arange(7)
+    return [list(m(positions, randn(7, 96), randn(7, 32))) for m in modules]
+
+
+def linear(ns: Any) -> list[Any]:
+    method, layer = ns.UnquantizedLinearMethod(), torch.nn.Module()
+    method.create_weights(layer, 63, [17, 18], 63, 35, torch.float32)
+    return [method.apply(filled(layer), randn(3, 63), randn(35))]
+
+
+def embedding(ns: Any) -> list[Any]:
+    table = filled(ns.VocabParallelEmbedding(100, 63))
+    head = filled(ns.ParallelLMHead(100, 63, bias=True))
+    method, layer = ns.UnquantizedEmbeddingMethod(), torch.nn.Module()
+    method.create_weights(layer, 63, [100], 63, 100, torch.float32)
+    ids = torch.tensor([0, 99, 7])
+    return [table(ids), method.embedding(filled(layer), ids), [p.data for p in head.parameters()]]
+
+
+def logits_processor(ns: Any) -> list[Any]:
+    head = SimpleNamespace(weight=randn(100, 63), bias=None, tp_size=1)
+    head.quant_method = SimpleNamespace(apply=lambda layer, x, bias=None: x @ layer.weight.T)
+    if ns.host == "vllm":
+        return [ns.LogitsProcessor(100)(head, randn(3, 63))]
+    metadata = SimpleNamespace(extend_seq_lens=torch.tensor([1, 2]))
+    found = ns.LogitsProcessor(SimpleNamespace(vocab_size=100))(None, randn(3, 63), head, metadata)
+    return [found.next_token_logits]
+
+
+def parallel_linear(ns: Any) -> list[Any]:
+    made = [
+        ns.ReplicatedLinear(63, 35), ns.ColumnParallelLinear(63, 35), ns.MergedColumnParallelLinear(63, [17, 18]),
+        ns.QKVParallelLinear(63, 8, 9, 3), ns.RowParallelLinear(63, 35),
+    ]  # fmt: skip
+    return [filled(m.float())(randn(4, 63)) for m in made]
+
+
+def two_sequences(ns: Any, heads: int, size: int) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+    """A prefill of 3 and 2 tokens in blocks 1 and 2 of 16, and an empty KV cache for it."""
+    metadata = ns.AttentionMetadata(
+        slot_mapping=torch.tensor([16, 17, 18, 32, 33]), cu_seqlens_q=torch.tensor([0, 3, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([3, 2], dtype=torch.int32), block_table=torch.tensor([[1], [2]], dtype=torch.int32),
+        max_seqlen_q=3, max_seqlen_k=3,
+    )  # fmt: skip
+    return metadata, (torch.zeros(4, 16, heads, size), torch.zeros(4, 16, heads, size))
+
+
+def attention(ns: Any) -> list[Any]:
+    metadata, cache = two_sequences(ns, 2, 32)
+    arguments = [randn(5, 128), randn(5, 64), randn(5, 64) + 1]
+    layer = ns.Attention(4, 32, 0.2, 2) if ns.host == "vllm" else ns.RadixAttention(4, 32, 0.2, 2, 0)
+    layer.kv_cache = cache
+    with ns.forward_context(metadata):
+        return [layer(*arguments, *([] if ns.host == "vllm" else [None])), *cache]
+
+
+CONFIG = SimpleNamespace(
+    hidden_size=64, intermediate_size=63, hidden_act="silu", num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+    rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=10000.0, vocab_size=100, mlp_bias=False,
+    attention_bias=False,
+)  # fmt: skip
+
+
+def gated_mlp(ns: Any) -> list[Any]:
+    made = [getattr(ns, name) for name in ns.classes]
+    if ns.host == "transformers":
+        return [filled(cls(CONFIG))(randn(5, 64)) for cls in made]
+    return [filled(cls(64, 63, "silu"))(randn(5, 64)) for cls in made]
+
+
+def llama_decoder_layer(ns: Any) -> list[Any]:
+    metadata, cache = two_sequences(ns, 1, 32)
+    vllm = ns.host == "vllm"
+    layer = filled(ns.LlamaDecoderLayer(None, config=CONFIG) if vllm else ns.LlamaDecoderLayer(CONFIG))
+    layer.self_attn.attn.kv_cache = cache
+    positions = torch.tensor([0, 1, 2, 0, 1])
+    old = {} if vllm or "residual" not in layer.forward.__code__.co_varnames[:6] else {"residual": None}
+    with ns.forward_context(metadata):
+        out = layer(positions, randn(5, 64), None, **old)
+    return [out, *cache]
+
+
+EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
+    f.__name__: f
+    for f in (
+        rms_norm, silu_and_mul, rotary_emb, linear, embedding, logits_processor, parallel_linear, attention,
+        gated_mlp, llama_decoder_layer,
+    )
+}  # fmt: skip
+
+
+def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """{op: what its classes return, then what its function returns and what its arguments are afterwards}."""
+    results = {}
+    with torch.no_grad():
+        for op, namespace in namespaces.items():
+            out = EXERCISES[op](namespace) if namespace.classes else []
+            if op in inputs:
+                arguments = [a.clone() if isinstance(a, torch.Tensor) else a for a in inputs[op]]
+                out = [*out, getattr(namespace, op)(*arguments), arguments]
+            results[op] = out
+    return results
+
+
+def load(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"exported_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(folder: Path) -> None:
+    sys.meta_path.insert(0, Banned())
+    saved = torch.load(folder / "inputs.pt", weights_only=False)
+    namespaces = {}
+    for op, classes in saved["classes"].items():
+        module = load(folder / f"{op}.py")
+        module.classes, module.host = classes, saved["host"]
+        assert all(isinstance(getattr(module, name), type) for name in classes), classes
+        namespaces[op] = module
+    torch.save(run(namespaces, saved["inputs"]), folder / "outputs.pt")
+    banned = [name for name in sys.modules if name.partition(".")[0] in BANNED]
+    assert not banned, banned
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
