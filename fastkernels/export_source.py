@@ -183,9 +183,9 @@ class Uses(ast.NodeVisitor):
         if key is not None:
             self.add(node, key)
             return
-        op = registry.op_modules().get(node.attr)
-        if op is not None and ast.unparse(node.value) == f"torch.ops.{PACKAGE}":
-            self.called.add(origin(op, node.attr))
+        module = registry.op_modules().get(node.attr)
+        if module is not None and ast.unparse(node.value) == f"torch.ops.{PACKAGE}":
+            self.called.add(origin(module, node.attr))
         self.generic_visit(node)
 
     def _module_attribute(self, node: ast.Attribute) -> Key | None:
@@ -199,7 +199,7 @@ class Uses(ast.NodeVisitor):
         ):
             return None
         called = self._called(value.func)
-        op = value.args[0].value
+        op = str(value.args[0].value)
         if called == (f"{PACKAGE}.registry", "op_module"):
             return registry.op_modules()[op], node.attr
         if called == (f"{PACKAGE}.registry", "get") and node.attr in ("op", "reference"):

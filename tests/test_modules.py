@@ -36,7 +36,8 @@ CONFIG = SimpleNamespace(
 CONSTRUCTOR: dict[str, tuple[Any, ...]] = {
     "ReplicatedLinear": (5, 7), "ColumnParallelLinear": (5, 7), "MergedColumnParallelLinear": (5, [7, 3]),
     "QKVParallelLinear": (12, 4, 6, 2), "RowParallelLinear": (5, 7), "VocabParallelEmbedding": (130, 9),
-    "ParallelLMHead": (130, 9), "Attention": (6, 12, 0.3), "RadixAttention": (6, 12, 0.3, 2, 0), "LlamaMLP": (9, 5, "silu"),
+    "ParallelLMHead": (130, 9), "Attention": (6, 12, 0.3), "RadixAttention": (6, 12, 0.3, 2, 0),
+    "LlamaMLP": (9, 5, "silu"),
     "LlamaDecoderLayer": (CONFIG,), "UnquantizedLinearMethod": (), "UnquantizedEmbeddingMethod": (),
     "LogitsProcessor": (130,),
 }  # fmt: skip
@@ -280,9 +281,28 @@ def test_gated_mlp_of_transformers(model: str) -> None:
     before = OPS["silu_and_mul"].calls
     close(gated_mlp.TransformersLlamaMLP.forward(host, x), host(x))
     close(ours(x), host(x))
-    assert OPS["silu_and_mul"].calls == before + 2
+    with torch.inference_mode(False), torch.enable_grad():
+        close(ours(x.clone()), host(x))
+    assert OPS["silu_and_mul"].calls == before + 3
     host.up_proj = nn.Identity()
     assert "up_proj is Identity" in (gated_mlp.TransformersLlamaMLP.supports(host) or "")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: gated_mlp.TransformersLlamaMLP(CONFIG), lambda: gated_mlp.VllmLlamaMLP(72, 100, "silu")],
+    ids=["transformers", "vllm"],
+)
+@torch.inference_mode()
+def test_gated_mlp_compiles_whole(make: Any) -> None:
+    mlp = make()
+    fill(mlp)
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True)
+    before = OPS["silu_and_mul"].calls
+    for tokens in (3, 7):
+        x = randn(tokens, 72)
+        close(compiled(x), mlp(x))
+    assert OPS["silu_and_mul"].calls == before + 4
 
 
 def hf_layer() -> tuple[nn.Module, nn.Module, Any]:

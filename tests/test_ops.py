@@ -202,6 +202,16 @@ def test_rope_errors_name_the_parameter(parameters: dict[str, Any]) -> None:
         get_rope(64, 64, rope_parameters=parameters)
 
 
+def test_rope_truncates_like_the_host_when_asked() -> None:
+    """1.75 * (1 + 2^-7) lies three quarters of the way between two bfloat16 values."""
+    query = torch.full((1, 32), 1.75, dtype=torch.bfloat16)
+    table = torch.tensor([1.0078125] * 16 + [0.0] * 16, dtype=torch.bfloat16)[None]
+    reference = registry.get("rotary_emb").reference
+    args = (torch.zeros(1, dtype=torch.int64), query, None, 32, table, True, True, False)
+    assert (reference(*args)[0] == 1.765625).all()
+    assert (reference(*args, truncates=True)[0] == 1.7578125).all()
+
+
 def test_sglang_rope_offsets_and_fused_store() -> None:
     module = build("rotary_emb", "SGLangRotaryEmbedding", 32, 32, 64, 10000, False, torch.float32)
     q, k = torch.randn(3, 64), torch.randn(3, 32)

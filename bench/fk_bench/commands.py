@@ -113,7 +113,7 @@ def serve_compare_command(
     resume: Annotated[Path | None, typer.Option(help="go on with this run; what is done is skipped")] = None,
     json_only: _JSON = False,
 ) -> None:
-    """Compare real servers on the same prompts: interleaved rounds, confidence intervals, token agreement, an HTML report."""
+    """Compare real servers on the same prompts: interleaved rounds, confidence intervals, token agreement, a report."""
 
     def given(name: str) -> bool:
         source = ctx.get_parameter_source(name)
@@ -203,8 +203,8 @@ def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool)
 
 
 def _print_lanes(result: dict[str, Any]) -> None:
-    columns = ["lane", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "agreement", "with", "with itself", "modules", "calls",
-               "status"]  # fmt: skip
+    columns = ["lane", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "agreement", "with", "with itself"]
+    columns += ["modules", "calls", "status"]
     keys = ["lane", "output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "token_agreement", "base", "self_agreement",
             "patched_modules", "patched_calls", "status"]  # fmt: skip
     table(
@@ -227,7 +227,7 @@ def diff_command(
     metrics: Annotated[str, typer.Option(help="comma-separated, default: the headline metrics")] = "",
     json_only: _JSON = False,
 ) -> None:
-    """The ratio of two runs per lane, load and metric, turned so that above 1 is better, with its confidence interval."""
+    """The ratio of two runs per lane, load and metric, with its confidence interval; above 1 is better."""
     from . import diff
 
     try:

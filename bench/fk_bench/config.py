@@ -91,7 +91,7 @@ class CompareConfig:
             raise ConfigError(f"--concurrency, --rate: a load is given twice: {', '.join(labels)}")
         if len(self.num_prompts) not in (0, 1, len(self.levels)):
             raise ConfigError(
-                f"--num-prompts: one number, or one for each of the {len(self.levels)} loads, got {len(self.num_prompts)}"
+                f"--num-prompts: one number, or one for each of {len(self.levels)} loads, got {len(self.num_prompts)}"
             )
         if self.resident is not None and self.resident < 1:
             raise ConfigError(f"--resident must be 1 or more, got {self.resident}")
@@ -116,7 +116,9 @@ class CompareConfig:
         try:
             raw = json.loads(path.read_text())
             known = {f.name for f in fields(cls)}
-            given = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known}
+            given: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known
+            }
             given["server_args"] = {k: tuple(v) for k, v in raw.get("server_args", {}).items()}
             return cls(**given)
         except FileNotFoundError:

@@ -16,7 +16,7 @@ from typing import Any
 from .client import Prompt
 
 NAMES = ("random", "sharegpt", "prompts")
-# For the agreement phase: fixed, of several lengths and kinds, so that greedy choices of a real model have clear margins.
+# For the agreement phase: fixed, of several lengths and kinds, where a real model has clear preferences.
 AGREEMENT_TEXTS = (
     "The capital of France is",
     "Water boils at 100 degrees Celsius because",
@@ -25,7 +25,7 @@ AGREEMENT_TEXTS = (
     "List the planets of the solar system in order: Mercury, Venus,",
     "Q: What is 12 times 12?\nA:",
     "The three states of matter are",
-    "In a shared meadow, each shepherd gains by adding one more sheep, but the grass is shared by all. The result is that",
+    "In a shared meadow each shepherd gains by adding one more sheep, but the grass is everybody's. The result is that",
     "1, 2, 4, 8, 16, 32,",
     "To make bread you need flour, water, salt and yeast. First,",
     "Bonjour, je m'appelle",
@@ -185,10 +185,10 @@ def _sharegpt(file: Path, vocabulary: Vocabulary) -> list[tuple[str, int | None]
     except json.JSONDecodeError as error:
         raise DatasetError(f"{file} is not JSON: {error}") from None
     found: list[tuple[str, int | None]] = []
-    for talk in talks if isinstance(talks, list) else ():
-        turns = (
-            (talk.get("conversations") or talk.get("conversation") or ()) if isinstance(talk, dict) else ()
-        )
+    for talk in talks if isinstance(talks, list) else []:
+        turns: list[Any] = []
+        if isinstance(talk, dict):
+            turns = talk.get("conversations") or talk.get("conversation") or []
         if len(turns) < 2 or not all(isinstance(t, dict) and t.get("value") for t in turns[:2]):
             continue
         ids = vocabulary.encode(turns[1]["value"])

@@ -30,7 +30,7 @@ def load(path: Path) -> tuple[list[Cell], list[str]]:
 def compare(
     run_a: Path, run_b: Path, metrics: Sequence[str] = METRICS, fail_under: float = 0.0
 ) -> dict[str, Any]:
-    """{'ok', 'ratios': [...], 'problems': [...]}; not ok when a ratio is below `fail_under` or a lane or load of A is gone.
+    """{'ok', 'ratios': [...], 'problems': [...]}; not ok when a ratio is below `fail_under`, or B lacks a cell of A.
 
     ratio = B / A where more is better, A / B where less is: 1.0 is as good as A, 0.9 a tenth worse. Its interval is a
     bootstrap over rounds. The gate looks at the ratio itself; 'verdict' says 'worse' only when the interval is too.

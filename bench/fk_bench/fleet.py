@@ -35,8 +35,16 @@ class Running:
 class Fleet:
     """All servers of a run. `running` are the lanes that can be measured now."""
 
-    def __init__(self, config: CompareConfig, all_lanes: Sequence[Lane], sizing: Sizing, out: Path, record: Record):
-        self.config, self.lanes, self.sizing, self.out, self.record = config, list(all_lanes), sizing, out, record
+    def __init__(
+        self, config: CompareConfig, all_lanes: Sequence[Lane], sizing: Sizing, out: Path, record: Record
+    ):
+        self.config, self.lanes, self.sizing, self.out, self.record = (
+            config,
+            list(all_lanes),
+            sizing,
+            out,
+            record,
+        )
         self.running: list[Running] = []
 
     @property
@@ -85,7 +93,9 @@ class Fleet:
         (folder / "command.sh").write_text(lanes.shell_line(env, argv) + "\n")
         removed = [name for name, value in env.items() if not value]
         added = {name: value for name, value in env.items() if value}
-        (folder / "environment.json").write_text(json.dumps({"added": added, "removed": removed}, indent=1) + "\n")
+        (folder / "environment.json").write_text(
+            json.dumps({"added": added, "removed": removed}, indent=1) + "\n"
+        )
         log = folder / "server.log"
         row.case.update(server_command=argv, env=env, log=str(log.relative_to(self.out)), port=port)
         return Server(lane.name, argv, env, folder / "cwd", log.absolute(), port)
@@ -116,7 +126,10 @@ class Fleet:
     def _count_patched(self, running: Running) -> None:
         row, lane = running.row, running.lane
         found = lanes.read_reports(self.out / "servers" / lane.name / "report")
-        row.metrics["patched_modules"], row.metrics["patched_calls"] = found["patched_modules"], found["patched_calls"]
+        row.metrics["patched_modules"], row.metrics["patched_calls"] = (
+            found["patched_modules"],
+            found["patched_calls"],
+        )
         row.case["patched_ops"], row.case["patch_notes"] = found["ops"], found["notes"]
         if not lane.patched or row.status is not Status.OK or found["patched_calls"]:
             return

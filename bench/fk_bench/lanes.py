@@ -112,7 +112,7 @@ def _check_installed(lane: Lane) -> None:
 
 
 def base_of(lane: str, lanes: Sequence[str], base: str | None = None) -> str:
-    """The lane that `lane` is compared with: '+fk' with its host where that runs too, others with `base` or the first."""
+    """What `lane` is compared with: '+fk' with its host where that runs too, others with `base` or the first lane."""
     host, _, suffix = lane.partition("+")
     if suffix and host in lanes:
         return host
@@ -120,7 +120,7 @@ def base_of(lane: str, lanes: Sequence[str], base: str | None = None) -> str:
 
 
 def groups(lanes: Sequence[Lane], resident: int) -> list[list[Lane]]:
-    """Lanes that are up at the same time, at most `resident`; a host and its '+fk' stay together where that is possible."""
+    """Lanes that are up at the same time, at most `resident`; a host and its '+fk' stay together where they can."""
     families: dict[str, list[Lane]] = {}
     for lane in lanes:
         families.setdefault(lane.host, []).append(lane)

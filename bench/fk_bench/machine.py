@@ -24,8 +24,9 @@ names = {"torch": ("torch",), "triton": ("triton",), "transformers": ("transform
          "sglang": ("sglang",), "fastkernels": ("fastkernels",), "flashinfer": ("flashinfer-python",)}
 found = {k: version(*v) for k, v in names.items()}
 plugins = [e.group for e in m.entry_points().select(name="fastkernels")]
-print(json.dumps({"python": sys.version.split()[0], "versions": {k: v for k, v in found.items() if v}, "plugins": plugins,
-    "modules": [n for n in ("vllm", "sglang", "fastkernels", "fk_bench") if u.find_spec(n) is not None]}))
+found = {"python": sys.version.split()[0], **{k: v for k, v in found.items() if v}}
+modules = [n for n in ("vllm", "sglang", "fastkernels", "fk_bench") if u.find_spec(n)]
+print(json.dumps({"versions": found, "plugins": plugins, "modules": modules}))
 """
 
 
@@ -106,5 +107,4 @@ def interpreter(path: str) -> Interpreter:
     if out.returncode != 0:
         raise ValueError(f"{path} does not run: {out.stderr.strip().splitlines()[-1:] or out.returncode}")
     found = json.loads(out.stdout.strip().splitlines()[-1])
-    versions = {"python": found["python"], **found["versions"]}
-    return Interpreter(path, versions, tuple(found["modules"]), tuple(found["plugins"]))
+    return Interpreter(path, found["versions"], tuple(found["modules"]), tuple(found["plugins"]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .summary import Cell, LaneResult
+from .config import Level
+from .summary import Cell, LaneResult, highest
 
-# A palette that colour-blind readers can tell apart (Okabe and Ito); one colour a host, solid as it ships, dashed with ours.
+# Okabe and Ito: colour-blind readers can tell these apart. One colour a host, solid as it ships, dashed with ours.
 COLORS = {"vllm": "#0072B2", "sglang": "#D55E00", "fastkernels": "#009E73"}
 LABELS = {
     "output_tokens_per_s": "output tokens/s", "tokens_per_s_per_user": "tokens/s per user", "ttft_ms": "TTFT, ms",
@@ -34,8 +35,9 @@ def _layout(figure: Any, title: str, x: str, y: str) -> Any:
 
 
 def _errors(cells: Sequence[Cell], metric: str) -> dict[str, Any]:
-    up = [cell.ci95[metric][1] - cell.mean[metric] if metric in cell.ci95 else 0.0 for cell in cells]
-    return {"type": "data", "array": up, "visible": any(up), "thickness": 1}
+    half = [cell.ci95[metric][1] - cell.mean[metric] if metric in cell.ci95 else 0.0 for cell in cells]
+    down = [min(h, cell.mean[metric]) for h, cell in zip(half, cells)]  # noqa: B905  (none of these is below zero)
+    return {"type": "data", "array": half, "arrayminus": down, "visible": any(half), "thickness": 1}
 
 
 def pareto(results: Sequence[LaneResult]) -> Any:
@@ -73,41 +75,36 @@ def against_load(results: Sequence[LaneResult], metric: str, title: str) -> Any:
     return _layout(figure, title, "load (c: requests in flight, rate: requests/s)", _unit(metric))
 
 
-def percentiles(results: Sequence[LaneResult], name: str, title: str) -> Any:
-    """p50, p90, p95 and p99 of a latency for every (lane, load)."""
+def percentiles(results: Sequence[LaneResult], level: Level, name: str, title: str) -> Any:
+    """p50, p90, p95 and p99 of a latency for every lane at one load."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    for result in results:
-        style = _style(result.lane)
-        for cell in result.cells:
-            found = [
-                (p, cell.mean[f"{name}_{p}"])
-                for p in ("p50", "p90", "p95", "p99")
-                if f"{name}_{p}" in cell.mean
-            ]
-            if found:
-                label = f"{result.lane} {cell.level.label}"
-                figure.add_bar(
-                    x=[p for p, _ in found], y=[v for _, v in found], name=label,
-                    marker={"color": style["marker"]["color"], "opacity": 0.55 if "+" in result.lane else 0.95,
-                            "pattern": {"shape": "/" if "+" in result.lane else ""}},
-                )  # fmt: skip
-    return _layout(figure, title, "percentile over requests, mean over rounds", LABELS[name])
+    for cell in (c for r in results for c in r.cells if c.level == level):
+        found = [(p, cell.mean.get(f"{name}_{p}")) for p in ("p50", "p90", "p95", "p99")]
+        if found[0][1] is not None:
+            patched = "+" in cell.lane
+            color = _style(cell.lane)["marker"]["color"]
+            marker = {
+                "color": color,
+                "opacity": 0.6 if patched else 1.0,
+                "pattern": {"shape": "/" if patched else ""},
+            }
+            figure.add_bar(x=[p for p, _ in found], y=[v for _, v in found], name=cell.lane, marker=marker)
+    return _layout(
+        figure, f"{title} at {level.label}", "percentile over requests, mean over rounds", LABELS[name]
+    )
 
 
-def rounds(results: Sequence[LaneResult], metric: str = "output_tokens_per_s") -> Any:
+def rounds(results: Sequence[LaneResult], level: Level, metric: str = "output_tokens_per_s") -> Any:
     """A metric round by round: a drift of the machine moves all lanes together."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    for result in results:
-        for cell in result.cells:
-            numbered = [(r + 1, m[metric]) for r, m in sorted(cell.rounds.items()) if metric in m]
-            if numbered:
-                style = {**_style(result.lane), "name": f"{result.lane} {cell.level.label}"}
-                figure.add_scatter(x=[r for r, _ in numbered], y=[v for _, v in numbered], **style)
-    figure = _layout(figure, "Round by round", "round", _unit(metric))
+    for cell in (c for r in results for c in r.cells if c.level == level):
+        numbered = [(r + 1, m[metric]) for r, m in sorted(cell.rounds.items()) if metric in m]
+        figure.add_scatter(x=[r for r, _ in numbered], y=[v for _, v in numbered], **_style(cell.lane))
+    figure = _layout(figure, f"Throughput round by round at {level.label}", "round", _unit(metric))
     return figure.update_xaxes(dtick=1)
 
 
@@ -120,18 +117,24 @@ def _unit(metric: str) -> str:
 
 def all_figures(results: Sequence[LaneResult]) -> list[tuple[str, str]]:
     """[(id, HTML fragment)]; the first one carries the whole of plotly.js, so that the page loads nothing."""
+    levels = [cell.level for r in results for cell in r.cells]
+    if not levels:
+        return []
+    top = highest(levels)
     figures = [
         ("pareto", pareto(results)),
         ("ttft", against_load(results, "ttft_ms_p50", "Time to first token, median")),
         ("tpot", against_load(results, "tpot_ms_p50", "Time per output token, median")),
-        ("ttft-percentiles", percentiles(results, "ttft_ms", "TTFT percentiles")),
-        ("itl-percentiles", percentiles(results, "itl_ms", "Inter-token latency percentiles")),
-        ("rounds", rounds(results)),
+        ("e2el", against_load(results, "e2el_ms_p50", "End-to-end latency, median")),
+        ("ttft-percentiles", percentiles(results, top, "ttft_ms", "Time to first token")),
+        ("itl-percentiles", percentiles(results, top, "itl_ms", "Inter-token latency")),
+        ("rounds", rounds(results, top)),
     ]
     made = []
     for i, (name, figure) in enumerate(f for f in figures if f[1].data):
         html = figure.to_html(
             full_html=False, include_plotlyjs=i == 0, include_mathjax=False, div_id=f"plot-{name}",
+            default_width="100%", default_height="420px",
             config={"displaylogo": False, "responsive": True},
         )  # fmt: skip
         made.append((name, html))

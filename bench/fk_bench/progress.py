@@ -21,7 +21,8 @@ class Display:
     def __init__(self, console: Console, total: int):
         self.console = console
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=console, disable=not console.is_terminal, transient=True,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=total)

@@ -34,7 +34,10 @@ class Record:
             reason=reason,
             case=case,
             subject=Subject(
-                model=self.model, lane=lane.name, host=lane.host, provider="fastkernels" if lane.patched else None
+                model=self.model,
+                lane=lane.name,
+                host=lane.host,
+                provider="fastkernels" if lane.patched else None,
             ),
         )
 

@@ -1,4 +1,4 @@
-"""The rows of every result file: one append-only JSONL schema. Tables, plots and reports are made from these rows only."""
+"""The rows of every result file: one append-only JSONL schema, all that tables, plots and reports are made from."""
 
 from __future__ import annotations
 

@@ -67,7 +67,9 @@ class Compare:
         floor = 65536 if machine.machine().gpus else 8192
         kv_tokens = config.kv_tokens or max(floor, -(-together * longest * 5 // 4 // 1024) * 1024)
         max_model_len = config.max_model_len or longest
-        return lanes.Sizing(max_model_len, max(16, together), kv_tokens, self._residents(), config.tensor_parallel)
+        return lanes.Sizing(
+            max_model_len, max(16, together), kv_tokens, self._residents(), config.tensor_parallel
+        )
 
     def _residents(self) -> int:
         """Servers that are up at once: on a GPU a host and its '+fk', on a CPU as many as the memory holds."""
@@ -75,7 +77,9 @@ class Compare:
             return self.config.resident
         if machine.machine().gpus:
             return min(2, len(self.lanes))
-        each = 3.5e9 + 1.2 * weight_bytes(self.config.model)  # vLLM, SmolLM2-135M, 2 CPU cores: 3.5 GB, 2026-11-21
+        each = 3.5e9 + 1.2 * weight_bytes(
+            self.config.model
+        )  # vLLM, SmolLM2-135M, 2 CPU cores: 3.5 GB, 2026-11-21
         return max(1, min(len(self.lanes), int(0.9 * psutil.virtual_memory().available / each)))
 
     def run(self) -> dict[str, Any]:
@@ -134,7 +138,11 @@ class Compare:
     def _guarded(self, running: Running, display: Display, level: Level | None, r: int) -> None:
         """One step of a lane. A server that ends is a failed row and a lane less, not the end of the run."""
         name = running.lane.name
-        what = "agreement" if level is None else level.label + (" warm-up" if r == WARM_UP else f" round {r + 1}")
+        what = (
+            "agreement"
+            if level is None
+            else level.label + (" warm-up" if r == WARM_UP else f" round {r + 1}")
+        )
         display.doing(f"{name} {what}")
         try:
             if level is None:
@@ -159,7 +167,9 @@ class Compare:
         traces = asyncio.run(self._load(running, self.hands[level, WARM_UP], level, self.config.seed))
         failed = [t.error for t in traces if not t.ok]
         if failed:
-            display.line(f"{running.lane.name} {level.label} warm-up: {len(failed)} requests failed: {failed[0]}")
+            display.line(
+                f"{running.lane.name} {level.label} warm-up: {len(failed)} requests failed: {failed[0]}"
+            )
 
     def _measure(self, running: Running, display: Display, level: Level, r: int) -> None:
         prompts = self.hands[level, r]
@@ -176,9 +186,13 @@ class Compare:
         shown = [row.metrics.get(k, math.nan) for k in ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50")]
         text = "{:8.1f} tok/s  TTFT {:7.1f} ms  TPOT {:6.1f} ms".format(*shown)
         bad = "" if row.status is Status.OK else f"  {row.status.value}: {row.reason}"
-        display.line(f"{running.lane.name:<12} {level.label:<6} round {r + 1}/{self.config.rounds}  {text}{bad}")
+        display.line(
+            f"{running.lane.name:<12} {level.label:<6} round {r + 1}/{self.config.rounds}  {text}{bad}"
+        )
 
-    async def _load(self, running: Running, prompts: Sequence[Prompt], level: Level, seed: int) -> list[metrics.Trace]:
+    async def _load(
+        self, running: Running, prompts: Sequence[Prompt], level: Level, seed: int
+    ) -> list[metrics.Trace]:
         async with Client(running.url, running.model, self.config.request_timeout) as http:
             work: Coroutine[Any, Any, list[metrics.Trace]]
             if level.kind == "concurrency":
@@ -198,14 +212,22 @@ class Compare:
 
     def _agreement_rows(self) -> None:
         """Compared at the end: a lane's base may have run in a later group."""
-        outputs = {name: agreement.Outputs.load(self._agreement_file(name)) for name in self.names if self.fixed}
+        outputs = {
+            name: agreement.Outputs.load(self._agreement_file(name)) for name in self.names if self.fixed
+        }
         for lane in self.lanes:
             mine = outputs.get(lane.name)
             if mine is not None:
                 base = lanes.base_of(lane.name, self.names, self.config.base)
-                case = {"kind": "agreement", "prompts": len(self.fixed), "output_len": self.config.agreement_len}
+                case = {
+                    "kind": "agreement",
+                    "prompts": len(self.fixed),
+                    "output_len": self.config.agreement_len,
+                }
                 row = self.record.row(lane, Status.OK, "", case)
-                agreement.fill(row, mine, base, outputs.get(base), self.config.min_agreement if lane.patched else 0.0)
+                agreement.fill(
+                    row, mine, base, outputs.get(base), self.config.min_agreement if lane.patched else 0.0
+                )
                 self.record.add(row)
 
     def _finish(self) -> dict[str, Any]:
@@ -272,9 +294,15 @@ def judge(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> tuple[S
         return Status.FAILED, f"{len(failed)} of {len(traces)} requests failed: {failed[0]}"
     for trace, prompt in zip(traces, prompts):  # noqa: B905
         if prompt.ignore_eos and trace.output_tokens != prompt.output_len:
-            return Status.INVALID, f"a request got {trace.output_tokens} tokens, {prompt.output_len} were asked for"
+            return (
+                Status.INVALID,
+                f"a request got {trace.output_tokens} tokens, {prompt.output_len} were asked for",
+            )
         if isinstance(prompt.tokens, list) and trace.prompt_tokens not in (None, len(prompt.tokens)):
-            return Status.INVALID, f"a prompt of {len(prompt.tokens)} tokens was counted as {trace.prompt_tokens}"
+            return (
+                Status.INVALID,
+                f"a prompt of {len(prompt.tokens)} tokens was counted as {trace.prompt_tokens}",
+            )
     return Status.OK, ""
 
 
@@ -295,5 +323,3 @@ def prepare(config: CompareConfig, out: Path, resume: bool) -> CompareConfig:
     out.mkdir(parents=True, exist_ok=True)
     config.save(out / "run.json")
     return config
-
-

@@ -38,7 +38,7 @@ def _save_model(folder: Path) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0.0 if weight.dim() > 1 else 1.0, 0.1, generator=generator)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
 
 
 def _save_tokenizer(folder: Path) -> None:

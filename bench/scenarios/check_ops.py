@@ -48,7 +48,7 @@ def check(spec: OpSpec, case: Case, provider: Any, args: list[Any], want: list[t
     if len(got) != len(want):
         return f"{len(got)} outputs, the reference has {len(want)}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        tolerance = spec.tolerance[str(g.dtype).removeprefix("torch.")] if g.is_floating_point() else None
+        tolerance = spec.tolerance[case.dtype] if g.is_floating_point() else None
         if tolerance is None:
             if not torch.equal(g, w.to(g.dtype)):
                 return f"output {i} differs"
@@ -60,7 +60,9 @@ def check(spec: OpSpec, case: Case, provider: Any, args: list[Any], want: list[t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ops")
     parser.add_argument("--no-time", action="store_true")
@@ -89,21 +91,27 @@ def main() -> None:
                     metrics = {}
                     if not problem and not options.no_time and "model" in case.tags:
                         used = mapped(args, torch.clone)
-                        us = 1e3 * do_bench(lambda p=provider, a=used: p.fn(*a), warmup=5, rep=25, return_mode="median")
+                        us = 1e3 * do_bench(
+                            lambda p=provider, a=used: p.fn(*a), warmup=5, rep=25, return_mode="median"
+                        )
                         metrics = {"time_us_p50": us, "gb_per_s": spec.bytes_moved(case) / us / 1e3}
                 except Exception:
                     problem = traceback.format_exc(limit=-3)
                     metrics = {}
                 wrong += bool(problem)
+                dims = {k: v if isinstance(v, (int, float, bool)) else str(v) for k, v in case.dims.items()}
                 row = Row(
                     run_id="check_ops", command="check_ops", machine=described, versions=versions,
                     commit=machine_module.commit(), status=Status.WRONG if problem else Status.OK, reason=problem,
-                    subject=Subject(op=name, provider=provider.name), case={"name": case.name, **{k: v if isinstance(v, (int, float, bool)) else str(v) for k, v in case.dims.items()}, "dtype": case.dtype},
-                    metrics=metrics, baseline=spec.baseline,
+                    subject=Subject(op=name, provider=provider.name),
+                    case={"name": case.name, **dims, "dtype": case.dtype}, metrics=metrics, baseline=spec.baseline,
                 )  # fmt: skip
                 append(options.out, [row])
                 shown = " ".join(f"{k}={v:.1f}" for k, v in metrics.items())
-                print(f"{name:<18} {case.name:<14} {provider.name:<12} {'WRONG ' + problem if problem else 'ok'} {shown}", flush=True)
+                print(
+                    f"{name:<18} {case.name:<14} {provider.name:<12} {'WRONG ' + problem if problem else 'ok'} {shown}",
+                    flush=True,
+                )
     print(f"{wrong} wrong")
     raise SystemExit(1 if wrong else 0)
 

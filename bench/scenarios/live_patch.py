@@ -38,7 +38,11 @@ class Vllm:
 
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [d[t].logprob for o in outputs for d, t in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True)]
+        return [
+            d[t].logprob
+            for o in outputs
+            for d, t in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True)
+        ]
 
 
 class SGLang:
@@ -67,25 +71,32 @@ def difference(a: list[float], b: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("host", choices=("vllm", "sglang"))
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--plugin", action="store_true", help="the engine was patched at start (FASTKERNELS=1)")
+    parser.add_argument(
+        "--plugin", action="store_true", help="the engine was patched at start (FASTKERNELS=1)"
+    )
     parser.add_argument("--ops", help="comma-separated, default: the host's defaults")
     args = parser.parse_args()
 
+    import torch
+    from fk_bench import machine as machine_module
+    from fk_bench.rows import Row, Status, Subject, append
+
     import fastkernels
     from fastkernels.patch import Request, find_host
-    from fk_bench.machine import describe
-    from fk_bench.rows import Row, Status, Subject, append
 
     start = time.monotonic()
     host = {"vllm": Vllm, "sglang": SGLang}[args.host](args.model)
     integration = find_host(args.host)
     rng = random.Random(0)
     prompts = [[rng.randrange(1000, 120000) for _ in range(LENGTH)] for _ in range(PROMPTS)]
-    machine, versions, commit = describe((args.host,))
+    machine, commit = machine_module.machine(), machine_module.commit()
+    versions = {args.host: integration.version() or "", "torch": torch.__version__}
     rows: list[Any] = []
 
     def record(step: str, ok: bool, metrics: dict[str, float], reason: str = "", **case: Any) -> None:
@@ -120,7 +131,11 @@ def main() -> None:
         width = LENGTH + OUTPUT - 1
         second = [x for i in reversed(range(PROMPTS)) for x in second[i * width : (i + 1) * width]]
         noise = difference(first, second)
-        record("unpatched", True, {"self_agreement": sum(a == b for a, b in zip(before, again, strict=True)) / PROMPTS, **noise})
+        record(
+            "unpatched",
+            True,
+            {"self_agreement": sum(a == b for a, b in zip(before, again, strict=True)) / PROMPTS, **noise},
+        )
         reference = {"forced": forced, "logprobs": first, "noise": noise["logprob_max_abs_diff"]}
         reference_file.write_text(json.dumps(reference))
         ops = args.ops.split(",") if args.ops else None
@@ -143,7 +158,11 @@ def main() -> None:
         took = time.monotonic() - at
         restored = host.tokens(prompts) == before
         found = difference(first, host.logprobs(forced))
-        record("undone", restored and found["logprob_max_abs_diff"] == 0.0, {"undo_s": took, **found, "tokens_equal": float(restored)})
+        record(
+            "undone",
+            restored and found["logprob_max_abs_diff"] == 0.0,
+            {"undo_s": took, **found, "tokens_equal": float(restored)},
+        )
     append(args.out, rows)
     if args.host == "sglang":
         host.engine.shutdown()

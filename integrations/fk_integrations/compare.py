@@ -82,15 +82,17 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
         theirs, mine = entry["methods"]["__call__"], signature_text(ours, bound=False)
         return "" if theirs == mine else f"host {theirs}, ours {mine}"
     lines = []
-    call = entry["call"]
-    for method in ("__init__", call) if call else ("__init__",):
-        theirs = entry["methods"].get(method)
+    methods = ["__init__", *([entry["call"]] if entry["call"] else [])]
+    if entry["call"] == "apply" and hasattr(ours, "embedding"):  # an embedding's method has two calls
+        methods.append("embedding")
+    for method in methods:
+        recorded = entry["methods"].get(method)
         # Our one entry point stands for the host's dispatched methods; quant methods and backends keep the name.
         name = "forward" if method == "forward_native" else method
-        mine = our_signature(ours, name)
-        if theirs != mine:
+        found = our_signature(ours, name)
+        if recorded != found:
             lines.append(
-                f"{method}: host {theirs or 'has none of its own'}, ours {mine or 'has none of its own'}"
+                f"{method}: host {recorded or 'has none of its own'}, ours {found or 'has none of its own'}"
             )
     return "; ".join(lines)
 

@@ -1,25 +1,29 @@
-"""What vLLM and SGLang load at start (their own plugin entry points). Inert unless FASTKERNELS=1."""
+"""What vLLM and SGLang load at start (their own plugin entry points). Inert unless FASTKERNELS=1.
+
+Both hosts log a plugin's exception and go on without it, which would be an unpatched run: asked for by
+FASTKERNELS, a failure ends the process instead.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
+
+
+def _register(name: str, title: str) -> None:
+    try:
+        importlib.import_module(f"{__package__}.{name}").register()
+    except Exception as error:
+        if os.environ.get("FASTKERNELS", "").strip().lower() in ("", "0", "false", "no", "off"):
+            raise
+        raise SystemExit(f"fastkernels: FASTKERNELS=1, but {title} cannot be patched: {error}") from error
 
 
 def vllm() -> None:
     """Entry point `vllm.general_plugins`: runs in the front end, the engine core and every worker."""
-    from . import vllm as host
-
-    host.register()
+    _register("vllm", "vLLM")
 
 
 def sglang() -> None:
     """Entry point `sglang.srt.plugins`: runs in the main process and in every scheduler."""
-    try:
-        from . import sglang as host
-
-        host.register()
-    except Exception as error:  # SGLang would log it and run unpatched
-        if os.environ.get("FASTKERNELS", "").strip().lower() in ("1", "true", "yes", "on"):
-            sys.exit(f"fastkernels: FASTKERNELS is set, but the plugin fails: {type(error).__name__}: {error}")
-        raise
+    _register("sglang", "SGLang")

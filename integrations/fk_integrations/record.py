@@ -165,8 +165,9 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
         "line": node.lineno,
         "fingerprint": compat.fingerprint(text),
     }
+    methods: dict[str, str] = {}
     if isinstance(node, ast.FunctionDef):
-        methods = {"__call__": signature_text(node, sources, module, bound=False)}
+        methods["__call__"] = signature_text(node, sources, module, bound=False)
         return {
             "kind": "function",
             "bases": [],
@@ -175,7 +176,7 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
             "static": [],
             **entry,
         }
-    methods, static = {}, []
+    static: list[str] = []
     for where, cls in reversed(sources.lineage(module, name)):
         for item in cls.body:
             if isinstance(item, ast.FunctionDef) and item.name in METHODS:

@@ -52,21 +52,19 @@ def fastkernels_rpc(self: Any, request: str) -> None:
 def register() -> None:
     """The plugin. With FASTKERNELS=1 a scheduler patches its model as soon as it is loaded, or does not start.
 
-    SGLang logs what a plugin raises and goes on unpatched, so a request that cannot be met ends the process here,
-    and everything else is done by the scheduler itself, whose errors end the start.
+    A request that cannot be met raises here (plugin.py ends the process); all else is done by the scheduler itself,
+    whose errors end the start.
     """
     module = sys.modules.get(SCHEDULER)  # imported already wherever a Scheduler can be built: it loads the plugins
     scheduler = getattr(module, "Scheduler", None)
     if scheduler is not None:
         setattr(scheduler, RPC, fastkernels_rpc)
-    try:
-        env = Environment.read()
-        if env.enabled:
-            request = Request.from_environment(env)
-            registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
-    except Exception as error:
-        sys.exit(f"fastkernels: FASTKERNELS=1, but SGLang cannot be patched: {error}")
-    if env.enabled and scheduler is not None and not hasattr(scheduler.__init__, "fastkernels_stock"):
+    env = Environment.read()
+    if not env.enabled:
+        return
+    request = Request.from_environment(env)
+    registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
+    if scheduler is not None and not hasattr(scheduler.__init__, "fastkernels_stock"):
         scheduler.__init__ = _patches_its_model(scheduler.__init__)
 
 

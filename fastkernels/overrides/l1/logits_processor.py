@@ -167,7 +167,7 @@ class _VllmLogitsProcessor(nn.Module):
         self.soft_cap = soft_cap
 
     def _logits(
-        self, lm_head: nn.Module, hidden: torch.Tensor, bias: torch.Tensor | None, skip_gather: bool
+        self, lm_head: Any, hidden: torch.Tensor, bias: torch.Tensor | None, skip_gather: bool
     ) -> torch.Tensor:
         if self.logits_as_input:
             return _cap_and_scale(hidden, self.scale, self.soft_cap, False)

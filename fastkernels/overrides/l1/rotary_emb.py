@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._rope_rounding import host_truncates, truncate
 from fastkernels.overrides.l1._rope_tables import Llama3, RopeModule, cos_sin_table, inverse_frequencies
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -24,6 +25,7 @@ def reference(
     is_neox_style: bool,
     cast_cache: bool = True,
     round_products: bool = False,
+    truncates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """positions: [T] int64; query, key: [T, heads * head_size] or [T, heads, head_size], key may be None.
 
@@ -31,6 +33,7 @@ def reference(
     is_neox_style: channel j pairs with j + rotary_dim / 2, otherwise 2j with 2j + 1.
     cast_cache: round cosines and sines to the query's dtype (vLLM; SGLang on the CPU).
     round_products: round the two products to it too, not only their sum (SGLang on the CPU).
+    truncates: drop a bfloat16 result's low bits instead of rounding it; see host_truncates.
     Returns new (query, key) of the given shapes and dtypes.
     """
     rotary_dim = cos_sin_cache.shape[-1]
@@ -46,8 +49,9 @@ def reference(
         x1, x2 = (t.to(compute) for t in _pairs(heads[..., :rotary_dim], is_neox_style))
         out = torch.empty_like(heads, memory_format=torch.contiguous_format)
         out1, out2 = _pairs(out[..., :rotary_dim], is_neox_style)
-        out1.copy_(x1 * cos - x2 * sin)
-        out2.copy_(x2 * cos + x1 * sin)
+        new1, new2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        out1.copy_(truncate(new1) if truncates else new1)
+        out2.copy_(truncate(new2) if truncates else new2)
         out[..., rotary_dim:] = heads[..., rotary_dim:]
         return out.view(x.shape)
 
@@ -180,9 +184,13 @@ def _reference(
     key: torch.Tensor | None,
     head_size: int,
     cos_sin_cache: torch.Tensor,
-    *flags: bool,
+    is_neox_style: bool,
+    cast_cache: bool = True,
+    round_products: bool = False,
 ) -> None:
     _check(positions, query, head_size, cos_sin_cache)
+    truncates = query.dtype == torch.bfloat16 and is_neox_style and not round_products and not query.is_cuda
+    flags = (is_neox_style, cast_cache, round_products, truncates and host_truncates())
     new_query, new_key = reference(positions, query, key, head_size, cos_sin_cache, *flags)
     query.copy_(new_query)
     if key is not None and new_key is not None:

@@ -138,11 +138,20 @@ class Column(ParallelLinear):
     """The rows of the weight (the output) are sharded; gather_output gathers the output of all ranks."""
 
     def _build_column(
-        self, input_size: int, output_sizes: list[int], partition: tuple[int, int], *rest: Any
+        self,
+        input_size: int,
+        output_sizes: list[int],
+        partition: tuple[int, int],
+        bias: bool,
+        skip_bias_add: bool,
+        params_dtype: torch.dtype | None,
+        quant_config: Any,
+        prefix: str,
     ) -> None:
-        """rest: bias, skip_bias_add, params_dtype, quant_config, prefix."""
         rows = [parallel.divide(n, partition[1], "output size") for n in output_sizes]
-        self._build(input_size, sum(output_sizes), rows, *rest, partition)
+        self._build(
+            input_size, sum(output_sizes), rows, bias, skip_bias_add, params_dtype, quant_config, prefix, partition
+        )  # fmt: skip
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor | Output:
         out = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
@@ -264,10 +273,22 @@ class Row(ParallelLinear):
     input_is_parallel: bool
     reduce_results: bool
 
-    def _build_row(self, input_size: int, output_size: int, partition: tuple[int, int], *rest: Any) -> None:
-        """rest: bias, skip_bias_add, params_dtype, quant_config, prefix."""
+    def _build_row(
+        self,
+        input_size: int,
+        output_size: int,
+        partition: tuple[int, int],
+        bias: bool,
+        skip_bias_add: bool,
+        params_dtype: torch.dtype | None,
+        quant_config: Any,
+        prefix: str,
+    ) -> None:
         columns = parallel.divide(input_size, partition[1], "input size")
-        self._build(input_size, output_size, [output_size], *rest, partition, columns)
+        self._build(
+            input_size, output_size, [output_size], bias, skip_bias_add, params_dtype, quant_config, prefix,
+            partition, columns,
+        )  # fmt: skip
 
     def _forward(self, x: torch.Tensor, skip_all_reduce: bool = False) -> torch.Tensor | Output:
         if not self.input_is_parallel and self.tp_size > 1:

@@ -112,14 +112,14 @@ class SGLangLlamaMLP_0_5_16(_PackedMLP):
     ) -> None:
         super().__init__()
         _check_act(hidden_act)
-        group = {"tp_rank": tp_rank, "tp_size": tp_size}
         self.gate_up_proj = SGLangMergedColumnParallelLinear_0_5_16(
             hidden_size, [intermediate_size] * 2, bias=False, quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj", **group,
+            prefix=f"{prefix}.gate_up_proj", tp_rank=tp_rank, tp_size=tp_size,
         )  # fmt: skip
         self.down_proj: Row = SGLangRowParallelLinear_0_5_17(
             intermediate_size, hidden_size, bias=False, quant_config=quant_config, reduce_results=reduce_results,
-            prefix=f"{prefix}.down_proj", use_dp_attention_reduce=use_dp_attention_reduce, **group,
+            prefix=f"{prefix}.down_proj", use_dp_attention_reduce=use_dp_attention_reduce, tp_rank=tp_rank,
+            tp_size=tp_size,
         )  # fmt: skip
         self.act_fn = SGLangSiluAndMul()
 
@@ -183,14 +183,31 @@ class TransformersLlamaMLP(nn.Module):
     def supports(module: nn.Module) -> str | None:
         """None if our forward serves this module (ours or the host's), else the reason."""
         for name in ("gate_proj", "up_proj", "down_proj"):
-            if type(getattr(module, name, None)) is not nn.Linear:
-                return f"{name} is {type(getattr(module, name, None)).__name__}, not nn.Linear"
+            child = getattr(module, name, None)
+            if type(child) is not nn.Linear:
+                return f"{name} is {type(child).__name__}, not nn.Linear"
+            if "forward" in vars(child) or child._forward_hooks or child._forward_pre_hooks:
+                return f"somebody else hooks into {name}"
         act = type(getattr(module, "act_fn", None)).__name__
         return None if act in ("SiLU", "SiLUActivation") else f"act_fn is {act}, not SiLU"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(silu_and_mul(torch.cat((gate, up), dim=-1)))
+        return self.down_proj(silu_and_mul(_side_by_side(x, self.gate_proj, self.up_proj)))
+
+
+def _side_by_side(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
+    """[gate(x), up(x)] along the last dimension."""
+    plain = gate.bias is None and up.bias is None and x.dtype == gate.weight.dtype == up.weight.dtype
+    eager = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+    if not plain or not eager or torch.is_autocast_enabled(x.device.type):
+        return torch.cat((gate(x), up(x)), dim=-1)
+    # The products go straight into their halves: a concatenation would cost what the fused activation saves.
+    # Dynamo cannot trace a product into part of a tensor; a compiler places the parts of a concatenation itself.
+    out = torch.empty((*x.shape[:-1], gate.out_features + up.out_features), dtype=x.dtype, device=x.device)
+    rows, halves = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]).split(gate.out_features, dim=-1)
+    torch.mm(rows, gate.weight.t(), out=halves[0])
+    torch.mm(rows, up.weight.t(), out=halves[1])
+    return out
 
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:

@@ -32,7 +32,7 @@ def reference(
     return gated_mlp.reference(h, weights["gate_up"], weights["down"]), residual
 
 
-def _unsupported_norm(norm: nn.Module) -> str | None:
+def _unsupported_norm(norm: Any) -> str | None:
     """None if a norm's attributes say all that it does: weight, variance_epsilon and SGLang's order of rounding."""
     if not type(norm).__name__.endswith("RMSNorm") and "RMSNorm_" not in type(norm).__name__:
         return f"a norm is {type(norm).__name__}, not RMSNorm"

@@ -22,12 +22,11 @@ def make_llm(model: str, **options):
 
 
 def generate(llm, tokens: int = 8):
-    """[(token ids, log probability of each)] of greedy decoding, a prompt each."""
+    """[(token ids, log probability of each)] of greedy decoding: one prompt at a time, so that batches are the same."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1)
-    results = llm.generate(PROMPTS, params, use_tqdm=False)
-    chosen = [r.outputs[0] for r in results]
+    chosen = [llm.generate([p], params, use_tqdm=False)[0].outputs[0] for p in PROMPTS]
     return [(list(c.token_ids), [step[t].logprob for t, step in zip(c.token_ids, c.logprobs)]) for c in chosen]
 
 

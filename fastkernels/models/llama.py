@@ -1,0 +1,69 @@
+"""Llama (Touvron et al., arXiv 2302.13971) and models of its shape: Llama 2 and 3, SmolLM2, Mistral without windows.
+
+Contract of every language model here: model(input_ids [T], positions [T]) gives hidden states [T, H],
+model.compute_logits(hidden [B, H]) gives [B, V]; what else a step needs is in fastkernels.forward_context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.overrides.l1.embedding import VllmParallelLMHead, VllmVocabParallelEmbedding
+from fastkernels.overrides.l1.logits_processor import VllmLogitsProcessor
+from fastkernels.overrides.l1.rms_norm import VllmRMSNorm
+from fastkernels.overrides.l3.llama_decoder_layer import VllmLlamaDecoderLayer
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, config: Any, prefix: str = "model") -> None:
+        super().__init__()
+        self.embed_tokens = VllmVocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
+        )
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(
+            VllmLlamaDecoderLayer(None, f"{prefix}.layers.{i}", config=config) for i in layers
+        )
+        self.norm = VllmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, _ = self.norm(hidden, residual)
+        return hidden
+
+
+class LlamaForCausalLM(nn.Module):
+    """config: transformers.LlamaConfig. Sharded over fastkernels.parallel's group."""
+
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config)
+        self.lm_head = VllmParallelLMHead(config.vocab_size, config.hidden_size, prefix="lm_head")
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = VllmLogitsProcessor(config.vocab_size)
+
+    def ignored_weights(self, key: str) -> bool:
+        """Keys that a checkpoint may carry without use: rope tables, and the head's copy of a tied embedding."""
+        return key.endswith("rotary_emb.inv_freq") or (
+            self.config.tie_word_embeddings and key == "lm_head.weight"
+        )
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits_processor(self.lm_head, hidden)

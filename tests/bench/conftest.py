@@ -1,0 +1,52 @@
+"""What the tests of fk-bench share: a model directory that is enough for prompts, and an interpreter of stub servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).with_name("fk-bench")
+
+
+@pytest.fixture(scope="session")
+def words_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json and a byte-level tokenizer.json of 300 ids, 4 of them special; no weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("models") / "words"
+    folder.mkdir()
+    names = ["<s>", "</s>", "<unk>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<extra_{i}>" for i in range(len(names), 300)]
+    tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(names[:4])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 320, "model_type": "llama"}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stub_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An 'interpreter' whose servers are tests/bench/stub_server.py."""
+    path = tmp_path_factory.mktemp("bin") / "python"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S {HERE / "stub_server.py"} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def fk_bench(*args: object, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """The command as a user runs it."""
+    command = [str(BIN), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
+
+
+def last_json(result: subprocess.CompletedProcess[str]) -> dict:
+    assert result.stdout.strip(), result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
