@@ -175,7 +175,12 @@ class Report:
         self.undo()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"host": self.host.name, "version": self.version, "pids": self.pids, "rows": [asdict(r) for r in self.rows]}
+        return {
+            "host": self.host.name,
+            "version": self.version,
+            "pids": self.pids,
+            "rows": [asdict(r) for r in self.rows],
+        }
 
     def __str__(self) -> str:
         head = f"{self.host.name} {self.version}: {self.patched_modules} modules patched in {len(self.pids)} process(es)"
@@ -191,7 +196,11 @@ class Report:
 
 def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The replies, or PatchError with every process's error."""
-    errors = [f"rank {r.get('rank', '?')} (pid {r.get('pid', '?')}): {r['error']}" for r in replies if r.get("error")]
+    errors = [
+        f"rank {r.get('rank', '?')} (pid {r.get('pid', '?')}): {r['error']}"
+        for r in replies
+        if r.get("error")
+    ]
     if errors or not replies:
         raise PatchError(f"{host.name}: " + ("; ".join(errors) or "no process answered"))
     return replies
@@ -199,7 +208,10 @@ def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _agreed(host: Host, replies: list[dict[str, Any]]) -> str | None:
     """None if all ranks patched the same, else what differs."""
-    shapes = {r["rank"]: sorted((w["op"], w["host_class"], w["modules"], w["state"]) for w in r["rows"]) for r in replies}
+    shapes = {
+        r["rank"]: sorted((w["op"], w["host_class"], w["modules"], w["state"]) for w in r["rows"])
+        for r in replies
+    }
     first = next(iter(shapes.values()))
     differing = [rank for rank, shape in shapes.items() if shape != first]
     return f"ranks {differing} patched something else than rank {min(shapes)}" if differing else None
@@ -227,7 +239,9 @@ def find_host(target: Any) -> Host:
         if host.matches(target):
             return host
     kind = f"{type(target).__module__}.{type(target).__qualname__}"
-    raise PatchError(f"no host integration knows {kind}. Hosts: {', '.join(sorted(found)) or 'none are installed'}")
+    raise PatchError(
+        f"no host integration knows {kind}. Hosts: {', '.join(sorted(found)) or 'none are installed'}"
+    )
 
 
 def patch(

@@ -117,13 +117,18 @@ def test_exported_file_is_self_contained(name: str, host: str, version: str) -> 
 
 
 def _python(version: str) -> str | None:
-    return shutil.which(f"python{version}")
+    """An interpreter of that version that runs: on the path, or pyenv's."""
+    installed = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    for python in filter(None, [shutil.which(f"python{version}"), *map(str, installed)]):
+        if subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:
+            return python
+    return None
 
 
 @pytest.mark.parametrize("version", ["3.10", "3.13"])
 def test_exported_files_parse_under(version: str, tmp_path: Path) -> None:
     python = _python(version)
-    if python is None or subprocess.run([python, "-c", ""], capture_output=True).returncode:
+    if python is None:
         pytest.skip(f"there is no python{version}")
     for name, host, host_version in CASES:
         (tmp_path / f"{name}_{host}_{host_version}.py").write_text(export(name, host, host_version))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -96,7 +97,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _end(message: str) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(message.split())
+    print(f"error: {line}", file=sys.stderr)
+    print(json.dumps({"ok": False, "error": line}))
     raise SystemExit(2)
 
 

@@ -101,6 +101,9 @@ def serve_compare_command(
         int | None, typer.Option(help="KV-cache tokens of every server (default: by the loads)")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="default: the longest request")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")
+    ] = DEFAULT.dtype,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs a server")] = DEFAULT.tensor_parallel,
     ready_timeout: Annotated[
         float, typer.Option(help="seconds until a server must answer")
@@ -135,7 +138,8 @@ def serve_compare_command(
         "rounds": rounds, "input_len": input_len, "output_len": output_len, "dataset": dataset, "seed": seed,
         "dataset_path": dataset_path, "ignore_eos": ignore_eos, "base": base, "agreement_prompts": agreement_prompts,
         "agreement_len": agreement_len, "min_agreement": min_agreement, "resident": resident, "kv_tokens": kv_tokens,
-        "max_model_len": max_model_len, "tensor_parallel": tensor_parallel, "ready_timeout": ready_timeout,
+        "max_model_len": max_model_len, "tensor_parallel": tensor_parallel, "dtype": dtype,
+        "ready_timeout": ready_timeout,
         "request_timeout": request_timeout, "port": port,
     }  # fmt: skip
     try:

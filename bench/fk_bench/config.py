@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from .metrics import parse_slo
 
 T = TypeVar("T")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 class ConfigError(ValueError):
@@ -66,6 +67,7 @@ class CompareConfig:
     resident: int | None = None
     kv_tokens: int | None = None
     max_model_len: int | None = None
+    dtype: str = "auto"
     tensor_parallel: int = 1
     ready_timeout: float = 600.0
     request_timeout: float = 600.0
@@ -93,6 +95,8 @@ class CompareConfig:
             raise ConfigError(
                 f"--num-prompts: one number, or one for each of {len(self.levels)} loads, got {len(self.num_prompts)}"
             )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype: unknown dtype {self.dtype!r}. Known: {', '.join(DTYPES)}.")
         if self.resident is not None and self.resident < 1:
             raise ConfigError(f"--resident must be 1 or more, got {self.resident}")
         if self.base is not None and self.base not in self.lanes:

@@ -49,6 +49,7 @@ class Sizing:
     kv_tokens: int
     residents: int
     tensor_parallel: int = 1
+    dtype: str = "bfloat16"
 
 
 def parse(
@@ -145,7 +146,7 @@ def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing)
             "--served-model-name",
             served_name,
             "--dtype",
-            "bfloat16",
+            sizing.dtype,
             "--max-model-len",
             str(sizing.max_model_len),
         ]
@@ -158,7 +159,7 @@ def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing)
             "--served-model-name",
             served_name,
             "--dtype",
-            "bfloat16",
+            sizing.dtype,
             "--context-length",
             str(sizing.max_model_len),
         ]
@@ -170,7 +171,7 @@ def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing)
         )
     else:
         made = [lane.python, "-m", "fk_bench.cli", "serve", model, *where, "--served-model-name", served_name]
-        made += ["--max-model-len", str(sizing.max_model_len)]
+        made += ["--max-model-len", str(sizing.max_model_len), "--dtype", sizing.dtype]
     return [*made, *lane.args]
 
 

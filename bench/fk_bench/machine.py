@@ -65,6 +65,24 @@ def gpu_names() -> tuple[str, ...]:
     return names if visible is None else names[: len(visible.split(","))]
 
 
+@cache
+def fast_dtype() -> str:
+    """bfloat16 where the hardware multiplies it; float32 on CPUs that only emulate it.
+
+    On 2 cores with AVX2 alone, torch 2.13 multiplies [128, 576] x [576, 1536] at 10 GFLOPS in bfloat16 and at 130 in
+    float32 (2026-11-21), so that a prompt of 128 tokens of SmolLM2-135M takes seconds instead of a fraction of one.
+    """
+    if gpu_names():
+        return "bfloat16"
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "bfloat16"
+    return (
+        "bfloat16" if any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16")) else "float32"
+    )
+
+
 def _cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

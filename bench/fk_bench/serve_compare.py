@@ -66,9 +66,13 @@ class Compare:
         together = max([*config.concurrency, *(64 for _ in config.rate)])
         floor = 65536 if machine.machine().gpus else 8192
         kv_tokens = config.kv_tokens or max(floor, -(-together * longest * 5 // 4 // 1024) * 1024)
-        max_model_len = config.max_model_len or longest
         return lanes.Sizing(
-            max_model_len, max(16, together), kv_tokens, self._residents(), config.tensor_parallel
+            max_model_len=config.max_model_len or longest,
+            max_num_seqs=max(16, together),
+            kv_tokens=kv_tokens,
+            residents=self._residents(),
+            tensor_parallel=config.tensor_parallel,
+            dtype=machine.fast_dtype() if config.dtype == "auto" else config.dtype,
         )
 
     def _residents(self) -> int:
@@ -95,7 +99,7 @@ class Compare:
             display.line(
                 f"serve-compare of {config.model}: {len(todo)} of {len(self.lanes)} lanes to measure, at "
                 f"{', '.join(level.label for level in config.levels)}, {config.rounds} rounds, "
-                f"{self.fleet.sizing.residents} servers up at a time; about {minutes(estimate)}; results in {self.out}"
+                f"{self.fleet.sizing.dtype}, {self.fleet.sizing.residents} servers up at a time; about {minutes(estimate)}; results in {self.out}"
             )
             try:
                 for group in lanes.groups(todo, self.fleet.sizing.residents):
@@ -259,7 +263,7 @@ class Compare:
         case = {
             "kind": "round", "load": level.kind, "value": level.value, "dataset": config.dataset,
             "input_len": config.input_len, "output_len": config.output_len, "num_prompts": config.prompts_at(level),
-            "seed": config.seed + max(0, r),
+            "seed": config.seed + max(0, r), "dtype": self.fleet.sizing.dtype,
         }  # fmt: skip
         if config.slo:
             case["slo_ms"] = dict(config.slo)

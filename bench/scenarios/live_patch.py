@@ -1,11 +1,14 @@
 """Prove a patch of a real host on a GPU: plugin or live, compiled code and CUDA graphs on.
 
-    python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl            # live patch and undo
+    python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl             # live patch and undo
+    python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl --eager     # the noise to compare with
     FASTKERNELS=1 python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl --plugin
 
 Compared are the teacher-forced log-probabilities of fixed random prompts (MODEL needs real or spread weights:
 make_checkpoint.py) before the patch, after it, and after the undo; and the names of our kernels in a profiler
-trace of replayed steps. The live run leaves its reference in MODEL/reference-HOST.json for the plugin run.
+trace of replayed steps. Prompts go one at a time and nothing is cached, so that the host itself is deterministic.
+--eager measures how far the host without compiled code and graphs is from the host with them: the noise of bf16.
+The live run leaves its reference in MODEL/reference-HOST.json for the two others.
 """
 
 from __future__ import annotations
@@ -17,57 +20,142 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from fk_bench import machine as machine_module
+from fk_bench.rows import Row, Status, Subject, append
+
+import fastkernels
+from fastkernels.patch import Request, find_host
+
 PROMPTS, LENGTH, OUTPUT = 8, 64, 24
+OURS = ("rms_norm", "silu_and_mul", "rotary_emb", "embedding", "attention", "linear", "kvcache")
 
 
 class Vllm:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, eager: bool) -> None:
         from vllm import LLM
 
-        self.engine = LLM(model, max_model_len=4096, gpu_memory_utilization=0.5, max_num_seqs=32, seed=0)
+        self.engine = LLM(
+            model, max_model_len=4096, gpu_memory_utilization=0.5, max_num_seqs=32, seed=0,
+            enable_prefix_caching=False, enforce_eager=eager,
+        )  # fmt: skip
+
+    def _generate(self, prompts: list[list[int]], **params: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        chosen = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **params)
+        return [self.engine.generate({"prompt_token_ids": p}, chosen, use_tqdm=False)[0] for p in prompts]
 
     def tokens(self, prompts: list[list[int]]) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
-        outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [list(o.outputs[0].token_ids) for o in outputs]
+        return [list(o.outputs[0].token_ids) for o in self._generate(prompts, max_tokens=OUTPUT)]
 
     def logprobs(self, prompts: list[list[int]]) -> list[float]:
-        from vllm import SamplingParams
+        found = []
+        for output in self._generate(prompts, max_tokens=1, prompt_logprobs=0):
+            pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+            found += [logprobs[token].logprob for logprobs, token in pairs]
+        return found
 
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [
-            d[t].logprob
-            for o in outputs
-            for d, t in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True)
-        ]
+    def close(self) -> None:
+        self.engine.llm_engine.engine_core.shutdown()
 
 
 class SGLang:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, eager: bool) -> None:
         import sglang
 
         self.engine = sglang.Engine(
-            model_path=model, mem_fraction_static=0.5, context_length=4096, random_seed=0, log_level="warning"
-        )
+            model_path=model, mem_fraction_static=0.5, context_length=4096, random_seed=0, log_level="warning",
+            disable_radix_cache=True, disable_cuda_graph=eager,
+        )  # fmt: skip
+
+    def _generate(self, prompts: list[list[int]], tokens: int, **options: Any) -> list[Any]:
+        params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return [self.engine.generate(input_ids=p, sampling_params=params, **options) for p in prompts]
 
     def tokens(self, prompts: list[list[int]]) -> list[list[int]]:
-        params = {"temperature": 0, "max_new_tokens": OUTPUT, "ignore_eos": True}
-        return [o["output_ids"] for o in self.engine.generate(input_ids=prompts, sampling_params=params)]
+        return [o["output_ids"] for o in self._generate(prompts, OUTPUT)]
 
     def logprobs(self, prompts: list[list[int]]) -> list[float]:
-        params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-        outputs = self.engine.generate(
-            input_ids=prompts, sampling_params=params, return_logprob=True, logprob_start_len=0
-        )
+        outputs = self._generate(prompts, 1, return_logprob=True, logprob_start_len=0)
         return [entry[0] for o in outputs for entry in o["meta_info"]["input_token_logprobs"][1:]]
+
+    def close(self) -> None:
+        self.engine.shutdown()
 
 
 def difference(a: list[float], b: list[float]) -> dict[str, float]:
     gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
     return {"logprob_max_abs_diff": max(gaps), "logprob_mean_abs_diff": sum(gaps) / len(gaps)}
+
+
+def ours(replies: list[dict[str, Any]]) -> dict[str, int]:
+    """Launches of our kernels, by name, in the processes' traces."""
+    launches = [item for r in replies for item in r["kernels"].items()]
+    return {name: n for name, n in launches if name.startswith("_") and any(o in name for o in OURS)}
+
+
+class Run:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.start, self.rows = args, time.monotonic(), []
+        self.host = {"vllm": Vllm, "sglang": SGLang}[args.host](args.model, args.eager)
+        self.integration = find_host(args.host)
+        rng = random.Random(0)
+        self.prompts = [[rng.randrange(1000, 120000) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+        self.reference = Path(args.model) / f"reference-{args.host}.json"
+        self.versions = {args.host: self.integration.version() or "", "torch": torch.__version__}
+
+    def record(self, step: str, ok: bool, metrics: dict[str, float], **case: Any) -> None:
+        row = Row(
+            run_id=f"live_patch-{self.args.host}", command="live_patch", machine=machine_module.machine(),
+            versions=self.versions, commit=machine_module.commit(), status=Status.OK if ok else Status.WRONG,
+            subject=Subject(host=self.args.host, model="Llama-3.1-8B shapes, random weights"), metrics=metrics,
+            case={"kind": step, "seconds": round(time.monotonic() - self.start, 1), **case},
+        )  # fmt: skip
+        self.rows.append(row)
+        print(step, "ok" if ok else "WRONG", json.dumps(metrics), json.dumps(case)[:2000], flush=True)
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Profile a generation: decode steps replay graphs, and the replies name our kernels."""
+        self.integration.call(self.host.engine, Request("trace_start"))
+        self.host.tokens(self.prompts)
+        return self.integration.call(self.host.engine, Request("trace_stop"))
+
+    def against_reference(self) -> dict[str, float]:
+        saved = json.loads(self.reference.read_text())
+        return difference(saved["logprobs"], self.host.logprobs(saved["forced"]))
+
+    def plugin(self) -> None:
+        trace = self.trace()
+        active = [w for r in trace for w in r["rows"] if w["state"] == "active"]
+        ok = bool(active) and all(w["calls"] > 0 and w["proof"] == "trace" for w in active)
+        self.record("plugin", ok, self.against_reference(), rows=active, kernels=ours(trace))
+
+    def live(self) -> None:
+        host, prompts = self.host, self.prompts
+        before = host.tokens(prompts)
+        forced = [p + t for p, t in zip(prompts, before, strict=True)]
+        host.logprobs(forced)  # the first run compiles kernels for these shapes
+        first = host.logprobs(forced)
+        noise = difference(first, host.logprobs(forced))
+        equal = sum(a == b for a, b in zip(before, host.tokens(prompts), strict=True)) / PROMPTS
+        self.record("unpatched", True, {"self_agreement": equal, **noise})
+        self.reference.write_text(json.dumps({"forced": forced, "logprobs": first}))
+        at = time.monotonic()
+        report = fastkernels.patch(host.engine, ops=self.args.ops.split(",") if self.args.ops else None)
+        took = time.monotonic() - at
+        after, trace = host.tokens(prompts), self.trace()
+        print(report.refresh(), flush=True)
+        agreement = sum(a == b for a, b in zip(before, after, strict=True)) / PROMPTS
+        ok = bool(report.active) and all(r.proof == "trace" for r in report.active)
+        metrics = {"patch_s": took, "token_agreement": agreement, **self.against_reference()}
+        self.record("patched", ok, metrics, rows=report.to_dict()["rows"], kernels=ours(trace))
+        at = time.monotonic()
+        report.undo()
+        took = time.monotonic() - at
+        found, same = self.against_reference(), host.tokens(prompts) == before
+        exact = same and found["logprob_max_abs_diff"] <= noise["logprob_max_abs_diff"]
+        self.record("undone", exact, {"undo_s": took, "tokens_equal": float(same), **found})
 
 
 def main() -> None:
@@ -80,93 +168,19 @@ def main() -> None:
     parser.add_argument(
         "--plugin", action="store_true", help="the engine was patched at start (FASTKERNELS=1)"
     )
+    parser.add_argument("--eager", action="store_true", help="measure the noise, patch nothing")
     parser.add_argument("--ops", help="comma-separated, default: the host's defaults")
     args = parser.parse_args()
-
-    import torch
-    from fk_bench import machine as machine_module
-    from fk_bench.rows import Row, Status, Subject, append
-
-    import fastkernels
-    from fastkernels.patch import Request, find_host
-
-    start = time.monotonic()
-    host = {"vllm": Vllm, "sglang": SGLang}[args.host](args.model)
-    integration = find_host(args.host)
-    rng = random.Random(0)
-    prompts = [[rng.randrange(1000, 120000) for _ in range(LENGTH)] for _ in range(PROMPTS)]
-    machine, commit = machine_module.machine(), machine_module.commit()
-    versions = {args.host: integration.version() or "", "torch": torch.__version__}
-    rows: list[Any] = []
-
-    def record(step: str, ok: bool, metrics: dict[str, float], reason: str = "", **case: Any) -> None:
-        row = Row(
-            run_id=f"live_patch-{args.host}", command="live_patch", machine=machine, versions=versions, commit=commit,
-            status=Status.OK if ok else Status.WRONG, reason=reason, subject=Subject(host=args.host),
-            case={"kind": step, "seconds": round(time.monotonic() - start, 1), **case}, metrics=metrics,
-        )  # fmt: skip
-        rows.append(row)
-        print(step, "ok" if ok else "WRONG", json.dumps(metrics), reason, json.dumps(case)[:1500], flush=True)
-
-    def kernels() -> list[dict[str, Any]]:
-        """Profile a generation, which replays graphs; the replies name our kernels."""
-        integration.call(host.engine, Request("trace_start"))
-        host.tokens(prompts)
-        return integration.call(host.engine, Request("trace_stop"))
-
-    reference_file = Path(args.model) / f"reference-{args.host}.json"
-    if args.plugin:
-        reference = json.loads(reference_file.read_text())
-        replies = integration.call(host.engine, Request("report"))
-        trace = kernels()
-        found = difference(reference["logprobs"], host.logprobs(reference["forced"]))
-        ran = all(w["calls"] > 0 for r in replies for w in r["rows"] if w["state"] == "active")
-        ok = ran and found["logprob_max_abs_diff"] < 10 * max(reference["noise"], 0.02)
-        record("plugin", ok, found, rows=[w for r in replies for w in r["rows"]], trace=trace)
+    run = Run(args)
+    if args.eager:
+        run.record("eager", True, run.against_reference())
+    elif args.plugin:
+        run.plugin()
     else:
-        before = host.tokens(prompts)
-        again = host.tokens(prompts)
-        forced = [p + t for p, t in zip(prompts, before, strict=True)]
-        first, second = host.logprobs(forced), host.logprobs(list(reversed(forced)))
-        width = LENGTH + OUTPUT - 1
-        second = [x for i in reversed(range(PROMPTS)) for x in second[i * width : (i + 1) * width]]
-        noise = difference(first, second)
-        record(
-            "unpatched",
-            True,
-            {"self_agreement": sum(a == b for a, b in zip(before, again, strict=True)) / PROMPTS, **noise},
-        )
-        reference = {"forced": forced, "logprobs": first, "noise": noise["logprob_max_abs_diff"]}
-        reference_file.write_text(json.dumps(reference))
-        ops = args.ops.split(",") if args.ops else None
-        at = time.monotonic()
-        report = fastkernels.patch(host.engine, ops=ops)
-        took = time.monotonic() - at
-        print(report, flush=True)
-        after = host.tokens(prompts)
-        trace = kernels()
-        report.refresh()
-        found = difference(first, host.logprobs(forced))
-        ok = bool(report.active) and found["logprob_max_abs_diff"] < 10 * max(reference["noise"], 0.02)
-        agreement = sum(a == b for a, b in zip(before, after, strict=True)) / PROMPTS
-        record(
-            "patched", ok, {"patch_s": took, "token_agreement": agreement, **found},
-            rows=report.to_dict()["rows"], trace=trace,
-        )  # fmt: skip
-        at = time.monotonic()
-        report.undo()
-        took = time.monotonic() - at
-        restored = host.tokens(prompts) == before
-        found = difference(first, host.logprobs(forced))
-        record(
-            "undone",
-            restored and found["logprob_max_abs_diff"] == 0.0,
-            {"undo_s": took, **found, "tokens_equal": float(restored)},
-        )
-    append(args.out, rows)
-    if args.host == "sglang":
-        host.engine.shutdown()
-    raise SystemExit(0 if all(r.status == Status.OK for r in rows) else 1)
+        run.live()
+    append(args.out, run.rows)
+    run.host.close()
+    raise SystemExit(0 if all(r.status == Status.OK for r in run.rows) else 1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """CUDA graphs of the decode step: one for each of a few batch sizes, largest first, in one memory pool.
 
 A batch runs in the smallest graph that holds it. The rows beyond it are padding: they write to block 0, which
-the block manager never gives out, and attend to the one key there. The static inputs are filled from one
-pinned buffer, so that a step copies to the device once for each of them.
+the block manager never gives out, and attend to the one key there.
 """
 
 from __future__ import annotations

@@ -182,8 +182,10 @@ def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> lis
     seam 'attention' that of `impl`.
     """
     part = {"quant_method": "quant_method", "attention": "impl"}.get(seam)
-    parts = (lambda m: (m, getattr(m, part, None))) if part is not None else (lambda m: (m,))
-    return [m for m in model.modules() if any(type(p) is host_class for p in parts(m))]
+    modules = list(model.modules())
+    return [
+        m for m in modules if type(m) is host_class or part and type(getattr(m, part, None)) is host_class
+    ]
 
 
 def _swap(patched: Patched, module: Any, host_class: type, ours: type, seam: str) -> str | None:
@@ -212,14 +214,23 @@ def live_class(host_class: type, ours: type) -> type:
     if key not in _LIVE:
         names = getattr(ours, "live_methods", ("forward",))
         methods = {m: getattr(ours, m) for m in {*names, *(["forward"] if hasattr(ours, "forward") else [])}}
-        body = {**methods, "__module__": host_class.__module__, "__qualname__": host_class.__qualname__, "fastkernels": ours}
+        body = {
+            **methods,
+            "__module__": host_class.__module__,
+            "__qualname__": host_class.__qualname__,
+            "fastkernels": ours,
+        }
         _LIVE[key] = type(host_class.__name__, (host_class,), body)
     return _LIVE[key]
 
 
 def _strict(patched: Patched) -> None:
     if patched.request.strict:
-        off = [f"{r.op} ({r.host_class}): {r.reason}" for r in patched.rows if r.reason and r.reason != "FASTKERNELS_DISABLE"]
+        off = [
+            f"{r.op} ({r.host_class}): {r.reason}"
+            for r in patched.rows
+            if r.reason and r.reason != "FASTKERNELS_DISABLE"
+        ]
         off = [line for line in off if not line.endswith("the model has no such module")]
         if off:
             raise PatchError("strict: " + "; ".join(off))

@@ -18,7 +18,8 @@ def start(device: Any) -> None:
 
     if _profiler:
         raise PatchError("a trace is under way in this process: stop it first")
-    kind = torch.profiler.ProfilerActivity.CPU if torch.device(device).type == "cpu" else torch.profiler.ProfilerActivity.CUDA
+    activity = torch.profiler.ProfilerActivity
+    kind = activity.CPU if torch.device(device).type == "cpu" else activity.CUDA
     profiler = torch.profiler.profile(activities=[kind])
     profiler.start()
     _profiler.append(profiler)
@@ -57,5 +58,7 @@ def kernel_names(op: str) -> list[str]:
 def prove(patched: Patched, kernels: dict[str, int]) -> None:
     """Mark the active ops of which a kernel is in the trace."""
     for row in patched.rows:
-        if row.state == "active" and any(name in kernel for name in kernel_names(row.op) for kernel in kernels):
+        if row.state == "active" and any(
+            name in kernel for name in kernel_names(row.op) for kernel in kernels
+        ):
             patched.traced.add(row.op)

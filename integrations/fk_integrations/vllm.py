@@ -25,7 +25,6 @@ from .apply import Adapter, Journal, Patched, apply, plan
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
-VARIABLES = ("FASTKERNELS", "FASTKERNELS_OPS", "FASTKERNELS_CANDIDATES", "FASTKERNELS_DISABLE", "FASTKERNELS_STRICT")
 
 
 def installed_version() -> str | None:
@@ -84,8 +83,12 @@ def fastkernels_rpc(self: Any, request: str) -> str:
 def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     patched: Patched | None = vars(worker).get(STATE)
     rows = patched.report() if patched is not None else []
+    return {**_process(_rank(worker), rows), "error": error, **(extra or {})}
+
+
+def _process(rank: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     version = installed_version()
-    return {"rank": _rank(worker), "pid": os.getpid(), "host": "vllm", "version": version, "rows": rows, "error": error, **(extra or {})}
+    return {"rank": rank, "pid": os.getpid(), "host": "vllm", "version": version, "rows": rows, "error": None}
 
 
 def _rank(worker: Any) -> int:
@@ -226,18 +229,24 @@ class VllmHost:
 
     def matches(self, target: Any) -> bool:
         kinds = ("LLM", "LLMEngine", "AsyncLLM")
-        return any(c.__name__ in kinds and c.__module__.partition(".")[0] == "vllm" for c in type(target).__mro__)
+        return any(
+            c.__name__ in kinds and c.__module__.partition(".")[0] == "vllm" for c in type(target).__mro__
+        )
 
     def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
         """See Host. `target`: vllm.LLM, LLMEngine, or the string 'vllm' (engines built from now on)."""
         if isinstance(target, str):
             return self._before_construction(request)
         if _is_async(target):
-            raise PatchError("AsyncLLM: use `await fastkernels.patch_async(engine)`, `await report.undo_async()`")
+            raise PatchError(
+                "AsyncLLM: use `await fastkernels.patch_async(engine)`, `await report.undo_async()`"
+            )
         engine = getattr(target, "llm_engine", target)
         changes = request.action in ("patch", "undo")
         if changes and engine.has_unfinished_requests():
-            raise PatchError("the engine has unfinished requests: let them finish (or abort them), then patch")
+            raise PatchError(
+                "the engine has unfinished requests: let them finish (or abort them), then patch"
+            )
         try:
             replies = engine.collective_rpc(RPC, args=(request.to_json(),))
         except Exception as error:
@@ -282,14 +291,15 @@ class VllmHost:
         plugins = os.environ.get("VLLM_PLUGINS")
         if plugins is not None and "fastkernels" not in plugins.split(","):
             raise PatchError(f"VLLM_PLUGINS={plugins!r} keeps our plugin out: add 'fastkernels' to it")
-        rows = [
-            Row(0, spec.name, target.path.partition(":")[2], 0, "off" if spec.name in request.disable else "planned")
-            for spec, target in plan(VllmAdapter(), request)
-        ]
+        rows = []
+        for spec, target in plan(VllmAdapter(), request):
+            state = "off" if spec.name in request.disable else "planned"
+            rows.append(Row(0, spec.name, target.path.partition(":")[2], 0, state))
+        candidates = ",".join(f"{k}={os.path.abspath(v)}" for k, v in request.candidates.items())
         values = {
             "FASTKERNELS": "1",
             "FASTKERNELS_OPS": None if request.ops is None else ",".join(request.ops),
-            "FASTKERNELS_CANDIDATES": ",".join(f"{k}={os.path.abspath(v)}" for k, v in request.candidates.items()) or None,
+            "FASTKERNELS_CANDIDATES": candidates or None,
             "FASTKERNELS_DISABLE": ",".join(request.disable) or None,
             "FASTKERNELS_STRICT": "1" if request.strict else None,
             "FASTKERNELS_REPORT": Environment.read().report or tempfile.mkdtemp(prefix="fastkernels-report-"),
@@ -302,8 +312,7 @@ class VllmHost:
 
 
 def _planned(rows: list[Row]) -> dict[str, Any]:
-    shown = [vars(row) for row in rows]
-    return {"rank": 0, "pid": os.getpid(), "host": "vllm", "version": installed_version(), "rows": shown, "error": None}
+    return _process(0, [vars(row) for row in rows])
 
 
 def _set_variable(name: str, value: str | None) -> None:

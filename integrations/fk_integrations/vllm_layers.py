@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from . import compat
@@ -14,7 +14,7 @@ FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
 def swap_quant_method(module: Any, ours: type, journal: Journal) -> str | None:
     """Give a linear-like module a method object of our class, with the state of its own. None, or why not."""
     old = module.quant_method
-    method = object.__new__(live_class(type(old), ours))
+    method: Any = object.__new__(live_class(type(old), ours))
     vars(method).update(vars(old))
     module.quant_method = method
     journal.add(lambda: setattr(module, "quant_method", old))
@@ -34,7 +34,7 @@ def swap_attention(module: Any, ours: type, version: str, config: Any, journal: 
     reason = compat.unknown("vllm", version, FLASH_ATTN, type(impl)) or _unsupported(impl, config)
     if reason is not None:
         return reason
-    host_class = type(impl)
+    host_class: Any = type(impl)
     impl.__class__ = _implementation(host_class)
     journal.add(lambda: setattr(impl, "__class__", host_class))
     return None
@@ -60,7 +60,7 @@ def _unsupported(impl: Any, config: Any) -> str | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _implementation(host_class: type) -> type:
     """A subclass of FlashAttentionImpl that reads and writes the cache through our ops."""
     from fastkernels.overrides.l1.attention_decode import attention_decode
@@ -71,7 +71,9 @@ def _implementation(host_class: type) -> type:
         # [blocks, Hkv, block_size, 2 * D] -> two [blocks, block_size, Hkv, D]
         return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
 
-    def do_kv_cache_update(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    def do_kv_cache_update(
+        self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> None:
         key_cache, value_cache = caches(self, kv_cache)
         n = slot_mapping.shape[0]  # key and value are padded, slot_mapping is not
         store_kvcache(key[:n], value[:n], key_cache, value_cache, slot_mapping)
@@ -86,11 +88,21 @@ def _implementation(host_class: type) -> type:
             attention_prefill.note(reason)
         if m is None or reason is not None:
             return host_class.forward(  # type: ignore[attr-defined]
-                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+                self,
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
             )
         key_cache, value_cache = caches(self, kv_cache)
         n, softcap = m.num_actual_tokens, float(self.logits_soft_cap or 0)
-        window = getattr(m, "sliding_window", None) or self.sliding_window  # 0.26: the group's wins over the layer's
+        # In 0.26 the window of the layer's group is in the metadata and wins.
+        window = getattr(m, "sliding_window", None) or self.sliding_window
         left = -1 if window is None else window[0]
         q = query[:n]
         if m.max_query_len == 1 and n == m.seq_lens.shape[0]:

@@ -25,10 +25,15 @@ _STOCK_HASH: list[Callable[[Any], str]] = []
 
 def fingerprint(request: Request) -> str:
     """A hash of everything of ours that changes what is compiled: version, request, our sources, candidates."""
-    digest = hashlib.sha256(f"{fastkernels.__version__} {sorted(Environment.read().provider.items())}".encode())
-    digest.update(Request("", request.ops, request.candidates, request.disable, request.strict).to_json().encode())
+    digest = hashlib.sha256(
+        f"{fastkernels.__version__} {sorted(Environment.read().provider.items())}".encode()
+    )
+    digest.update(
+        Request("", request.ops, request.candidates, request.disable, request.strict).to_json().encode()
+    )
     package = Path(fastkernels.__file__).parent
-    ours = [package / "dispatch.py", *sorted(package.glob("overrides/**/*.py")), *sorted(Path(__file__).parent.glob("*.py"))]
+    ours = [package / "dispatch.py", *sorted(package.glob("overrides/**/*.py"))]
+    ours += sorted(Path(__file__).parent.glob("*.py"))
     for file in [*ours, *(Path(p).expanduser() for p in request.candidates.values())]:
         digest.update(file.name.encode() + (file.read_bytes() if file.is_file() else b"missing"))
     return digest.hexdigest()
@@ -70,18 +75,28 @@ class Compiled:
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Wrapper
 
-        self.worker, self.runner, self.config = worker, worker.model_runner, worker.vllm_config.compilation_config
+        self.worker, self.runner, self.config = (
+            worker,
+            worker.model_runner,
+            worker.vllm_config.compilation_config,
+        )
         modules = worker.get_model().modules()
-        self.models = [m for m in modules if isinstance(m, Wrapper) and not getattr(m, "do_not_compile", True)]
+        self.models = [
+            m for m in modules if isinstance(m, Wrapper) and not getattr(m, "do_not_compile", True)
+        ]
         self.saved = [(m, _own_attributes(m)) for m in self.models]
-        self.folders = {k: getattr(self.config, k) for k in ("cache_dir", "local_cache_dir") if hasattr(self.config, k)}
+        self.folders = {
+            k: getattr(self.config, k) for k in ("cache_dir", "local_cache_dir") if hasattr(self.config, k)
+        }
         holders = _wrappers(CUDAGraphWrapper, "concrete_cudagraph_entries", worker)
         with contextlib.suppress(ImportError):
             from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 
             holders += _wrappers(BreakableCUDAGraphWrapper, "entries", worker)
         owners = [self.runner, getattr(self.runner, "speculator", None)]
-        managers = [v for o in owners if o is not None for v in vars(o).values() if hasattr(v, "_graphs_captured")]
+        managers = [
+            v for o in owners if o is not None for v in vars(o).values() if hasattr(v, "_graphs_captured")
+        ]
         holders += [(m, "graphs") for m in managers]
         self.graphs = [(holder, name, getattr(holder, name)) for holder, name in holders]
         self.captured = [(m, m._graphs_captured) for m in managers]
@@ -186,7 +201,9 @@ def _capturing() -> Iterator[None]:
 
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
-    locked = workspace.is_workspace_manager_initialized() and workspace.current_workspace_manager().is_locked()
+    locked = (
+        workspace.is_workspace_manager_initialized() and workspace.current_workspace_manager().is_locked()
+    )
     allowed = monitor.cudagraph_capturing_enabled
     if locked:
         workspace.unlock_workspace()
@@ -275,7 +292,9 @@ def _put_back(worker: Any, compiled: Compiled, error: PatchError, same: bool) ->
         worker.execute_dummy_batch()
         _synchronize(worker)
     except Exception as broken:
-        raise PatchError(f"{error}. The engine could not be put back and must be restarted: {broken}") from broken
+        raise PatchError(
+            f"{error}. The engine could not be put back and must be restarted: {broken}"
+        ) from broken
 
 
 def _synchronize(worker: Any) -> None:

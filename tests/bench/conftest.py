@@ -1,17 +1,15 @@
-"""What the tests of fk-bench share: a model directory that is enough for prompts, and an interpreter of stub servers."""
+"""What the tests of fk-bench share: a model directory that is enough for prompts, an interpreter of stub servers."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-BIN = Path(sys.executable).with_name("fk-bench")
+sys.path.insert(0, str(HERE))  # support_bench
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +37,3 @@ def stub_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -S {HERE / "stub_server.py"} "$@"\n')
     path.chmod(0o755)
     return path
-
-
-def fk_bench(*args: object, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """The command as a user runs it."""
-    command = [str(BIN), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
-
-
-def last_json(result: subprocess.CompletedProcess[str]) -> dict:
-    assert result.stdout.strip(), result.stderr
-    return json.loads(result.stdout.splitlines()[-1])

@@ -2,8 +2,8 @@
 
 Run as a lane's interpreter it answers the probe (`-c ...`) and serves for `-m MODULE ... --port P`. What it does wrong
 is asked for by environment variables: STUB_NEVER_READY, STUB_DIE_AT=N (dies at the Nth completion), STUB_CRASH (ends at
-start), STUB_SHIFT=N (other tokens), STUB_SHORT (a token less than asked for), STUB_CHILD=FILE (a grandchild that ignores
-SIGTERM, its pid in FILE), STUB_DELAY=SECONDS a token, STUB_CALLS=N (what a patched process reports).
+start), STUB_SHIFT=N (other tokens), STUB_SHORT (a token less than asked for), STUB_CHILD=FILE (a grandchild that
+ignores SIGTERM, its pid in FILE), STUB_DELAY=SECONDS a token, STUB_CALLS=N (what a patched process reports).
 """
 
 from __future__ import annotations
@@ -63,7 +63,13 @@ class Handler(BaseHTTPRequestHandler):
         for i, token in enumerate(ids):
             time.sleep(float(ENV.get("STUB_DELAY", "0.001")))
             last = i == len(ids) - 1
-            self._event({"choices": [{"text": "x", "token_ids": [token], "finish_reason": "length" if last else None}]})
+            self._event(
+                {
+                    "choices": [
+                        {"text": "x", "token_ids": [token], "finish_reason": "length" if last else None}
+                    ]
+                }
+            )
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
         self._event({"choices": [], "usage": usage})
         self._chunk(b"data: [DONE]\n\n")
@@ -88,15 +94,26 @@ def serve() -> None:
     if ENV.get("STUB_CRASH"):
         sys.exit("stub: cannot start: out of stubs")
     if ENV.get("STUB_CHILD"):
-        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(300)"
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True)"
+        code += "; time.sleep(300)"
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         child.stdout.readline()
         Path(ENV["STUB_CHILD"]).write_text(str(child.pid))
     if ENV.get("FASTKERNELS") == "1" and ENV.get("STUB_CALLS") is not None:
         row = {"op": "rms_norm", "host_class": "RMSNorm", "state": "active", "modules": 3, "fallbacks": {}}
         for rank in (0, 1):
-            rows = [{**row, "calls": int(ENV["STUB_CALLS"])}, {**row, "host_class": "Other", "calls": int(ENV["STUB_CALLS"])}]
-            report = {"rank": rank, "pid": os.getpid(), "host": "vllm", "version": "0", "rows": rows, "error": None}
+            rows = [
+                {**row, "calls": int(ENV["STUB_CALLS"])},
+                {**row, "host_class": "Other", "calls": int(ENV["STUB_CALLS"])},
+            ]
+            report = {
+                "rank": rank,
+                "pid": os.getpid(),
+                "host": "vllm",
+                "version": "0",
+                "rows": rows,
+                "error": None,
+            }
             Path(ENV["FASTKERNELS_REPORT"], f"vllm-{rank}-{os.getpid()}.json").write_text(json.dumps(report))
     port = int(sys.argv[sys.argv.index("--port") + 1])
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -16,7 +16,9 @@ def test_common_prefix() -> None:
 
 
 def test_agreement() -> None:
-    assert agreement([[1, 2, 3, 4]], [[1, 2, 9, 4]]) == 0.5  # what comes after the first difference does not count
+    assert (
+        agreement([[1, 2, 3, 4]], [[1, 2, 9, 4]]) == 0.5
+    )  # what comes after the first difference does not count
     assert agreement([[1, 2], [5]], [[1, 2], [6]]) == 0.5
     assert agreement([[1, 2]], [[1, 2, 3, 4]]) == 0.5  # one ended early: the longer one is the length
     assert agreement([[]], [[]]) == 1.0
@@ -38,7 +40,9 @@ def lane_row(lane: str) -> Row:
 
 
 def test_fill() -> None:
-    base, same, other = (Outputs("tokens", [ids], [ids]) for ids in ([1, 2, 3, 4], [1, 2, 3, 4], [1, 9, 9, 9]))
+    base, same, other = (
+        Outputs("tokens", [ids], [ids]) for ids in ([1, 2, 3, 4], [1, 2, 3, 4], [1, 9, 9, 9])
+    )
     row = lane_row("vllm+fk")
     fill(row, same, "vllm", base, 0.5)
     assert row.metrics == {"self_agreement": 1.0, "token_agreement": 1.0}

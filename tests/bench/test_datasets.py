@@ -14,7 +14,9 @@ def test_random_prompts_have_exact_lengths_and_ordinary_tokens(words_model: Path
     for prompt in data.draw("c=8", 0, 50):
         assert len(prompt.tokens) == 63
         assert prompt.output_len == 7 and prompt.ignore_eos
-        assert all(isinstance(t, int) and 4 <= t < 300 for t in prompt.tokens)  # neither special nor beyond the tokenizer
+        assert all(
+            isinstance(t, int) and 4 <= t < 300 for t in prompt.tokens
+        )  # neither special nor beyond the tokenizer
 
 
 def test_random_prompts_differ_between_rounds_and_parts_but_not_between_runs(words_model: Path) -> None:
@@ -59,7 +61,9 @@ def test_jsonl_prompts_have_lengths_of_their_own(words_model: Path, tmp_path: Pa
 def test_sharegpt(words_model: Path, tmp_path: Path) -> None:
     talks = [
         {"conversations": [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "hello you"}]},
-        {"conversations": [{"from": "human", "value": "short answer"}, {"from": "gpt", "value": "no"}]},  # < 4 tokens
+        {
+            "conversations": [{"from": "human", "value": "short answer"}, {"from": "gpt", "value": "no"}]
+        },  # < 4 tokens
         {"conversations": [{"from": "human", "value": "alone"}]},
         {"conversations": [{"value": "long"}, {"value": "x" * 1025}]},
     ]
@@ -94,11 +98,11 @@ def test_bad_jsonl_names_the_line(words_model: Path, tmp_path: Path) -> None:
 
 
 def test_missing_things(words_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="no such file: /nowhere.txt"):
+    with pytest.raises(DatasetError, match=r"no such file: /nowhere\.txt"):
         load("prompts", str(words_model), 0, 8, 8, "/nowhere.txt")
     with pytest.raises(DatasetError, match="--dataset-path FILE"):
         load("prompts", str(words_model), 0, 8, 8)
-    with pytest.raises(DatasetError, match="has no config.json"):
+    with pytest.raises(DatasetError, match=r"has no config\.json"):
         load("random", str(tmp_path), 0, 8, 8)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DatasetError, match="has no vocab_size"):

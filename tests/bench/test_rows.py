@@ -10,17 +10,39 @@ from fk_bench.rows import Machine, Row, Status, Subject, append, read
 from pydantic import ValidationError
 
 FIELDS = {
-    "schema", "run_id", "time", "commit", "command", "machine", "versions", "status", "reason", "subject", "case", "round",
-    "metrics", "baseline", "ci95",
-}  # fmt: skip
+    "schema",
+    "run_id",
+    "time",
+    "commit",
+    "command",
+    "machine",
+    "versions",
+    "status",
+    "reason",
+    "subject",
+    "case",
+    "round",
+    "metrics",
+    "baseline",
+    "ci95",
+}
 
 
 def row(n: int = 0) -> Row:
     return Row(
-        run_id="r", command="serve-compare", machine=Machine(gpu="H200", gpus=1, cpu="c", cores=2), versions={"vllm": "0.32.0"},
-        status=Status.FAILED, reason="why", subject=Subject(model="m", lane="vllm+fk", host="vllm"), case={"kind": "round", "n": n},
-        round=n, metrics={"ttft_ms_p50": 1.25}, baseline="vllm", ci95={"ttft_ms_p50": (1.0, 1.5)},
-    )  # fmt: skip
+        run_id="r",
+        command="serve-compare",
+        machine=Machine(gpu="H200", gpus=1, cpu="c", cores=2),
+        versions={"vllm": "0.32.0"},
+        status=Status.FAILED,
+        reason="why",
+        subject=Subject(model="m", lane="vllm+fk", host="vllm"),
+        case={"kind": "round", "n": n},
+        round=n,
+        metrics={"ttft_ms_p50": 1.25},
+        baseline="vllm",
+        ci95={"ttft_ms_p50": (1.0, 1.5)},
+    )
 
 
 def test_round_trip(tmp_path: Path) -> None:

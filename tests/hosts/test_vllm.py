@@ -29,7 +29,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda p: p.stem.removeprefix("check_"))
 def test_vllm(check: Path, tiny: Path, tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FASTKERNELS", "VLLM_", "PYTEST"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("FASTKERNELS", "VLLM_", "PYTEST"))
+    }
     environment |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -22,7 +22,9 @@ async def run():
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(os.environ["TINY_LLAMA"], max_model_len=256, max_num_seqs=4, enforce_eager=True)
+    arguments = AsyncEngineArgs(
+        os.environ["TINY_LLAMA"], max_model_len=256, max_num_seqs=4, enforce_eager=True
+    )
     engine = AsyncLLM.from_engine_args(arguments)
     try:
         with pytest.raises(PatchError, match="patch_async"):

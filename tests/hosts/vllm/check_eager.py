@@ -35,7 +35,9 @@ def worker(llm):
 
 
 def modules(llm):
-    return [(name, type(m), vars(m).get("_forward_method")) for name, m in worker(llm).get_model().named_modules()]
+    return [
+        (name, type(m), vars(m).get("_forward_method")) for name, m in worker(llm).get_model().named_modules()
+    ]
 
 
 def test_asleep_the_plugin_adds_one_method(llm, stock):
@@ -76,7 +78,9 @@ def test_default_ops_on_the_cpu(llm, stock):
 
 def test_a_linear_whose_weight_was_freed_is_off_with_that_reason(llm, monkeypatch):
     layer = worker(llm).get_model().model.layers[0].mlp.down_proj
-    monkeypatch.setattr(layer.weight, "data", torch.empty(0, dtype=torch.bfloat16))  # as vLLM does after packing
+    monkeypatch.setattr(
+        layer.weight, "data", torch.empty(0, dtype=torch.bfloat16)
+    )  # as vLLM does after packing
     with pytest.raises(PatchError, match=r"strict: linear .*1 unsupported: weight has shape \(0,\)"):
         fastkernels.patch(llm, ops=["linear"], strict=True)
 
@@ -91,7 +95,9 @@ def test_quant_methods_are_replaced_and_given_back(llm, stock):
 
 
 def test_context_manager_and_candidate(llm, stock, candidate):
-    with fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_TWICE)}) as report:
+    with fastkernels.patch(
+        llm, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_TWICE)}
+    ) as report:
         assert first_logprobs(generate(llm)) != pytest.approx(first_logprobs(stock), abs=0.1)
         assert report.refresh().verified
 
@@ -106,7 +112,10 @@ def test_reset_sets_the_counters_to_zero(llm):
 def test_disable(llm, monkeypatch):
     monkeypatch.setenv("FASTKERNELS_DISABLE", "silu_and_mul")
     with fastkernels.patch(llm, ops=LEAVES) as report:
-        assert {r.op: (r.state, r.reason) for r in report.rows}["silu_and_mul"] == ("off", "FASTKERNELS_DISABLE")
+        assert {r.op: (r.state, r.reason) for r in report.rows}["silu_and_mul"] == (
+            "off",
+            "FASTKERNELS_DISABLE",
+        )
         assert {r.op for r in report.active} == {"rms_norm", "rotary_emb"}
 
 
@@ -149,7 +158,9 @@ def test_what_somebody_else_patched_is_refused(llm):
 def test_failing_candidate_leaves_everything_as_it_was(llm, candidate):
     before = modules(llm)
     with pytest.raises(PatchError, match="a bug in the candidate"):
-        fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"], candidates={"rms_norm": candidate(RMS_NORM_BUG)})
+        fastkernels.patch(
+            llm, ops=["rms_norm", "silu_and_mul"], candidates={"rms_norm": candidate(RMS_NORM_BUG)}
+        )
     assert modules(llm) == before
     with pytest.raises(PatchError, match="there is no file"):
         fastkernels.patch(llm, candidates={"rms_norm": "/nowhere.py"})

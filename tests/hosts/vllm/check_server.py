@@ -9,9 +9,6 @@ import sys
 import time
 import urllib.request
 
-import pytest
-from conftest import RMS_NORM_BUG
-
 
 def serve(tmp_path, **environment):
     with socket.socket() as s:
@@ -21,8 +18,9 @@ def serve(tmp_path, **environment):
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", os.environ["TINY_LLAMA"], "--port", str(port),
         "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny",
     ]  # fmt: skip
-    log = open(tmp_path / "log", "w")
-    server = subprocess.Popen(command, env={**os.environ, "FASTKERNELS": "1", **environment}, stdout=log, stderr=log)
+    with open(tmp_path / "log", "w") as log:
+        environment = {**os.environ, "FASTKERNELS": "1", **environment}
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     return server, f"http://127.0.0.1:{port}"
 
 
@@ -61,19 +59,11 @@ def test_server_patched_by_environment(tmp_path):
     assert rows["silu_and_mul"]["calls"] >= 8 * 2
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "reason"),
-    [
-        ("FASTKERNELS_OPS", "rms_nrom", "unknown op 'rms_nrom'. Did you mean 'rms_norm'?"),
-        ("FASTKERNELS_CANDIDATES", "rms_norm", "FASTKERNELS_CANDIDATES: expected OP=VALUE"),
-    ],
-)
-def test_a_bad_variable_ends_the_start_with_the_reason(tmp_path, variable, value, reason):
-    server, _ = serve(tmp_path, **{variable: value})
-    assert server.wait(timeout=60) != 0
-    log = (tmp_path / "log").read_text()
-    assert f"FASTKERNELS=1, but vLLM cannot be patched: {reason}" in log
-    assert "Traceback" not in log.rpartition("FASTKERNELS=1")[2]
+def test_an_unknown_op_ends_the_start_with_the_reason(tmp_path):
+    server, _ = serve(tmp_path, FASTKERNELS_OPS="rms_nrom")
+    assert server.wait(timeout=100) != 0
+    reason = "FASTKERNELS=1, but vLLM cannot be patched: unknown op 'rms_nrom'. Did you mean 'rms_norm'?"
+    assert reason in (tmp_path / "log").read_text()
 
 
 def test_a_candidate_that_does_not_import_ends_the_start_with_the_reason(tmp_path, candidate):
@@ -81,9 +71,3 @@ def test_a_candidate_that_does_not_import_ends_the_start_with_the_reason(tmp_pat
     server, _ = serve(tmp_path, FASTKERNELS_OPS="rms_norm", FASTKERNELS_CANDIDATES=f"rms_norm={path}")
     assert server.wait(timeout=120) != 0
     assert "No module named 'nothing_of_that_name'" in (tmp_path / "log").read_text()
-
-
-def test_a_candidate_that_fails_in_the_first_step_ends_the_start(tmp_path, candidate):
-    server, _ = serve(tmp_path, FASTKERNELS_CANDIDATES=f"rms_norm={candidate(RMS_NORM_BUG)}")
-    assert server.wait(timeout=120) != 0
-    assert "a bug in the candidate" in (tmp_path / "log").read_text()

@@ -17,7 +17,13 @@ RMS_NORM_TWICE = (
 def make_llm(model: str, **options):
     from vllm import LLM
 
-    defaults = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, "seed": 0}
+    defaults = {
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+        "seed": 0,
+    }
     return LLM(model, **{**defaults, **options})
 
 
@@ -27,7 +33,10 @@ def generate(llm, tokens: int = 8):
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1)
     chosen = [llm.generate([p], params, use_tqdm=False)[0].outputs[0] for p in PROMPTS]
-    return [(list(c.token_ids), [step[t].logprob for t, step in zip(c.token_ids, c.logprobs)]) for c in chosen]
+    return [
+        (list(c.token_ids), [step[t].logprob for t, step in zip(c.token_ids, c.logprobs, strict=True)])
+        for c in chosen
+    ]
 
 
 def first_logprobs(result) -> list[float]:

@@ -1,0 +1,44 @@
+"""The fastkernels lane end to end: our own server on a tiny model, measured, resumed and compared with itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from fk_bench.rows import read
+from support_bench import fk_bench, last_json
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import make_tiny_llama
+
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_fastkernels_lane(tiny: Path, tmp_path: Path) -> None:
+    done = fk_bench(
+        "serve-compare", "--model", tiny, "--lanes", "fastkernels", "--rounds", "2", "--concurrency", "1,4",
+        "--num-prompts", "2,8", "--input-len", "33", "--output-len", "9", "--agreement-prompts", "3",
+        "--out", tmp_path / "run", "--ready-timeout", "90", timeout=200,
+    )  # fmt: skip
+    line = last_json(done)
+    assert done.returncode == 0 and line["ok"], done.stderr
+    lane = line["lanes"][0]
+    assert lane["lane"] == "fastkernels" and lane["output_tokens_per_s"] > 0
+    assert lane["self_agreement"] == lane["token_agreement"] == 1.0
+    rows, _ = read(Path(line["rows"]))
+    rounds = [r for r in rows if r.kind == "round"]
+    assert len(rounds) == 4
+    for row in rounds:
+        assert row.metrics["requests_failed"] == 0
+        assert row.metrics["prompt_tokens"] == 33 * row.metrics["requests"]
+        assert row.metrics["output_tokens"] == 9 * row.metrics["requests"]
+        assert row.metrics["tokens_per_chunk_mean"] >= 1
+    agreement = next(r for r in rows if r.kind == "agreement")
+    assert agreement.case["unit"] == "tokens"
+    done = fk_bench("diff", tmp_path / "run", tmp_path / "run", "--fail-under", "0.98")
+    assert done.returncode == 0 and last_json(done)["ok"]
