@@ -183,7 +183,8 @@ class Report:
         }
 
     def __str__(self) -> str:
-        head = f"{self.host.name} {self.version}: {self.patched_modules} modules patched in {len(self.pids)} process(es)"
+        where = f"{self.patched_modules} modules patched in {len(self.pids)} process(es)"
+        head = f"{self.host.name} {self.version}: {where}"
         lines = [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
@@ -252,7 +253,7 @@ def patch(
 ) -> Report:
     """Put our modules into a live engine or module, or (by a host's name) into every engine built from now on.
 
-    target      vllm.LLM, vllm AsyncLLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers model, or 'vllm' / 'sglang'
+    target      vllm.LLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers model, or 'vllm' / 'sglang'
     ops         op names; None: all that are on by default for the host
     candidates  {op: path of a file}: the user's kernel instead of ours; its code runs in the host's processes
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)

@@ -61,7 +61,7 @@ class CompareConfig:
     seed: int = 0
     base: str | None = None
     slo: Mapping[str, float] = field(default_factory=dict)
-    agreement_prompts: int = 8
+    agreement_prompts: int = 6
     agreement_len: int = 32
     min_agreement: float = 0.5
     resident: int | None = None

@@ -145,7 +145,9 @@ class Fleet:
 
     def stop_all(self) -> None:
         """End everything that is still up, without a row: the run was interrupted."""
-        for running in self.running:
-            if running.server is not None:
-                running.server.stop(grace_s=5.0)
+        servers = [running.server for running in self.running if running.server is not None]
+        for server in servers:
+            server.terminate()  # all at once, so that they end side by side
+        for server in servers:
+            server.stop(grace_s=5.0)
         self.running.clear()

@@ -133,12 +133,17 @@ class Server:
                     found[process.pid] = process
         return list(found.values())
 
-    def stop(self, grace_s: float = 15.0) -> None:
-        """SIGTERM to the server, then SIGKILL to it and to every descendant that is left. Never raises."""
+    def terminate(self) -> None:
+        """Ask the server to end; what it started is remembered for stop()."""
         self.remember()
         if self.alive():
             with contextlib.suppress(OSError):
                 self.process.terminate()
+
+    def stop(self, grace_s: float = 15.0) -> None:
+        """SIGTERM to the server, then SIGKILL to it and to every descendant that is left. Never raises."""
+        self.terminate()
+        if self.alive():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace_s)
         left = self._descendants()

@@ -96,10 +96,11 @@ class Compare:
         with Display(self.console, steps) as display:
             for warning in self.record.warnings:
                 display.line(f"warning: {warning}")
+            sizing = self.fleet.sizing
             display.line(
                 f"serve-compare of {config.model}: {len(todo)} of {len(self.lanes)} lanes to measure, at "
-                f"{', '.join(level.label for level in config.levels)}, {config.rounds} rounds, "
-                f"{self.fleet.sizing.dtype}, {self.fleet.sizing.residents} servers up at a time; about {minutes(estimate)}; results in {self.out}"
+                f"{', '.join(level.label for level in config.levels)}, {config.rounds} rounds, {sizing.dtype}, "
+                f"{sizing.residents} servers up at a time; about {minutes(estimate)}; results in {self.out}"
             )
             try:
                 for group in lanes.groups(todo, self.fleet.sizing.residents):

@@ -10,6 +10,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastkernels import candidate as candidates_module
@@ -49,6 +50,14 @@ class Adapter:
 
     host = ""
     version = ""
+
+    def targets(self, spec: OpSpec, model: Any) -> list[Target]:
+        """The op's targets for this host's version (model: None before there is one)."""
+        return spec.targets_for(self.host, self.version)
+
+    def unknown(self, target: Target, host_class: Any) -> str | None:
+        """None if the source of this host class is one that we know, else the line that says why the op is off."""
+        return compat.unknown(self.host, self.version, target.path, host_class)
 
     def repin(self, module: Any, journal: Journal) -> None:
         """After a swap of __class__: renew what the instance cached of its old class."""
@@ -106,7 +115,7 @@ def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patc
     patched = Patched(adapter, model, request, rank)
     try:
         _load_candidates(patched)
-        for spec, target in plan(adapter, request):
+        for spec, target in plan(adapter, request, model):
             patched.rows.append(_apply_target(patched, spec, target))
         _strict(patched)
     except Exception as error:
@@ -118,12 +127,12 @@ def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patc
     return patched
 
 
-def plan(adapter: Adapter, request: Request) -> Iterator[tuple[OpSpec, Target]]:
+def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tuple[OpSpec, Target]]:
     """The (op, target) pairs that the request asks for and this host version has a header for."""
     names = registry.op_names() if request.ops is None else registry.check_names(request.ops)
     for name in names:
         spec = registry.get(name)
-        for target in spec.targets_for(adapter.host, adapter.version):
+        for target in adapter.targets(spec, model):
             if target.seam in LIVE_SEAMS and (target.default or request.ops is not None):
                 yield spec, target
 
@@ -137,7 +146,7 @@ def _load_candidates(patched: Patched) -> None:
         op = registry.get(name).op
         if found.function is not None and op is not None:
             OPS[op.name].set_candidate(found.function, f"candidate {path}")
-            patched.journal.add(lambda op=op: op.set_candidate(None))
+            patched.journal.add(partial(op.set_candidate, None))
 
 
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
@@ -150,7 +159,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if host_class is None:
         row.reason = f"{target.path} is not in {adapter.host} {adapter.version}"
         return row
-    row.reason = compat.unknown(adapter.host, adapter.version, target.path, host_class) or ""
+    row.reason = adapter.unknown(target, host_class) or ""
     if row.reason:
         return row
     ours = _our_class(patched, spec, target)
@@ -184,7 +193,7 @@ def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> lis
     part = {"quant_method": "quant_method", "attention": "impl"}.get(seam)
     modules = list(model.modules())
     return [
-        m for m in modules if type(m) is host_class or part and type(getattr(m, part, None)) is host_class
+        m for m in modules if type(m) is host_class or (part and type(getattr(m, part, None)) is host_class)
     ]
 
 

@@ -270,6 +270,29 @@ class SGLangRMSNorm(SGLangRMSNorm_0_5_16):
         return out if residual is None else (out, residual)
 
 
+class TransformersLlamaRMSNorm(nn.Module):
+    """transformers.models.llama.modeling_llama.LlamaRMSNorm and its like: weight [H]; hidden_states [..., H]."""
+
+    def __init__(self, hidden_size, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.weight.dtype == hidden_states.dtype:
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon, None, None, True)
+        # The host's product is in the wider type of the two, the op's in that of hidden_states.
+        return self.weight * rms_norm(hidden_states, None, self.variance_epsilon, None, None, True)
+
+
+# Their forward is LlamaRMSNorm's to the letter. Not here: Gemma's (weight + 1), Olmo2's (rounds after the product).
+_TRANSFORMERS = (
+    ("llama", "Llama"), ("mistral", "Mistral"), ("mixtral", "Mixtral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"),
+    ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"), ("granite", "Granite"), ("smollm3", "SmolLM3"),
+    ("phi3", "Phi3"), ("deepseek_v3", "DeepseekV3"),
+)  # fmt: skip
+
+
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
     shape = (d["tokens"], d["heads"], d["hidden"]) if "heads" in d else (d["tokens"], d["hidden"])
@@ -316,5 +339,14 @@ SPEC = OpSpec(
         Target("vllm", "vllm.model_executor.layers.layernorm:RMSNorm", "VllmRMSNorm", "leaf"),
         Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21"),
         Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21"),
+        *(
+            Target(
+                "transformers",
+                f"transformers.models.{model}.modeling_{model}:{prefix}RMSNorm",
+                "TransformersLlamaRMSNorm",
+                "leaf",
+            )
+            for model, prefix in _TRANSFORMERS
+        ),
     ),
 )

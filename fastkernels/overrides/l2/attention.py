@@ -265,7 +265,7 @@ SPEC = OpSpec(
     tolerance=prefill.SPEC.tolerance,
     calls=("store_kvcache", "attention_prefill", "attention_decode"),
     targets=(
-        Target("vllm", _VLLM, "VllmAttention", "standalone", note=_NOTE),
+        Target("vllm", _VLLM, "VllmAttention", "attention", default=False, note=_NOTE),
         Target("sglang", _SGLANG, "SGLangRadixAttention_0_5_16", "standalone", "<0.5.17", note=_NOTE),
         Target(
             "sglang", _SGLANG, "SGLangRadixAttention_0_5_17", "standalone", ">=0.5.17,<0.5.23", note=_NOTE

@@ -94,6 +94,12 @@ def test_quant_methods_are_replaced_and_given_back(llm, stock):
     assert [id(getattr(m, "quant_method", None)) for m in worker(llm).get_model().modules()] == methods
 
 
+def test_attention_on_the_cpus_packed_cache_is_off_with_that_reason(llm):
+    with fastkernels.patch(llm, ops=["attention", "rms_norm"]) as report:
+        row = next(r for r in report.rows if r.op == "attention")
+        assert row.state == "off" and "cpu_attn" in row.reason and "packed" in row.reason
+
+
 def test_context_manager_and_candidate(llm, stock, candidate):
     with fastkernels.patch(
         llm, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_TWICE)}

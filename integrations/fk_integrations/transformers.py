@@ -1,0 +1,130 @@
+"""transformers: RMSNorm and gated MLP modules of a live model, by what their forward says, not by their names.
+
+transformers repeats the same few lines under a hundred class names, so a class is known by the fingerprint of its
+forward's body; the classes that SPEC lists are examples, and what the signatures are compared with.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import os
+import sys
+import textwrap
+from functools import lru_cache
+from typing import Any
+
+from fastkernels.patch import PatchError, Request
+from fastkernels.spec import OpSpec, Target
+
+from . import compat
+from .apply import Adapter, Patched, apply
+
+STATE = "_fastkernels_patched"
+# {op: {fingerprint of a forward's body: a class that has it}}
+FORWARDS = {
+    "rms_norm": {},
+    "gated_mlp": {},
+}
+ATTRIBUTES = {
+    "rms_norm": ("weight", "variance_epsilon"),
+    "gated_mlp": ("gate_proj", "up_proj", "down_proj", "act_fn"),
+}
+
+
+def installed_version() -> str | None:
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=None)
+def forward_fingerprint(cls: type) -> str:
+    """The fingerprint of the body of a class's forward, '' if its source cannot be read."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls.__dict__["forward"]))
+    except (KeyError, OSError, TypeError):
+        return ""
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    lines = source.splitlines()[function.body[0].lineno - 1 : function.end_lineno]
+    return compat.fingerprint("\n".join(lines))
+
+
+class TransformersAdapter(Adapter):
+    """Targets are the classes of the model itself whose forward we know."""
+
+    host = "transformers"
+
+    def __init__(self) -> None:
+        self.version = installed_version() or ""
+
+    def targets(self, spec: OpSpec, model: Any) -> list[Target]:
+        known = FORWARDS.get(spec.name)
+        listed = spec.targets_for(self.host, self.version)
+        if known is None or not listed:
+            return []
+        classes = {type(m): m for m in model.modules() if type(m).__module__.startswith("transformers.")}
+        return [
+            Target(self.host, f"{c.__module__}:{c.__qualname__}", listed[0].cls, listed[0].seam, default=listed[0].default)
+            for c, module in classes.items()
+            if forward_fingerprint(c) in known and all(hasattr(module, a) for a in ATTRIBUTES[spec.name])
+        ]
+
+    def unknown(self, target: Target, host_class: Any) -> str | None:
+        return None  # `targets` has compared the source
+
+
+class TransformersHost:
+    """fastkernels.patch.Host for a transformers model, or a torch module that contains parts of one."""
+
+    name = "transformers"
+
+    def version(self) -> str | None:
+        return installed_version()
+
+    def matches(self, target: Any) -> bool:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(target, torch.nn.Module):
+            return False
+        return any(type(m).__module__.startswith("transformers.") for m in target.modules())
+
+    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        """See Host. The model lives in this process."""
+        if isinstance(target, str):
+            raise PatchError("transformers models are patched live: pass the model, not the host's name")
+        patched: Patched | None = vars(target).get(STATE)
+        if request.action == "patch":
+            if patched is not None:
+                raise PatchError("this model is patched already: undo that patch first (report.undo())")
+            patched = apply(TransformersAdapter(), target, request)
+            vars(target)[STATE] = patched
+            _forget_compiled(target)
+        elif request.action == "undo" and patched is not None:
+            del vars(target)[STATE]
+            patched.undo()
+            patched = None
+            _forget_compiled(target)
+        elif request.action == "reset" and patched is not None:
+            patched.reset()
+        elif request.action not in ("undo", "report", "reset"):
+            raise PatchError(f"unknown action {request.action!r}; known: patch, undo, report, reset")
+        rows = patched.report() if patched is not None else []
+        return [{"rank": 0, "pid": os.getpid(), "host": self.name, "version": self.version(), "rows": rows, "error": None}]
+
+    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        return self.call(target, request)
+
+
+def _forget_compiled(model: Any) -> None:
+    """Code that torch.compile made of the model is for the old classes: it is compiled again on the next call."""
+    import torch
+
+    compiled = (type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules())
+    if any(compiled):
+        torch.compiler.reset()
+
+
+HOST = TransformersHost()
