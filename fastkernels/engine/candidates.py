@@ -88,7 +88,9 @@ def _put_in(patched: Patched, candidates: Mapping[str, str]) -> set[str]:
         if found.function is not None and op is not None:
             previous = op.candidate
             op.set_candidate(found.function, f"candidate {path}")
-            patched.steps.append(lambda op=op, p=previous: op.set_candidate(p.fn if p else None, p.name if p else ""))
+            patched.steps.append(
+                lambda op=op, p=previous: op.set_candidate(p.fn if p else None, p.name if p else "")
+            )
             changed.add(name)
         for cls_name, cls in found.classes.items():
             ours = getattr(module, cls_name)
@@ -102,7 +104,9 @@ def _put_in(patched: Patched, candidates: Mapping[str, str]) -> set[str]:
     return changed
 
 
-def rows(model: nn.Module, names: tuple[str, ...] | None = None, changed: set[str] | None = None) -> list[Row]:
+def rows(
+    model: nn.Module, names: tuple[str, ...] | None = None, changed: set[str] | None = None
+) -> list[Row]:
     """One row for each op class in the model, and one for each op that only other modules call."""
     kinds: dict[str, list[type]] = {}
     for module in model.modules():
@@ -112,14 +116,22 @@ def rows(model: nn.Module, names: tuple[str, ...] | None = None, changed: set[st
                 kinds.setdefault(where, []).append(cls)
                 break
     found = [
-        Row(0, op, cls.__name__, kinds[op].count(cls), "active", reason="candidate" if op in (changed or ()) else "")
+        Row(
+            0,
+            op,
+            cls.__name__,
+            kinds[op].count(cls),
+            "active",
+            reason="candidate" if op in (changed or ()) else "",
+        )
         for op in sorted(kinds)
         for cls in dict.fromkeys(kinds[op])
     ]
     called = {c for op in kinds for c in registry.get(op).calls}
     functions = sorted((called | (changed or set())) - set(kinds))
     found += [
-        Row(0, op, f"{op}()", 0, "active", reason="candidate" if op in (changed or ()) else "") for op in functions
+        Row(0, op, f"{op}()", 0, "active", reason="candidate" if op in (changed or ()) else "")
+        for op in functions
     ]
     return [r for r in found if names is None or r.op in names]
 

@@ -7,7 +7,9 @@ from typing import Any
 
 REPLACEMENT = "\ufffd"  # what a tokenizer decodes an unfinished UTF-8 sequence to
 CONTEXT = 6  # prompt tokens that the first decode starts from: spaces depend on what stands before
-MAX_PENDING = 16  # tokens after which an unfinished character is text, however odd: bad bytes never hold it up
+MAX_PENDING = (
+    16  # tokens after which an unfinished character is text, however odd: bad bytes never hold it up
+)
 
 
 class Detokenizer:

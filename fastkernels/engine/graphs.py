@@ -68,9 +68,7 @@ class DecodeGraphs:
         return logits[:batch]
 
     def _fill(self, static: torch.Tensor, data: list[int]) -> None:
-        static[: len(data)].copy_(
-            torch.tensor(data, dtype=static.dtype, pin_memory=True), non_blocking=True
-        )
+        static[: len(data)].copy_(torch.tensor(data, dtype=static.dtype, pin_memory=True), non_blocking=True)
 
     def _forward(self, size: int) -> torch.Tensor:
         metadata = AttentionMetadata(

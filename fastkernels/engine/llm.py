@@ -41,7 +41,9 @@ class LLM:
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling_params: give one, or one for each")
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(each)} sampling_params: give one, or one for each"
+            )
         engine = self.llm_engine
         ids = [str(next(self._ids)) for _ in prompts]
         # All are checked before the first is queued: a bad prompt leaves nothing behind.

@@ -120,9 +120,16 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-def error_body(message: str, status: int, kind: str | None = None, param: str | None = None) -> dict[str, Any]:
+def error_body(
+    message: str, status: int, kind: str | None = None, param: str | None = None
+) -> dict[str, Any]:
     """OpenAI's error shape."""
-    kinds = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+    kinds = {
+        400: "invalid_request_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
     return {
         "error": {
             "message": message,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fastkernels.forward_context import AttentionMetadata, forward_context
 from fastkernels.models import build
@@ -154,7 +153,9 @@ class ModelRunner:
         fake.block_table = list(range(1, blocks))
         logits = self._forward([fake])
         rows = logits.float().expand(self.config.max_num_seqs, -1)
-        peak = torch.cuda.max_memory_allocated() + 4 * rows.numel() * 4  # sampling: logits, sort, softmax, noise
+        peak = (
+            torch.cuda.max_memory_allocated() + 4 * rows.numel() * 4
+        )  # sampling: logits, sort, softmax, noise
         for layer in self.layers:
             layer.kv_cache = None
         del logits, rows
@@ -175,5 +176,3 @@ def pick_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:
     found = getattr(hf_config, "dtype", None) or torch.float32
     found = getattr(torch, found) if isinstance(found, str) else found
     return torch.bfloat16 if found == torch.float32 and device.type == "cuda" else found
-
-

@@ -59,7 +59,9 @@ def filter_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
     probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs  # mass of the more likely tokens; 0 for the first, which always stays
+    before = (
+        probs.cumsum(dim=-1) - probs
+    )  # mass of the more likely tokens; 0 for the first, which always stays
     ordered = ordered.masked_fill((before >= top_p) & (rank > 0), -torch.inf)
     return torch.empty_like(logits).scatter_(-1, index, ordered)
 

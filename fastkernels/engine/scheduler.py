@@ -30,7 +30,9 @@ class Batch:
 class Scheduler:
     """Holds every unfinished request, in `waiting` or `running`, and its blocks."""
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int):
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int
+    ):
         self.blocks = blocks
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_waiting = max_waiting
@@ -44,12 +46,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFull, ValueError for one that can never run."""
         if len(self.waiting) >= self.max_waiting:
-            raise QueueFull(f"{len(self.waiting)} requests are waiting already, no more than {self.max_waiting} may")
+            raise QueueFull(
+                f"{len(self.waiting)} requests are waiting already, no more than {self.max_waiting} may"
+            )
         # The last generated token is never computed, and a resumed request prefills all the others at once.
         longest = len(request.prompt_token_ids) + request.max_tokens - 1
         room = min(self.blocks.num_usable * self.blocks.block_size, self.max_num_batched_tokens)
         if longest > room:
-            raise ValueError(f"prompt and output of {longest + 1} tokens do not fit, the engine has room for {room + 1}")
+            raise ValueError(
+                f"prompt and output of {longest + 1} tokens do not fit, the engine has room for {room + 1}"
+            )
         self.waiting.append(request)
 
     def schedule(self) -> Batch | None:

@@ -45,7 +45,12 @@ def _defaults(dtype: torch.dtype, device: torch.device):  # type: ignore[no-unty
 
 
 def build(
-    folder: Path, config: Any, device: torch.device, dtype: torch.dtype, load_format: str = "auto", seed: int = 0
+    folder: Path,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: str = "auto",
+    seed: int = 0,
 ) -> nn.Module:
     """The model in eval mode. load_format: 'auto' (safetensors) or 'dummy'. Raises UnknownName, CheckpointError."""
     cls = model_class(architecture_of(config, folder))

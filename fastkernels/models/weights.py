@@ -34,9 +34,13 @@ def resolve(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]))
+        return Path(
+            snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"])
+        )
     except Exception as error:
-        raise CheckpointError(f"model {model!r} is no folder, and the hub does not give it: {error}") from error
+        raise CheckpointError(
+            f"model {model!r} is no folder, and the hub does not give it: {error}"
+        ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -91,7 +95,9 @@ def load(model: nn.Module, folder: Path) -> None:
             continue
         _load_one(parameters[name], tensor, shard, file, key)
         todo[name].discard(shard)
-    missing = sorted(_checkpoint_key(name, shard, packed) for name, shards in todo.items() for shard in shards)
+    missing = sorted(
+        _checkpoint_key(name, shard, packed) for name, shards in todo.items() for shard in shards
+    )
     problems = []
     if missing:
         problems.append(f"keys missing from it: {_some(missing)}")
@@ -144,7 +150,9 @@ def _load_one(parameter: nn.Parameter, tensor: torch.Tensor, shard: Shard, file:
         else:
             loader(parameter, tensor, shard)
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise CheckpointError(f"{file}: {key} of shape {tuple(tensor.shape)} does not fit: {error}") from error
+        raise CheckpointError(
+            f"{file}: {key} of shape {tuple(tensor.shape)} does not fit: {error}"
+        ) from error
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -55,7 +55,9 @@ def register() -> None:
     A request that cannot be met raises here (plugin.py ends the process); all else is done by the scheduler itself,
     whose errors end the start.
     """
-    module = sys.modules.get(SCHEDULER)  # imported already wherever a Scheduler can be built: it loads the plugins
+    module = sys.modules.get(
+        SCHEDULER
+    )  # imported already wherever a Scheduler can be built: it loads the plugins
     scheduler = getattr(module, "Scheduler", None)
     if scheduler is not None:
         setattr(scheduler, RPC, fastkernels_rpc)
@@ -147,7 +149,13 @@ class SglangHost:
         adapter = Adapter()
         adapter.host, adapter.version = "sglang", installed_version() or ""
         rows = [
-            Row(0, spec.name, target.path.partition(":")[2], 0, "off" if spec.name in request.disable else "planned")
+            Row(
+                0,
+                spec.name,
+                target.path.partition(":")[2],
+                0,
+                "off" if spec.name in request.disable else "planned",
+            )
             for spec, target in plan(adapter, request)
         ]
         candidates = [f"{k}={os.path.abspath(v)}" for k, v in request.candidates.items()]
@@ -188,7 +196,9 @@ def _send(engine: Any, request: Request) -> list[dict[str, Any]]:
                     " environment before the engine starts, and SGLANG_PLUGINS (here"
                     f" {os.environ.get('SGLANG_PLUGINS')!r}) must be unset or name it"
                 ) from error
-            raise PatchError(f"SGLang's schedulers could not be reached: {type(error).__name__}: {error}") from error
+            raise PatchError(
+                f"SGLang's schedulers could not be reached: {type(error).__name__}: {error}"
+            ) from error
         return _collect(Path(folder))
 
 
@@ -200,7 +210,9 @@ def _collect(folder: Path) -> list[dict[str, Any]]:
             return sorted(replies, key=lambda r: r["rank"])
         if time.monotonic() > deadline:
             got = sorted(r["rank"] for r in replies)
-            raise PatchError(f"only ranks {got} answered within {REPLY_WAIT_S:.0f} s; the others' state is unknown")
+            raise PatchError(
+                f"only ranks {got} answered within {REPLY_WAIT_S:.0f} s; the others' state is unknown"
+            )
         time.sleep(0.01)
 
 

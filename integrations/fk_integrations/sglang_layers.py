@@ -12,7 +12,7 @@ def swap_quant_method(module: Any, ours: type, journal: Journal) -> str | None:
     old = module.quant_method
     if "apply" in vars(old):
         return "the method object's apply was replaced by somebody else"
-    method = object.__new__(live_class(type(old), ours))
+    method: Any = object.__new__(live_class(type(old), ours))
     vars(method).update(vars(old))
     module.quant_method = method
     journal.add(lambda: setattr(module, "quant_method", old))

@@ -39,7 +39,7 @@ class SglangAdapter(Adapter):
         self.model_runner = model_runner
 
     def repin(self, module: Any, journal: Journal) -> None:
-        # Until 0.5.20 the constructor binds a method of the class, from 0.5.21 on the first call does (None until then).
+        # Until 0.5.20 the constructor binds a method of the class, from 0.5.21 on the first call does.
         if "_forward_method" in vars(module):
             old = vars(module)["_forward_method"]
             module._forward_method = module.forward
@@ -181,7 +181,9 @@ def _refuse(scheduler: Any, runner: Any) -> None:
         )
     prefill = captured.get("prefill_cuda_graph_runner")
     if str(getattr(prefill, "prefill_backend_name", "")) == "tc_piecewise":
-        raise PatchError("prefill graphs of 'tc_piecewise' are compiled code that cannot be made again in a live engine")
+        raise PatchError(
+            "prefill graphs of 'tc_piecewise' are compiled code that cannot be made again in a live engine"
+        )
 
 
 def _agree(scheduler: Any, error: str | None, back: Callable[[], None]) -> None:
@@ -211,25 +213,20 @@ def _captured(runner: Any) -> dict[str, Any]:
 
 def _recapture(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
     """Capture all graphs again with the classes that are in place. If a rank fails: `back()`, and the old graphs."""
-    captured = _captured(runner)
-    if not captured:
+    if not _captured(runner):
         return
     import torch
 
+    _capture_or_restore(scheduler, runner, back)
+    gc.collect()  # the old graphs, which nothing holds any more
+    torch.cuda.empty_cache()
+
+
+def _capture_or_restore(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
     snapshot = _Snapshot(runner)
     error: str | None = None
     try:
-        if getattr(runner.server_args, "enable_torch_compile", False):
-            torch.compiler.reset()
-        torch.cuda.synchronize()
-        if "decode_cuda_graph_runner" in captured:
-            runner.init_decode_cuda_graph()
-        if "prefill_cuda_graph_runner" in captured:
-            runner.init_prefill_cuda_graph()
-        torch.cuda.synchronize()
-        lost = sorted(set(captured) - set(_captured(runner)))
-        if lost:
-            raise PatchError(f"SGLang did not capture its graphs again ({', '.join(lost)} is gone)")
+        _capture(runner)
     except Exception as failure:
         log.exception("fastkernels: CUDA graphs could not be captured again")
         error = f"CUDA graphs could not be captured again: {type(failure).__name__}: {failure}"
@@ -239,9 +236,23 @@ def _recapture(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
         snapshot.restore()
 
     _agree(scheduler, error, restore)
-    del snapshot, captured
-    gc.collect()
-    torch.cuda.empty_cache()
+
+
+def _capture(runner: Any) -> None:
+    import torch
+
+    before = set(_captured(runner))
+    if getattr(runner.server_args, "enable_torch_compile", False):
+        torch.compiler.reset()
+    torch.cuda.synchronize()
+    if "decode_cuda_graph_runner" in before:
+        runner.init_decode_cuda_graph()
+    if "prefill_cuda_graph_runner" in before:
+        runner.init_prefill_cuda_graph()
+    torch.cuda.synchronize()
+    lost = sorted(before - set(_captured(runner)))
+    if lost:
+        raise PatchError(f"SGLang did not capture its graphs again ({', '.join(lost)} is gone)")
 
 
 class _Snapshot:

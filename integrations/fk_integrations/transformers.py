@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import textwrap
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from fastkernels.patch import PatchError, Request
@@ -23,9 +23,9 @@ from .apply import Adapter, Patched, apply
 
 STATE = "_fastkernels_patched"
 # {op: {fingerprint of a forward's body: a class that has it}}
-FORWARDS = {
-    "rms_norm": {},
-    "gated_mlp": {},
+FORWARDS: dict[str, dict[str, str]] = {
+    "rms_norm": {"50b8139e32eaccc8": "LlamaRMSNorm"},
+    "gated_mlp": {"5b8abf7af12a4b42": "LlamaMLP", "8380185829972097": "Idefics2MLP"},
 }
 ATTRIBUTES = {
     "rms_norm": ("weight", "variance_epsilon"),
@@ -40,8 +40,8 @@ def installed_version() -> str | None:
         return None
 
 
-@lru_cache(maxsize=None)
-def forward_fingerprint(cls: type) -> str:
+@cache
+def forward_fingerprint(cls: Any) -> str:
     """The fingerprint of the body of a class's forward, '' if its source cannot be read."""
     try:
         source = textwrap.dedent(inspect.getsource(cls.__dict__["forward"]))
@@ -68,7 +68,13 @@ class TransformersAdapter(Adapter):
             return []
         classes = {type(m): m for m in model.modules() if type(m).__module__.startswith("transformers.")}
         return [
-            Target(self.host, f"{c.__module__}:{c.__qualname__}", listed[0].cls, listed[0].seam, default=listed[0].default)
+            Target(
+                self.host,
+                f"{c.__module__}:{c.__qualname__}",
+                listed[0].cls,
+                listed[0].seam,
+                default=listed[0].default,
+            )
             for c, module in classes.items()
             if forward_fingerprint(c) in known and all(hasattr(module, a) for a in ATTRIBUTES[spec.name])
         ]
@@ -112,7 +118,16 @@ class TransformersHost:
         elif request.action not in ("undo", "report", "reset"):
             raise PatchError(f"unknown action {request.action!r}; known: patch, undo, report, reset")
         rows = patched.report() if patched is not None else []
-        return [{"rank": 0, "pid": os.getpid(), "host": self.name, "version": self.version(), "rows": rows, "error": None}]
+        return [
+            {
+                "rank": 0,
+                "pid": os.getpid(),
+                "host": self.name,
+                "version": self.version(),
+                "rows": rows,
+                "error": None,
+            }
+        ]
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
         return self.call(target, request)
@@ -122,7 +137,9 @@ def _forget_compiled(model: Any) -> None:
     """Code that torch.compile made of the model is for the old classes: it is compiled again on the next call."""
     import torch
 
-    compiled = (type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules())
+    compiled = (
+        type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()
+    )
     if any(compiled):
         torch.compiler.reset()
 

@@ -1,0 +1,114 @@
+"""A live sglang.Engine, one for all tests: patch, proof in the scheduler's process, exact undo, refusals."""
+
+import os
+import time
+
+import pytest
+from conftest import PROMPTS, RMS_NORM_TWICE, generate, ids, make_engine
+
+import fastkernels
+from fastkernels.patch import PatchError, Request, find_host
+from fastkernels.registry import UnknownName
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = make_engine()
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def stock(engine):
+    """What the engine says unpatched: asleep, the plugin is there and has patched nothing."""
+    (reply,) = find_host(engine).call(engine, Request("report"))
+    assert reply["rows"] == [] and reply["error"] is None and reply["pid"] != os.getpid()
+    return generate(engine)
+
+
+def test_patch_runs_in_the_scheduler_and_undo_is_exact(engine, stock):
+    report = fastkernels.patch(engine)
+    patched = generate(engine)
+    rows = {(r.op, r.host_class): r for r in report.refresh().rows}
+    steps = 8 * len(PROMPTS)
+    assert list(report.pids) == [0] and report.pids[0] != os.getpid()
+    assert report.verified and report.version == "0.5.23"
+    assert rows["rms_norm", "RMSNorm"].modules == 5 and rows["rms_norm", "RMSNorm"].calls == 5 * steps
+    assert rows["silu_and_mul", "SiluAndMul"].calls == 2 * steps
+    assert rows["rotary_emb", "Llama3RotaryEmbedding"].calls == 2 * steps
+    assert ids(patched) == ids(stock)
+    for (_, ours), (_, theirs) in zip(patched, stock, strict=True):
+        assert ours == pytest.approx(theirs, abs=0.05)
+    report.undo()
+    assert generate(engine) == stock
+    (reply,) = find_host(engine).call(engine, Request("report"))
+    assert reply["rows"] == []
+
+
+def test_a_context_manager_and_a_list_of_ops(engine, stock):
+    with fastkernels.patch(engine, ops=["silu_and_mul"]) as report:
+        generate(engine)
+        assert {r.op for r in report.refresh().active} == {"silu_and_mul"} and report.verified
+    assert generate(engine) == stock
+
+
+def test_linear_layers_through_their_method_objects(engine, stock):
+    with fastkernels.patch(engine, ops=["linear"]) as report:
+        assert ids(generate(engine)) == ids(stock)
+        (row,) = report.refresh().active
+        assert row.modules == 8 and row.calls > 0  # qkv, o, gate_up and down of two layers
+    assert generate(engine) == stock
+
+
+def test_the_prefix_cache_holds_nothing_of_the_other_kernels(engine, stock, candidate):
+    """A norm that is twice too large changes the output at once, and nothing of it stays."""
+    with fastkernels.patch(
+        engine, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_TWICE)}
+    ) as report:
+        assert [p for _, p in generate(engine)] != [p for _, p in stock]
+        assert report.refresh().verified
+    assert generate(engine) == stock
+
+
+def test_refusals_change_nothing(engine, stock, candidate):
+    with (
+        fastkernels.patch(engine, ops=["rms_norm"]),
+        pytest.raises(PatchError, match="undo that patch first"),
+    ):
+        fastkernels.patch(engine)
+    with pytest.raises(UnknownName, match="rms_nrom"):
+        fastkernels.patch(engine, ops=["rms_nrom"])
+    broken = {"rms_norm": candidate("import nothing_of_that_name\n")}
+    with pytest.raises(PatchError, match="nothing_of_that_name"):
+        fastkernels.patch(engine, candidates=broken)
+    assert generate(engine) == stock
+
+
+def test_a_busy_engine_is_not_changed(engine, stock):
+    import threading
+
+    sampling = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
+    running = threading.Thread(target=lambda: list(engine.generate("ab", sampling, stream=True)))
+    from fk_integrations import sglang as host
+
+    wait, host.IDLE_WAIT_S = host.IDLE_WAIT_S, 0.2
+    try:
+        running.start()
+        time.sleep(0.3)
+        with pytest.raises(PatchError, match="unfinished requests"):
+            fastkernels.patch(engine)
+    finally:
+        host.IDLE_WAIT_S = wait
+        running.join(timeout=60)
+    fastkernels.patch(engine).undo()
+    assert generate(engine) == stock
+
+
+def test_a_trace_shows_our_operators(engine, stock):
+    host = find_host(engine)
+    with fastkernels.patch(engine, ops=["rms_norm"]) as report:
+        host.call(engine, Request("trace_start"))
+        generate(engine, tokens=2)
+        (reply,) = host.call(engine, Request("trace_stop"))
+        assert any("rms_norm" in name for name in reply["kernels"])
+        assert report.refresh().active[0].proof == "trace"

@@ -1,0 +1,72 @@
+"""`FASTKERNELS=1 python -m sglang.launch_server`: patched, or the start fails and says why."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+
+def serve(tmp_path, **environment):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", os.environ["TINY_LLAMA"], "--device", "cpu",
+        "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
+        "--max-total-tokens", "4096", "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+    with open(tmp_path / "log", "w") as log:
+        environment = {**os.environ, "FASTKERNELS": "1", **environment}
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    return server, f"http://127.0.0.1:{port}"
+
+
+def wait_until_ready(server, url):
+    for _ in range(300):
+        try:
+            return urllib.request.urlopen(url + "/health", timeout=5)
+        except OSError:
+            assert server.poll() is None, "the server ended"
+            time.sleep(0.5)
+    raise TimeoutError(url)
+
+
+def test_server_patched_by_environment(tmp_path):
+    reports = tmp_path / "reports"
+    server, url = serve(tmp_path, FASTKERNELS_OPS="rms_norm,silu_and_mul", FASTKERNELS_REPORT=str(reports))
+    try:
+        wait_until_ready(server, url)
+        body = {"text": "ab", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
+        post = urllib.request.Request(
+            url + "/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        assert json.load(urllib.request.urlopen(post, timeout=60))["meta_info"]["completion_tokens"] == 8
+        time.sleep(2.5)
+        (file,) = reports.glob("sglang-0-*.json")
+        scheduler = json.loads(file.read_text())
+        os.kill(scheduler["pid"], signal.SIGKILL)  # what is on the disk stays
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=60)
+    rows = {r["op"]: r for r in json.loads(file.read_text())["rows"]}
+    assert scheduler["pid"] != server.pid and scheduler["error"] is None
+    assert rows["rms_norm"]["state"] == "active" and rows["rms_norm"]["calls"] >= 8 * 5
+    assert rows["silu_and_mul"]["calls"] >= 8 * 2
+
+
+def test_an_unknown_op_ends_the_start_with_the_reason(tmp_path):
+    server, _ = serve(tmp_path, FASTKERNELS_OPS="rms_nrom")
+    assert server.wait(timeout=100) != 0
+    reason = "FASTKERNELS=1, but SGLang cannot be patched: unknown op 'rms_nrom'. Did you mean 'rms_norm'?"
+    assert reason in (tmp_path / "log").read_text()
+
+
+def test_a_candidate_that_does_not_import_ends_the_start_with_the_reason(tmp_path, candidate):
+    path = candidate("import nothing_of_that_name\n")
+    server, _ = serve(tmp_path, FASTKERNELS_OPS="rms_norm", FASTKERNELS_CANDIDATES=f"rms_norm={path}")
+    assert server.wait(timeout=120) != 0
+    assert "No module named 'nothing_of_that_name'" in (tmp_path / "log").read_text()

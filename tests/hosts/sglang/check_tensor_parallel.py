@@ -1,0 +1,25 @@
+"""Two ranks: both are patched, or none."""
+
+import pytest
+from conftest import generate, ids, make_engine
+
+import fastkernels
+from fastkernels.patch import PatchError
+
+
+def test_two_ranks(tmp_path, candidate):
+    engine = make_engine(tp_size=2)
+    try:
+        stock = generate(engine)
+        with fastkernels.patch(engine) as report:
+            assert ids(generate(engine)) == ids(stock)
+            assert report.refresh().verified and sorted(report.pids) == [0, 1]
+            assert len(set(report.pids.values())) == 2
+        assert generate(engine) == stock
+        once = tmp_path / "taken"
+        one_fails = f"import os\nos.mkdir({str(once)!r})\ndef rms_norm(*args): pass\n"
+        with pytest.raises(PatchError, match="another rank failed"):
+            fastkernels.patch(engine, candidates={"rms_norm": candidate(one_fails)})
+        assert generate(engine) == stock
+    finally:
+        engine.shutdown()

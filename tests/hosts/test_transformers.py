@@ -1,0 +1,119 @@
+"""Real transformers models, patched in this process: tiny and random, float32 and bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastkernels
+from fastkernels.patch import PatchError
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm  # noqa: E402
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 72, "intermediate_size": 130, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 18, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def tiny(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.3)
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.arange(1, 40).reshape(3, 13)
+    with torch.no_grad():
+        return model(ids).logits
+
+
+# rms_norm: two a layer and the last; Qwen3 has two more a layer, on queries and keys
+@pytest.mark.parametrize(("kind", "norms"), [("Llama", 5), ("Mistral", 5), ("Qwen2", 5), ("Qwen3", 9)])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_patch_and_undo(kind: str, norms: int, dtype: torch.dtype, atol: float) -> None:
+    model = tiny(kind, dtype)
+    before, classes = logits(model), [type(m) for m in model.modules()]
+    report = fastkernels.patch(model)
+    after = logits(model)
+    rows = {r.op: r for r in report.refresh().rows}
+    assert rows["rms_norm"].modules == norms and rows["rms_norm"].calls == norms
+    assert rows["gated_mlp"].modules == 2 and report.version == transformers.__version__
+    assert rows["rms_norm"].proof == "calls"
+    torch.testing.assert_close(after, before, atol=atol, rtol=atol)
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(logits(model), before)
+    assert all("_fastkernels_patched" not in vars(m) for m in model.modules())
+
+
+def test_only_the_ops_asked_for_and_a_context_manager() -> None:
+    model = tiny("Llama")
+    with fastkernels.patch(model, ops=["rms_norm"]) as report:
+        assert {r.op for r in report.active} == {"rms_norm"}
+        assert type(model.model.norm) is not LlamaRMSNorm and isinstance(model.model.norm, LlamaRMSNorm)
+        assert type(model.model.layers[0].mlp) is LlamaMLP
+    assert type(model.model.norm) is LlamaRMSNorm
+
+
+def test_a_weight_of_another_dtype_keeps_the_hosts_result_dtype() -> None:
+    model = tiny("Llama")
+    norm, x = model.model.norm, torch.randn(5, 72).bfloat16()
+    expected = norm(x)
+    with fastkernels.patch(model, ops=["rms_norm"]):
+        found = norm(x)
+    assert found.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1.6e-2, rtol=1.6e-2)
+
+
+def test_other_semantics_are_left_alone() -> None:
+    """Gemma multiplies by weight + 1, and its MLP's activation is not SiLU."""
+    config = transformers.GemmaConfig(**SIZES)
+    model = transformers.GemmaForCausalLM(config).eval()
+    with pytest.raises(PatchError, match="act_fn is"):
+        fastkernels.patch(model)
+    assert type(model.model.norm) is GemmaRMSNorm
+    with pytest.raises(PatchError, match="nothing to patch"):
+        fastkernels.patch(model, ops=["rms_norm"])
+
+
+def test_a_module_that_somebody_replaced_is_left_alone() -> None:
+    model = tiny("Llama")
+    model.model.norm.forward = lambda x: x
+    report = fastkernels.patch(model, ops=["rms_norm"])
+    (row,) = report.rows
+    assert row.modules == 4 and "replaced by somebody else" in row.reason
+    report.undo()
+
+
+def test_a_second_patch_is_refused_until_undo() -> None:
+    model = tiny("Llama")
+    with fastkernels.patch(model), pytest.raises(PatchError, match="undo that patch first"):
+        fastkernels.patch(model)
+    fastkernels.patch(model).undo()
+
+
+def test_a_failing_candidate_leaves_everything_as_it_was(tmp_path) -> None:
+    model = tiny("Llama")
+    before, classes = logits(model), [type(m) for m in model.modules()]
+    path = tmp_path / "candidate.py"
+    path.write_text("import nothing_of_that_name\n")
+    with pytest.raises((PatchError, ValueError), match="nothing_of_that_name"):
+        fastkernels.patch(model, candidates={"rms_norm": str(path)})
+    assert [type(m) for m in model.modules()] == classes and torch.equal(logits(model), before)
+
+
+def test_a_module_around_a_model_and_a_name() -> None:
+    model = tiny("Llama")
+    wrapped = torch.nn.Sequential(model)
+    with fastkernels.patch(wrapped, ops=["rms_norm"]) as report:
+        assert report.patched_modules == 5
+    with pytest.raises(PatchError, match="pass the model"):
+        fastkernels.patch("transformers")
