@@ -66,7 +66,9 @@ class TransformersAdapter(Adapter):
         listed = spec.targets_for(self.host, self.version)
         if known is None or not listed:
             return []
-        classes = {type(m): m for m in model.modules() if type(m).__module__.startswith("transformers.")}
+        classes: dict[Any, Any] = {
+            type(m): m for m in model.modules() if type(m).__module__.startswith("transformers.")
+        }
         return [
             Target(
                 self.host,
