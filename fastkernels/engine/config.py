@@ -15,7 +15,7 @@ class EngineConfig:
     model                   folder of a Hugging Face checkpoint, or a hub id
     tokenizer               folder or hub id of the tokenizer (default: the model's)
     device                  'cuda' or 'cpu' (default: cuda if there is one)
-    dtype                   'auto' (the checkpoint's; float32 becomes bfloat16 on CUDA), or a torch dtype's name
+    dtype                   'auto' (see runner.pick_dtype: the checkpoint's where the device computes in it), or a name
     max_model_len           tokens of one sequence, prompt and output (default: the model's, as far as the cache holds)
     max_num_seqs            sequences that run at once
     max_num_batched_tokens  tokens of one prefill step; a prompt is never longer

@@ -7,9 +7,9 @@ the block manager never gives out, and attend to the one key there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
 
 from fastkernels.forward_context import AttentionMetadata, forward_context
 
@@ -26,7 +26,7 @@ class DecodeGraphs:
     """Captured when it is made: a model in its final state, with its KV cache bound."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int
+        self, model: Any, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int
     ):
         self.model, self.device, self.max_model_len = model, device, max_model_len
         self.sizes = capture_sizes(max_num_seqs)

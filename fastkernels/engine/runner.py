@@ -43,7 +43,7 @@ class ModelRunner:
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("device 'cuda' was asked for, and there is none; use device='cpu'")
         self.dtype = pick_dtype(config.dtype, hf_config, self.device)
-        self.model = build.build(folder, hf_config, self.device, self.dtype, config.load_format, config.seed)
+        self.model: Any = build.build(folder, hf_config, self.device, self.dtype, config.load_format, config.seed)
         self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
         self.limits = self._limits()
         self._bind_cache(self.limits.num_blocks)
@@ -170,9 +170,16 @@ class ModelRunner:
 
 
 def pick_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:
-    """The dtype for EngineConfig.dtype: 'auto' is the checkpoint's, but bfloat16 for float32 on CUDA."""
+    """The dtype for EngineConfig.dtype. 'auto' is the checkpoint's, but bfloat16 for float32 on CUDA, and float32 for
+    bfloat16 on a CPU that does not compute in bfloat16: there PyTorch emulates it, slower and less exactly.
+    """
     if name != "auto":
         return getattr(torch, name)
     found = getattr(hf_config, "dtype", None) or torch.float32
     found = getattr(torch, found) if isinstance(found, str) else found
-    return torch.bfloat16 if found == torch.float32 and device.type == "cuda" else found
+    if found == torch.float32 and device.type == "cuda":
+        return torch.bfloat16
+    if found == torch.bfloat16 and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        log.info("this CPU does not compute in bfloat16: the dtype is float32")
+        return torch.float32
+    return found

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 FOLDERS = {"own": ".venv", "vllm": ".venv-vllm", "sglang": ".venv-sglang"}
+RECIPE = 1  # raise it when `fill` changes
 GPU_HOSTS = {"vllm": ["vllm==0.33.0"], "sglang": ["sglang==0.5.23"]}
 
 
@@ -27,7 +28,10 @@ def has_gpu() -> bool:
 
 def cache_root() -> Path:
     base = os.environ.get("FASTKERNELS_CACHE")
-    return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastkernels") / "venvs"
+    return (
+        Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastkernels")
+        / "venvs"
+    )
 
 
 def inputs(name: str) -> list[Path]:
@@ -38,7 +42,7 @@ def inputs(name: str) -> list[Path]:
 
 
 def key(name: str) -> str:
-    digest = hashlib.sha256(f"{sys.version} {has_gpu()} {GPU_HOSTS} ".encode() + Path(__file__).read_bytes())
+    digest = hashlib.sha256(f"{RECIPE} {sys.version} {has_gpu()} {GPU_HOSTS}".encode())
     for file in inputs(name):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
@@ -85,7 +89,7 @@ def link(cached: Path, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(cached, folder, symlinks=True)
     for script in (folder / "bin").iterdir():
-        text = b"" if script.is_symlink() else script.read_bytes()
+        text = script.read_bytes() if script.is_file() and not script.is_symlink() else b""
         if str(cached).encode() in text:
             mode = script.stat().st_mode
             script.unlink()  # the cached file shares the inode: never write into it
