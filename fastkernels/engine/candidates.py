@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fastkernels import candidate as loader
 from fastkernels import registry
-from fastkernels.dispatch import OPS
+from fastkernels.dispatch import OPS, Op, Provider
 from fastkernels.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 
@@ -86,22 +87,27 @@ def _put_in(patched: Patched, candidates: Mapping[str, str]) -> set[str]:
         found = loader.load(name, path)
         op, module = registry.get(name).op, registry.op_module(name)
         if found.function is not None and op is not None:
-            previous = op.candidate
+            patched.steps.append(partial(_restore, op, op.candidate))
             op.set_candidate(found.function, f"candidate {path}")
-            patched.steps.append(
-                lambda op=op, p=previous: op.set_candidate(p.fn if p else None, p.name if p else "")
-            )
             changed.add(name)
         for cls_name, cls in found.classes.items():
-            ours = getattr(module, cls_name)
+            ours: Any = getattr(module, cls_name)
+            body = {"forward": getattr(cls, "forward"), "__module__": ours.__module__}  # noqa: B009
+            live = type(ours.__name__, (ours,), body)
             for instance in [m for m in patched.runner.model.modules() if type(m) is ours]:
-                live = type(ours.__name__, (ours,), {"forward": cls.forward, "__module__": ours.__module__})
                 instance.__class__ = live
-                patched.steps.append(lambda m=instance, c=ours: setattr(m, "__class__", c))
+                patched.steps.append(partial(setattr, instance, "__class__", ours))
                 changed.add(name)
         if name not in changed:
             raise PatchError(f"candidate {path}: the model has no module of {', '.join(found.classes)}")
     return changed
+
+
+def _restore(op: Op, previous: Provider | None) -> None:
+    if previous is None:
+        op.set_candidate(None)
+    else:
+        op.set_candidate(previous.fn, previous.name)
 
 
 def rows(

@@ -54,7 +54,7 @@ class Scheduler:
         room = min(self.blocks.num_usable * self.blocks.block_size, self.max_num_batched_tokens)
         if longest > room:
             raise ValueError(
-                f"prompt and output of {longest + 1} tokens do not fit, the engine has room for {room + 1}"
+                f"prompt and output of {longest + 1} tokens do not fit: there is room for {room + 1}"
             )
         self.waiting.append(request)
 

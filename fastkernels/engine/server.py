@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -149,7 +150,7 @@ class Server:
         return JSONResponse(answer.whole([final[i] for i in range(len(requests))]))
 
 
-async def _merge(llm: AsyncLLM, requests: list[EngineRequest]) -> AsyncIterator[tuple[int, Any]]:
+async def _merge(llm: AsyncLLM, requests: list[EngineRequest]) -> AsyncGenerator[tuple[int, Any], None]:
     """(index, output) of all the requests as they come. Closing it aborts those that are not done."""
     queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
@@ -254,5 +255,9 @@ def serve(config: EngineConfig, sock: socket.socket, served_model_name: str | No
         server.app, log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=60
     )
     host, port = sock.getsockname()[:2]
+    # After its shutdown uvicorn raises the signal again for whoever had it before: a server that was told to stop has
+    # ended well, so that is nobody.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     log.info("serving %s at http://%s:%d/v1", server.model_name, host, port)
     uvicorn.Server(options).run(sockets=[sock])

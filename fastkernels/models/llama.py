@@ -51,7 +51,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = LlamaModel(config)
-        self.lm_head = VllmParallelLMHead(config.vocab_size, config.hidden_size, prefix="lm_head")
+        self.lm_head: Any = VllmParallelLMHead(config.vocab_size, config.hidden_size, prefix="lm_head")
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = VllmLogitsProcessor(config.vocab_size)
