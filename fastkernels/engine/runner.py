@@ -43,7 +43,9 @@ class ModelRunner:
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("device 'cuda' was asked for, and there is none; use device='cpu'")
         self.dtype = pick_dtype(config.dtype, hf_config, self.device)
-        self.model: Any = build.build(folder, hf_config, self.device, self.dtype, config.load_format, config.seed)
+        self.model: Any = build.build(
+            folder, hf_config, self.device, self.dtype, config.load_format, config.seed
+        )
         self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
         self.limits = self._limits()
         self._bind_cache(self.limits.num_blocks)

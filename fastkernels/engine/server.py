@@ -9,9 +9,9 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -29,6 +29,7 @@ from .responses import Answer, ChatAnswer
 from .scheduler import QueueFull
 
 log = logging.getLogger("fastkernels")
+T = TypeVar("T")
 
 
 class Server:
@@ -129,25 +130,25 @@ class Server:
         self, answer: Answer, requests: list[EngineRequest], body: GenerationRequest, raw: Request
     ) -> Response:
         merged = _merge(self.llm, requests)
-        # The first output is waited for before the status is sent: a full queue is a 429, not a broken stream.
-        first = await _connected(raw, anext(merged))
-        if first is None:
-            await merged.aclose()
-            return Response(status_code=499)
-        if body.stream:
-            return StreamingResponse(_events(answer, first, merged), media_type="text/event-stream")
-        final = {}
-        item: Any = first
         try:
-            while item is not None:
-                if item[1].finished:
-                    final[item[0]] = item[1]
-                item = await _connected(raw, anext(merged, None))
-        finally:
+            # The first output is waited for before the status is sent: a full queue is a 429, not a broken stream.
+            first = await _unless_gone(raw, anext(merged))
+            if first is not None and body.stream:
+                return StreamingResponse(_events(answer, first, merged), media_type="text/event-stream")
+            outputs = None if first is None else await _unless_gone(raw, _collect(first, merged))
+        except BaseException:
             await merged.aclose()
-        if len(final) < len(requests):
-            return Response(status_code=499)
-        return JSONResponse(answer.whole([final[i] for i in range(len(requests))]))
+            raise
+        await merged.aclose()
+        return Response(status_code=499) if outputs is None else JSONResponse(answer.whole(outputs))
+
+
+async def _collect(first: tuple[int, Any], rest: AsyncIterator[tuple[int, Any]]) -> list[Any]:
+    """The last output of every request, by index."""
+    last = {first[0]: first[1]}
+    async for index, output in rest:
+        last[index] = output
+    return [last[i] for i in sorted(last)]
 
 
 async def _merge(llm: AsyncLLM, requests: list[EngineRequest]) -> AsyncGenerator[tuple[int, Any], None]:
@@ -176,20 +177,21 @@ async def _merge(llm: AsyncLLM, requests: list[EngineRequest]) -> AsyncGenerator
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _connected(raw: Request, awaitable: Any) -> Any:
-    """The result, or None when the client goes away first."""
-    task = asyncio.ensure_future(awaitable)
+async def _unless_gone(raw: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`; None, and it is cancelled, when the client goes away first."""
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(raw))
     try:
-        while True:
-            done, _ = await asyncio.wait({task}, timeout=0.5)
-            if done:
-                return task.result()
-            if await raw.is_disconnected():
-                return None
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(raw: Request) -> None:
+    while (await raw.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _events(answer: Answer, first: Any, rest: Any) -> AsyncIterator[str]:

@@ -139,7 +139,8 @@ def test_bad_prompts_are_refused(llm, prompt, message):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_tokens": 0}, {"stop": [""]}, {"top_k": -2}]
+    "wrong",
+    [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_tokens": 0}, {"stop": [""]}, {"top_k": -2}],
 )
 def test_bad_sampling_params_name_the_value(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -158,8 +159,15 @@ def test_dummy_weights_need_no_file(tiny, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_cuda_graphs_give_the_eager_tokens(tiny):
-    settings = {"device": "cuda", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "num_blocks": 200}
+    settings = {
+        "device": "cuda",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "num_blocks": 200,
+    }
     eager, graphs = (LLM(str(tiny), enforce_eager=e, **settings) for e in (True, False))
     for n in (1, 3, 4):
         assert tokens(graphs.generate(PROMPTS[:n], GREEDY)) == tokens(eager.generate(PROMPTS[:n], GREEDY))

@@ -30,7 +30,9 @@ def chi_square(found: torch.Tensor, expected: torch.Tensor, n: int) -> float:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature(temperature):
     expected = torch.softmax(LOGITS / temperature, dim=-1)
-    assert chi_square(draw(20000, temperature=temperature), expected, 20000) < 25  # 6 degrees: p is about 0.0003
+    assert (
+        chi_square(draw(20000, temperature=temperature), expected, 20000) < 25
+    )  # 6 degrees: p is about 0.0003
     assert chi_square(draw(20000, temperature=temperature), torch.softmax(LOGITS / 1.4, dim=-1), 20000) > 25
 
 

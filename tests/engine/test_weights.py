@@ -86,7 +86,7 @@ def test_config_that_is_no_json(copy):
 def test_unknown_architecture(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalML"]}))
-    with pytest.raises(UnknownName, match="LlamaForCausalML.*LlamaForCausalLM"):
+    with pytest.raises(UnknownName, match=r"LlamaForCausalML.*LlamaForCausalLM"):
         LLM(str(copy), device="cpu")
     with pytest.raises(UnknownName):
         model_class("GPT5")

@@ -1,0 +1,134 @@
+"""Our engine as a host: candidates in, calls counted, everything back on undo."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import fastkernels
+from fastkernels import LLM, SamplingParams
+from fastkernels.engine.async_llm import AsyncLLM
+from fastkernels.engine.config import EngineConfig
+from fastkernels.patch import PatchError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+FUNCTION = """
+import torch
+def silu_and_mul(x, *rest):
+    gate, up = x.chunk(2, dim=-1)
+    return {factor} * torch.nn.functional.silu(gate) * up
+"""
+CLASS = """
+import torch
+class VllmRMSNorm(torch.nn.Module):
+    def forward(self, x, residual=None):
+        if residual is not None:
+            residual.add_(x)
+            x = residual
+        out = torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon) {more}
+        return out if residual is None else (out, residual)
+"""
+
+
+def run(llm):
+    return [o.outputs[0].token_ids for o in llm.generate([[5, 6, 7], [90] * 30], GREEDY)]
+
+
+@pytest.fixture()
+def llm(tiny):
+    return LLM(str(tiny), device="cpu", max_model_len=128)
+
+
+def candidate(tmp_path, text, name="kernel.py"):
+    file = tmp_path / name
+    file.write_text(text)
+    return str(file)
+
+
+def test_without_candidates_rows_show_calls(llm):
+    before = run(llm)
+    with fastkernels.patch(llm) as report:
+        assert run(llm) == before
+        rows = {r.op: r for r in report.refresh().rows}
+        assert rows["rms_norm"].modules == 5 and rows["rms_norm"].calls == 8 * 2 * 5 // 2
+        assert rows["attention_decode"].calls == 7 * 2 and rows["attention_prefill"].calls == 2
+        with pytest.raises(PatchError, match="already"):
+            fastkernels.patch(llm)
+    assert llm.llm_engine.patched is None
+
+
+def test_a_function_takes_part_and_goes(llm, tmp_path):
+    before = run(llm)
+    right = candidate(tmp_path, FUNCTION.format(factor=1), "right.py")
+    with fastkernels.patch(llm, candidates={"silu_and_mul": right}) as report:
+        assert run(llm) == before
+        assert report.refresh().patched_calls > 0
+    wrong = candidate(tmp_path, FUNCTION.format(factor=3), "wrong.py")
+    report = fastkernels.patch(llm, candidates={"silu_and_mul": wrong})
+    assert run(llm) != before
+    report.undo()
+    assert run(llm) == before
+
+
+def test_a_class_takes_part_and_goes(llm, tmp_path):
+    before = run(llm)
+    kinds = [type(m) for m in llm.llm_engine.runner.model.modules()]
+    off = candidate(tmp_path, CLASS.format(more="* 1.5 + 0.3"))
+    report = fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": off})
+    assert [r.op for r in report.rows] == ["rms_norm"] and report.rows[0].reason == "candidate"
+    changed = run(llm)
+    report.undo()
+    assert changed != before == run(llm)
+    assert [type(m) for m in llm.llm_engine.runner.model.modules()] == kinds
+
+
+def test_a_bad_candidate_changes_nothing(llm, tmp_path):
+    before = run(llm)
+    good = candidate(tmp_path, FUNCTION.format(factor=3), "good.py")
+    bad = candidate(tmp_path, "import nothing_like_this", "bad.py")
+    with pytest.raises(PatchError, match=r"bad\.py does not import"):
+        fastkernels.patch(llm, candidates={"silu_and_mul": good, "rms_norm": bad})
+    assert run(llm) == before and llm.llm_engine.patched is None
+
+
+def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
+    before = run(llm)
+    wrong = candidate(tmp_path, FUNCTION.format(factor=3))
+    monkeypatch.setenv("FASTKERNELS_CANDIDATES", f"silu_and_mul={wrong}")
+    other = LLM(str(tiny), device="cpu", max_model_len=128)
+    try:
+        assert run(other) != before
+    finally:
+        other.llm_engine.patched.undo()
+
+
+def test_async_streams_patches_and_survives_a_failing_step(tiny):
+    llm = AsyncLLM(EngineConfig(model=str(tiny), device="cpu", max_model_len=128))
+
+    async def one(name, prompt):
+        outputs = [o async for o in llm.generate(prompt, GREEDY, name)]
+        return [t for o in outputs for t in o.new_token_ids]
+
+    async def main():
+        first = await asyncio.gather(*(one(str(i), [5 + i]) for i in range(4)))
+        report = await fastkernels.patch_async(llm)
+        assert await one("p", [5]) == first[0]
+        assert (await report.refresh_async()).patched_calls > 0
+        await report.undo_async()
+        execute = llm.engine.runner.execute
+        llm.engine.runner.execute = None
+        with pytest.raises(RuntimeError, match="engine failed"):
+            await one("f", [5])
+        assert not llm.healthy
+        llm.engine.runner.execute = execute
+        assert await one("g", [5]) == first[0] and llm.healthy
+        leaving = llm.generate([9], GREEDY, "leaves")
+        await anext(leaving)
+        await leaving.aclose()
+        with pytest.raises(ValueError, match="empty"):
+            await one("e", [])
+
+    asyncio.run(main())
+    assert not llm.engine.has_unfinished_requests()
+    llm.shutdown()
