@@ -1,7 +1,7 @@
 # make demo: set up and compare five servers on real weights.   make test: set up and run the tests.
 PYTHON ?= python3
 LANES ?= vllm,vllm+fk,sglang,sglang+fk,fastkernels
-DEMO_ARGS ?= --concurrency 1,8 --rounds 3 --input-len 128 --output-len 32
+DEMO_ARGS ?= --concurrency 1,8 --num-prompts 2,8 --rounds 3 --input-len 128 --output-len 32 --agreement-prompts 4
 BIN := .venv/bin
 # the host environments that the lanes need: a part of "own vllm sglang"
 comma := ,

@@ -47,7 +47,9 @@ def _made(folder: Path) -> Path:
 
 def _sha256(file: Path) -> str:
     with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest() if sys.version_info >= (3, 11) else _slow_sha256(f)
+        return (
+            hashlib.file_digest(f, "sha256").hexdigest() if sys.version_info >= (3, 11) else _slow_sha256(f)
+        )
 
 
 def _slow_sha256(f) -> str:
@@ -96,7 +98,9 @@ def _ask(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     messages = [{"role": "user", "content": QUESTION}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     text = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
