@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .dispatch import Op
     from .spec import OpSpec
 
 
@@ -58,3 +59,11 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
         if name not in op_modules():
             raise UnknownName("op", name, op_modules())
     return names
+
+
+def counted(name: str) -> list[Op]:
+    """The functional ops whose counters prove that the op of this name runs: its own, or those that it calls."""
+    from .dispatch import OPS
+
+    names = [name] if name in OPS else get(name).calls
+    return [OPS[n] for n in names if n in OPS]

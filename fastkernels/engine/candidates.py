@@ -31,10 +31,10 @@ class Patched:
     def report(self) -> list[Row]:
         """The rows, with the counters as they are now."""
         for row in self.rows:
-            op = OPS.get(row.op)
-            if op is not None:
-                row.calls, row.fallbacks = op.calls, dict(op.fallbacks)
-                row.proof = "calls" if op.calls else ""
+            ops = registry.counted(row.op)
+            row.calls = sum(op.calls for op in ops)
+            row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
+            row.proof = "calls" if row.calls else ""
         return self.rows
 
     def reset(self) -> None:

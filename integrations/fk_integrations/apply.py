@@ -21,7 +21,7 @@ from fastkernels.spec import OpSpec, Target
 from . import compat
 
 if TYPE_CHECKING:
-    from fastkernels.dispatch import Op
+    pass
 
 log = logging.getLogger("fastkernels")
 LIVE_SEAMS = ("leaf", "module", "quant_method", "attention")
@@ -86,7 +86,7 @@ class Patched:
 
     def report(self) -> list[dict[str, Any]]:
         for row in self.rows:
-            ops = _counted(row.op) if row.state == "active" else []
+            ops = registry.counted(row.op) if row.state == "active" else []
             if ops:
                 row.calls = sum(op.calls for op in ops)
                 row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
@@ -101,13 +101,6 @@ class Patched:
 
     def undo(self) -> None:
         self.journal.undo()
-
-
-def _counted(name: str) -> list[Op]:
-    """The functional op of that name; of a module that has none, the ops that it calls."""
-    from fastkernels.dispatch import OPS
-
-    return [OPS[n] for n in ([name] if name in OPS else registry.get(name).calls) if n in OPS]
 
 
 def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:

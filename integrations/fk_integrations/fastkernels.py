@@ -11,11 +11,16 @@ from typing import Any
 from fastkernels import __version__
 from fastkernels.patch import PatchError, Request
 
+VARIABLE = "FASTKERNELS_CANDIDATES"
+
 
 class FastKernelsHost:
     """Live: fastkernels.LLM, LLMEngine or AsyncLLM. By name: engines built later read FASTKERNELS_CANDIDATES."""
 
     name = "fastkernels"
+
+    def __init__(self) -> None:
+        self._before: list[str | None] = []
 
     def version(self) -> str | None:
         return __version__
@@ -40,9 +45,14 @@ class FastKernelsHost:
 
     def _by_name(self, request: Request) -> dict[str, Any]:
         if request.action == "patch":
-            os.environ["FASTKERNELS_CANDIDATES"] = ",".join(f"{k}={v}" for k, v in request.candidates.items())
-        elif request.action == "undo":
-            os.environ.pop("FASTKERNELS_CANDIDATES", None)
+            pairs = [f"{op}={os.path.abspath(path)}" for op, path in request.candidates.items()]
+            self._before.append(os.environ.get(VARIABLE))
+            os.environ[VARIABLE] = ",".join(pairs)
+        elif request.action == "undo" and self._before:
+            before = self._before.pop()
+            os.environ.pop(VARIABLE, None)
+            if before is not None:
+                os.environ[VARIABLE] = before
         return _reply([])
 
 
