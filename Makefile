@@ -34,4 +34,4 @@ format:
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .venv-sglang fk-bench-runs .mypy_cache .ruff_cache .pytest_cache
