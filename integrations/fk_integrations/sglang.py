@@ -21,10 +21,9 @@ from typing import Any
 
 from fastkernels import registry
 from fastkernels.env import Environment
-from fastkernels.patch import PatchError, Request, Row
+from fastkernels.patch import PatchError, Request
 
-from . import reports
-from .apply import Adapter, plan
+from .before import BeforeConstruction
 
 RPC = "fastkernels_rpc"
 SCHEDULER = "sglang.srt.managers.scheduler"
@@ -93,7 +92,7 @@ class SglangHost:
     name = "sglang"
 
     def __init__(self) -> None:
-        self._before: dict[str, str | None] | None = None
+        self._before = BeforeConstruction("sglang", "SGLang", "SGLANG_PLUGINS", installed_version)
 
     def version(self) -> str | None:
         return installed_version()
@@ -107,7 +106,7 @@ class SglangHost:
     def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
         """See Host. `target`: sglang.Engine, or the string 'sglang' (engines built from now on)."""
         if isinstance(target, str):
-            return self._before_construction(request)
+            return self._before.call(request)
         refusal = _unreachable(target)
         if refusal is not None:
             raise PatchError(refusal)
@@ -125,52 +124,6 @@ class SglangHost:
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
         """The same from a running event loop; the engine must be idle."""
         return await asyncio.to_thread(self.call, target, request)
-
-    def _before_construction(self, request: Request) -> list[dict[str, Any]]:
-        if request.action == "patch":
-            return [self._arm(request)]
-        if request.action == "undo":
-            for name, value in (self._before or {}).items():
-                _set_variable(name, value)
-            self._before = None
-            return [_planned([])]
-        if request.action == "report":
-            return reports.read(os.environ.get("FASTKERNELS_REPORT", ""), "sglang") or [_planned([])]
-        raise PatchError(f"action {request.action!r} needs a live engine")
-
-    def _arm(self, request: Request) -> dict[str, Any]:
-        if self._before is not None or Environment.read().enabled:
-            raise PatchError("FASTKERNELS is set already: undo that patch first (report.undo())")
-        if installed_version() is None:
-            raise PatchError("SGLang is not installed in this environment")
-        allowed = os.environ.get("SGLANG_PLUGINS")
-        if allowed and "fastkernels" not in [name.strip() for name in allowed.split(",")]:
-            raise PatchError(f"SGLANG_PLUGINS={allowed!r} keeps our plugin out: add 'fastkernels' to it")
-        adapter = Adapter()
-        adapter.host, adapter.version = "sglang", installed_version() or ""
-        rows = [
-            Row(
-                0,
-                spec.name,
-                target.path.partition(":")[2],
-                0,
-                "off" if spec.name in request.disable else "planned",
-            )
-            for spec, target in plan(adapter, request)
-        ]
-        candidates = [f"{k}={os.path.abspath(v)}" for k, v in request.candidates.items()]
-        values = {
-            "FASTKERNELS": "1",
-            "FASTKERNELS_OPS": None if request.ops is None else ",".join(request.ops),
-            "FASTKERNELS_CANDIDATES": ",".join(candidates) or None,
-            "FASTKERNELS_DISABLE": ",".join(request.disable) or None,
-            "FASTKERNELS_STRICT": "1" if request.strict else None,
-            "FASTKERNELS_REPORT": Environment.read().report or tempfile.mkdtemp(prefix="fastkernels-report-"),
-        }
-        self._before = {name: os.environ.get(name) for name in values}
-        for name, value in values.items():
-            _set_variable(name, value)
-        return _planned(rows)
 
 
 def _unreachable(engine: Any) -> str | None:
@@ -223,18 +176,6 @@ def _check_one_step(engine: Any, replies: list[dict[str, Any]]) -> None:
         engine.generate(input_ids=[[1, 2, 3]], sampling_params={"temperature": 0, "max_new_tokens": 2})
     except Exception as error:
         first["error"] += f"; and the restored engine fails a step: {type(error).__name__}: {error}"
-
-
-def _planned(rows: list[Row]) -> dict[str, Any]:
-    shown, version = [vars(row) for row in rows], installed_version()
-    return {"rank": 0, "pid": os.getpid(), "host": "sglang", "version": version, "rows": shown, "error": None}
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 HOST = SglangHost()

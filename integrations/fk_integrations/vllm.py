@@ -11,16 +11,16 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from fastkernels import registry
 from fastkernels.env import Environment
-from fastkernels.patch import PatchError, Request, Row
+from fastkernels.patch import PatchError, Request
 
 from . import reports
-from .apply import Adapter, Journal, Patched, apply, plan
+from .apply import Adapter, Journal, Patched, apply
+from .before import BeforeConstruction
 
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
@@ -222,7 +222,7 @@ class VllmHost:
     name = "vllm"
 
     def __init__(self) -> None:
-        self._before: dict[str, str | None] | None = None
+        self._before = BeforeConstruction("vllm", "vLLM", "VLLM_PLUGINS", installed_version, _register_again)
 
     def version(self) -> str | None:
         return installed_version()
@@ -236,7 +236,7 @@ class VllmHost:
     def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
         """See Host. `target`: vllm.LLM, LLMEngine, or the string 'vllm' (engines built from now on)."""
         if isinstance(target, str):
-            return self._before_construction(request)
+            return self._before.call(request)
         if _is_async(target):
             raise PatchError(
                 "AsyncLLM: use `await fastkernels.patch_async(engine)`, `await report.undo_async()`"
@@ -269,57 +269,6 @@ class VllmHost:
         finally:
             if changes:
                 await target.resume_generation()
-
-    def _before_construction(self, request: Request) -> list[dict[str, Any]]:
-        if request.action == "patch":
-            return [self._arm(request)]
-        if request.action == "undo":
-            for name, value in (self._before or {}).items():
-                _set_variable(name, value)
-            self._before = None
-            _register_again()
-            return [_planned([])]
-        if request.action == "report":
-            return reports.read(os.environ.get("FASTKERNELS_REPORT", ""), "vllm") or [_planned([])]
-        raise PatchError(f"action {request.action!r} needs a live engine")
-
-    def _arm(self, request: Request) -> dict[str, Any]:
-        if self._before is not None or Environment.read().enabled:
-            raise PatchError("FASTKERNELS is set already: undo that patch first (report.undo())")
-        if installed_version() is None:
-            raise PatchError("vLLM is not installed in this environment")
-        plugins = os.environ.get("VLLM_PLUGINS")
-        if plugins is not None and "fastkernels" not in plugins.split(","):
-            raise PatchError(f"VLLM_PLUGINS={plugins!r} keeps our plugin out: add 'fastkernels' to it")
-        rows = []
-        for spec, target in plan(VllmAdapter(), request):
-            state = "off" if spec.name in request.disable else "planned"
-            rows.append(Row(0, spec.name, target.path.partition(":")[2], 0, state))
-        candidates = ",".join(f"{k}={os.path.abspath(v)}" for k, v in request.candidates.items())
-        values = {
-            "FASTKERNELS": "1",
-            "FASTKERNELS_OPS": None if request.ops is None else ",".join(request.ops),
-            "FASTKERNELS_CANDIDATES": candidates or None,
-            "FASTKERNELS_DISABLE": ",".join(request.disable) or None,
-            "FASTKERNELS_STRICT": "1" if request.strict else None,
-            "FASTKERNELS_REPORT": Environment.read().report or tempfile.mkdtemp(prefix="fastkernels-report-"),
-        }
-        self._before = {name: os.environ.get(name) for name in values}
-        for name, value in values.items():
-            _set_variable(name, value)
-        _register_again()
-        return _planned(rows)
-
-
-def _planned(rows: list[Row]) -> dict[str, Any]:
-    return _process(0, [vars(row) for row in rows])
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def _register_again() -> None:
