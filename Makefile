@@ -21,7 +21,7 @@ test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu" || test $$? -eq 5  # 5: there is none yet
 
 lint:
 	@$(PYTHON) tests/support/environments.py own
