@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -130,5 +131,8 @@ def test_async_streams_patches_and_survives_a_failing_step(tiny):
             await one("e", [])
 
     asyncio.run(main())
+    deadline = time.monotonic() + 30  # the engine's own thread ends what was left
+    while llm.engine.has_unfinished_requests() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not llm.engine.has_unfinished_requests()
     llm.shutdown()
