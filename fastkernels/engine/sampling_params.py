@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+
+
+class RequestOutputKind(Enum):
+    CUMULATIVE = 0  # every output has all so far
+    DELTA = 1  # every output has what is new
+    FINAL_ONLY = 2  # one output, at the end
 
 
 @dataclass
@@ -33,6 +40,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    n: int = 1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
