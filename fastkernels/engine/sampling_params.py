@@ -32,7 +32,8 @@ class SamplingParams:
     n                   outputs for the prompt, 1 to 16384; only 1 with temperature 0
     presence_penalty    [-2, 2], subtracted from the logits of tokens that were generated
     frequency_penalty   [-2, 2], subtracted as often as the token was generated
-    repetition_penalty  [1e-6, 1e6]: logits of tokens of the prompt and the output: divided by it if positive, else multiplied
+    repetition_penalty  [1e-6, 1e6]; the logit of a token of the prompt or the output is divided by it if positive,
+                        else multiplied
     temperature  [0, 2]; 0: greedy (the most likely token; top_p, top_k, min_p and seed are not used)
     top_p        (0, 1]: sample from the smallest set of most likely tokens whose probabilities sum to at least top_p
     top_k        sample from the k most likely tokens; 0 or -1: all
@@ -157,7 +158,9 @@ class SamplingParams:
             wanted = getattr(self, name)
             wanted = vocab_size if wanted == -1 else wanted
             if wanted is not None and wanted > limit:
-                raise ValueError(f"{name} must be at most {limit} (max_logprobs of this engine), got {wanted}")
+                raise ValueError(
+                    f"{name} must be at most {limit} (max_logprobs of this engine), got {wanted}"
+                )
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
@@ -175,9 +178,7 @@ class SamplingParams:
     @property
     def needs_penalties(self) -> bool:
         """Whether the logits depend on which tokens came before."""
-        return (
-            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def stop_strings(self) -> Sequence[str]:

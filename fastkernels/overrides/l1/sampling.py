@@ -6,17 +6,13 @@ A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in log
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 import triton
-from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._philox import exponential
 from fastkernels.overrides.l1._sampling_triton import LANES, RACE, pick_kernel, race_kernel, threshold_kernel
-from fastkernels.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.spec import Case, OpSpec, Tolerance
 
 GREEDY = 1e-5  # below this temperature the most likely token is taken, as in vLLM
 _PROGRAMS = 1024  # of the race: several on each of an H200's 132 multiprocessors
@@ -168,9 +164,7 @@ def _triton(
         RACE=RACE, num_warps=4,
     )  # fmt: skip
     if parts > 1:
-        pick_kernel[(rows,)](
-            score, ids, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
-        )
+        pick_kernel[(rows,)](score, ids, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
     return out
 
 
