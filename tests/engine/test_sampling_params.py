@@ -6,7 +6,7 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastkernels import SamplingParams
@@ -155,6 +155,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(NUMBERS), JSON, max_size=4))
 def test_anything_is_either_params_or_a_value_error(fields):
     try:
