@@ -182,7 +182,7 @@ class InputBatch:
         ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts = host
         ids[:n], ids[n:] = step.input_ids, 0
         slots[:b], slots[b:] = step.slots, self.dummy
-        offsets[:b], offsets[b:] = step.offsets, 0
+        offsets[:b], offsets[b:] = np.maximum(step.offsets, 0), 0
         sampled[:b], sampled[b:] = self.sample_slots(step), self.dummy
         seq_lens[:b], seq_lens[b:] = step.seq_lens, 1
         starts[0] = 0

@@ -98,7 +98,7 @@ class ModelRunner:
         """Start a step; does not wait for the device. At most two may be under way: the one before and this one."""
         if step.new_rows:
             self.sampler.set_rows(step.new_rows)
-        plan = self.sampler.plan(self.batch.sample_slots(step), step.offsets)
+        plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0))
         self.batch.update(step.block_updates)
         inputs, hidden = self._hidden(step)
         rows = inputs.num_rows
