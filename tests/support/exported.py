@@ -106,6 +106,19 @@ def attention(ns: Any) -> list[Any]:
         return [layer(*arguments, *([] if ns.host == "vllm" else [None])), *cache]
 
 
+def sampling(ns: Any) -> list[Any]:
+    logits, seeds, ones = randn(4, 100) * 3, torch.arange(4) + 5, torch.ones(4)
+    top_k, top_p = torch.tensor([0, 5, 100, 1]), torch.tensor([1.0, 0.9, 0.5, 1.0])
+    if ns.host == "vllm":
+        generators = {i: torch.Generator().manual_seed(i) for i in range(4)}
+        return [list(ns.TopKTopPSampler("processed_logits")(logits, generators, top_k, top_p))]
+    info = SimpleNamespace(
+        is_all_greedy=False, temperatures=ones[:, None], top_ks=top_k, top_ps=top_p, min_ps=0 * ones,
+        sampling_seed=seeds,
+    )  # fmt: skip
+    return [ns.Sampler()(SimpleNamespace(next_token_logits=logits), info, False, [], [], seeds)]
+
+
 CONFIG = SimpleNamespace(
     hidden_size=64, intermediate_size=63, hidden_act="silu", num_attention_heads=2, num_key_value_heads=1, head_dim=32,
     rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=10000.0, vocab_size=100, mlp_bias=False,
@@ -136,7 +149,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
         rms_norm, silu_and_mul, rotary_emb, linear, embedding, logits_processor, parallel_linear, attention,
-        gated_mlp, llama_decoder_layer,
+        gated_mlp, llama_decoder_layer, sampling,
     )
 }  # fmt: skip
 
