@@ -120,23 +120,34 @@ def gated_mlp(ns: Any) -> list[Any]:
     return [filled(cls(64, 63, "silu"))(randn(5, 64)) for cls in made]
 
 
-def llama_decoder_layer(ns: Any) -> list[Any]:
+def decoder_layer(ns: Any, layer: Any) -> list[Any]:
     metadata, cache = two_sequences(ns, 1, 32)
-    vllm = ns.host == "vllm"
-    layer = filled(ns.LlamaDecoderLayer(None, config=CONFIG) if vllm else ns.LlamaDecoderLayer(CONFIG))
+    layer = filled(layer)
     layer.self_attn.attn.kv_cache = cache
     positions = torch.tensor([0, 1, 2, 0, 1])
-    old = {} if vllm or "residual" not in layer.forward.__code__.co_varnames[:6] else {"residual": None}
+    arguments = [positions, randn(5, 64), *([] if ns.host == "vllm" else [None])]
+    stream = "residual" not in layer.forward.__code__.co_varnames[:6]
     with ns.forward_context(metadata):
-        out = layer(positions, randn(5, 64), None, **old)
+        out = layer(*arguments, **({} if stream else {"residual": None}))
     return [out, *cache]
+
+
+def llama_decoder_layer(ns: Any) -> list[Any]:
+    vllm = ns.host == "vllm"
+    return decoder_layer(
+        ns, ns.LlamaDecoderLayer(None, config=CONFIG) if vllm else ns.LlamaDecoderLayer(CONFIG)
+    )
+
+
+def qwen3_decoder_layer(ns: Any) -> list[Any]:
+    return decoder_layer(ns, ns.Qwen3DecoderLayer(CONFIG))
 
 
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
         rms_norm, silu_and_mul, rotary_emb, linear, embedding, logits_processor, parallel_linear, attention,
-        gated_mlp, llama_decoder_layer,
+        gated_mlp, llama_decoder_layer, qwen3_decoder_layer,
     )
 }  # fmt: skip
 
