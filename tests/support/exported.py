@@ -47,6 +47,20 @@ def silu_and_mul(ns: Any) -> list[Any]:
     return [ns.SiluAndMul()(randn(7, 126))]
 
 
+def gelu_and_mul(ns: Any) -> list[Any]:
+    return [ns.GeluAndMul()(randn(7, 126)), ns.GeluAndMul(approximate="none")(randn(2, 3, 126))]
+
+
+def gemma_rms_norm(ns: Any) -> list[Any]:
+    norm = filled(ns.GemmaRMSNorm(63, eps=1e-5))
+    more = [filled(ns.Gemma3RMSNorm(63))(randn(5, 63))] if ns.host == "sglang" else []
+    return [norm(randn(5, 63)), *norm(randn(5, 63), randn(5, 63) + 1), *more]
+
+
+def layer_norm(ns: Any) -> list[Any]:
+    return [filled(ns.LayerNorm(63))(randn(5, 63) + 1), filled(ns.LayerNorm(63, eps=0.1))(randn(2, 3, 63))]
+
+
 def rotary_emb(ns: Any) -> list[Any]:
     rope = (32, 32, 128, 10000.0, True, torch.float32)
     modules = [ns.RotaryEmbedding(*rope), ns.Llama3RotaryEmbedding(*rope, 8.0, 1.0, 4.0, 64)]
@@ -146,8 +160,8 @@ def qwen3_decoder_layer(ns: Any) -> list[Any]:
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
-        rms_norm, silu_and_mul, rotary_emb, linear, embedding, logits_processor, parallel_linear, attention,
-        gated_mlp, llama_decoder_layer, qwen3_decoder_layer,
+        rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
+        logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer,
     )
 }  # fmt: skip
 
