@@ -47,6 +47,20 @@ def silu_and_mul(ns: Any) -> list[Any]:
     return [ns.SiluAndMul()(randn(7, 126))]
 
 
+def gelu_and_mul(ns: Any) -> list[Any]:
+    return [ns.GeluAndMul()(randn(7, 126)), ns.GeluAndMul(approximate="none")(randn(2, 3, 126))]
+
+
+def gemma_rms_norm(ns: Any) -> list[Any]:
+    norm = filled(ns.GemmaRMSNorm(63, eps=1e-5))
+    more = [filled(ns.Gemma3RMSNorm(63))(randn(5, 63))] if ns.host == "sglang" else []
+    return [norm(randn(5, 63)), *norm(randn(5, 63), randn(5, 63) + 1), *more]
+
+
+def layer_norm(ns: Any) -> list[Any]:
+    return [filled(ns.LayerNorm(63))(randn(5, 63) + 1), filled(ns.LayerNorm(63, eps=0.1))(randn(2, 3, 63))]
+
+
 def rotary_emb(ns: Any) -> list[Any]:
     rope = (32, 32, 128, 10000.0, True, torch.float32)
     modules = [ns.RotaryEmbedding(*rope), ns.Llama3RotaryEmbedding(*rope, 8.0, 1.0, 4.0, 64)]
@@ -133,23 +147,34 @@ def gated_mlp(ns: Any) -> list[Any]:
     return [filled(cls(64, 63, "silu"))(randn(5, 64)) for cls in made]
 
 
-def llama_decoder_layer(ns: Any) -> list[Any]:
+def decoder_layer(ns: Any, layer: Any) -> list[Any]:
     metadata, cache = two_sequences(ns, 1, 32)
-    vllm = ns.host == "vllm"
-    layer = filled(ns.LlamaDecoderLayer(None, config=CONFIG) if vllm else ns.LlamaDecoderLayer(CONFIG))
+    layer = filled(layer)
     layer.self_attn.attn.kv_cache = cache
     positions = torch.tensor([0, 1, 2, 0, 1])
-    old = {} if vllm or "residual" not in layer.forward.__code__.co_varnames[:6] else {"residual": None}
+    arguments = [positions, randn(5, 64), *([] if ns.host == "vllm" else [None])]
+    stream = "residual" not in layer.forward.__code__.co_varnames[:6]
     with ns.forward_context(metadata):
-        out = layer(positions, randn(5, 64), None, **old)
+        out = layer(*arguments, **({} if stream else {"residual": None}))
     return [out, *cache]
+
+
+def llama_decoder_layer(ns: Any) -> list[Any]:
+    vllm = ns.host == "vllm"
+    return decoder_layer(
+        ns, ns.LlamaDecoderLayer(None, config=CONFIG) if vllm else ns.LlamaDecoderLayer(CONFIG)
+    )
+
+
+def qwen3_decoder_layer(ns: Any) -> list[Any]:
+    return decoder_layer(ns, ns.Qwen3DecoderLayer(CONFIG))
 
 
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
-        rms_norm, silu_and_mul, rotary_emb, linear, embedding, logits_processor, parallel_linear, attention,
-        gated_mlp, llama_decoder_layer, sampling,
+        rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
+        logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
     )
 }  # fmt: skip
 
