@@ -9,6 +9,7 @@ from fastkernels.registry import UnknownName
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "fastkernels.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "fastkernels.models.mixtral:MixtralForCausalLM",
 }
 
 
