@@ -128,6 +128,8 @@ class Experts(nn.Module):
 class _MixtralMoE(nn.Module):
     """MixtralMoE of vLLM and SGLang: hidden_states [..., hidden_size] to the same shape, summed over the ranks."""
 
+    hidden_size: int
+    top_k: int
     gate: nn.Module
     experts: Experts
 
