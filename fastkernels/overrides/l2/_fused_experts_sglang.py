@@ -8,12 +8,14 @@ import torch
 
 from fastkernels import registry
 
+_REFUSED = "fused_experts: {} is not supported; use the host's own function"
+
 
 def refuse(**given: Any) -> None:
     """Raise ValueError for the first argument that asks for what we have no kernel for."""
     for name, value in given.items():
         if value is not None and value is not False:
-            raise ValueError(f"fused_experts: {name}={value!r} is not supported; use the host's own function")
+            raise ValueError(_REFUSED.format(f"{name}={value!r}"))
 
 
 # What a MoeRunnerConfig may ask for, and the values that ask for nothing.
@@ -28,7 +30,8 @@ def _sglang(
 ) -> torch.Tensor:
     for name, plain in _RUNNER.items():
         value = getattr(config, name, plain[0])
-        refuse(**{f"moe_runner_config.{name}": None if value in plain else value})
+        if value not in plain:
+            raise ValueError(_REFUSED.format(f"moe_runner_config.{name}={value!r}"))
     topk_weights, topk_ids, _ = topk_output
     factor = getattr(config, "routed_scaling_factor", None)
     out = registry.get("fused_experts").op(
