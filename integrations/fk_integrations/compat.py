@@ -19,18 +19,26 @@ RECORDED = Path(__file__).parent / "signatures"
 
 
 def source_of(module_source: str, name: str) -> str | None:
-    """The lines of a module's top-level class or function, decorators included; None if it has none of that name."""
+    """The lines of a module's top-level class or function, decorators included; None if it has none of that name.
+
+    Of a function with typing overloads, those of what runs.
+    """
     tree = ast.parse(module_source)
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            if node.name == name:
+            if node.name == name and not is_overload(node):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 return "\n".join(module_source.splitlines()[first - 1 : node.end_lineno])
         else:  # module, if, try: what they hold is at the top level too
             todo.extend(reversed(list(ast.iter_child_nodes(node))))
     return None
+
+
+def is_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    """Whether this is one of a function's signatures for type checkers, and not the function."""
+    return any(ast.unparse(d).rpartition(".")[2] == "overload" for d in node.decorator_list)
 
 
 def fingerprint(source: str) -> str:

@@ -170,11 +170,33 @@ def qwen3_decoder_layer(ns: Any) -> list[Any]:
     return decoder_layer(ns, ns.Qwen3DecoderLayer(CONFIG))
 
 
+def topk_softmax(ns: Any) -> list[Any]:
+    return [list(ns.fused_topk(randn(5, 8), randn(5, 12), 3, True))]
+
+
+def moe_align(ns: Any) -> list[Any]:
+    return [list(ns.moe_align_block_size(torch.tensor([[2, 3], [1, 2], [3, 1]]), 4, 5))]
+
+
+def fused_experts(ns: Any) -> list[Any]:
+    routing = randn(5, 2), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
+    arguments = randn(5, 24), randn(3, 14, 24), randn(3, 24, 7)
+    if ns.host == "vllm":
+        return [ns.fused_experts(*arguments, *routing)]
+    return [ns.fused_experts(*arguments, (*routing, None), SimpleNamespace(inplace=False))]
+
+
+def sparse_moe(ns: Any) -> list[Any]:
+    layer = [] if ns.host == "vllm" else [0]
+    return [filled(ns.MixtralMoE(3, 2, 24, 10, *layer, params_dtype=torch.float32))(randn(5, 24))]
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
         rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
+        topk_softmax, moe_align, fused_experts, sparse_moe,
     )
 }  # fmt: skip
 
@@ -208,7 +230,7 @@ def main(folder: Path) -> None:
     for op, classes in saved["classes"].items():
         module = load(folder / f"{op}.py")
         module.classes, module.host = classes, saved["host"]
-        assert all(isinstance(getattr(module, name), type) for name in classes), classes
+        assert all(callable(getattr(module, name)) for name in classes), classes
         namespaces[op] = module
     torch.save(run(namespaces, saved["inputs"]), folder / "outputs.pt")
     banned = [name for name in sys.modules if name.partition(".")[0] in BANNED]
