@@ -17,9 +17,3 @@ def swap_quant_method(module: Any, ours: type, journal: Journal) -> str | None:
     module.quant_method = method
     journal.add(lambda: setattr(module, "quant_method", old))
     return None
-
-
-def swap_attention(runner: Any, module: Any, ours: type, journal: Journal) -> str | None:
-    """Always a reason: the backend of a RadixAttention stays SGLang's."""
-    backend = type(getattr(runner, "attn_backend", None)).__name__
-    return f"{backend} plans each batch for its own kernels; ours do not read its metadata"

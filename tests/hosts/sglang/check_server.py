@@ -37,7 +37,8 @@ def wait_until_ready(server, url):
 
 def test_server_patched_by_environment(tmp_path):
     reports = tmp_path / "reports"
-    server, url = serve(tmp_path, FASTKERNELS_OPS="rms_norm,silu_and_mul", FASTKERNELS_REPORT=str(reports))
+    ops = "rms_norm,silu_and_mul,attention"
+    server, url = serve(tmp_path, FASTKERNELS_OPS=ops, FASTKERNELS_REPORT=str(reports))
     try:
         wait_until_ready(server, url)
         body = {"text": "ab", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
@@ -56,6 +57,7 @@ def test_server_patched_by_environment(tmp_path):
     assert scheduler["pid"] != server.pid and scheduler["error"] is None
     assert rows["rms_norm"]["state"] == "active" and rows["rms_norm"]["calls"] >= 8 * 5
     assert rows["silu_and_mul"]["calls"] >= 8 * 2
+    assert rows["attention"]["modules"] == 2 and rows["attention"]["calls"] >= 8 * 2 * 2
 
 
 def test_an_unknown_op_ends_the_start_with_the_reason(tmp_path):

@@ -33,6 +33,14 @@ def generate(engine, tokens=8):
     return [(o["output_ids"], [step[0] for step in o["meta_info"]["output_token_logprobs"]]) for o in found]
 
 
+def forced(engine, text):
+    """The log probability of each token of the text after the first, and of the next one."""
+    sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    info = engine.generate(text, sampling, return_logprob=True, logprob_start_len=0)["meta_info"]
+    found = info["input_token_logprobs"][1:] + info["output_token_logprobs"]
+    return [entry[0] for entry in found]
+
+
 def ids(result):
     return [tokens for tokens, _ in result]
 
