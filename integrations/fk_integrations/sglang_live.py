@@ -39,17 +39,9 @@ class SglangAdapter(Adapter):
         self.version = installed_version() or ""
         self.model_runner = model_runner
 
-    def repin(self, module: Any, journal: Journal) -> None:
-        # Until 0.5.20 the constructor binds a method of the class, from 0.5.21 on the first call does.
-        if "_forward_method" in vars(module):
-            old = vars(module)["_forward_method"]
-            module._forward_method = module.forward
-            journal.add(lambda: setattr(module, "_forward_method", old))
-
-    def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
-        from . import sglang_layers
-
-        return sglang_layers.swap_quant_method(module, ours, journal)
+    def batch_invariant(self) -> str | None:
+        on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
+        return "--enable-deterministic-inference" if on else None
 
     def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
         from . import sglang_attention

@@ -180,4 +180,5 @@ SPEC = OpSpec(
     bytes_moved=_bytes,
     flops=lambda case: 0,
     tolerance={"float32": _EXACT, "float16": _EXACT, "bfloat16": _EXACT},
+    batch_invariant=True,  # a copy
 )
