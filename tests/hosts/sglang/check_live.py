@@ -4,7 +4,8 @@ import os
 import time
 
 import pytest
-from conftest import PROMPTS, RMS_NORM_TWICE, forced, generate, ids, make_engine
+from conftest import forced, generate, ids, make_engine
+from support.checks import PROMPTS, RMS_NORM_TWICE
 
 import fastkernels
 from fastkernels.patch import PatchError, Request, find_host

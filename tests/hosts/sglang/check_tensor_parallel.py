@@ -1,7 +1,8 @@
 """Two ranks: both are patched, or none."""
 
 import pytest
-from conftest import PROMPTS, generate, ids, make_engine
+from conftest import generate, ids, make_engine
+from support.checks import PROMPTS
 
 import fastkernels
 from fastkernels.patch import PatchError

@@ -1,19 +1,10 @@
-"""What the SGLang checks share. They run inside .venv-sglang, started by tests/hosts/test_sglang.py."""
+"""What the SGLang checks share. They run inside .venv-sglang, started by tests/hosts/test_engines.py."""
 
 import os
 
-import pytest
+from support.checks import PROMPTS, candidate
 
-PROMPTS = ["Hello my name is", "The quick brown fox", "ab"]
-RMS_NORM_BUG = "def rms_norm(x, weight, eps, *args):\n    raise ValueError('a bug in the candidate')\n"
-RMS_NORM_TWICE = (
-    "import torch\n"
-    "def rms_norm(x, weight, eps, residual=None, var_hidden_size=None, cast_x_before_out_mul=True):\n"
-    "    h = x.float() if residual is None else x.float() + residual.float()\n"
-    "    if residual is not None:\n"
-    "        residual.copy_(h)\n"
-    "    return (2 * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight\n"
-)
+__all__ = ["candidate"]  # a fixture
 
 
 def make_engine(**options):
@@ -43,14 +34,3 @@ def forced(engine, text):
 
 def ids(result):
     return [tokens for tokens, _ in result]
-
-
-@pytest.fixture
-def candidate(tmp_path):
-    """candidate(source) -> the path of a file that holds it."""
-
-    def write(source):
-        (tmp_path / "candidate.py").write_text(source)
-        return str(tmp_path / "candidate.py")
-
-    return write
