@@ -6,7 +6,8 @@ torch.distributed (NCCL on CUDA, gloo on the CPU); `bind` takes a host's own gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,17 @@ def reset() -> None:
     """Back to rank 0 of 1. A torch.distributed process group is left as it is."""
     global _group
     _group = _SINGLE
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Modules that are built inside are whole, as for rank 0 of 1."""
+    global _group
+    before, _group = _group, _SINGLE
+    try:
+        yield
+    finally:
+        _group = before
 
 
 def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu") -> None:

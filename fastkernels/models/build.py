@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import re
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from fastkernels import parallel
 
 from . import weights
 from .registry import architectures, model_class
@@ -15,11 +18,12 @@ from .registry import architectures, model_class
 
 def load_config(folder: Path) -> Any:
     """The checkpoint's transformers config. Raises CheckpointError that names the file."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {error}") from error
 
 
@@ -52,14 +56,56 @@ def build(
     load_format: str = "auto",
     seed: int = 0,
 ) -> nn.Module:
-    """The model in eval mode. load_format: 'auto' (safetensors) or 'dummy'. Raises UnknownName, CheckpointError."""
-    cls = model_class(architecture_of(config, folder))
+    """The model (this rank's part of it) in eval mode. load_format: 'auto' (safetensors) or 'dummy'.
+
+    Raises UnknownName, CheckpointError, ValueError for sizes that the ranks cannot share, and MemoryError that says how
+    much the weights need where the device has less.
+    """
     if load_format == "auto":
         weights.weight_files(folder)
+    blank = skeleton(folder, config, dtype)
+    _check_room(blank, device)
+    cls = type(blank)
     with _defaults(dtype, device), torch.inference_mode(False), torch.no_grad():
         model = cls(config)
         if load_format == "dummy":
-            weights.dummy(model, seed)
+            alone = skeleton(folder, config, dtype, alone=True)
+            weights.dummy(model, seed, {name: p.shape for name, p in alone.named_parameters()})
         else:
             weights.load(model, folder)
     return model.eval().requires_grad_(False)
+
+
+def skeleton(folder: Path, config: Any, dtype: torch.dtype, alone: bool = False) -> nn.Module:
+    """The model without memory (device 'meta'): this rank's part, or with `alone` the whole."""
+    cls = model_class(architecture_of(config, folder))
+    with _defaults(dtype, torch.device("meta")), parallel.alone() if alone else nullcontext():
+        return cls(config)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the model's parameters and buffers; a tied one counts once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _check_room(model: nn.Module, device: torch.device) -> None:
+    needed, free = weight_bytes(model), _free_bytes(device)
+    if free is not None and needed > free:
+        size = parallel.get_tp_size()
+        each = f" on each of {size} ranks" if size > 1 else ""
+        raise MemoryError(
+            f"the weights need {needed / 2**30:.1f} GiB{each}, and {device} has {free / 2**30:.1f} GiB free: take a"
+            " smaller model or dtype, a larger tensor_parallel_size, or end what else uses the memory"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
