@@ -74,6 +74,17 @@ class SamplingParams:
             raise ValueError("stop strings need detokenize=True")
         self.stop_token_ids = list(self.stop_token_ids or ())
 
+    def check(self, vocab_size: int, max_logprobs: int) -> None:
+        """Raises ValueError for what a model with this vocabulary, or this engine, cannot serve."""
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value > max_logprobs:
+                raise ValueError(f"{name} {value} is more than this engine's max_logprobs {max_logprobs}")
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
