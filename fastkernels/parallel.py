@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class Group:
 
 _SINGLE = Group(0, 1, lambda t: t, lambda t, dim: t)
 _group: Group = _SINGLE
+_build_as: ContextVar[tuple[int, int] | None] = ContextVar("build_as", default=None)
 
 
 def bind(
@@ -38,10 +40,14 @@ def bind(
 
     Raises ValueError for a rank that is not in 0 .. size - 1.
     """
-    if size < 1 or not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is not in a group of size {size}: it must be 0 to {size - 1}")
+    _check(rank, size)
     global _group
     _group = Group(rank, size, all_reduce, all_gather)
+
+
+def _check(rank: int, size: int) -> None:
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in a group of size {size}: it must be 0 to {size - 1}")
 
 
 def reset() -> None:
@@ -51,28 +57,35 @@ def reset() -> None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Modules that are built inside are whole, as for rank 0 of 1."""
-    global _group
-    before, _group = _group, _SINGLE
+def build_as(rank: int, size: int) -> Iterator[None]:
+    """Modules that this thread builds inside are those of `rank`, whatever the bound group; collectives stay its own.
+
+    Raises ValueError for a rank that is not in 0 .. size - 1.
+    """
+    _check(rank, size)
+    token = _build_as.set((rank, size))
     try:
         yield
     finally:
-        _group = before
+        _build_as.reset(token)
 
 
 def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu") -> None:
     """Join a torch.distributed group of `size` processes (unless this process is in one) and bind it.
 
-    device: 'cuda' takes NCCL, 'cpu' gloo. init_method: as in torch.distributed.init_process_group.
+    device: 'cuda' (or 'cuda:1') takes NCCL, 'cpu' gloo. init_method: as in torch.distributed.init_process_group.
     Raises ValueError where an existing process group has another rank or size.
     """
     if size == 1:
         reset()
         return
     if not dist.is_initialized():
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
+        cuda = device.startswith("cuda")
+        # With an index NCCL connects now, and not in the first collective, which may be inside a capture.
+        now = {"device_id": torch.device(device)} if cuda and ":" in device else {}
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", init_method=init_method, rank=rank, world_size=size, **now
+        )
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         raise ValueError(
@@ -89,20 +102,26 @@ def bind_process_group(process_group: dist.ProcessGroup | None = None) -> None:
         return t
 
     def all_gather(t: torch.Tensor, dim: int) -> torch.Tensor:
-        parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, t.contiguous(), group=process_group)
-        return torch.cat(parts, dim=dim)
+        # Into one tensor: with a list, NCCL's result would be copied out rank by rank. Both run in CUDA graphs.
+        parts = torch.empty((size, *t.shape), dtype=t.dtype, device=t.device)
+        dist.all_gather_into_tensor(parts, t.contiguous(), group=process_group)
+        dim = dim % t.dim()
+        return parts.movedim(0, dim).reshape(*t.shape[:dim], size * t.shape[dim], *t.shape[dim + 1 :])
 
     size = dist.get_world_size(process_group)
     bind(dist.get_rank(process_group), size, all_reduce, all_gather)
 
 
 def get_tp_rank() -> int:
-    return _group.rank
+    """The rank that a module built now belongs to."""
+    found = _build_as.get()
+    return _group.rank if found is None else found[0]
 
 
 def get_tp_size() -> int:
-    return _group.size
+    """The number of ranks that a module built now is sharded over."""
+    found = _build_as.get()
+    return _group.size if found is None else found[1]
 
 
 def all_reduce(t: torch.Tensor) -> torch.Tensor:
@@ -111,7 +130,10 @@ def all_reduce(t: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather(t: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """The ranks' tensors (all of t's shape) concatenated along `dim`, in order of rank."""
+    """The ranks' tensors (all of t's shape) concatenated along `dim`, in order of rank.
+
+    Logits are gathered so: every rank samples the same tokens of them, and none waits for another's choice.
+    """
     return t if _group.size == 1 else _group.all_gather(t, dim)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +58,28 @@ def build(
 ) -> nn.Module:
     """The model (this rank's part of it) in eval mode. load_format: 'auto' (safetensors) or 'dummy'.
 
-    Raises UnknownName, CheckpointError, ValueError for sizes that the ranks cannot share, and MemoryError that says how
-    much the weights need where the device has less.
+    Raises UnknownName, CheckpointError, ValueError for sizes that the ranks cannot share, and for a device with less
+    memory than the weights need.
     """
     if load_format == "auto":
         weights.weight_files(folder)
     blank = skeleton(folder, config, dtype)
     _check_room(blank, device)
-    cls = type(blank)
     with _defaults(dtype, device), torch.inference_mode(False), torch.no_grad():
-        model = cls(config)
+        model = type(blank)(config)
         if load_format == "dummy":
-            alone = skeleton(folder, config, dtype, alone=True)
-            weights.dummy(model, seed, {name: p.shape for name, p in alone.named_parameters()})
+            with parallel.build_as(0, 1):
+                whole = skeleton(folder, config, dtype)
+            weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
             weights.load(model, folder)
     return model.eval().requires_grad_(False)
 
 
-def skeleton(folder: Path, config: Any, dtype: torch.dtype, alone: bool = False) -> nn.Module:
-    """The model without memory (device 'meta'): this rank's part, or with `alone` the whole."""
+def skeleton(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    """This rank's part of the model without memory (device 'meta'): shapes and sizes only."""
     cls = model_class(architecture_of(config, folder))
-    with _defaults(dtype, torch.device("meta")), parallel.alone() if alone else nullcontext():
+    with _defaults(dtype, torch.device("meta")):
         return cls(config)
 
 
@@ -94,7 +94,7 @@ def _check_room(model: nn.Module, device: torch.device) -> None:
     if free is not None and needed > free:
         size = parallel.get_tp_size()
         each = f" on each of {size} ranks" if size > 1 else ""
-        raise MemoryError(
+        raise ValueError(
             f"the weights need {needed / 2**30:.1f} GiB{each}, and {device} has {free / 2**30:.1f} GiB free: take a"
             " smaller model or dtype, a larger tensor_parallel_size, or end what else uses the memory"
         )

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -206,15 +205,6 @@ def test_cache_too_small_for_the_length_says_so(tiny):
         LLM(str(tiny), device="cpu", max_model_len=4096)
 
 
-@contextmanager
-def rank_of(rank, size):
-    parallel.bind(rank, size, lambda t: t, lambda t, dim: t)
-    try:
-        yield
-    finally:
-        parallel.reset()
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_dummy_weights_are_the_same_model_whatever_the_ranks(tiny, tmp_path, size):
     """Loading the whole model's weights as a checkpoint gives each rank what it drew itself."""
@@ -237,7 +227,7 @@ def test_dummy_weights_are_the_same_model_whatever_the_ranks(tiny, tmp_path, siz
             checkpoint[name] = p[:500].contiguous() if "embed" in name or "lm_head" in name else p.detach()
     save_file(checkpoint, tmp_path / "model.safetensors")
     for rank in range(size):
-        with rank_of(rank, size):
+        with parallel.build_as(rank, size):
             drawn, loaded = load(tmp_path, load_format="dummy", seed=3), load(tmp_path)
         assert all(torch.equal(drawn[name], loaded[name]) for name in whole)
         assert drawn["model.layers.0.mlp.down_proj.weight"].shape == (128, 256 // size)
@@ -262,7 +252,7 @@ def test_dummy_weights_are_the_same_model_whatever_the_ranks(tiny, tmp_path, siz
 def test_sizes_that_the_ranks_cannot_share(tiny, tmp_path, size, change, message):
     config = json.loads((tiny / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with rank_of(0, size), pytest.raises(ValueError, match=message):
+    with parallel.build_as(0, size), pytest.raises(ValueError, match=message):
         load(tmp_path, load_format="dummy")
 
 
@@ -287,9 +277,9 @@ def resident(line):
     return int(next(l for l in open("/proc/self/status") if l.startswith(line)).split()[1])
 load(Path(sys.argv[1]))
 for rank, size in ((1, 4), (0, 1)):  # the larger peak last: a process has but one
-    parallel.bind(rank, size, lambda t: t, lambda t, dim: t)
     before = resident("VmRSS")
-    model = load(Path(sys.argv[2]))
+    with parallel.build_as(rank, size):
+        model = load(Path(sys.argv[2]))
     print(resident("VmHWM") - before, build.weight_bytes(model) // 1024)
     del model
 """
