@@ -83,7 +83,7 @@ class LLMEngine:
                 f"the prompt has {len(ids)} tokens, and the maximum context length is {self.max_model_len}"
                 " tokens, output included"
             )
-        params.check(vocab, self.config.max_logprobs)
+        params.verify(vocab, self.config.max_logprobs)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which skip_tokenizer_init left out")
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

@@ -46,7 +46,7 @@ def _last_token(request: Request) -> int:
 
 
 def _new_row(request: Request) -> NewRow:
-    counts = request.params.has_penalties
+    counts = request.params.needs_penalties
     return NewRow(
         request.slot,
         request.params,
