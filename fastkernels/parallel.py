@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,7 @@ def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu")
     if not dist.is_initialized():
         cuda = device.startswith("cuda")
         # With an index NCCL connects now, and not in the first collective, which may be inside a capture.
-        now = {"device_id": torch.device(device)} if cuda and ":" in device else {}
+        now: dict[str, Any] = {"device_id": torch.device(device)} if cuda and ":" in device else {}
         dist.init_process_group(
             "nccl" if cuda else "gloo", init_method=init_method, rank=rank, world_size=size, **now
         )
@@ -96,6 +97,8 @@ def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu")
 
 def bind_process_group(process_group: dist.ProcessGroup | None = None) -> None:
     """Bind a torch.distributed group of this process (None: the default group)."""
+    # The name in torch 2.13, and the one in older versions.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def all_reduce(t: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(t, group=process_group)
@@ -103,10 +106,14 @@ def bind_process_group(process_group: dist.ProcessGroup | None = None) -> None:
 
     def all_gather(t: torch.Tensor, dim: int) -> torch.Tensor:
         # Into one tensor: with a list, NCCL's result would be copied out rank by rank. Both run in CUDA graphs.
-        parts = torch.empty((size, *t.shape), dtype=t.dtype, device=t.device)
-        dist.all_gather_into_tensor(parts, t.contiguous(), group=process_group)
-        dim = dim % t.dim()
-        return parts.movedim(0, dim).reshape(*t.shape[:dim], size * t.shape[dim], *t.shape[dim + 1 :])
+        rows, rest = t.shape[0], t.shape[1:]
+        parts = torch.empty((size * rows, *rest), dtype=t.dtype, device=t.device)
+        gather(parts, t.contiguous(), group=process_group)
+        if dim % t.dim() == 0:
+            return parts
+        shape = list(t.shape)
+        shape[dim] *= size
+        return parts.view(size, rows, *rest).movedim(0, dim % t.dim()).reshape(shape)
 
     size = dist.get_world_size(process_group)
     bind(dist.get_rank(process_group), size, all_reduce, all_gather)
