@@ -19,7 +19,7 @@ SAMPLED = -1  # as an input id: the token that this slot's last step sampled
 
 @dataclass(frozen=True)
 class NewRow:
-    """A request enters a slot: at its admission, and again after a preemption.
+    """A request enters a slot, at its admission or again after a preemption.
 
     seed              of its noise, already resolved
     end_token_ids     tokens that end it, banned before params.min_tokens

@@ -250,4 +250,5 @@ SPEC = OpSpec(
         "bfloat16": _EXACT,
         "float8_e4m3fn": Tolerance(2**-10, 2**-4),
     },
+    batch_invariant=True,  # a copy
 )
