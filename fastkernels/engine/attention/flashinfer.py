@@ -144,7 +144,7 @@ class FlashInferBackend(AttentionBackend):
     def _wait(self) -> None:
         """A plan is written to page-locked memory and copied from there: not before the copy of the last one ended.
         That was issued behind a step that is over, unless more than two are under way."""
-        if self._planned is not None:
+        if self._planned is not None and not self._planned.query():
             self._planned.synchronize()
 
     def _record(self) -> None:
