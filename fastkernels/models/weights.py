@@ -1,13 +1,14 @@
 """Weights from safetensors, streamed shard by shard into the model's parameters.
 
 A checkpoint's q_proj, k_proj, v_proj become one qkv_proj: the model's `packed_modules_mapping` says which
-names are parts of which, and the parameter's own `weight_loader` knows where a part goes.
+names are parts of which, and the parameter's own `weight_loader` knows where a part goes. Experts that are one
+stacked parameter here and a matrix each there are named by the model's `get_expert_mapping()`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,10 +26,12 @@ def load(model: nn.Module, folder: Path) -> None:
     """Fill every parameter of the model from the checkpoint. Raises CheckpointError for missing or leftover keys.
 
     The model may have `packed_modules_mapping` {ours: [theirs, ...]} and `ignored_weights(key) -> bool` for keys
-    that a checkpoint may carry without use (a tied output projection, a rope table).
+    that a checkpoint may carry without use (a tied output projection, a rope table), and `get_expert_mapping()`, vLLM's
+    list of (our name's part, key's part, expert_id, shard_id).
     """
     parameters = dict(model.named_parameters())
     packed = packed_parts(getattr(model, "packed_modules_mapping", {}))
+    packed.update(expert_parts(getattr(model, "get_expert_mapping", list)()))
     ignored = getattr(model, "ignored_weights", lambda key: False)
     todo = {name: _parts_of(name, packed) for name in parameters}
     leftover: list[str] = []
@@ -56,7 +59,8 @@ def load(model: nn.Module, folder: Path) -> None:
     _check_finite(parameters, sources, folder)
 
 
-Shard: TypeAlias = "str | int | None"  # what a packed parameter's weight_loader calls a part; None: the whole
+# What a packed parameter's weight_loader calls a part: (shard_id, expert_id) of stacked experts; None: the whole.
+Shard: TypeAlias = "str | int | tuple[str, int] | None"
 
 
 def packed_parts(mapping: Mapping[str, list[str]]) -> dict[str, tuple[str, Shard]]:
@@ -68,23 +72,30 @@ def packed_parts(mapping: Mapping[str, list[str]]) -> dict[str, tuple[str, Shard
     return parts
 
 
+def expert_parts(mapping: Iterable[tuple[str, str, int, str]]) -> dict[str, tuple[str, Shard]]:
+    """The same for vLLM's expert mapping: {'experts.3.w1.weight': ('experts.w13_weight', ('w1', 3))}."""
+    return {f"{theirs}weight": (f"{ours}weight", (shard, expert)) for ours, theirs, expert, shard in mapping}
+
+
 def _rename(key: str, packed: Mapping[str, tuple[str, Shard]]) -> tuple[str, Shard]:
     pieces = key.split(".")
-    for i, piece in enumerate(pieces):
-        if piece in packed:
-            ours, shard = packed[piece]
-            return ".".join([*pieces[:i], ours, *pieces[i + 1 :]]), shard
+    for i in range(len(pieces)):
+        for n in (1, 4):  # a module, or an expert's parameter: experts.N.w1.weight
+            found = packed.get(".".join(pieces[i : i + n]))
+            if found is not None:
+                return ".".join([*pieces[:i], found[0], *pieces[i + n :]]), found[1]
     return key, None
 
 
 def _parts_of(name: str, packed: Mapping[str, tuple[str, Shard]]) -> set[Shard]:
-    pieces = name.split(".")
-    return {shard for ours, shard in packed.values() if ours in pieces} or {None}
+    return {shard for ours, shard in packed.values() if f".{ours}." in f".{name}."} or {None}
 
 
 def _checkpoint_key(name: str, shard: Shard, packed: Mapping[str, tuple[str, Shard]]) -> str:
-    theirs = {(ours, s): part for part, (ours, s) in packed.items()}
-    return ".".join(theirs.get((piece, shard), piece) for piece in name.split("."))
+    for theirs, (ours, part) in packed.items():
+        if part == shard and f".{ours}." in f".{name}.":
+            return f".{name}.".replace(f".{ours}.", f".{theirs}.")[1:-1]
+    return name
 
 
 def _load_one(parameter: nn.Parameter, tensor: torch.Tensor, shard: Shard, file: Path, key: str) -> None:
@@ -98,6 +109,8 @@ def _load_one(parameter: nn.Parameter, tensor: torch.Tensor, shard: Shard, file:
             parameter.data.copy_(tensor)
         elif shard is None:
             loader(parameter, tensor)
+        elif isinstance(shard, tuple):
+            loader(parameter, tensor, key, *shard)
         else:
             loader(parameter, tensor, shard)
     except torch.OutOfMemoryError:
