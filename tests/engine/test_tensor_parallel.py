@@ -15,6 +15,7 @@ import time
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
+from tiny import make_tiny
 
 import fastkernels
 from fastkernels import LLM, SamplingParams
@@ -160,6 +161,17 @@ def test_an_exception_in_a_workers_step_ends_the_engine(two):
         two.generate([5], GREEDY)
     two.llm_engine.shutdown()
     assert not fastkernels.parallel.get_tp_rank() and fastkernels.parallel.get_tp_size() == 1
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("qwen3", {"num_key_value_heads": 1}), ("mixtral", {})])
+def test_other_architectures_are_transformers(tmp_path, greedy, kind, fields):
+    """Qwen3 with a KV head that both ranks hold."""
+    folder = make_tiny(tmp_path / kind, kind, "float32", **fields)
+    llm = make(folder)
+    try:
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == [greedy(folder, p, 16) for p in PROMPTS]
+    finally:
+        llm.llm_engine.shutdown()
 
 
 @pytest.mark.parametrize("where", ["between steps", "in a collective"])
