@@ -168,21 +168,19 @@ def problems():
             found.append(f"{what}: rows {(got != want).nonzero()[:, 0].tolist()} of {len(got)}: {got} {want}")
         return got
 
-    for i, choice in enumerate(CHOICES):
-        compare(f"strange {i}", STRANGE, **choice)
+    for i in (0, 5):
+        compare(f"strange {i}", STRANGE, **CHOICES[i])
     generator = torch.Generator().manual_seed(0)
-    lanes, sampling.LANES = sampling.LANES, 64  # short rows then take every way through the search
-    for scale, dtype in ((3.0, torch.float32), (0.3, torch.float16)):
-        logits = (scale * torch.randn(5, 700, generator=generator)).to(dtype)
-        compare("k within the lanes", logits, top_k=[1, 5, 60])
-        compare("k over the lanes", logits, top_k=[65, 300, 699], top_p=[0.9, 1.0])
-        compare("k and p", logits, top_k=[20, 50], top_p=[0.8, 0.3], temperature=[0.7], min_p=[0.0, 0.02])
-        compare("p alone", logits, top_p=[0.1, 0.6, 0.97], temperature=[1.0, 0.2])
-    tied = torch.zeros(3, 700)
+    lanes, sampling.LANES = sampling.LANES, 256  # short rows then take every way through the search
+    logits = torch.randn(4, 700, generator=generator) * torch.tensor([[3.0], [0.3], [3.0], [0.3]])
+    compare("k within the lanes and over them", logits, top_k=[5, 60, 257, 699], top_p=[1.0, 0.3, 1.0, 0.9])
+    compare(
+        "p alone", logits, top_p=[0.1, 0.6, 0.97, 0.9], temperature=[1.0, 1.0, 0.2, 2.0], min_p=[0.0, 0.02]
+    )
+    tied = torch.zeros(2, 700, dtype=torch.float16)
     tied[:, 5] = 1.0
-    compare("more ties than the scratch row holds", tied, top_k=[3], top_p=[1.0, 0.5, 0.001])
+    compare("more ties than the scratch row holds", tied, top_k=[3], top_p=[1.0, 0.001])
     sampling.LANES = lanes
-    compare("a long row", 3 * torch.randn(2, 9001, generator=generator), top_k=[50], top_p=[0.9])
     sampling._PROGRAMS = 1
     one = call(sampling._triton, torch.ones(1, 9001))
     sampling._PROGRAMS = 1024
@@ -190,12 +188,12 @@ def problems():
         found.append("the token depends on how many programs share a row")
 
     logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0, -3.0, 0.5])
-    draws = 3000
-    drawn = compare("many draws", logits.expand(draws, -1), top_k=[3], seed=1 << 20)
-    expected = draws * torch.softmax(logits[:3], dim=-1)
+    draws = 150
+    drawn = compare("many draws", logits.expand(draws, -1), temperature=[2.0], seed=1 << 20)
+    expected = draws * torch.softmax(logits / 2, dim=-1)
     counts = torch.bincount(drawn, minlength=7)
-    chi = float(((counts[:3] - expected) ** 2 / expected).sum())
-    if counts[3:].any() or chi > 18:  # 2 degrees of freedom: p is 0.0001
+    chi = float(((counts - expected) ** 2 / expected).sum())
+    if chi > 28:  # 6 degrees of freedom: p is 0.0001
         found.append(f"draws {counts.tolist()}, expected {expected.tolist()}: chi-square {chi:.1f}")
     return found
 
