@@ -79,7 +79,11 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ):
-        self.stop, self.include_stop = tuple(stop), include_stop
+        self.include_stop = include_stop
+        self._stops: dict[str, list[str]] = {}  # by first character
+        for string in stop:
+            self._stops.setdefault(string[0], []).append(string)
+        self._longest = max(map(len, stop), default=0)
         self._pieces = Pieces(tokenizer, prompt_token_ids, skip_special_tokens)
         self._parts: list[str] = []  # the text but for `_held`
         self._taken = 0  # of the parts
@@ -112,7 +116,7 @@ class Detokenizer:
     def _add(self, piece: str, look: bool) -> str | None:
         if not piece:
             return None
-        if not self.stop:
+        if not self._held and self._stops.keys().isdisjoint(piece):
             self._parts.append(piece)
             return None
         # A stop string that ends in the new piece begins in it, or in what is held.
@@ -131,22 +135,21 @@ class Detokenizer:
     def _find(self, window: str, old: int) -> tuple[int, str] | None:
         """Where the stop string that ends first, after `old` characters, begins, and which it is."""
         found: tuple[int, str] | None = None
-        for stop in self.stop:
-            at = window.find(stop, max(0, old - len(stop) + 1))
-            if at >= 0 and (found is None or at + len(stop) < found[0] + len(found[1])):
-                found = (at, stop)
+        for at in range(max(0, old - self._longest + 1), len(window)):
+            for stop in self._stops.get(window[at], ()):
+                end = at + len(stop)
+                sooner = end > old and (found is None or end < found[0] + len(found[1]))
+                if sooner and window.startswith(stop, at):
+                    found = (at, stop)
         return found
 
     def _tail(self, window: str) -> int:
         """Length of the longest tail of the window that begins a stop string and is shorter than it."""
-        longest = 0
-        for stop in self.stop:
-            at = window.find(stop[0], max(0, len(window) - len(stop) + 1))
-            while at >= 0 and len(window) - at > longest:
-                if stop.startswith(window[at:]):
-                    longest = len(window) - at
-                at = window.find(stop[0], at + 1)
-        return longest
+        for at in range(max(0, len(window) - self._longest + 1), len(window)):
+            for stop in self._stops.get(window[at], ()):
+                if len(stop) > len(window) - at and stop.startswith(window[at:]):
+                    return len(window) - at
+        return 0
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:

@@ -63,7 +63,8 @@ def test_whole_characters_arrive_as_they_were_written(tokenizer, text, prompt):
 
 @settings(deadline=None, max_examples=400)
 @given(
-    text=st.text(alphabet="ab😀", max_size=14), stops=st.lists(st.text(alphabet="ab😀", min_size=1, max_size=4), max_size=3),
+    text=st.text(alphabet="ab😀", max_size=14),
+    stops=st.lists(st.text(alphabet="ab😀", min_size=1, max_size=4), max_size=3),
     include=st.booleans(), look_from=st.integers(0, 6),
 )  # fmt: skip
 def test_stop_strings_end_the_text_at_once_and_nothing_of_them_was_sent(
