@@ -34,8 +34,10 @@ class Request:
     block_hashes         of its full blocks whose tokens are known
     num_computed_tokens  tokens whose keys and values are in the cache when the launched steps are done;
                          preemption sets it to 0
-    num_inflight         1 while a launched step samples a token that is not known yet, else 0
+    num_inflight         tokens that launched steps sample and that are not known yet, at most 2
     num_sent_blocks      blocks of the table that the ranks know
+    num_named_blocks     blocks of the table that the prefix cache was told of
+    num_sent_chars       characters of its text that the caller has
     num_cached_tokens    tokens that its first admission found in the prefix cache
     """
 
@@ -52,6 +54,7 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: SampleLogprobs | None = None
+    cumulative_logprob: float = 0.0
     prompt_logprobs: PromptLogprobs | None = None
     slot: int = -1
     block_table: list[int] = field(default_factory=list)
@@ -59,11 +62,14 @@ class Request:
     num_computed_tokens: int = 0
     num_inflight: int = 0
     num_sent_blocks: int = 0
+    num_named_blocks: int = 0
+    num_sent_chars: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
 
@@ -73,8 +79,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence, the one that a launched step samples included."""
+        """Tokens of the sequence, those that launched steps sample included."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_inflight
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether its prompt's log-probabilities are wanted and not all there: its prompt must be computed, then."""
+        return self.params.prompt_logprobs is not None and not self.output_token_ids
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens start .. stop - 1 of the sequence."""
@@ -86,7 +97,7 @@ class Request:
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        self.status = Status.FINISHED
+        """Say why it ends; its status changes when the scheduler lets it go."""
         self.finish_reason, self.stop_reason = reason, stop_reason
 
 

@@ -70,7 +70,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """token_ids, logprobs: [n, K + 1], the token in question first, then the K most likely; ranks: [n], 1 is the top."""
+    """token_ids, logprobs: [n, K + 1], the token in question first, then the K most likely; ranks: [n], from 1."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
