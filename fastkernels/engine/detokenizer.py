@@ -23,6 +23,7 @@ class Pieces:
         self.special = special_ids(tokenizer) if skip_special_tokens else frozenset()
         self.context = list(prompt_token_ids[-CONTEXT:])  # decoded before `pending`, and cut off again
         self.pending: list[int] = []
+        self.stream: DecodeStream | None = None
         self._restart()
 
     def append(self, token_id: int) -> str:
