@@ -43,10 +43,15 @@ def error_response(error: Exception) -> JSONResponse:
     """The answer to a request that ended with this exception."""
     status, headers = _status(error)
     message = str(error.detail) if isinstance(error, StarletteHTTPException) else str(error)
-    param = getattr(error, "param", None)
-    if param is None and isinstance(error, ValueError):
-        param = _leading_name(message)
-    return JSONResponse(error_body(message, status, param), status, headers)
+    return JSONResponse(error_body(message, status, getattr(error, "param", None)), status, headers)
+
+
+def refused(error: ValueError) -> ApiError:
+    """The answer to values that the sampling parameters or the engine refuse: their messages begin with the field."""
+    from .protocol import FIELDS
+
+    word = str(error).replace("the prompt", "prompt", 1).split(" ", 1)[0].rstrip(":,")
+    return ApiError(400, str(error), word if word in FIELDS else None)
 
 
 def _status(error: Exception) -> tuple[int, dict[str, str]]:
@@ -56,20 +61,12 @@ def _status(error: Exception) -> tuple[int, dict[str, str]]:
         return 429, {"Retry-After": str(RETRY_AFTER)}
     if isinstance(error, EngineError) and error.stopped:
         return 503, {"Retry-After": str(RETRY_AFTER)}
-    return (400 if isinstance(error, ValueError) else 500), {}
-
-
-def _leading_name(message: str) -> str | None:
-    """The field that a ValueError of the sampling parameters or the engine begins with, as they do."""
-    from .protocol import FIELDS
-
-    word = message.replace("the prompt", "prompt", 1).split(" ", 1)[0].rstrip(":,")
-    return word if word in FIELDS else None
+    return 500, {}
 
 
 def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
-    for kind in (StarletteHTTPException, ValueError, QueueFull, EngineError, Exception):
+    for kind in (StarletteHTTPException, QueueFull, EngineError, Exception):
         app.add_exception_handler(kind, _failed)
 
 

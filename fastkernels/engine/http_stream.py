@@ -63,8 +63,11 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 self._writing_since = None
             last = self.answer.closing()
-        except EngineError as error:
-            last = event(error_body(str(error), 503 if error.stopped else 500)) + b"data: [DONE]\n\n"
+        except Exception as error:  # the status has been sent: the error is an event
+            if not isinstance(error, EngineError):
+                log.exception("a stream ended with an error of ours")
+            status = 503 if getattr(error, "stopped", False) else 500
+            last = event(error_body(str(error), status)) + b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -207,10 +207,13 @@ class Server:
 
     def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
         own = uuid.uuid4().hex  # the engine's ids are ours: a client may use its own twice
-        return [
-            self.llm.make_request(f"{own}-{i}", p.token_ids, body.sampling_params(), body.priority or 0)
-            for i, p in enumerate(prompts)
-        ]
+        try:
+            return [
+                self.llm.make_request(f"{own}-{i}", p.token_ids, body.sampling_params(), body.priority or 0)
+                for i, p in enumerate(prompts)
+            ]
+        except ValueError as error:
+            raise errors.refused(error) from error
 
     async def _encode(self, body: CompletionRequest, text: str) -> list[int]:
         return await self.prompts.text(text, body.add_special_tokens is not False)
