@@ -66,6 +66,11 @@ class LLMEngine:
         self.stats = StepStats()
         self.patched = candidates.from_environment(self.executor)
 
+    @property
+    def runner(self) -> Any:
+        """The ModelRunner of this process."""
+        return self.executor
+
     def make_request(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
     ) -> RequestGroup:

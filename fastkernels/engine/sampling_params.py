@@ -157,7 +157,9 @@ class SamplingParams:
             wanted = getattr(self, name)
             wanted = vocab_size if wanted == -1 else wanted
             if wanted is not None and wanted > limit:
-                raise ValueError(f"{name} must be at most {limit} (max_logprobs of this engine), got {wanted}")
+                raise ValueError(
+                    f"{name} must be at most {limit} (max_logprobs of this engine), got {wanted}"
+                )
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
@@ -175,9 +177,7 @@ class SamplingParams:
     @property
     def needs_penalties(self) -> bool:
         """Whether the logits depend on which tokens came before."""
-        return (
-            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def stop_strings(self) -> Sequence[str]:

@@ -196,7 +196,13 @@ def test_a_shared_prefix_needs_no_tokens_of_its_own(runner, full, logits_of) -> 
     updates[0, 2] = shared
     rest = PROMPT[BLOCK:]
     step = StepInput(
-        step.slots, np.array([len(rest)], dtype=np.int32), step.seq_lens, step.offsets, np.array(rest), 0, updates
+        step.slots,
+        np.array([len(rest)], dtype=np.int32),
+        step.seq_lens,
+        step.offsets,
+        np.array(rest),
+        0,
+        updates,
     )
     torch.testing.assert_close(logits_of(step)[0], full(PROMPT)[-1], atol=2e-4, rtol=1e-4)
 

@@ -168,9 +168,7 @@ def _triton(
         RACE=RACE, num_warps=4,
     )  # fmt: skip
     if parts > 1:
-        pick_kernel[(rows,)](
-            score, ids, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
-        )
+        pick_kernel[(rows,)](score, ids, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
     return out
 
 
