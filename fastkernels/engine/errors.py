@@ -88,9 +88,13 @@ def describe(error: dict[str, Any]) -> tuple[str, str | None]:
         return str(error["msg"]), error["ctx"]["param"]
     where = ""
     for part in error["loc"][1:]:
+        if part == "[key]":  # of a dict: the key itself is named already
+            continue
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
-    message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
-        return f"{where or 'the body'}: {message}", where or None
-    given = reprlib.repr(error.get("input"))
+        return (f"{where} is required" if where else "the body is empty: it must be a JSON object"), where or None
+    message, given = str(error["msg"]).removeprefix("Value error, "), reprlib.repr(error.get("input"))
+    if error["type"] == "too_long":
+        limit, given = error["ctx"]["max_length"], str(len(error["input"]))
+        message = f"may have {limit} entries"
     return f"{where or 'the body'}: {message}, got {given}", where or None
