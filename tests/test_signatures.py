@@ -176,6 +176,14 @@ def test_fingerprint_ignores_space_only() -> None:
     assert compat.fingerprint(text) != compat.fingerprint(text.replace("1", "2"))
 
 
+def test_an_overload_is_not_the_function(tmp_path: Path) -> None:
+    text = "@overload\ndef f(x: int) -> int: ...\n@typing.overload\ndef f(x: str) -> str: ...\ndef f(x, y=3): ...\n"
+    _module(tmp_path, "host.overloaded", text)
+    entry = record.record("host", "1.0", tmp_path, ["host.overloaded:f"])["classes"]["host.overloaded:f"]
+    assert entry["methods"] == {"__call__": "(x, y=3)"}
+    assert entry["fingerprint"] == compat.fingerprint("def f(x, y=3): ...") and entry["line"] == 5
+
+
 def test_wrong_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(record.RecordError, match="no folder 'vllm'"):
         record.record("vllm", "1.0", tmp_path, [])

@@ -22,6 +22,7 @@ class Inputs:
 
     input_ids, positions, slot_mapping, token_slots  [T] int64: token_slots is the slot of each token's row
     slots, offsets, last_index                       [B] int64: last_index is where each row's last token is
+    sample_slots                                     [B] int64: slots, and the dummy slot where nothing is sampled
     seq_lens [B], cu_seqlens_q [B + 1]               int32
     num_rows, num_decodes                            host: rows that are not padding, and those of one query
     max_seqlen_q, max_seqlen_k, max_decode_seqlen_k  host: no tensor needs to be read
@@ -35,6 +36,7 @@ class Inputs:
     slots: torch.Tensor
     offsets: torch.Tensor
     last_index: torch.Tensor
+    sample_slots: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     num_rows: int
@@ -53,7 +55,7 @@ class Inputs:
 def packed_words(tokens: int, rows: int) -> int:
     """int64 words of a packed buffer."""
     even, four = -(-tokens // 2) * 2, -(-rows // 4) * 4
-    return 4 * even + 3 * four + four + 2  # the last part is of int32: seq_lens, cu_seqlens_q
+    return 4 * even + 5 * four + 2  # the last part is of int32: seq_lens, cu_seqlens_q
 
 
 def unpack(buffer: Any, tokens: int, rows: int, int32: Any) -> tuple[Any, ...]:
@@ -64,8 +66,8 @@ def unpack(buffer: Any, tokens: int, rows: int, int32: Any) -> tuple[Any, ...]:
     even, four = -(-tokens // 2) * 2, -(-rows // 4) * 4
     by_token = [buffer[i * even : i * even + tokens] for i in range(4)]
     at = 4 * even
-    by_row = [buffer[at + i * four : at + i * four + rows] for i in range(3)]
-    small = buffer[at + 3 * four : at + 4 * four + 2].view(int32)
+    by_row = [buffer[at + i * four : at + i * four + rows] for i in range(4)]
+    small = buffer[at + 4 * four : at + 5 * four + 2].view(int32)
     return (*by_token, *by_row, small[:rows], small[four : four + rows + 1])
 
 
@@ -135,6 +137,10 @@ class InputBatch:
         packed = self._updates.copy(n + (n + 1) // 2, fill)
         self.block_table.view(-1).scatter_(0, packed[:n], packed[n:].view(torch.int32)[:n])
 
+    def sample_slots(self, step: StepInput) -> np.ndarray:
+        """[B] int64: the slots whose parameters the sampler uses; the dummy slot's where a prompt is not done."""
+        return np.where(step.offsets < 0, self.dummy, step.slots)
+
     def rows_table(self, inputs: Inputs) -> torch.Tensor:
         """The rows' block tables [B, max_blocks] int32, as wide as the longest row needs (a multiple of 16)."""
         blocks = (inputs.max_seqlen_k + self._mask) >> self._shift
@@ -160,7 +166,7 @@ class InputBatch:
         packed = self._staging.copy(packed_words(tokens, rows), fill, out)
         query_lens = np.zeros(rows, dtype=np.int32)
         query_lens[:n_rows] = step.query_lens
-        seq_lens, decodes = host[7].copy(), step.num_decodes
+        seq_lens, decodes = host[8].copy(), step.num_decodes
         return Inputs(
             *unpack(packed, tokens, rows, torch.int32),
             num_rows=n_rows,
@@ -173,10 +179,11 @@ class InputBatch:
         )
 
     def _fill(self, step: StepInput, n: int, b: int, host: list[np.ndarray]) -> None:
-        ids, positions, mapping, token_slots, slots, offsets, last, seq_lens, starts = host
+        ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts = host
         ids[:n], ids[n:] = step.input_ids, 0
         slots[:b], slots[b:] = step.slots, self.dummy
-        offsets[:b], offsets[b:] = step.offsets, 0
+        offsets[:b], offsets[b:] = np.maximum(step.offsets, 0), 0
+        sampled[:b], sampled[b:] = self.sample_slots(step), self.dummy
         seq_lens[:b], seq_lens[b:] = step.seq_lens, 1
         starts[0] = 0
         np.cumsum(step.query_lens, out=starts[1 : b + 1])

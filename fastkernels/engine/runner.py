@@ -21,7 +21,8 @@ from .graphs import Graphs
 from .input_batch import InputBatch, Inputs
 from .kv_cache import Limits
 from .profile import activation_bytes
-from .sampler import LogprobsTensors, Sampler
+from .sampler import Sampler
+from .sampler_state import LogprobsTensors
 from .step import PromptTargets, StepInput, StepOutput, TokenLogprobs
 
 log = logging.getLogger("fastkernels")
@@ -97,15 +98,14 @@ class ModelRunner:
         """Start a step; does not wait for the device. At most two may be under way: the one before and this one."""
         if step.new_rows:
             self.sampler.set_rows(step.new_rows)
-        plan = self.sampler.plan(step.slots, step.offsets)
+        plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0))
         self.batch.update(step.block_updates)
         inputs, hidden = self._hidden(step)
         rows = inputs.num_rows
         last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
         logits = self.model.compute_logits(last)
-        slots = inputs.slots[:rows]
-        tokens, logprobs = self.sampler(logits, slots, inputs.offsets[:rows], plan)
-        self.batch.last_tokens.scatter_(0, slots, tokens)
+        tokens, logprobs = self.sampler(logits, inputs.sample_slots[:rows], inputs.offsets[:rows], plan)
+        self.batch.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
         return Step(tokens, logprobs, prompt)
 

@@ -32,7 +32,8 @@ class SamplingParams:
     n                   outputs for the prompt, 1 to 16384; only 1 with temperature 0
     presence_penalty    [-2, 2], subtracted from the logits of tokens that were generated
     frequency_penalty   [-2, 2], subtracted as often as the token was generated
-    repetition_penalty  [1e-6, 1e6]: logits of tokens of the prompt and the output: divided by it if positive, else multiplied
+    repetition_penalty  [1e-6, 1e6]; the logit of a token of the prompt or the output is divided by it if positive,
+                        else multiplied
     temperature  [0, 2]; 0: greedy (the most likely token; top_p, top_k, min_p and seed are not used)
     top_p        (0, 1]: sample from the smallest set of most likely tokens whose probabilities sum to at least top_p
     top_k        sample from the k most likely tokens; 0 or -1: all

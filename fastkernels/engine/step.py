@@ -19,7 +19,7 @@ SAMPLED = -1  # as an input id: the token that this slot's last step sampled
 
 @dataclass(frozen=True)
 class NewRow:
-    """A request enters a slot: at its admission, and again after a preemption.
+    """A request enters a slot, at its admission or again after a preemption.
 
     seed              of its noise, already resolved
     end_token_ids     tokens that end it, banned before params.min_tokens
@@ -50,7 +50,8 @@ class StepInput:
     slots          [B] int64
     query_lens     [B] int32: tokens that this step computes
     seq_lens       [B] int32: keys of each row, this step's included
-    offsets        [B] int64: tokens generated before this step (counts the noise, and min_tokens)
+    offsets        [B] int64: tokens generated before this step (counts the noise, and min_tokens); -1: this row's prompt
+                   is not done, and nothing is sampled that penalties would count
     input_ids      [T] int64: token ids, or SAMPLED
     num_decodes    rows of one query
     block_updates  [U, 3] int32: (slot, column, block) to be written into the block tables

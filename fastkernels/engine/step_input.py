@@ -15,7 +15,8 @@ def make_step(batch: Batch) -> StepInput:
     offsets: list[int] = []
     updates: list[tuple[int, int, int]] = []
     for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
-        offsets.append(len(request.output_token_ids) + request.num_inflight - batch.sampled[row])
+        generated = len(request.output_token_ids) + request.num_inflight
+        offsets.append(generated - 1 if batch.sampled[row] else -1)
         if row < batch.num_decodes:
             ids.append(_last_token(request))
         else:

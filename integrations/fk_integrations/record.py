@@ -98,7 +98,8 @@ def _read_top_level(tree: ast.Module, into: Module, package: bool) -> None:
     while todo:
         node = todo.pop()
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            into.defined.setdefault(node.name, node)
+            if not compat.is_overload(node):
+                into.defined.setdefault(node.name, node)
         elif isinstance(node, ast.ImportFrom):
             parent = into.name.split(".") if package else into.name.split(".")[:-1]
             start = parent[: len(parent) - node.level + 1] if node.level else []

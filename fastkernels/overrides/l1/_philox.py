@@ -11,22 +11,25 @@ import triton
 import triton.language as tl
 
 _MASK = 0xFFFFFFFF
-_CPU_BLOCKS = 1 << 15  # blocks at a time: their int64 vectors stay in a core's L2 cache
+_CPU_BLOCKS = 1 << 16  # blocks at a time: 3 MiB of int64 vectors, and few calls
 
 
-def philox(
-    key: tuple[torch.Tensor, torch.Tensor], counter: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Philox 4x32-10. Words are int64 tensors in [0, 2^32), of shapes that broadcast. Returns four words."""
-    (k0, k1), (c0, c1, c2, c3) = key, counter
-    for _ in range(10):
-        # int64 keeps a product's low 64 bits though it overflows; between rounds c1 and c3 are not yet cut to 32.
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_MASK)
-        c2 = ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_MASK)
-        c1, c3 = b, a
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0, c1 & _MASK, c2, c3 & _MASK
+def philox(c: list[torch.Tensor], k0: torch.Tensor, k1: torch.Tensor) -> None:
+    """Philox 4x32-10 in place. c: four int64 counter words of one shape, in [0, 2^32); they become the random words.
+
+    k0, k1: the key's words, of a shape that broadcasts. int64 keeps a product's low 64 bits though it overflows.
+    """
+    c0, c1, c2, c3 = c
+    a, b = torch.empty_like(c0), torch.empty_like(c0)
+    for i in range(10):
+        torch.mul(c0, 0xD2511F53, out=a)
+        torch.mul(c2, 0xCD9E8D57, out=b)
+        torch.bitwise_right_shift(b, 32, out=c0)
+        c0.bitwise_xor_(c1).bitwise_xor_(k0 + i * 0x9E3779B9).bitwise_and_(_MASK)
+        torch.bitwise_right_shift(a, 32, out=c2)
+        c2.bitwise_xor_(c3).bitwise_xor_(k1 + i * 0xBB67AE85).bitwise_and_(_MASK)
+        a, b, c1, c3 = c3, c1, b, a  # the products' high words are cut off after the next exclusive or
+    c[:] = [c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)]
 
 
 def exponential(seeds: torch.Tensor, offsets: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -42,7 +45,9 @@ def exponential(seeds: torch.Tensor, offsets: torch.Tensor, vocab: int) -> torch
     for start in range(0, len(seeds), step):
         k0, k1, low, high = (w[start : start + step] for w in words)
         part = out[start : start + step]
-        for lane, word in enumerate(philox((k0, k1), (index, torch.zeros_like(low), low, high))):
+        counter = [t.expand(part.shape[:2]).clone() for t in (index, torch.zeros_like(low), low, high)]
+        philox(counter, k0, k1)
+        for lane, word in enumerate(counter):
             part[..., lane] = word
         part.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
     return out.view(len(seeds), blocks * 4)[:, :vocab]

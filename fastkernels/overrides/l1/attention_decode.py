@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.overrides.l1.attention_prefill import (
     FA3_MODULES,
     FP8_TOLERANCE,
@@ -222,7 +223,6 @@ def _fa3(
     )  # fmt: skip
 
 
-# FlashInfer is no provider here: its paged wrappers plan on the host, once a step and not once a call.
 attention_decode = define(
     "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
     " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0, float k_scale=1.0,"
@@ -231,6 +231,7 @@ attention_decode = define(
     providers=(
         Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3),
         Provider("triton", _triton, supports=supports_triton),
+        Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 from fastkernels.spec import TOLERANCE, Case, OpSpec, Tolerance
 
@@ -259,7 +260,6 @@ def fa3(
     return out if v_scale == 1.0 else out * v_scale
 
 
-# FlashInfer is no provider here: its paged wrappers plan on the host, once a step and not once a call.
 attention_prefill = define(
     "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
     " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
@@ -268,6 +268,9 @@ attention_prefill = define(
     providers=(
         Provider("fa3", fa3, module=FA3_MODULES, supports=supports_fa3),
         Provider("triton", _triton, supports=supports_triton),
+        Provider(
+            "flashinfer", _flashinfer.prefill, module="flashinfer", supports=_flashinfer.supports_prefill
+        ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )

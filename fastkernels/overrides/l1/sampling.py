@@ -6,7 +6,6 @@ A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in log
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,6 +195,104 @@ sampling = define(
 )
 
 
+class VllmTopKTopPSampler(nn.Module):
+    """vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler: tokens of logits [B, V] that are already divided by the
+    temperature. k [B] int, p [B] float, or None for all tokens.
+
+    Returns (token ids [B] int64, None, or what logprobs_mode 'processed_logits' or 'processed_logprobs' asks for).
+    A row's seed comes from its generator, of the others from torch's. The noise is float32 with steps of 2^-32 near 0,
+    with use_fp64_gumbel too.
+    """
+
+    def __init__(self, logprobs_mode: str = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
+        super().__init__()
+        self.logprobs_mode = logprobs_mode
+        self.use_fp64_gumbel = use_fp64_gumbel
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = len(logits)
+        seeds = torch.randint(1 << 62, (rows,), device=logits.device)
+        for row, generator in generators.items():
+            seeds[row] = torch.randint(1 << 62, (), generator=generator, device=generator.device)
+        ones = torch.ones(rows, device=logits.device)
+        top_k = torch.zeros_like(seeds) if k is None else k
+        args = (ones, top_k.int(), ones if p is None else p.float(), torch.zeros_like(ones))
+        ids = sampling(logits, *args, seeds, torch.zeros_like(seeds))
+        if self.logprobs_mode not in ("processed_logits", "processed_logprobs"):
+            return ids, None
+        if k is not None or p is not None:
+            logits = logits.masked_fill(logits.float() < threshold(logits.float(), *args), -torch.inf)
+        if self.logprobs_mode == "processed_logits":
+            return ids, logits
+        return ids, logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+class SGLangSampler_0_5_16(nn.Module):
+    """sglang.srt.layers.sampler.Sampler before 0.5.23: token ids [B] of logits_output.next_token_logits [B, V].
+
+    Of sampling_info it reads is_all_greedy, temperatures [B, 1], top_ks, top_ps, min_ps [B] and sampling_seed ([B] or
+    None: torch's generator chooses). Log-probabilities and custom logit processors raise ValueError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
+
+    def _sample(
+        self, logits: torch.Tensor, info: Any, return_logprob: bool, positions: torch.Tensor
+    ) -> torch.Tensor:
+        if return_logprob or getattr(info, "has_custom_logit_processor", False):
+            raise ValueError("log-probabilities and custom logit processors need SGLang's own Sampler")
+        seeds = info.sampling_seed
+        if seeds is None:
+            seeds = torch.randint(1 << 62, (len(logits),), device=logits.device)
+        temperature = torch.zeros_like(info.top_ps) if info.is_all_greedy else info.temperatures.view(-1)
+        ids = sampling(
+            logits,
+            temperature.float(),
+            info.top_ks.int(),
+            info.top_ps,
+            info.min_ps,
+            seeds.long(),
+            positions.long(),
+        )
+        return ids if info.is_all_greedy else ids.int()
+
+
+class SGLangSampler(SGLangSampler_0_5_16):
+    """sglang.srt.layers.sampler.Sampler from 0.5.23 on; see SGLangSampler_0_5_16. logprob_logits is for log-probabilities
+    only."""
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: torch.Tensor,
+        *,
+        logprob_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
+
+
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
     rows, vocab = d["rows"], d["vocab"]
@@ -228,6 +325,17 @@ _MIXED = {
     "min_p": (0.0, 0.05),
 }  # fmt: skip
 
+_VLLM = "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler"
+_VLLM_NOTE = (
+    "live, the host's own stays: it belongs to the model runner, not to the model, its forward is bound on the instance,"
+    " and a seeded request would draw other tokens from its generator than before"
+)
+_SGLANG = "sglang.srt.layers.sampler:Sampler"
+_SGLANG_NOTE = (
+    "live, the host's own stays: it belongs to the model runner, not to the model, and also computes log-probabilities;"
+    " ours applies min_p first and top_p to what top_k leaves, the host top_p to all and min_p last"
+)
+
 SPEC = OpSpec(
     name="sampling",
     level=1,
@@ -251,5 +359,9 @@ SPEC = OpSpec(
     bytes_moved=_bytes,
     flops=lambda case: 8 * case.dims["rows"] * case.dims["vocab"],
     tolerance={name: Tolerance(0.0, 0.0) for name in ("float32", "float16", "bfloat16")},
-    targets=(),
+    targets=(
+        Target("vllm", _VLLM, "VllmTopKTopPSampler", "standalone", note=_VLLM_NOTE),
+        Target("sglang", _SGLANG, "SGLangSampler_0_5_16", "standalone", "<0.5.23", note=_SGLANG_NOTE),
+        Target("sglang", _SGLANG, "SGLangSampler", "standalone", ">=0.5.23", note=_SGLANG_NOTE),
+    ),
 )  # fmt: skip

@@ -272,10 +272,24 @@ SPEC = OpSpec(
     calls=("store_kvcache", "attention_prefill", "attention_decode"),
     targets=(
         Target("vllm", _VLLM, "VllmAttention", "attention", default=False, note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangRadixAttention_0_5_16", "standalone", "<0.5.17", note=_NOTE),
         Target(
-            "sglang", _SGLANG, "SGLangRadixAttention_0_5_17", "standalone", ">=0.5.17,<0.5.23", note=_NOTE
+            "sglang",
+            _SGLANG,
+            "SGLangRadixAttention_0_5_16",
+            "attention",
+            "<0.5.17",
+            default=False,
+            note=_NOTE,
         ),
-        Target("sglang", _SGLANG, "SGLangRadixAttention", "standalone", ">=0.5.23", note=_NOTE),
+        Target(
+            "sglang",
+            _SGLANG,
+            "SGLangRadixAttention_0_5_17",
+            "attention",
+            ">=0.5.17,<0.5.23",
+            default=False,
+            note=_NOTE,
+        ),
+        Target("sglang", _SGLANG, "SGLangRadixAttention", "attention", ">=0.5.23", default=False, note=_NOTE),
     ),
 )

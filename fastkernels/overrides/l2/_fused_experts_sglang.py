@@ -1,0 +1,139 @@
+"""SGLang's fused_experts in its three signatures; what it computes is the op `fused_experts`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastkernels import registry
+
+_REFUSED = "fused_experts: {} is not supported; use the host's own function"
+
+
+def refuse(**given: Any) -> None:
+    """Raise ValueError for the first argument that asks for what we have no kernel for."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(_REFUSED.format(f"{name}={value!r}"))
+
+
+# What a MoeRunnerConfig may ask for, and the values that ask for nothing.
+_RUNNER = {
+    "activation": ("silu",), "is_gated": (True,), "no_combine": (False,), "gemm1_alpha": (None,),
+    "gemm1_beta": (None,), "gemm1_clamp_limit": (None,), "swiglu_limit": (None,),
+}  # fmt: skip
+
+
+def _sglang(
+    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, config: Any
+) -> torch.Tensor:
+    for name, plain in _RUNNER.items():
+        value = getattr(config, name, plain[0])
+        if value not in plain:
+            raise ValueError(_REFUSED.format(f"moe_runner_config.{name}={value!r}"))
+    topk_weights, topk_ids, _ = topk_output
+    factor = getattr(config, "routed_scaling_factor", None)
+    out = registry.get("fused_experts").op(
+        hidden_states, w1, w2, topk_weights, topk_ids, None, getattr(config, "apply_router_weight_on_input", False)
+    )  # fmt: skip
+    out = out if factor in (None, 1.0) else out * factor
+    return hidden_states.copy_(out) if getattr(config, "inplace", True) else out
+
+
+def sglang_fused_experts_0_5_16(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Any,
+    moe_runner_config: Any,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    use_fp8_w8a8: bool = False,
+    use_int8_w8a8: bool = False,
+    use_int8_w8a16: bool = False,
+    use_int4_w4a16: bool = False,
+    per_channel_quant: bool = False,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    w1_zp: torch.Tensor | None = None,
+    w2_zp: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+) -> torch.Tensor:
+    """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts of 0.5.16; see sglang_fused_experts."""
+    refuse(
+        b1=b1, b2=b2, use_fp8_w8a8=use_fp8_w8a8, use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16,
+        use_int4_w4a16=use_int4_w4a16, per_channel_quant=per_channel_quant, w1_scale=w1_scale, w2_scale=w2_scale,
+        w1_zp=w1_zp, w2_zp=w2_zp, a1_scale=a1_scale, a2_scale=a2_scale, block_shape=block_shape,
+    )  # fmt: skip
+    return _sglang(hidden_states, w1, w2, topk_output, moe_runner_config)
+
+
+def sglang_fused_experts_0_5_17(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Any,
+    moe_runner_config: Any,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    use_fp8_w8a8: bool = False,
+    use_int8_w8a8: bool = False,
+    use_int8_w8a16: bool = False,
+    use_int4_w4a16: bool = False,
+    per_channel_quant: bool = False,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    w1_zp: torch.Tensor | None = None,
+    w2_zp: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+    a1_q: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts of 0.5.17; see sglang_fused_experts."""
+    refuse(
+        b1=b1, b2=b2, use_fp8_w8a8=use_fp8_w8a8, use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16,
+        use_int4_w4a16=use_int4_w4a16, per_channel_quant=per_channel_quant, w1_scale=w1_scale, w2_scale=w2_scale,
+        w1_zp=w1_zp, w2_zp=w2_zp, a1_scale=a1_scale, a2_scale=a2_scale, block_shape=block_shape, a1_q=a1_q,
+    )  # fmt: skip
+    return _sglang(hidden_states, w1, w2, topk_output, moe_runner_config)
+
+
+def sglang_fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Any,
+    moe_runner_config: Any,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    use_fp8_w8a8: bool = False,
+    use_int8_w8a8: bool = False,
+    use_int8_w8a16: bool = False,
+    use_int4_w4a16: bool = False,
+    per_channel_quant: bool = False,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    w1_zp: torch.Tensor | None = None,
+    w2_zp: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+    a1_q: torch.Tensor | None = None,
+    fuse_swiglu_interleaved: bool = False,
+) -> torch.Tensor:
+    """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts without quantization or biases.
+
+    topk_output: (topk_weights, topk_ids, anything); moe_runner_config: the host's. Where its `inplace` is set, as
+    it is by default, hidden_states is overwritten with the result and returned. Raises ValueError for the rest.
+    """
+    refuse(
+        b1=b1, b2=b2, use_fp8_w8a8=use_fp8_w8a8, use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16,
+        use_int4_w4a16=use_int4_w4a16, per_channel_quant=per_channel_quant, w1_scale=w1_scale, w2_scale=w2_scale,
+        w1_zp=w1_zp, w2_zp=w2_zp, a1_scale=a1_scale, a2_scale=a2_scale, block_shape=block_shape, a1_q=a1_q,
+        fuse_swiglu_interleaved=fuse_swiglu_interleaved,
+    )  # fmt: skip
+    return _sglang(hidden_states, w1, w2, topk_output, moe_runner_config)

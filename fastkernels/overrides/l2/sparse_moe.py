@@ -1,0 +1,247 @@
+"""Sparse mixture of experts (Mixtral, arXiv 2401.04088): a router, and the gated MLPs of each token's top-k experts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels import parallel
+from fastkernels.overrides.l1.topk_softmax import reference as topk_softmax_reference
+from fastkernels.overrides.l1.topk_softmax import topk_softmax
+from fastkernels.overrides.l2 import fused_experts as experts
+from fastkernels.overrides.l2.parallel_linear import SGLangReplicatedLinear, VllmReplicatedLinear
+from fastkernels.spec import Case, OpSpec, Target
+
+SHARDS = ("w1", "w2", "w3")  # gate, down and up projection, as Mixtral's checkpoints and vLLM call them
+
+
+def reference(
+    x: torch.Tensor, gate: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, top_k: int
+) -> torch.Tensor:
+    """x: [T, H]; gate: [E, H]; w1: [E, 2 I, H]; w2: [E, H, I]. Returns [T, H] in x's dtype."""
+    acc = torch.promote_types(x.dtype, torch.float32)
+    weights, ids, _ = topk_softmax_reference(x.to(acc) @ gate.to(acc).t(), top_k, True)
+    return experts.reference(x, w1, w2, weights, ids)
+
+
+def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
+    """vLLM's expert_params_mapping for checkpoints of Mixtral's kind: (parameter, key, expert_id, shard_id), where
+    a key that has the second part belongs into the parameter that has the first in its place.
+    """
+    return [
+        ("experts.w2_" if name == "w2" else "experts.w13_", f"experts.{expert}.{name}.", expert, name)
+        for expert in range(num_experts)
+        for name in SHARDS
+    ]
+
+
+class Experts(nn.Module):
+    """The stacked weights of all experts: this rank's part of the intermediate size.
+
+    w13_weight [E, 2 I / tp_size, H], the gates' rows first; w2_weight [E, H, I / tp_size]. Raises ValueError for
+    quantized weights and sizes that cannot be divided.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        tp_size: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        if quant_config is not None:
+            raise ValueError(f"{prefix or 'Experts'}: quantized weights ({quant_config!r}) are not supported")
+        size = parallel.get_tp_size() if tp_size is None else tp_size
+        if size not in (1, parallel.get_tp_size()):
+            raise ValueError(
+                f"{prefix or 'Experts'}: tp_size {size} is neither 1 nor the group's {parallel.get_tp_size()}"
+            )
+        self.tp_size, self.tp_rank, self.prefix = size, parallel.get_tp_rank() if size > 1 else 0, prefix
+        inner = parallel.divide(intermediate_size, size, "intermediate size")
+        dtype = params_dtype or torch.get_default_dtype()
+        self.w13_weight = nn.Parameter(
+            torch.empty(num_experts, 2 * inner, hidden_size, dtype=dtype), requires_grad=False
+        )
+        self.w2_weight = nn.Parameter(
+            torch.empty(num_experts, hidden_size, inner, dtype=dtype), requires_grad=False
+        )
+        for parameter in (self.w13_weight, self.w2_weight):
+            parameter.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+
+    def weight_loader(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str = "",
+        shard_id: str | None = None,
+        expert_id: int | None = None,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copy this rank's part of one expert's 'w1', 'w2' or 'w3'; without ids, of the whole stacked parameter.
+
+        loaded_weight: [I, H] for w1 and w3, [H, I] for w2; or [E, 2 I, H], [E, H, I]. Raises ValueError for another
+        id or shape.
+        """
+        if shard_id is None:
+            parts = loaded_weight.chunk(2, dim=1) if param is self.w13_weight else (loaded_weight,)
+            into = param.data.chunk(2, dim=1) if param is self.w13_weight else (param.data,)
+            for mine, whole in zip(into, parts, strict=True):
+                self._copy(mine, whole, 1 if param is self.w13_weight else 2)
+        else:
+            if shard_id not in SHARDS or (shard_id == "w2") != (param is self.w2_weight):
+                raise ValueError(f"{self.prefix}: shard id {shard_id!r} is not of this parameter")
+            if expert_id is None or not 0 <= expert_id < param.shape[0]:
+                raise ValueError(f"{self.prefix}: expert {expert_id} is not in 0 .. {param.shape[0] - 1}")
+            mine = param.data[expert_id]
+            if shard_id != "w2":
+                mine = mine.chunk(2, dim=0)[shard_id == "w3"]
+            self._copy(mine, loaded_weight, 1 if shard_id == "w2" else 0)
+        return True if return_success else None
+
+    def _copy(self, into: torch.Tensor, loaded: torch.Tensor, dim: int) -> None:
+        """Copy the rank's part of `loaded` along `dim`."""
+        expected = list(into.shape)
+        expected[dim] *= self.tp_size
+        if list(loaded.shape) != expected:
+            raise ValueError(
+                f"{self.prefix or 'Experts'}: weight of shape {tuple(loaded.shape)} does not fit, expected"
+                f" {tuple(expected)} ({into.shape[dim]} of dimension {dim} on each of {self.tp_size} ranks)"
+            )
+        into.copy_(loaded.narrow(dim, self.tp_rank * into.shape[dim], into.shape[dim]))
+
+    def forward(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        out = experts.fused_experts(
+            hidden_states, self.w13_weight, self.w2_weight, topk_weights, topk_ids, None, False
+        )
+        return parallel.all_reduce(out) if self.tp_size > 1 else out
+
+
+class _MixtralMoE(nn.Module):
+    """MixtralMoE of vLLM and SGLang: hidden_states [..., hidden_size] to the same shape, summed over the ranks."""
+
+    hidden_size: int
+    top_k: int
+    gate: nn.Module
+    experts: Experts
+
+    def _forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.view(-1, self.hidden_size)
+        router_logits, _ = self.gate(x)
+        weights, ids, _ = topk_softmax(router_logits, self.top_k, True)
+        return self.experts(x, weights, ids).view(hidden_states.shape)
+
+
+class VllmMixtralMoE(_MixtralMoE):
+    """vllm.model_executor.models.mixtral.MixtralMoE; see _MixtralMoE.
+
+    Raises ValueError for dp_size over 1 and enable_eplb, which need vLLM's own expert parallelism.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        tp_size: int | None = None,
+        dp_size: int | None = None,
+        prefix: str = "",
+        enable_eplb: bool = False,
+    ) -> None:
+        super().__init__()
+        if dp_size not in (None, 1) or enable_eplb:
+            raise ValueError(f"{prefix}: dp_size={dp_size} and enable_eplb={enable_eplb} are not supported")
+        self.hidden_size, self.top_k = hidden_size, top_k
+        self.gate = VllmReplicatedLinear(
+            hidden_size, num_experts, bias=False, params_dtype=params_dtype, prefix=f"{prefix}.gate"
+        )
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, params_dtype, quant_config, tp_size, f"{prefix}.experts"
+        )  # fmt: skip
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._forward(hidden_states)
+
+
+class SGLangMixtralMoE_0_5_17(_MixtralMoE):
+    """sglang.srt.models.mixtral.MixtralMoE before 0.5.23; see _MixtralMoE. As in the host, tp_size is not read."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        layer_id: int,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        tp_size: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.top_k = hidden_size, top_k
+        self.gate = SGLangReplicatedLinear(
+            hidden_size, num_experts, bias=False, params_dtype=params_dtype, prefix=f"{prefix}.gate"
+        )
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, params_dtype, quant_config, None, f"{prefix}.experts"
+        )  # fmt: skip
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._forward(hidden_states)
+
+
+class SGLangMixtralMoE(SGLangMixtralMoE_0_5_17):
+    """sglang.srt.models.mixtral.MixtralMoE from 0.5.23 on; see _MixtralMoE."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        layer_id: int,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(
+            num_experts, top_k, hidden_size, intermediate_size, layer_id, params_dtype, quant_config, None, prefix
+        )  # fmt: skip
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    x, w1, w2 = experts.SPEC.inputs(case, device, generator)[:3]
+    gate = torch.randn(w1.shape[0], x.shape[1], generator=generator, device=device) / math.sqrt(x.shape[1])
+    return [x, gate.to(x.dtype), w1, w2, case.dims["topk"]]
+
+
+_VLLM, _SGLANG = "vllm.model_executor.models.mixtral:MixtralMoE", "sglang.srt.models.mixtral:MixtralMoE"
+_NOTE = "in a live host the experts are the host's own layer, which keeps its weights in its kernel's layout"
+
+SPEC = OpSpec(
+    name="sparse_moe",
+    level=2,
+    reference=reference,
+    cases=experts.SPEC.cases,
+    inputs=_inputs,
+    bytes_moved=experts.SPEC.bytes_moved,
+    flops=experts.SPEC.flops,
+    calls=("linear", "topk_softmax", "fused_experts"),
+    targets=(
+        Target("vllm", _VLLM, "VllmMixtralMoE", "standalone", note=_NOTE),
+        Target("sglang", _SGLANG, "SGLangMixtralMoE_0_5_17", "standalone", "<0.5.23", note=_NOTE),
+        Target("sglang", _SGLANG, "SGLangMixtralMoE", "standalone", ">=0.5.23", note=_NOTE),
+    ),
+)

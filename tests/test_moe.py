@@ -1,0 +1,259 @@
+"""The MoE ops beyond their cases: exact ids and order, the hosts' functions, what they refuse, the block's parts."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastkernels import registry
+from fastkernels.overrides.l1 import moe_align, topk_softmax
+from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
+from fastkernels.overrides.l2 import fused_experts, sparse_moe
+
+INF, NAN = math.inf, math.nan
+
+
+def randn(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def experts(tokens: int = 9, e: int = 4, k: int = 2, h: int = 24, i: int = 14) -> list[torch.Tensor]:
+    """hidden_states, w1, w2, topk_weights, topk_ids."""
+    weights, ids = randn(tokens, e, seed=1).softmax(-1).topk(k)
+    return [randn(tokens, h), randn(e, 2 * i, h, seed=2), randn(e, h, i, seed=3), weights, ids.int()]
+
+
+def by_hand(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    rows = []
+    for t in range(len(x)):
+        row = torch.zeros(x.shape[1])
+        for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
+            if 0 <= e < len(w1):
+                gate, up = (w1[e] @ x[t]).chunk(2)
+                row += weight * (w2[e] @ (F.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-5)
+
+
+def test_topk_is_torch() -> None:
+    logits = randn(33, 60)
+    weights, ids, pairs = topk_softmax.topk_softmax(logits, 6, False)
+    want = logits.softmax(-1).topk(6)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    torch.testing.assert_close(weights, want.values)
+    assert torch.equal(ids.long(), want.indices)
+    assert torch.equal(pairs, torch.arange(6)[None] * 33 + torch.arange(33)[:, None])
+    normal, again, _ = topk_softmax.topk_softmax(logits, 6, True)
+    torch.testing.assert_close(normal, want.values / want.values.sum(-1, keepdim=True))
+    assert torch.equal(ids, again)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_ties_infinities_and_nan(renormalize: bool) -> None:
+    """The lowest id wins; ids are always distinct and of experts, whatever the logits are."""
+    rows = [[1.0, 3, 3, 1, 3], [0.0, -0.0, 0, 0, 0], [-INF, -INF, 5, -INF, -INF], [NAN, 2, 1, 3, -INF]]
+    rows += [[-3e38, 3e38, 0, 1, 2], [NAN] * 5]
+    weights, ids, _ = topk_softmax.topk_softmax(torch.tensor(rows), 3, renormalize)
+    assert ids.tolist() == [[1, 2, 4], [0, 1, 2], [2, 0, 1], [3, 1, 2], [1, 4, 3], [0, 1, 2]]
+    assert weights[:3].isfinite().all() and weights[3].isnan().all() and weights[5].isnan().all()
+    assert weights[2].tolist() == weights[4].tolist() == [1, 0, 0]
+
+
+def test_topk_says_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"topk 9 is not in 1 \.\. 8"):
+        topk_softmax.topk_softmax(randn(2, 8), 9)
+    with pytest.raises(ValueError, match="hidden_states has 3 tokens, gating_output 2"):
+        topk_softmax.vllm_fused_topk(randn(3, 4), randn(2, 8), 2, True)
+    for call in (topk_softmax.vllm_fused_topk, topk_softmax.sglang_fused_topk):
+        with pytest.raises(ValueError, match="scoring_func='sigmoid' is not supported"):
+            call(randn(2, 4), randn(2, 8), 2, True, scoring_func="sigmoid")
+
+
+def test_vllm_ids_in_the_type_that_is_asked_for() -> None:
+    _, ids, _ = topk_softmax.vllm_fused_topk(randn(2, 4), randn(2, 8), 2, True, torch.int64)
+    assert ids.dtype == torch.int64
+
+
+def test_the_hosts_own_example_of_alignment() -> None:
+    ids = torch.tensor([[2, 3, 4], [1, 2, 4], [1, 3, 4], [1, 2, 3]])
+    found = moe_align.vllm_moe_align_block_size(ids, 4, 5, return_scatter_idx=True)
+    wanted = [3, 6, 9, 12, 0, 4, 10, 12, 1, 7, 11, 12, 2, 5, 8, 12]
+    assert found[0].tolist() == wanted + [12] * (12 + 5 * 3 - 16)
+    assert found[1].tolist() == [1, 2, 3, 4, 0, 0, 0] and found[2].tolist() == [16]
+    assert found[3].flatten().tolist() == list(range(12))
+
+
+def test_experts_that_are_elsewhere() -> None:
+    """vLLM's map and SGLang's -1; each either left out or in blocks of expert -1."""
+    ids, here = torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
+    kept = moe_align.vllm_moe_align_block_size_0_26(ids, 2, 4, here)
+    assert kept[0][: kept[2]].tolist() == [0, 5, 1, 3, 2, 6, 4, 6]
+    assert kept[1][: kept[2] // 2].tolist() == [-1, 0, -1, 1]
+    out = moe_align.vllm_moe_align_block_size(ids, 2, 4, here, True, True, True)
+    assert out[0][: out[2]].tolist() == [1, 3, 4, 6] and out[1][:2].tolist() == [0, 1]
+    assert out[3].flatten().tolist() == [-1, 1, -1, 3, 4, -1] and len(out[0]) % 2 == 0
+    local = torch.tensor([[-1, 0], [-1, 0], [1, -1]])
+    for function in (moe_align.sglang_moe_align_block_size_0_5_17, moe_align.sglang_moe_align_block_size):
+        first = function(local, 2, 2)
+        assert first[0][: first[2]].tolist() == [0, 2, 5, 6, 1, 3, 4, 6]
+        assert first[1][: first[2] // 2].tolist() == [-1, -1, 0, 1]
+        less = function(local, 2, 2, True)
+        assert less[0][: less[2]].tolist() == [1, 3, 4, 6] and less[1][:2].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="needs ignore_invalid_experts"):
+        moe_align.vllm_moe_align_block_size(ids, 2, 4, here, return_scatter_idx=True)
+    with pytest.raises(ValueError, match="pad_expert_ids is not supported"):
+        moe_align.sglang_moe_align_block_size(ids, 2, 4, pad_expert_ids=True)
+
+
+@pytest.mark.parametrize("routing", ["even", "all to one", "empty experts"])
+def test_capacity_holds_the_worst_case(routing: str) -> None:
+    for pairs, block, e in ((1, 16, 8), (7, 16, 8), (8, 16, 8), (64, 16, 8), (65, 128, 3)):
+        ids = torch.arange(pairs) % e if routing == "even" else torch.full((pairs,), e - 1)
+        if routing == "empty experts":
+            ids[: pairs // 2] = 0
+        size = moe_align.padded_size(pairs, block, e)
+        sorted_ids, _, used = moe_align.moe_align(ids[:, None], block, e, size, None, False)
+        assert used.item() <= size
+        assert sorted_ids[sorted_ids < pairs].sort().values.tolist() == list(range(pairs))
+
+
+def test_experts_are_what_they_say() -> None:
+    args = experts()
+    args[4][3] = torch.tensor([-1, 7])  # a padded token
+    want = by_hand(*args)
+    close(fused_experts.fused_experts(*args), want)
+    close(fused_experts.reference(*args), want)
+    close(fused_experts.vllm_fused_experts(*args), want)
+
+
+def test_experts_of_other_ranks_add_up() -> None:
+    x, w1, w2, weights, ids = experts()
+    parts = torch.zeros_like(x)
+    for rank in range(2):
+        here = torch.full((4,), -1, dtype=torch.int32)
+        here[2 * rank : 2 * rank + 2] = torch.arange(2, dtype=torch.int32)
+        mine = slice(2 * rank, 2 * rank + 2)
+        parts += fused_experts.vllm_fused_experts(
+            x, w1[mine], w2[mine], weights, ids, global_num_experts=4, expert_map=here
+        )
+    close(parts, by_hand(x, w1, w2, weights, ids))
+
+
+def test_weight_on_the_input() -> None:
+    x, w1, w2, _, ids = experts(k=1)
+    scale = torch.rand(9, 1) + 0.5
+    want = by_hand(x * scale, w1, w2, torch.ones(9, 1), ids)
+    close(
+        fused_experts.vllm_fused_experts(x, w1, w2, scale, ids, apply_router_weight_on_input=True),
+        want,
+    )
+
+
+@pytest.mark.parametrize("name", [t.cls for t in fused_experts.SPEC.targets if t.host == "sglang"])
+def test_sglang_experts(name: str) -> None:
+    call, (x, w1, w2, weights, ids) = getattr(fused_experts, name), experts()
+    want, before = by_hand(x, w1, w2, weights, ids), x.clone()
+    out = call(x, w1, w2, (weights, ids, None), SimpleNamespace(inplace=False, routed_scaling_factor=0.5))
+    close(out, want / 2)
+    assert torch.equal(x, before)
+    assert call(x, w1, w2, (weights, ids, None), SimpleNamespace(inplace=True)) is x
+    close(x, want)
+    for config, says in (
+        ({"activation": "gelu"}, "moe_runner_config.activation='gelu'"),
+        ({"is_gated": False}, "moe_runner_config.is_gated=False"),
+        ({"gemm1_alpha": 1.7}, r"moe_runner_config.gemm1_alpha=1\.7"),
+    ):
+        with pytest.raises(ValueError, match=f"{says} is not supported"):
+            call(x, w1, w2, (weights, ids, None), SimpleNamespace(**config))
+    with pytest.raises(ValueError, match="use_fp8_w8a8=True is not supported"):
+        call(x, w1, w2, (weights, ids, None), SimpleNamespace(), use_fp8_w8a8=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"activation": "gelu"}, "activation='gelu' is not supported"),
+        ({"quant_config": SimpleNamespace(use_fp8_w8a8=True)}, "quant_config.use_fp8_w8a8=True is not"),
+        ({"quant_config": SimpleNamespace(block_shape=[128, 128])}, r"block_shape=\[128, 128\] is not"),
+        ({"expert_map": torch.zeros(4), "global_num_experts": 8}, "4 entries for 8 experts"),
+    ],
+)
+def test_vllm_experts_refuse(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        fused_experts.vllm_fused_experts(*experts(), **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({0: randn(9, 23)}, r"hidden_states \(9, 23\) must be \[tokens, 24\]"),
+        ({1: randn(4, 27, 24)}, r"w1 \(4, 27, 24\) must be"),
+        ({2: randn(4, 24, 13)}, "w1 has 28 rows an expert, w2 13 columns"),
+        ({3: randn(9, 3)}, r"topk_weights \(9, 3\) and topk_ids \(9, 2\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_said(change: dict[int, torch.Tensor], says: str) -> None:
+    args = [change.get(i, a) for i, a in enumerate(experts())]
+    with pytest.raises(ValueError, match=says):
+        fused_experts.fused_experts(*args)
+
+
+def test_a_better_activation_is_used_at_once() -> None:
+    """The experts call other ops by name: a candidate for silu_and_mul counts inside them."""
+    args = experts()
+    try:
+        silu_and_mul.set_candidate(lambda x: torch.zeros(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype))
+        assert not fused_experts.fused_experts(*args).any()
+    finally:
+        silu_and_mul.set_candidate(None)
+    close(fused_experts.fused_experts(*args), by_hand(*args))
+
+
+@pytest.mark.parametrize("target", sparse_moe.SPEC.targets, ids=lambda t: t.cls)
+def test_block_is_its_reference(target: Any) -> None:
+    e, h, i = 5, 24, 14
+    layer = () if target.host == "vllm" else (0,)
+    moe = getattr(sparse_moe, target.cls)(e, 2, h, i, *layer, params_dtype=torch.float32, prefix="m")
+    assert sorted(n for n, _ in moe.named_parameters()) == [
+        "experts.w13_weight", "experts.w2_weight", "gate.weight",
+    ]  # fmt: skip
+    for n, p in enumerate(moe.parameters()):
+        p.data = randn(*p.shape, seed=n)
+    x = randn(2, 3, h, seed=9)
+    ops = [registry.get(name).op for name in ("topk_softmax", "fused_experts")]
+    before = [op.calls for op in ops]
+    out = moe(x)
+    assert out.shape == x.shape and [op.calls for op in ops] == [n + 1 for n in before]
+    want = sparse_moe.reference(
+        x.view(-1, h), moe.gate.weight, moe.experts.w13_weight, moe.experts.w2_weight, 2
+    )
+    close(out.view(-1, h), want)
+
+
+def test_block_says_what_is_wrong() -> None:
+    moe = sparse_moe.VllmMixtralMoE(3, 2, 8, 6, prefix="m")
+    w13 = moe.experts.w13_weight
+    assert w13.weight_loader(w13, randn(6, 8), "", "w1", 0, True) is True
+    for args, says in (
+        (("w2", 0), "shard id 'w2' is not of this parameter"),
+        (("w1", 3), r"expert 3 is not in 0 \.\. 2"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            w13.weight_loader(w13, randn(6, 8), "", *args)
+    with pytest.raises(ValueError, match="quantized weights"):
+        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, quant_config=object())
+    with pytest.raises(ValueError, match="dp_size=2"):
+        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, dp_size=2)
+    with pytest.raises(ValueError, match="tp_size 4 is neither 1 nor the group's 1"):
+        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, tp_size=4)
