@@ -131,8 +131,8 @@ class AsyncLLM:
         except EngineError:
             return
 
-    def shutdown(self, timeout: float = 10.0) -> None:
-        """Stop after the step that runs; requests under way get an EngineError."""
+    def shutdown(self, timeout: float = 10.0) -> bool:
+        """Stop after the step that runs; requests under way get an EngineError. Returns whether it stopped in time."""
 
         def stop() -> None:
             self._stopped = True
@@ -140,6 +140,7 @@ class AsyncLLM:
         with contextlib.suppress(EngineError):
             self._submit(stop)
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _submit(self, work: Callable[[], None]) -> None:
         with self._lock:

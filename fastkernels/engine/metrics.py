@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from fastkernels import dispatch
-from fastkernels.env import Environment
 
-from . import candidates
 from .histogram import Histogram, one_two_five
 from .llm_engine import LLMEngine, StepStats
 from .request import Request
@@ -81,7 +75,6 @@ ITL = (
 )
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 REASONS = ("stop", "length", "abort")
-REPORT_EVERY = 2.0  # seconds
 
 
 class Metrics:
@@ -194,26 +187,3 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
-
-
-class ReportFile:
-    """$FASTKERNELS_REPORT/fastkernels-RANK-PID.json: which ops run in this process, as every host writes it."""
-
-    def __init__(self, engine: LLMEngine):
-        folder = Environment.read().report
-        self.engine, self._written = engine, 0.0
-        self.path = Path(folder) / f"fastkernels-0-{os.getpid()}.json" if folder else None
-        self.patched = engine.patched or candidates.Patched(
-            engine.executor, candidates.rows(engine.executor.model)
-        )
-
-    def write(self, force: bool = False) -> None:
-        """Write the file, at most every few seconds. Readers never see half of one."""
-        if self.path is None or (not force and time.monotonic() - self._written < REPORT_EVERY):
-            return
-        self._written = time.monotonic()
-        body = {**candidates.identity(), "rows": [asdict(r) for r in self.patched.report()]}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(body))
-        part.replace(self.path)

@@ -45,10 +45,8 @@ class Answer:
         self.usage_at_end = bool(options and options.include_usage)
         self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)
         head = _encode(self._head(self.chunk_kind))[:-1]
-        self._before, self._after = (
-            f'data: {head},"choices":[',
-            '],"usage":null}\n\n' if self.usage_at_end else "]}\n\n",
-        )
+        self._before = f'data: {head},"choices":['
+        self._after = ',"usage":null}\n\n' if self.usage_at_end else "}\n\n"
 
     def whole(self, outputs: Outputs) -> dict[str, Any]:
         """The body of the answer, from the final output of every prompt."""
@@ -56,7 +54,7 @@ class Answer:
         for prompt, output in sorted(outputs, key=lambda item: item[0]):
             self._note(prompt, output)
             for out in sorted(output.outputs, key=lambda o: o.index):
-                choices.append(self._choice(prompt, out))
+                choices.append(self._choice(prompt, out, True))
         return {**self._head(self.kind), "choices": choices, "usage": self.usage(), **self._top_level()}
 
     def events(self, outputs: Outputs) -> bytes:
@@ -65,9 +63,15 @@ class Answer:
         for prompt, output in outputs:
             self._note(prompt, output)
             for out in output.outputs:
-                choice = _encode(self._choice(prompt, out))
-                after = f'],"usage":{_encode(self.usage())}}}\n\n' if self.usage_always else self._after
-                events.append(f"{self._before}{choice}{after}")
+                index = prompt * self.n + out.index
+                first = index not in self.begun
+                self.begun.add(index)
+                choice, more = (
+                    _encode(self._choice(prompt, out, first)),
+                    self._first_fields() if first else "",
+                )
+                after = f',"usage":{_encode(self.usage())}}}\n\n' if self.usage_always else self._after
+                events.append(f"{self._before}{choice}]{more}{after}")
         return "".join(events).encode("utf-8", "replace")
 
     def closing(self) -> bytes:
@@ -97,7 +101,11 @@ class Answer:
     def _top_level(self) -> dict[str, Any]:
         return {}
 
-    def _choice(self, prompt: int, out: CompletionOutput) -> dict[str, Any]:
+    def _first_fields(self) -> str:
+        """What the first event of a choice has beside it."""
+        return ""
+
+    def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -109,11 +117,9 @@ class CompletionAnswer(Answer):
         super().__init__(*args)
         self._offsets: dict[int, int] = {}
 
-    def _choice(self, prompt: int, out: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any]:
         body, of = self.body, self.prompts[prompt]
         index = prompt * self.n + out.index
-        first = index not in self.begun
-        self.begun.add(index)
         text, new = out.text, list(out.token_ids)
         if (
             body.max_tokens == 0
@@ -143,12 +149,11 @@ class ChatAnswer(Answer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     body: ChatCompletionRequest
 
-    def _choice(self, prompt: int, out: CompletionOutput) -> dict[str, Any]:
-        first = out.index not in self.begun
-        message: dict[str, Any] = {"content": out.text}
-        if first:
-            self.begun.add(out.index)
-            message = {"role": "assistant", **message}
+    def _first_fields(self) -> str:
+        return f',"prompt_token_ids":{_encode(self.prompts[0].token_ids)}' if self.ids else ""
+
+    def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any]:
+        message = {"role": "assistant", "content": out.text} if first else {"content": out.text}
         choice: dict[str, Any] = {
             "index": out.index, "delta" if self.body.stream else "message": message, "logprobs": None,
             "finish_reason": out.finish_reason, "stop_reason": out.stop_reason,
@@ -158,8 +163,6 @@ class ChatAnswer(Answer):
             choice["logprobs"] = chat_logprobs(out.token_ids, out.logprobs or (), top, self.spell)
         if self.ids:
             choice["token_ids"] = list(out.token_ids)
-            if self.body.stream and first:
-                choice["prompt_token_ids"] = self.prompts[prompt].token_ids
         return choice
 
     def _top_level(self) -> dict[str, Any]:

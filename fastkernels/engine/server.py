@@ -27,7 +27,7 @@ from .config import EngineConfig
 from .errors import ApiError
 from .gate import Gate
 from .http_stream import EventStream, unless_gone
-from .metrics import Metrics, ReportFile
+from .metrics import Metrics
 from .outputs import RequestGroup
 from .prompts import Prompts
 from .protocol import (
@@ -37,6 +37,7 @@ from .protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from .report_file import ReportFile
 from .responses import Answer, ChatAnswer, CompletionAnswer, Prompt
 from .scheduler import QueueFull
 from .server_config import ServerConfig
@@ -79,7 +80,6 @@ class Server:
         self.metrics = Metrics(self.model_name, engine)
         self.prompts = Prompts(engine.tokenizer, engine.max_model_len)
         self.report = ReportFile(engine)
-        self.report.write(force=True)
         self.llm.on_step = self._on_step
         self.draining = False
         self.created = int(time.time())
@@ -94,9 +94,11 @@ class Server:
         return None if self.llm.healthy else "the engine has stopped"
 
     def close(self) -> None:
-        self.llm.shutdown()
+        """Stop the engine and its processes. Blocks until its step is done."""
+        stopped = self.llm.shutdown()
         self.prompts.close()
-        self.report.write(force=True)
+        if stopped and self.llm.dead is None:
+            self.report.write(force=True)
         self.llm.engine.shutdown()
 
     def _on_step(self, stats: Any) -> None:
