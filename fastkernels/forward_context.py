@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,11 +14,15 @@ import torch
 class AttentionMetadata:
     """One step's batch of B sequences with T tokens in all; a sequence's tokens are contiguous.
 
-    slot_mapping   [T] int64: block * block_size + offset where each token's key and value go
+    slot_mapping   [T] int64: block * block_size + offset where each token's key and value go; -1: nowhere (padding)
     cu_seqlens_q   [B + 1] int32: where each sequence's queries start
     seq_lens       [B] int32: keys of each sequence, this step's included
     block_table    [B, max_blocks] int32
     max_seqlen_q, max_seqlen_k: largest of the batch (host integers: no synchronization)
+    num_decodes    sequences of one query, which come first, where the step's maker counted them
+    max_decode_seqlen_k  the largest seq_len of those
+    backend        what attends (fastkernels.engine.attention.base.AttentionBackend); None: the layer calls the ops
+    plan           the backend's own
 
     `decode_only`: every sequence has exactly one query.
     """
@@ -28,6 +33,10 @@ class AttentionMetadata:
     block_table: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    num_decodes: int = 0
+    max_decode_seqlen_k: int = 0
+    backend: Any = None
+    plan: Any = None
 
     @property
     def decode_only(self) -> bool:

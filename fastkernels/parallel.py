@@ -6,8 +6,11 @@ torch.distributed (NCCL on CUDA, gloo on the CPU); `bind` takes a host's own gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,7 @@ class Group:
 
 _SINGLE = Group(0, 1, lambda t: t, lambda t, dim: t)
 _group: Group = _SINGLE
+_build_as: ContextVar[tuple[int, int] | None] = ContextVar("build_as", default=None)
 
 
 def bind(
@@ -37,10 +41,14 @@ def bind(
 
     Raises ValueError for a rank that is not in 0 .. size - 1.
     """
-    if size < 1 or not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is not in a group of size {size}: it must be 0 to {size - 1}")
+    _check(rank, size)
     global _group
     _group = Group(rank, size, all_reduce, all_gather)
+
+
+def _check(rank: int, size: int) -> None:
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in a group of size {size}: it must be 0 to {size - 1}")
 
 
 def reset() -> None:
@@ -49,18 +57,36 @@ def reset() -> None:
     _group = _SINGLE
 
 
+@contextmanager
+def build_as(rank: int, size: int) -> Iterator[None]:
+    """Modules that this thread builds inside are those of `rank`, whatever the bound group; collectives stay its own.
+
+    Raises ValueError for a rank that is not in 0 .. size - 1.
+    """
+    _check(rank, size)
+    token = _build_as.set((rank, size))
+    try:
+        yield
+    finally:
+        _build_as.reset(token)
+
+
 def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu") -> None:
     """Join a torch.distributed group of `size` processes (unless this process is in one) and bind it.
 
-    device: 'cuda' takes NCCL, 'cpu' gloo. init_method: as in torch.distributed.init_process_group.
+    device: 'cuda' (or 'cuda:1') takes NCCL, 'cpu' gloo. init_method: as in torch.distributed.init_process_group.
     Raises ValueError where an existing process group has another rank or size.
     """
     if size == 1:
         reset()
         return
     if not dist.is_initialized():
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
+        cuda = device.startswith("cuda")
+        # With an index NCCL connects now, and not in the first collective, which may be inside a capture.
+        now: dict[str, Any] = {"device_id": torch.device(device)} if cuda and ":" in device else {}
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", init_method=init_method, rank=rank, world_size=size, **now
+        )
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         raise ValueError(
@@ -71,26 +97,38 @@ def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu")
 
 def bind_process_group(process_group: dist.ProcessGroup | None = None) -> None:
     """Bind a torch.distributed group of this process (None: the default group)."""
+    # The name in torch 2.13, and the one in older versions.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def all_reduce(t: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(t, group=process_group)
         return t
 
     def all_gather(t: torch.Tensor, dim: int) -> torch.Tensor:
-        parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, t.contiguous(), group=process_group)
-        return torch.cat(parts, dim=dim)
+        # Into one tensor: with a list, NCCL's result would be copied out rank by rank. Both run in CUDA graphs.
+        rows, rest = t.shape[0], t.shape[1:]
+        parts = torch.empty((size * rows, *rest), dtype=t.dtype, device=t.device)
+        gather(parts, t.contiguous(), group=process_group)
+        if dim % t.dim() == 0:
+            return parts
+        shape = list(t.shape)
+        shape[dim] *= size
+        return parts.view(size, rows, *rest).movedim(0, dim % t.dim()).reshape(shape)
 
     size = dist.get_world_size(process_group)
     bind(dist.get_rank(process_group), size, all_reduce, all_gather)
 
 
 def get_tp_rank() -> int:
-    return _group.rank
+    """The rank that a module built now belongs to."""
+    found = _build_as.get()
+    return _group.rank if found is None else found[0]
 
 
 def get_tp_size() -> int:
-    return _group.size
+    """The number of ranks that a module built now is sharded over."""
+    found = _build_as.get()
+    return _group.size if found is None else found[1]
 
 
 def all_reduce(t: torch.Tensor) -> torch.Tensor:
@@ -99,7 +137,10 @@ def all_reduce(t: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather(t: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """The ranks' tensors (all of t's shape) concatenated along `dim`, in order of rank."""
+    """The ranks' tensors (all of t's shape) concatenated along `dim`, in order of rank.
+
+    Logits are gathered so: every rank samples the same tokens of them, and none waits for another's choice.
+    """
     return t if _group.size == 1 else _group.all_gather(t, dim)
 
 

@@ -85,6 +85,8 @@ class OpSpec:
     bytes_moved   bytes_moved(case): compulsory reads and writes of device memory
     flops         flops(case)
     calls         other ops that the modules of this file call by name
+    batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
+                  split or schedule is chosen by the batch. Others are off where a host promises that
     """
 
     name: str
@@ -99,6 +101,7 @@ class OpSpec:
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: dict(TOLERANCE))
     calls: tuple[str, ...] = ()
     baseline: str = "reference"
+    batch_invariant: bool = False
 
     def targets_for(self, host: str, version: str | None = None) -> list[Target]:
         """The targets of `host`; with a version, only those whose header is for it."""

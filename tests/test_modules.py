@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.modules import CONFIG, bind_cache, close, fill, metadata, randn
 from torch import nn
 
 from fastkernels import registry
 from fastkernels.dispatch import OPS
-from fastkernels.forward_context import AttentionMetadata, forward_context
+from fastkernels.forward_context import forward_context
 from fastkernels.overrides.l1 import embedding, linear, logits_processor
 from fastkernels.overrides.l2 import attention, gated_mlp, parallel_linear
-from fastkernels.overrides.l3 import llama_decoder_layer as layers
 
 pytestmark = pytest.mark.timeout(120)
 OWN = (
@@ -27,12 +27,8 @@ OWN = (
     "attention",
     "gated_mlp",
     "llama_decoder_layer",
+    "qwen3_decoder_layer",
 )
-CONFIG = SimpleNamespace(
-    hidden_size=72, intermediate_size=100, num_attention_heads=6, num_key_value_heads=2, head_dim=12, vocab_size=130,
-    hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=256, mlp_bias=False, attention_bias=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, final_logit_softcapping=None,
-)  # fmt: skip
 CONSTRUCTOR: dict[str, tuple[Any, ...]] = {
     "ReplicatedLinear": (5, 7), "ColumnParallelLinear": (5, 7), "MergedColumnParallelLinear": (5, [7, 3]),
     "QKVParallelLinear": (12, 4, 6, 2), "RowParallelLinear": (5, 7), "VocabParallelEmbedding": (130, 9),
@@ -41,22 +37,6 @@ CONSTRUCTOR: dict[str, tuple[Any, ...]] = {
     "LlamaDecoderLayer": (CONFIG,), "UnquantizedLinearMethod": (), "UnquantizedEmbeddingMethod": (),
     "LogitsProcessor": (130,),
 }  # fmt: skip
-
-
-def randn(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
-def fill(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Give every parameter values of its own; returns the state dict."""
-    for i, p in enumerate(module.parameters()):
-        with torch.no_grad():
-            p.copy_(randn(*p.shape, seed=i) / (p.shape[-1] ** 0.5 if p.dim() > 1 else 4) + (p.dim() == 1))
-    return module.state_dict()
 
 
 TARGETS = sorted(
@@ -182,27 +162,6 @@ def test_logits_processors() -> None:
         ours(None, hidden, head, SimpleNamespace(extend_return_logprob=True))
 
 
-def metadata(q_lens: list[int], seq_lens: list[int], block_size: int) -> AttentionMetadata:
-    """Sequence i has the blocks 1 + i * n, ... so that no two share a block."""
-    per = -(-max(seq_lens) // block_size)
-    table = torch.arange(1, 1 + per * len(seq_lens), dtype=torch.int32).view(len(seq_lens), per)
-    slots = [
-        int(table[i, p // block_size]) * block_size + p % block_size
-        for i, (q, s) in enumerate(zip(q_lens, seq_lens, strict=True))
-        for p in range(s - q, s)
-    ]
-    starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
-    lens = torch.tensor(seq_lens, dtype=torch.int32)
-    return AttentionMetadata(torch.tensor(slots), starts, lens, table, max(q_lens), max(seq_lens))
-
-
-def bind_cache(module: nn.Module, blocks: int, block_size: int) -> None:
-    for m in module.modules():
-        if isinstance(m, attention.PagedAttention):
-            shape = (blocks, block_size, m.num_kv_heads, m.head_size)
-            m.kv_cache = (torch.full(shape, 99.0), torch.full(shape, -99.0))
-
-
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """q [Tq, H, D], k, v [Tk, Hkv, D]: the last Tq of Tk positions attend."""
     groups = q.shape[1] // k.shape[1]
@@ -303,79 +262,3 @@ def test_gated_mlp_compiles_whole(make: Any) -> None:
         x = randn(tokens, 72)
         close(compiled(x), mlp(x))
     assert OPS["silu_and_mul"].calls == before + 4
-
-
-def hf_layer() -> tuple[nn.Module, nn.Module, Any]:
-    from transformers import LlamaConfig
-    from transformers.models.llama import modeling_llama as hf
-
-    keys = (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-        "rms_norm_eps", "max_position_embeddings",
-    )  # fmt: skip
-    config = LlamaConfig(num_hidden_layers=1, **{k: getattr(CONFIG, k) for k in keys})
-    config._attn_implementation = "sdpa"
-    layer = hf.LlamaDecoderLayer(config, 0)
-    fill(layer)
-    return layer, hf.LlamaRotaryEmbedding(config), config
-
-
-def load_layer(ours: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """A transformers layer's weights, by the loaders of our parameters."""
-    params = dict(ours.named_parameters())
-    for name, value in state.items():
-        for part, packed, shard in (
-            ("q_proj", "qkv_proj", "q"), ("k_proj", "qkv_proj", "k"), ("v_proj", "qkv_proj", "v"),
-            ("gate_proj", "gate_up_proj", 0), ("up_proj", "gate_up_proj", 1),
-        ):  # fmt: skip
-            if f".{part}." in name:
-                param = params[name.replace(part, packed)]
-                param.weight_loader(param, value, shard)
-                break
-        else:
-            param = params[name]
-            getattr(param, "weight_loader", lambda p, w: p.data.copy_(w))(param, value)
-
-
-@pytest.mark.parametrize(
-    "cls", ["VllmLlamaDecoderLayer", "SGLangLlamaDecoderLayer_0_5_16", "SGLangLlamaDecoderLayer"]
-)
-@torch.inference_mode()
-def test_llama_decoder_layer_equals_transformers(cls: str) -> None:
-    reference, rotary, config = hf_layer()
-    kind = getattr(layers, cls)
-    ours = kind(None, "model.layers.0", config) if cls.startswith("Vllm") else kind(config)
-    load_layer(ours, reference.state_dict())
-    assert kind.supports(ours) is None
-    x, positions = randn(11, config.hidden_size, seed=3), torch.arange(11)
-    cos_sin = rotary(x[None], positions[None])
-    expected = reference(x[None], position_embeddings=cos_sin, attention_mask=None)
-    expected = (expected[0] if isinstance(expected, tuple) else expected).view(11, -1)
-    bind_cache(ours, 8, 4)
-    before = OPS["rms_norm"].calls
-    with forward_context(metadata([11], [11], 4)):
-        if cls.startswith("Vllm"):
-            hidden, residual = ours(positions, x.clone(), None)
-            result = hidden + residual
-        elif cls.endswith("0_5_16"):
-            hidden, residual = ours(positions, x.clone(), None, None)
-            result = hidden + residual
-        else:
-            result = ours(positions, x.clone(), None)
-    assert OPS["rms_norm"].calls == before + 2
-    close(result, expected, 1e-4)
-
-
-@torch.inference_mode()
-def test_llama_decoder_layer_carries_the_residual() -> None:
-    reference, _, config = hf_layer()
-    ours = layers.VllmLlamaDecoderLayer(None, "model.layers.0", config)
-    load_layer(ours, reference.state_dict())
-    bind_cache(ours, 8, 4)
-    x, residual = randn(7, config.hidden_size, seed=1), randn(7, config.hidden_size, seed=2)
-    whole, split = metadata([7], [7], 4), []
-    with forward_context(whole):
-        h, r = ours(torch.arange(7), x.clone(), residual.clone())
-        split = ours(torch.arange(7), x + residual, None)
-    close(h, split[0], 1e-4)
-    close(r, split[1], 1e-4)

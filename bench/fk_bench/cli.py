@@ -27,6 +27,10 @@ COMMANDS = {
         "commands:serve_compare_command",
         "real servers side by side: throughput, latency, token agreement",
     ),
+    "e2e": (
+        "e2e:e2e_command",
+        "whole models offline, host beside host; --scheduler-only: what a step costs on the CPU",
+    ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
 }

@@ -1,34 +1,53 @@
-"""KV blocks: which are free, and who holds how many."""
+"""KV blocks: which are free, who holds how many, and which hold a known prefix.
+
+A full block whose tokens are known is named by a hash of them and of everything before them. It keeps its name when
+nobody holds it any more, until the block is needed: the one that was given back first goes first.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
 
 
 class OutOfBlocks(RuntimeError):
     """More blocks were asked for than are free."""
 
 
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a full block after the block named `parent` (b'' at the beginning of a sequence)."""
+    return blake2b(parent + np.asarray(token_ids, np.int64).tobytes(), digest_size=16).digest()
+
+
 class BlockManager:
-    """Blocks 1 .. num_blocks - 1 of the KV cache. Block 0 is never given out: padded rows of a graph write there.
+    """Blocks 1 .. num_blocks - 1 of the KV cache. Block 0 is never given out: padded rows of a graph write there."""
 
-    Blocks are counted by reference, so that sequences can share one.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True):
         if num_blocks < 2:
             raise ValueError(f"num_blocks {num_blocks}: at least 2 are needed, block 0 is kept for padding")
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self._free = deque(range(1, num_blocks))
+        self.num_blocks, self.block_size, self.enable_caching = num_blocks, block_size, enable_caching
+        self._free = deque(range(1, num_blocks))  # without a name
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free with a name, the oldest first
         self._refs = [0] * num_blocks
+        self._name: list[bytes | None] = [None] * num_blocks
+        self._block: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds, those with a known prefix included."""
+        return len(self._free) + len(self._evictable)
 
     @property
     def num_usable(self) -> int:
         return self.num_blocks - 1
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their name."""
+        return len(self._block)
 
     @property
     def usage(self) -> float:
@@ -39,26 +58,69 @@ class BlockManager:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def missing(self, block_table: list[int], num_tokens: int) -> int:
-        """How many blocks must be added to the table for it to hold num_tokens."""
-        return max(0, self.blocks_for(num_tokens) - len(block_table))
+    def find(self, names: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix. They are not held yet."""
+        found = []
+        for name in names:
+            block = self._block.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_held(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks somebody holds: taking the others makes num_free smaller."""
+        return sum(self._refs[b] > 0 for b in blocks)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Hold found blocks, alone or with others. They must not be written."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._evictable[block]
+            self._refs[block] += 1
 
     def grow(self, block_table: list[int], num_tokens: int) -> None:
         """Add blocks until the table holds num_tokens. Raises OutOfBlocks; nothing has changed then."""
-        need = self.missing(block_table, num_tokens)
+        need = self.blocks_for(num_tokens) - len(block_table)
         if need > self.num_free:
             raise OutOfBlocks(f"{need} blocks needed, {self.num_free} of {self.num_usable} free")
         for _ in range(need):
-            block = self._free.popleft()
+            if self._free:
+                block = self._free.popleft()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._forget(block)
             self._refs[block] = 1
             block_table.append(block)
 
+    def name(self, block: int, name: bytes) -> None:
+        """Make a full, held block known. If another block has that name already, this one stays without."""
+        if self.enable_caching and name not in self._block:
+            self._name[block] = name
+            self._block[name] = block
+
     def free(self, block_table: list[int]) -> None:
         """Give all blocks of the table back and empty it. Raises RuntimeError for a block that nobody holds."""
-        for block in reversed(block_table):
+        for block in reversed(block_table):  # so that a prefix outlives what follows it
             if self._refs[block] < 1:
                 raise RuntimeError(f"block {block} is freed twice")
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free.append(block)
+                if self._name[block] is None:
+                    self._free.append(block)
+                else:
+                    self._evictable[block] = None
         block_table.clear()
+
+    def reset_cache(self) -> None:
+        """Forget all names: blocks in use stay with their holders, and are found by nobody else."""
+        for block in list(self._block.values()):
+            self._forget(block)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+
+    def _forget(self, block: int) -> None:
+        name = self._name[block]
+        if name is not None:
+            del self._block[name]
+            self._name[block] = None

@@ -1,12 +1,17 @@
-"""Our engine as a host: its modules are ours already, so a patch puts a user's candidates in, and rows show calls."""
+"""Our engine as a host: its modules are ours already, so a patch puts a user's candidates in, and rows show calls.
+
+A Request is carried out in every rank, each of which answers (patch.Host.call says how an answer looks). Graphs are
+captured again when all ranks have changed: capture runs collectives.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -17,14 +22,63 @@ from fastkernels.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 
 if TYPE_CHECKING:
+    from .executor import Executor
     from .runner import ModelRunner
+
+Reply = dict[str, Any]
+
+
+class Patched:
+    """A patch of an engine, on all of its ranks."""
+
+    def __init__(self, executor: Executor, request: Request):
+        """Put the request's candidates in. On any failure nothing has changed. Raises PatchError, with every rank's."""
+        self._executor, self._changed = executor, bool(request.candidates)
+        self.replies: list[Reply] = executor.call(carry_out, request)
+        errors = [f"rank {r['rank']}: {r['error']}" for r in self.replies if r["error"]]
+        if len(errors) < len(self.replies) and errors:
+            executor.call(carry_out, Request("undo"))
+        if errors:
+            one = len(self.replies) == 1
+            raise PatchError(self.replies[0]["error"] if one else "; ".join(errors))
+        if self._changed:
+            try:
+                executor.call("capture")
+            except Exception as error:
+                if not getattr(error, "fatal", False):  # else there is no rank left to put back
+                    self.undo()
+                raise PatchError(f"the patched model cannot be captured: {error}") from error
+
+    def report(self) -> list[Reply]:
+        """The rows of every rank, with the counters as they are now."""
+        return self._executor.call(carry_out, Request("report"))
+
+    def reset(self) -> list[Reply]:
+        """Set the counters of every rank to zero."""
+        return self._executor.call(carry_out, Request("reset"))
+
+    def undo(self) -> list[Reply]:
+        """Put functions and classes back as they were, and capture graphs again if anything had changed."""
+        replies = self._executor.call(carry_out, Request("undo"))
+        if self._changed:
+            self._executor.call("capture")
+        return replies
+
+
+def from_environment(executor: Executor) -> Patched | None:
+    """The patch that FASTKERNELS_CANDIDATES asks of an engine being built; None where there are none."""
+    env = Environment.read()
+    if not env.candidates:
+        return None
+    registry.check_names(env.candidates)
+    wanted = {op: path for op, path in env.candidates.items() if op not in env.disable}
+    return Patched(executor, Request("patch", None, wanted))
 
 
 @dataclass
-class Patched:
-    """What a patch changed in a runner, and its rows."""
+class RankPatch:
+    """What a patch changed in this rank's model, and its rows."""
 
-    runner: ModelRunner
     rows: list[Row] = field(default_factory=list)
     steps: list[Callable[[], None]] = field(default_factory=list)
 
@@ -42,26 +96,53 @@ class Patched:
             op.reset()
 
     def undo(self) -> None:
-        """Put functions and classes back as they were, and capture graphs again if anything had changed."""
-        changed = bool(self.steps)
+        """Put functions and classes back as they were."""
         while self.steps:
             self.steps.pop()()
-        if changed:
-            self.runner.capture()
 
 
-def apply(runner: ModelRunner, request: Request) -> Patched:
+_patches: WeakKeyDictionary[ModelRunner, RankPatch] = WeakKeyDictionary()  # of the runners of this process
+
+
+def carry_out(runner: ModelRunner, request: Request) -> Reply:
+    """One request in this rank, its graphs aside. What goes wrong is in the reply's `error`."""
+    patched = _patches.get(runner)
+    try:
+        if request.action == "patch":
+            if patched is not None:
+                raise PatchError("this engine is patched already: undo that first")
+            patched = _patches[runner] = apply(runner, request)
+        elif patched is None:
+            raise PatchError("this engine is not patched")
+        elif request.action == "undo":
+            patched.undo()
+            del _patches[runner]
+        elif request.action == "reset":
+            patched.reset()
+    except Exception as error:
+        known = isinstance(error, (PatchError, LookupError, ValueError))
+        return reply(runner.rank, [], str(error) if known else f"{type(error).__name__}: {error}")
+    return reply(runner.rank, patched.report())
+
+
+def reply(rank: int, rows: list[Row], error: str | None = None) -> Reply:
+    """A rank's answer, as patch.Host.call gives it."""
+    from fastkernels import __version__
+
+    head = {"rank": rank, "pid": os.getpid(), "host": "fastkernels", "version": __version__}
+    return {**head, "rows": [asdict(row) for row in rows], "error": error}
+
+
+def apply(runner: ModelRunner, request: Request) -> RankPatch:
     """Put the request's candidates in. On any failure nothing has changed. Raises PatchError, UnknownName."""
-    patched = Patched(runner)
+    patched = RankPatch()
     names = None if request.ops is None else registry.check_names(request.ops)
     try:
-        swapped = _put_in(patched, request.candidates)
-        patched.rows = rows(runner.model, names, swapped)
+        swapped = _put_in(patched, runner.model, request.candidates)
+        patched.rows = rows(runner, names, swapped)
         if not patched.rows:
             raise PatchError(f"nothing to patch: the model runs none of {', '.join(names or ())}")
         patched.reset()
-        if request.candidates:
-            runner.capture()
     except Exception as error:
         patched.undo()
         if isinstance(error, (PatchError, registry.UnknownName)):
@@ -70,17 +151,7 @@ def apply(runner: ModelRunner, request: Request) -> Patched:
     return patched
 
 
-def from_environment(runner: ModelRunner) -> Patched | None:
-    """The patch that FASTKERNELS_CANDIDATES asks of an engine being built; None where there are none."""
-    env = Environment.read()
-    if not env.candidates:
-        return None
-    registry.check_names(env.candidates)
-    wanted = {op: path for op, path in env.candidates.items() if op not in env.disable}
-    return apply(runner, Request("patch", None, wanted))
-
-
-def _put_in(patched: Patched, candidates: Mapping[str, str]) -> set[str]:
+def _put_in(patched: RankPatch, model: nn.Module, candidates: Mapping[str, str]) -> set[str]:
     """Functions replace the op's providers, classes the `__class__` of their instances. Returns the ops changed."""
     changed = set()
     for name, path in candidates.items():
@@ -94,7 +165,7 @@ def _put_in(patched: Patched, candidates: Mapping[str, str]) -> set[str]:
             ours: Any = getattr(module, cls_name)
             body = {"forward": getattr(cls, "forward"), "__module__": ours.__module__}  # noqa: B009
             live = type(ours.__name__, (ours,), body)
-            for instance in [m for m in patched.runner.model.modules() if type(m) is ours]:
+            for instance in [m for m in model.modules() if type(m) is ours]:
                 instance.__class__ = live
                 patched.steps.append(partial(setattr, instance, "__class__", ours))
                 changed.add(name)
@@ -111,39 +182,28 @@ def _restore(op: Op, previous: Provider | None) -> None:
 
 
 def rows(
-    model: nn.Module, names: tuple[str, ...] | None = None, changed: set[str] | None = None
+    runner: ModelRunner, names: tuple[str, ...] | None = None, changed: set[str] | None = None
 ) -> list[Row]:
     """One row for each op class in the model, and one for each op that only other modules call."""
     kinds: dict[str, list[type]] = {}
+    model: nn.Module = runner.model
     for module in model.modules():
         for cls in type(module).__mro__:
             where = cls.__module__.rpartition(".")[2]
             if registry.op_modules().get(where) == cls.__module__ and cls.__name__.startswith("Vllm"):
                 kinds.setdefault(where, []).append(cls)
                 break
+
+    def row(op: str, name: str, modules: int) -> Row:
+        reason = "candidate" if op in (changed or ()) else ""
+        return Row(runner.rank, op, name, modules, "active", reason=reason)
+
     found = [
-        Row(
-            0,
-            op,
-            cls.__name__,
-            kinds[op].count(cls),
-            "active",
-            reason="candidate" if op in (changed or ()) else "",
-        )
+        row(op, cls.__name__, kinds[op].count(cls))
         for op in sorted(kinds)
         for cls in dict.fromkeys(kinds[op])
     ]
     called = {c for op in kinds for c in registry.get(op).calls}
     functions = sorted((called | (changed or set())) - set(kinds))
-    found += [
-        Row(0, op, f"{op}()", 0, "active", reason="candidate" if op in (changed or ()) else "")
-        for op in functions
-    ]
+    found += [row(op, f"{op}()", 0) for op in functions]
     return [r for r in found if names is None or r.op in names]
-
-
-def identity() -> dict[str, object]:
-    """The head of a reply of this process."""
-    from fastkernels import __version__
-
-    return {"rank": 0, "pid": os.getpid(), "host": "fastkernels", "version": __version__, "error": None}

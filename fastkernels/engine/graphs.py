@@ -1,100 +1,154 @@
-"""CUDA graphs of the decode step: one for each of a few batch sizes, largest first, in one memory pool.
+"""CUDA graphs of a step's forward pass: decode batches by rows, small mixed batches by tokens, in one memory pool.
 
-A batch runs in the smallest graph that holds it. The rows beyond it are padding: they write to block 0, which
-the block manager never gives out, and attend to the one key there.
+A batch runs in the smallest graph that holds it. Rows beyond it are padding: they belong to the dummy slot, whose
+block is block 0, which the block manager never gives out, and their tokens store nothing. A graph serves every
+context length: its metadata says max_model_len, and the kernels choose on the device by each row's own length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import bisect
+import dataclasses
+import logging
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from fastkernels.forward_context import AttentionMetadata, forward_context
+from fastkernels.forward_context import AttentionMetadata
 
-from .request import Request
+from .attention import AttentionBackend, CannotCapture
+from .input_batch import InputBatch, Inputs, packed_words
+from .step import SAMPLED, StepInput
+
+log = logging.getLogger("fastkernels")
+MAX_MIXED_TOKENS = 512  # beyond it a step is long enough that its launches hide behind the GPU's work
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
+def decode_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, then every 8 up to 256 and every 32 from there, up to max_num_seqs, which is always one."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs + 1, 32)]
     return sorted({s for s in sizes if s < max_num_seqs} | {max_num_seqs})
 
 
-class DecodeGraphs:
-    """Captured when it is made: a model in its final state, with its KV cache bound."""
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """2, 4, 8, 16, then every 32 up to 128 and every 64 from there, up to max_tokens."""
+    sizes = [2, 4, 8, 16, *range(32, 129, 32), *range(192, MAX_MIXED_TOKENS + 1, 64)]
+    return [s for s in sizes if s <= max_tokens]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    metadata: AttentionMetadata
+
+
+class Graphs:
+    """Captured when it is made: a model in its final state, with its KV cache bound.
+
+    forward(inputs, metadata) -> hidden states [T, H]
+    """
 
     def __init__(
-        self, model: Any, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int
+        self,
+        forward: Callable[[Inputs, AttentionMetadata], torch.Tensor],
+        backend: AttentionBackend,
+        batch: InputBatch,
+        device: torch.device,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_tokens: int,
     ):
-        self.model, self.device, self.max_model_len = model, device, max_model_len
-        self.sizes = capture_sizes(max_num_seqs)
-        width = -(-max_model_len // block_size)
-        rows = max_num_seqs
-        self.input_ids, self.positions, self.slots = (
-            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
+        self._forward, self._backend, self._batch = forward, backend, batch
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._decode, self._mixed = decode_sizes(max_num_seqs), mixed_sizes(max_tokens)
+        most = max(*self._decode, *self._mixed)
+        self._packed = torch.zeros(packed_words(most, max_num_seqs), dtype=torch.int64, device=device)
+        self._table = torch.zeros(max_num_seqs, batch.width, dtype=torch.int32, device=device)
+        self._hidden: torch.Tensor | None = None
+        self._most, self._pool = most, None
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        with torch.inference_mode():
+            backend.capture_buffers(max_num_seqs, batch.width)
+            self._mixed = self._capture_all(self._mixed, decode=False)
+            self._decode = self._capture_all(self._decode, decode=True)
+            torch.cuda.synchronize()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, step: StepInput) -> tuple[Inputs, torch.Tensor] | None:
+        """The step's inputs and hidden states [T, H], which the next run overwrites; None where no graph holds it."""
+        tokens = len(step.input_ids)
+        decode = tokens == len(step.slots)
+        sizes = self._decode if decode else self._mixed
+        at = bisect.bisect_left(sizes, tokens)
+        if at == len(sizes) or self._hidden is None:
+            return None
+        key = self._key(sizes[at], decode)
+        inputs = self._batch.load(step, key[0], key[1], self._packed)
+        found = self._graphs[key]
+        self._backend.plan_replay(found.metadata, inputs)
+        found.graph.replay()
+        return inputs, self._hidden[: key[0]]
+
+    def _key(self, tokens: int, decode: bool) -> tuple[int, int, bool]:
+        """(tokens, rows, decode) of a graph."""
+        return tokens, min(tokens, self._max_num_seqs), decode
+
+    def _capture_all(self, sizes: list[int], decode: bool) -> list[int]:
+        """Capture the largest first: smaller ones reuse its memory. Returns the sizes that there are graphs for."""
+        try:
+            for size in reversed(sizes):
+                self._capture(*self._key(size, decode))
+        except CannotCapture as reason:
+            log.info("no CUDA graphs for %s batches: %s", "decode" if decode else "mixed", reason)
+            return []
+        return sizes
+
+    def _capture(self, tokens: int, rows: int, decode: bool) -> None:
+        inputs = self._example(tokens, rows, decode)
+        table = self._table[:rows]
+        metadata = self._backend.plan_capture(inputs, table)
+
+        def run() -> None:
+            torch.index_select(self._batch.block_table, 0, inputs.slots, out=table)
+            hidden = self._forward(inputs, metadata)
+            if self._hidden is None:
+                self._hidden = torch.zeros(
+                    self._most, hidden.shape[1], dtype=hidden.dtype, device=hidden.device
+                )
+            self._hidden[:tokens].copy_(hidden)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels and makes workspaces, which capture cannot
+                self._backend.plan_replay(metadata, inputs)
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        self._pool = self._pool or graph.pool()
+        self._graphs[tokens, rows, decode] = _Graph(graph, metadata)
+
+    def _example(self, tokens: int, rows: int, decode: bool) -> Inputs:
+        """Inputs of the dummy slot in the static buffer, with the host numbers that bound every replay's."""
+        lens = np.ones(rows, dtype=np.int32)
+        if not decode:
+            lens[0] += tokens - rows
+            if (
+                tokens == rows
+            ):  # a mixed batch has a row of more than one query, and so fewer rows than tokens
+                lens = np.array([2, *[1] * (rows - 2)], dtype=np.int32)
+        n = len(lens)
+        step = StepInput(
+            np.full(n, self._batch.dummy, dtype=np.int64), lens, lens, np.zeros(n, dtype=np.int64),
+            np.full(tokens, SAMPLED, dtype=np.int64), n if decode else 0, np.empty((0, 3), dtype=np.int32),
+        )  # fmt: skip
+        inputs = self._batch.load(step, tokens, rows, self._packed)
+        longest = self._max_model_len
+        return dataclasses.replace(
+            inputs, max_seqlen_q=1 if decode else tokens, max_seqlen_k=longest, max_decode_seqlen_k=longest
         )
-        self.seq_lens = torch.ones(rows, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        self.cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._capture()
-
-    def fits(self, batch: int) -> bool:
-        return batch <= self.sizes[-1]
-
-    def run(self, requests: Sequence[Request], block_size: int) -> torch.Tensor:
-        """Logits [B, V] of a decode batch. They are overwritten by the next run."""
-        batch = len(requests)
-        size = next(s for s in self.sizes if s >= batch)
-        pad = size - batch
-        at = [r.num_tokens - 1 for r in requests]
-        slots = [
-            r.block_table[p // block_size] * block_size + p % block_size
-            for r, p in zip(requests, at, strict=True)
-        ]
-        last = [r.output_token_ids[-1] if r.output_token_ids else r.prompt_token_ids[-1] for r in requests]
-        self._fill(self.input_ids, last + [0] * pad)
-        self._fill(self.positions, at + [0] * pad)
-        self._fill(self.slots, slots + [0] * pad)
-        self._fill(self.seq_lens, [p + 1 for p in at] + [1] * pad)
-        width = max(len(r.block_table) for r in requests)
-        table = [r.block_table + [0] * (width - len(r.block_table)) for r in requests] + [[0] * width] * pad
-        pinned = torch.tensor(table, dtype=torch.int32, pin_memory=True)
-        self.block_table[:size, :width].copy_(pinned, non_blocking=True)
-        graph, logits = self.graphs[size]
-        graph.replay()
-        return logits[:batch]
-
-    def _fill(self, static: torch.Tensor, data: list[int]) -> None:
-        static[: len(data)].copy_(torch.tensor(data, dtype=static.dtype, pin_memory=True), non_blocking=True)
-
-    def _forward(self, size: int) -> torch.Tensor:
-        metadata = AttentionMetadata(
-            self.slots[:size],
-            self.cu_seqlens_q[: size + 1],
-            self.seq_lens[:size],
-            self.block_table[:size],
-            1,
-            self.max_model_len,  # a graph serves every length: the kernel's grid is for the longest
-        )
-        with forward_context(metadata):
-            return self.model.compute_logits(self.model(self.input_ids[:size], self.positions[:size]))
-
-    @torch.inference_mode()
-    def _capture(self) -> None:
-        pool = None
-        for size in reversed(self.sizes):  # the largest first: smaller ones reuse its memory
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles kernels and makes workspaces, which capture cannot
-                    self._forward(size)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(size)
-            pool = pool or graph.pool()
-            self.graphs[size] = (graph, logits)
-        torch.cuda.synchronize()

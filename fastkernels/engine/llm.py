@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from .config import EngineConfig
 from .llm_engine import LLMEngine
 from .request import RequestOutput
-from .sampling_params import SamplingParams
+from .sampling_params import RequestOutputKind, SamplingParams
 
 Prompt: TypeAlias = "str | Sequence[int]"
 
@@ -47,12 +48,15 @@ class LLM:
         engine = self.llm_engine
         ids = [str(next(self._ids)) for _ in prompts]
         # All are checked before the first is queued: a bad prompt leaves nothing behind.
-        requests = [engine.make_request(i, p, s) for i, p, s in zip(ids, prompts, each, strict=True)]
+        final = {id(s): replace(s, output_kind=RequestOutputKind.FINAL_ONLY) for s in each}
+        requests = [
+            engine.make_request(i, p, final[id(s)]) for i, p, s in zip(ids, prompts, each, strict=True)
+        ]
         done: dict[str, RequestOutput] = {}
         waiting = list(reversed(requests))
         try:
             while waiting or engine.has_unfinished_requests():
-                while waiting and len(engine.scheduler.waiting) < engine.config.max_waiting:
+                while waiting and engine.has_room(waiting[-1]):
                     request = waiting.pop()
                     engine.add_request(request.request_id, request)
                 done.update((o.request_id, o) for o in engine.step() if o.finished)

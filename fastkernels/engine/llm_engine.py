@@ -1,34 +1,41 @@
-"""The engine's core: requests in, one step at a time, outputs out. Not thread-safe: one thread owns it."""
+"""The engine's core: requests in, one step at a time, outputs out. Not thread-safe: one thread owns it.
+
+A request's way: make_request checks it and cuts it into sequences; the scheduler picks each step's batch; step_input
+makes a StepInput of it; the executor's runners compute and sample; outputs turns the tokens into text and answers.
+"""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fastkernels.models import build, weights
 
-from . import candidates
+from . import candidates, outputs
 from .blocks import BlockManager
 from .config import EngineConfig
+from .core import EngineCore, StepResult
 from .detokenizer import Detokenizer
-from .request import CompletionOutput, Request, RequestOutput, Status
-from .runner import ModelRunner
+from .executor import make_executor
+from .outputs import News, RequestGroup
+from .request import Request, RequestOutput
 from .sampling_params import SamplingParams
-from .scheduler import Batch, QueueFull, Scheduler
+from .scheduler import QueueFull, Scheduler
 
 
 @dataclass
 class StepStats:
-    """What a step did, for metrics. Times in seconds."""
+    """What happened since the last look, for metrics. Times in seconds."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
-    finished: list[tuple[str, float]] = field(default_factory=list)  # (finish reason, end-to-end time)
+    finished: list[Request] = field(default_factory=list)
 
 
 class LLMEngine:
@@ -43,25 +50,32 @@ class LLMEngine:
         self.hf_config = build.load_config(folder)
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(config.tokenizer or folder)
         self.eos_token_ids = _eos_token_ids(folder, self.hf_config, self.tokenizer)
-        self.runner = ModelRunner(config, folder, self.hf_config)
-        limits = self.runner.limits
+        self.executor = make_executor(config, folder, self.hf_config)
+        limits = self.executor.limits
         self.max_model_len = limits.max_model_len
-        self.blocks = BlockManager(limits.num_blocks, config.block_size)
+        self.blocks = BlockManager(limits.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.blocks, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting
         )
-        self.requests: dict[str, Request] = {}
+        overlap = config.async_scheduling
+        depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
+        self.core = EngineCore(self.scheduler, self.executor, depth)
+        self.requests: dict[str, RequestGroup] = {}  # unfinished, by their id
+        self._group_of: dict[int, RequestGroup] = {}  # by id of the sequence
+        self._seeds = random.Random(config.seed)
         self.stats = StepStats()
-        self.patched: candidates.Patched | None = candidates.from_environment(self.runner)
+        self.patched = candidates.from_environment(self.executor)
 
-    def make_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+    @property
+    def runner(self) -> Any:
+        """The ModelRunner of this process."""
+        return self.executor
+
+    def make_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> RequestGroup:
         """A request, checked, not yet queued. Safe in any thread. Raises ValueError for what cannot be served."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer, which skip_tokenizer_init left out")
-            text, ids = prompt, list(self.tokenizer(prompt).input_ids)
-        else:
-            text, ids = None, list(prompt)
+        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
         vocab = self.hf_config.vocab_size
         if not ids:
             raise ValueError("the prompt is empty")
@@ -74,68 +88,114 @@ class LLMEngine:
                 f"the prompt has {len(ids)} tokens, and the maximum context length is {self.max_model_len}"
                 " tokens, output included"
             )
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        ends = {i for i in params.stop_token_ids or () if 0 <= i < vocab}
-        ends |= set() if params.ignore_eos else set(self.eos_token_ids)
-        request = Request(request_id, ids, params, max_tokens, frozenset(ends), text)
+        params.verify(vocab, self.config.max_logprobs)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which skip_tokenizer_init left out")
-        if self.tokenizer is not None and params.detokenize:
-            request.detokenizer = Detokenizer(
-                self.tokenizer, ids, params.stop_strings, params.include_stop_str_in_output,
-                params.skip_special_tokens,
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.scheduler.check_size(len(ids), max_tokens)
+        ends = {i for i in params.stop_token_ids or () if 0 <= i < vocab}
+        ends |= set() if params.ignore_eos else set(self.eos_token_ids)
+        group = RequestGroup(request_id, text, ids, params, [])
+        for index in range(params.n):
+            seed = self._seeds.getrandbits(63) if params.seed is None else params.seed + index
+            own = params if index == 0 else replace(params, prompt_logprobs=None)
+            group.sequences.append(
+                Request(
+                    request_id, ids, own, max_tokens, frozenset(ends), text, self._detokenizer(ids, params), seed,
+                    priority, index,
+                )
             )  # fmt: skip
-        return request
+        return group
 
     def add_request(
-        self, request_id: str, prompt: str | Sequence[int] | Request, params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt: str | Sequence[int] | RequestGroup,
+        params: SamplingParams | None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a request. Raises ValueError for one that cannot be served, QueueFull when too many wait."""
         if request_id in self.requests:
             raise ValueError(f"there is a request {request_id!r} already")
-        if not isinstance(prompt, Request):
-            prompt = self.make_request(request_id, prompt, params or SamplingParams())
-        self.scheduler.add(prompt)
+        if not isinstance(prompt, RequestGroup):
+            prompt = self.make_request(request_id, prompt, params or SamplingParams(), priority)
+        self.scheduler.check_room(len(prompt.sequences))
+        for sequence in prompt.sequences:
+            self.scheduler.add(sequence)
+            self._group_of[id(sequence)] = prompt
         self.requests[request_id] = prompt
+
+    def has_room(self, request: RequestGroup) -> bool:
+        """Whether add_request would take it now; an empty queue refuses only what it could never hold."""
+        waiting = self.scheduler.num_waiting
+        return waiting == 0 or waiting + len(request.sequences) <= self.config.max_waiting
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Stop requests and free their blocks; unknown ids are passed over. Returns their last outputs."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        found = [self.requests.pop(i) for i in ids if i in self.requests]
-        self.scheduler.remove(found)
-        for request in found:
-            request.finish("abort")
-            self.stats.finished.append(("abort", time.monotonic() - request.arrival))
-        return [_output(request, []) for request in found]
+        groups = [self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests]
+        left = {id(g): [s for s in g.sequences if s.finish_reason is None] for g in groups}
+        for sequences in left.values():
+            for sequence in sequences:
+                sequence.finish("abort")
+                if sequence.detokenizer is not None:
+                    sequence.detokenizer.finish(look=False)
+            self.core.end(sequences)
+            self._forget(sequences)
+        found = (outputs.make_output(g, [News(s) for s in left[id(g)]]) for g in groups)
+        return [o for o in found if o is not None]
+
+    def abort_all(self) -> None:
+        """Stop everything after a step that failed: what it should have put into the cache is forgotten."""
+        self.abort_request(list(self.requests))
+        self.core.reset()
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.requests)
+        return self.core.busy
 
     def step(self) -> list[RequestOutput]:
-        """Run one batch. Returns an output for each request that has a new token."""
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return []
-        tokens = self.runner.execute(batch)
-        self.scheduler.computed(batch)
-        now = time.monotonic()
-        for request, token in zip(batch.requests, tokens, strict=True):
-            self._count(request, batch, now)
-            request.output_token_ids.append(token)
-            _check_end(request, token)
-        finished = [r for r in batch.requests if r.status is Status.FINISHED]
-        self.scheduler.remove(finished)
-        for request in finished:
-            del self.requests[request.request_id]
-            self.stats.finished.append((request.finish_reason or "", now - request.arrival))
-        return [_output(r, [t]) for r, t in zip(batch.requests, tokens, strict=True)]
+        """Launch the next batch, wait for the oldest one under way, and return an output for each request with news.
+
+        With async scheduling two batches are under way, so that the first step returns nothing.
+        """
+        done = self.core.step()
+        return [] if done is None else self._read(done)
 
     def take_stats(self) -> StepStats:
         """What happened since the last call."""
         stats, self.stats = self.stats, StepStats()
         return stats
 
-    def _count(self, request: Request, batch: Batch, now: float) -> None:
+    def shutdown(self) -> None:
+        """End the processes of other ranks. The engine cannot be used after it."""
+        self.executor.shutdown()
+
+    def _read(self, done: StepResult) -> list[RequestOutput]:
+        now, output = time.monotonic(), done.output
+        for row, found in output.prompt_logprobs.items():
+            request, start = done.batch.requests[row], done.batch.starts[row]
+            outputs.fill_prompt_logprobs(request, start, found, self.tokenizer)
+        news: dict[int, tuple[RequestGroup, list[News]]] = {}
+        for row, request in done.news:
+            item = News(request, request.output_token_ids[-1:])
+            if request.params.logprobs is not None and output.logprobs is not None:
+                outputs.add_logprobs(item, output.logprobs, row, self.tokenizer)
+            self._count(request, now)
+            group = self._group_of[id(request)]
+            news.setdefault(id(group), (group, []))[1].append(item)
+        self._forget([r for _, r in done.news if r.finish_reason is not None])
+        made = (outputs.make_output(group, items) for group, items in news.values())
+        return [o for o in made if o is not None]
+
+    def _forget(self, sequences: list[Request]) -> None:
+        """These sequences have ended; a request ends with the last of its sequences."""
+        self.stats.finished += sequences
+        for sequence in sequences:
+            group = self._group_of.pop(id(sequence))
+            if group.finished:
+                self.requests.pop(group.request_id, None)
+
+    def _count(self, request: Request, now: float) -> None:
         self.stats.generation_tokens += 1
         if request.first_token_time is None or request.last_token_time is None:
             request.first_token_time = now
@@ -145,39 +205,21 @@ class LLMEngine:
             self.stats.itl.append(now - request.last_token_time)
         request.last_token_time = now
 
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer, which skip_tokenizer_init left out")
+        return list(self.tokenizer(text).input_ids)
 
-def _check_end(request: Request, token: int) -> None:
-    """Finish the request if its last token ends it: an end token, a stop string, or the length."""
-    enough = len(request.output_token_ids) >= request.params.min_tokens
-    text = request.detokenizer
-    if token in request.end_token_ids and enough:
-        if text is not None:
-            text.finish(look=False)  # the end token itself is no text
-        asked = token in (request.params.stop_token_ids or ())
-        request.finish("stop", token if asked else None)
-        return
-    stop = text.append(token, look=enough) if text is not None else None
-    long = len(request.output_token_ids) >= request.max_tokens
-    if stop is None and long and text is not None:
-        stop = text.finish(look=enough)
-    if stop is not None:
-        request.finish("stop", stop)
-    elif long:
-        request.finish("length")
-
-
-def _output(request: Request, new: list[int]) -> RequestOutput:
-    done, detokenizer = request.status is Status.FINISHED, request.detokenizer
-    if done and detokenizer is not None and request.finish_reason == "abort":
-        detokenizer.finish(look=False)
-    text = detokenizer.text if detokenizer is not None else ""
-    out = CompletionOutput(
-        0, text, list(request.output_token_ids), request.finish_reason, request.stop_reason
-    )
-    delta = detokenizer.take(final=done) if detokenizer is not None else ""
-    return RequestOutput(
-        request.request_id, request.prompt, request.prompt_token_ids, [out], done, delta, new
-    )
+    def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            ids,
+            params.stop_strings,
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+        )
 
 
 def _tokenizer(source: str | Path) -> Any:

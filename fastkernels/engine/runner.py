@@ -1,174 +1,221 @@
-"""Runs a batch on the model: its inputs and attention metadata, the KV cache and its size, graphs, sampling."""
+"""Turns a StepInput into tokens: the model of one rank, its inputs, KV cache, graphs and sampler, on its device."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastkernels.forward_context import AttentionMetadata, forward_context
 from fastkernels.models import build
 from fastkernels.overrides.l2.attention import PagedAttention
 
+from . import kv_cache
+from .attention import AttentionBackend, make_backend
 from .config import EngineConfig
-from .graphs import DecodeGraphs
-from .request import Request
+from .graphs import Graphs
+from .input_batch import InputBatch, Inputs
+from .kv_cache import Limits
+from .profile import activation_bytes
 from .sampler import Sampler
-from .scheduler import Batch
+from .sampler_state import LogprobsTensors
+from .step import PromptTargets, StepInput, StepOutput, TokenLogprobs
 
 log = logging.getLogger("fastkernels")
-CPU_CACHE = 1 << 30  # bytes of KV cache on the CPU where nothing else is asked for
-ACTIVATIONS = 1 << 30  # bytes of a GPU left free beside the measured peak: allocator slack and graphs
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the machine and the model allow, derived when the engine is built."""
-
-    num_blocks: int
-    max_model_len: int
-    max_num_batched_tokens: int
+PROMPT_LOGITS = 1 << 26  # logits that prompt_logprobs makes at once
 
 
 class ModelRunner:
-    """The model of one rank, on its device."""
+    """The model of one rank. Every rank runs the same launches; a rank's own are only its weights and its caches.
 
-    def __init__(self, config: EngineConfig, folder: Path, hf_config: Any):
-        self.config, self.hf_config = config, hf_config
-        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for, and there is none; use device='cpu'")
+    bind_cache=False leaves the KV cache out: ranks that must agree on its size call num_fitting_blocks() and then
+    bind(num_blocks) with the smallest of their numbers.
+    Raises CheckpointError, UnknownName, or ValueError for a model that does not fit or an option that cannot be served.
+    """
+
+    backend: AttentionBackend
+    limits: Limits
+    batch: InputBatch
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, hf_config: Any, rank: int = 0, bind_cache: bool = True
+    ):
+        self.config, self.hf_config, self.rank = config, hf_config, rank
+        self.device = _device(config.device, rank)
         self.dtype = pick_dtype(config.dtype, hf_config, self.device)
-        self.model: Any = build.build(
-            folder, hf_config, self.device, self.dtype, config.load_format, config.seed
-        )
+        self.cache_dtype = kv_cache.cache_dtype(config.kv_cache_dtype, self.dtype)
+        self.max_model_len = kv_cache.wanted_model_len(config, hf_config)
+        self.model: Any = self._build(folder)
         self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
-        self.limits = self._limits()
-        self._bind_cache(self.limits.num_blocks)
-        self.sampler = Sampler(self.device, config.seed)
-        self.graphs: DecodeGraphs | None = None
+        self.sampler = Sampler(self.device, hf_config.vocab_size, config.max_num_seqs)
+        self.graphs: Graphs | None = None
+        if bind_cache:
+            self.bind(self.num_fitting_blocks())
+
+    def num_fitting_blocks(self) -> int:
+        """KV blocks that this rank has room for. On CUDA this runs the largest step. Raises ValueError for too few."""
+        config, each = self.config, self.block_bytes()
+        if config.num_blocks is not None:
+            return config.num_blocks
+        if config.kv_cache_memory is not None:
+            return config.kv_cache_memory // each
+        if self.device.type == "cpu":
+            return kv_cache.CPU_CACHE // each
+        self._bind(2, min(self.max_model_len, config.max_num_batched_tokens))
+        weights, activations = activation_bytes(self)
+        kv_cache.unbind(self.layers)
+        budget = kv_cache.cuda_budget(config)
+        blocks = (budget - weights - activations) // each
+        least = -(-(config.max_model_len or 1) // config.block_size) + 1
+        if blocks < least:
+            length = config.max_model_len or config.block_size
+            raise kv_cache.too_large(weights, activations, least * each, length, budget, config)
+        return blocks
+
+    def bind(self, num_blocks: int) -> None:
+        """Make the KV cache and what depends on its size, and capture graphs. Raises ValueError for too few blocks."""
+        self.limits = kv_cache.limits(self.config, self.max_model_len, num_blocks)
+        self._bind(num_blocks, self.limits.max_model_len)
         self.capture()
 
-    @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[int]:
-        """One step: the next token of every request of the batch."""
-        requests = batch.requests
-        if self.graphs is not None and batch.decode and self.graphs.fits(len(requests)):
-            logits = self.graphs.run(requests, self.config.block_size)
-        else:
-            logits = self._forward(requests)
-        return self.sampler(logits, requests)
-
     def capture(self) -> None:
-        """Capture the decode graphs (again): needed after every change of the model's code. CUDA only."""
-        self.graphs = None
-        if self.device.type == "cuda" and not self.config.enforce_eager:
-            max_len, size = self.limits.max_model_len, self.config.max_num_seqs
-            self.graphs = DecodeGraphs(self.model, self.device, size, max_len, self.config.block_size)
+        """Capture CUDA graphs (again): needed after every change of the model's code. Does nothing on the CPU."""
+        if self.device.type != "cuda" or self.config.enforce_eager:
+            return
+        old, self.graphs = self.graphs, None  # old graphs' memory must stay until the new ones are captured
+        self.graphs = Graphs(
+            self._forward, self.backend, self.batch, self.device, self.config.max_num_seqs,
+            self.limits.max_model_len, self.config.max_num_batched_tokens,
+        )  # fmt: skip
+        del old
 
-    def _forward(self, requests: Sequence[Request]) -> torch.Tensor:
-        input_ids, positions, metadata = self._inputs(requests)
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> Step:
+        """Start a step; does not wait for the device. At most two may be under way: the one before and this one."""
+        if step.new_rows:
+            self.sampler.set_rows(step.new_rows)
+        plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0))
+        self.batch.update(step.block_updates)
+        inputs, hidden = self._hidden(step)
+        rows = inputs.num_rows
+        last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
+        logits = self.model.compute_logits(last)
+        tokens, logprobs = self.sampler(logits, inputs.sample_slots[:rows], inputs.offsets[:rows], plan)
+        self.batch.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
+        prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
+        return Step(tokens, logprobs, prompt)
+
+    def _hidden(self, step: StepInput) -> tuple[Inputs, torch.Tensor]:
+        """The step's inputs, and hidden states of all its tokens [T, H]."""
+        found = self.graphs.run(step) if self.graphs is not None else None
+        if found is not None:
+            return found
+        inputs = self.batch.load(step)
+        return inputs, self._forward(inputs, self.backend.plan(inputs, self.batch.rows_table(inputs)))
+
+    def _forward(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
+        ids = inputs.input_ids
+        # Ids that the host does not know yet are what their slots sampled last.
+        ids = torch.where(ids < 0, self.batch.last_tokens.index_select(0, inputs.token_slots), ids)
         with forward_context(metadata):
-            hidden = self.model(input_ids, positions)
-        if not metadata.decode_only:
-            hidden = hidden[(metadata.cu_seqlens_q[1:] - 1).long()]
-        return self.model.compute_logits(hidden)
+            return self.model(ids, inputs.positions)
 
-    def _inputs(self, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-        block_size = self.config.block_size
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        for r in requests:
-            new = range(r.num_computed_tokens, r.num_tokens)
-            ids += r.new_tokens()
-            positions += new
-            slots += [r.block_table[p // block_size] * block_size + p % block_size for p in new]
-            starts.append(len(ids))
-        width = max(len(r.block_table) for r in requests)
-        tables = [r.block_table + [0] * (width - len(r.block_table)) for r in requests]
-        lengths = [r.num_tokens for r in requests]
-        metadata = AttentionMetadata(
-            self._tensor(slots, torch.int64),
-            self._tensor(starts, torch.int32),
-            self._tensor(lengths, torch.int32),
-            self._tensor(tables, torch.int32),
-            max(r.num_new_tokens for r in requests),
-            max(lengths),
-        )
-        return self._tensor(ids, torch.int64), self._tensor(positions, torch.int64), metadata
-
-    def _tensor(self, data: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return torch.tensor(data, dtype=dtype)
-        return torch.tensor(data, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, step: StepInput, wanted: PromptTargets
+    ) -> list[LogprobsTensors]:
+        """In slices, so that the logits of a long prompt need bounded memory."""
+        start = int(step.query_lens[: wanted.row].sum())
+        n, size = len(wanted.targets), max(1, PROMPT_LOGITS // self.hf_config.vocab_size)
+        targets = torch.from_numpy(np.ascontiguousarray(wanted.targets, dtype=np.int64))
+        if self.device.type == "cuda":
+            targets = targets.pin_memory().to(self.device, non_blocking=True)
+        return [
+            self.sampler.prompt_logprobs(
+                self.model.compute_logits(hidden[start + i : start + min(i + size, n)]),
+                targets[i : i + size],
+                wanted.num_logprobs,
+            )
+            for i in range(0, n, size)
+        ]
 
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, keys and values."""
-        item = torch.empty(0, dtype=self.dtype).element_size()
-        return sum(2 * self.config.block_size * m.num_kv_heads * m.head_size * item for m in self.layers)
+        return kv_cache.block_bytes(self.layers, self.config.block_size, self.cache_dtype)
 
-    def _limits(self) -> Limits:
+    def _bind(self, num_blocks: int, max_model_len: int) -> None:
         config = self.config
-        model_len = getattr(self.hf_config, "max_position_embeddings", None) or config.max_model_len or 2048
-        if config.max_model_len is not None and config.max_model_len > model_len:
-            raise ValueError(f"max_model_len {config.max_model_len} is more than the model's {model_len}")
-        wanted = config.max_model_len or model_len
-        step = config.max_num_batched_tokens or max(wanted, 8192)
-        num_blocks = config.num_blocks or self._fitting_blocks(min(step, wanted))
-        if num_blocks < 2:
-            raise ValueError(f"the KV cache has room for {num_blocks} blocks, at least 2 are needed")
-        room = min((num_blocks - 1) * config.block_size, step)
-        if config.max_model_len is not None and room < config.max_model_len:
-            raise ValueError(
-                f"max_model_len {config.max_model_len} does not fit: the KV cache holds"
-                f" {(num_blocks - 1) * config.block_size} tokens and a step {step}; make it smaller, or num_blocks,"
-                " kv_cache_memory or max_num_batched_tokens larger"
+        kv_cache.bind(self.layers, num_blocks, config.block_size, self.cache_dtype, self.device)
+        self.batch = InputBatch(self.device, config.max_num_seqs, max_model_len, config.block_size)
+        self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
+
+    def _build(self, folder: Path) -> Any:
+        config = self.config
+        try:
+            return build.build(
+                folder, self.hf_config, self.device, self.dtype, config.load_format, config.seed
             )
-        if room < wanted:
-            log.warning("max_model_len is %d, not the model's %d: no more fits", room, wanted)
-        log.info("KV cache: %d blocks of %d tokens", num_blocks, config.block_size)
-        return Limits(num_blocks, min(wanted, room), step)
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise ValueError(
+                f"the model's weights do not fit: the GPU has {total / kv_cache.GIB:.2f} GiB, of which"
+                f" {free / kv_cache.GIB:.2f} GiB are free now; take a larger tensor_parallel_size or a smaller model,"
+                f" or end what else uses the GPU ({error})"
+            ) from error
 
-    def _fitting_blocks(self, step: int) -> int:
-        if self.config.kv_cache_memory is not None:
-            return self.config.kv_cache_memory // self.block_bytes()
-        if self.device.type == "cpu":
-            return CPU_CACHE // self.block_bytes()
-        free, total = torch.cuda.mem_get_info()
-        used_by_others = total - free - torch.cuda.memory_reserved()
-        budget = int(total * self.config.gpu_memory_utilization) - used_by_others
-        return (budget - self._peak(step) - ACTIVATIONS) // self.block_bytes()
 
-    @torch.inference_mode()
-    def _peak(self, step: int) -> int:
-        """Peak bytes of a prefill of so many tokens, weights included, on a cache that is just large enough."""
-        blocks = -(-step // self.config.block_size) + 1
-        self._bind_cache(blocks)
-        torch.cuda.reset_peak_memory_stats()
-        fake = Request("profile", [0] * step, None, 1)  # type: ignore[arg-type]
-        fake.block_table = list(range(1, blocks))
-        logits = self._forward([fake])
-        rows = logits.float().expand(self.config.max_num_seqs, -1)
-        peak = (
-            torch.cuda.max_memory_allocated() + 4 * rows.numel() * 4
-        )  # sampling: logits, sort, softmax, noise
-        for layer in self.layers:
-            layer.kv_cache = None
-        del logits, rows
-        torch.cuda.empty_cache()
-        return peak - blocks * self.block_bytes()
+class Step:
+    """A launched step (step.Pending). Its results are on their way to page-locked memory."""
 
-    def _bind_cache(self, num_blocks: int) -> None:
-        for layer in self.layers:
-            shape = (2, num_blocks, self.config.block_size, layer.num_kv_heads, layer.head_size)
-            cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            layer.kv_cache = (cache[0], cache[1])
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        logprobs: LogprobsTensors | None,
+        prompt: Mapping[int, list[LogprobsTensors]],
+    ):
+        self._tokens = _to_host(tokens)
+        self._logprobs = None if logprobs is None else _parts_to_host(logprobs)
+        self._prompt = {row: [_parts_to_host(p) for p in parts] for row, parts in prompt.items()}
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def result(self) -> StepOutput:
+        """Wait for this step, and for nothing that was launched after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        prompt = {}
+        for row, parts in self._prompt.items():
+            joined = (np.concatenate([p[i].numpy() for p in parts]) for i in range(3))
+            prompt[row] = TokenLogprobs(*joined)
+        logprobs = None if self._logprobs is None else TokenLogprobs(*(t.numpy() for t in self._logprobs))
+        return StepOutput(self._tokens.numpy(), logprobs, prompt)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _parts_to_host(parts: LogprobsTensors) -> tuple[torch.Tensor, ...]:
+    return tuple(_to_host(t) for t in (parts.token_ids, parts.logprobs, parts.ranks))
+
+
+def _device(name: str | None, rank: int) -> torch.device:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, and there is none; use device='cpu'")
+    if rank >= torch.cuda.device_count():
+        raise ValueError(f"tensor_parallel_size needs GPU {rank}, and there are {torch.cuda.device_count()}")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def pick_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:

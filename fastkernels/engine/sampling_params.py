@@ -1,67 +1,216 @@
-"""How one request is sampled and when it stops. Names and meanings are vLLM's."""
+"""How one request is sampled and when it stops. Names, meanings and ranges are vLLM's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+MAX_N = 16384
+MAX_LOGPROBS = 20  # what an engine allows unless it says otherwise
+MAX_STOP_STRINGS = 128
+MAX_STOP_LENGTH = 1024  # characters of one stop string
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MIN_TEMPERATURE = 0.01  # a temperature between 0 and this one is raised to it, as vLLM does
+
+
+class RequestOutputKind(Enum):
+    """CUMULATIVE: each output holds everything so far; DELTA: what is new; FINAL_ONLY: one output, at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass
 class SamplingParams:
-    """Per-request sampling. Raises ValueError for a value out of range.
+    """Per-request sampling. Raises ValueError, naming the field, the value and the limit, for what is out of range.
 
-    temperature  0: greedy (the most likely token; top_p, top_k and seed are not used)
-    top_p        sample from the smallest set of most likely tokens whose probabilities sum to at least top_p
+    n                   outputs for the prompt, 1 to 16384; only 1 with temperature 0
+    presence_penalty    [-2, 2], subtracted from the logits of tokens that were generated
+    frequency_penalty   [-2, 2], subtracted as often as the token was generated
+    repetition_penalty  [1e-6, 1e6]; the logit of a token of the prompt or the output is divided by it if positive,
+                        else multiplied
+    temperature  [0, 2]; 0: greedy (the most likely token; top_p, top_k, min_p and seed are not used)
+    top_p        (0, 1]: sample from the smallest set of most likely tokens whose probabilities sum to at least top_p
     top_k        sample from the k most likely tokens; 0 or -1: all
-    seed         the same seed gives the same tokens whatever else is in the batch; None: the engine's stream
-    max_tokens   tokens to generate at most; None: up to the model's length
-    min_tokens   neither EOS nor a stop token before so many tokens
+    min_p        [0, 1]: sample from tokens with at least min_p times the probability of the most likely one
+    seed         a 64-bit signed integer: the same seed gives the same tokens whatever else is in the batch;
+                 None or -1: the engine chooses one
     stop         strings that end the output; not part of it unless include_stop_str_in_output
     stop_token_ids  tokens that end the output, as EOS does
     ignore_eos   go on after EOS
+    max_tokens   tokens to generate at most; None: up to the model's length
+    min_tokens   neither EOS nor a stop token before so many tokens
+    logprobs     log-probabilities of so many most likely tokens beside the sampled one; -1: of all; None: of none
+    prompt_logprobs  the same for the tokens of the prompt
+    logit_bias   {token id: what is added to its logit, [-100, 100]}
     """
 
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a number of at least 0, got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < -1:
-            raise ValueError(f"top_k must be at least 1, or 0 or -1 for all tokens, got {self.top_k}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
+        _integer("n", self.n, 1, MAX_N)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
+        _number("temperature", self.temperature, 0, 2)
+        _number("top_p", self.top_p, 0, 1, open_low=True)
+        _integer("top_k", self.top_k, -1, note=" (0 or -1: all tokens)")
+        _number("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1, note=" (a 64-bit signed integer)")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        self.stop = list(self.stop or ())
-        if not all(self.stop):
-            raise ValueError("stop must not contain an empty string")
-        if self.stop and not self.detokenize:
-            raise ValueError("stop strings need detokenize=True")
-        self.stop_token_ids = list(self.stop_token_ids or ())
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1, note=" (-1: all tokens)")
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, got {reprlib.repr(self.output_kind)}")
+        self._check_stop()
+        self._check_logit_bias()
+        self._normalize()
+
+    def _check_stop(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else _list("stop", self.stop, MAX_STOP_STRINGS)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must hold strings that are not empty, got {reprlib.repr(text)}")
+            if len(text) > MAX_STOP_LENGTH:
+                raise ValueError(
+                    f"stop: a string of {len(text)} characters, at most {MAX_STOP_LENGTH} are allowed"
+                )
+        if stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True, got detokenize=False")
+        self.stop = stop
+        self.stop_token_ids = list(
+            dict.fromkeys(_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
+        )
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(
+                f"logit_bias must map token ids to numbers, got {type(self.logit_bias).__name__}"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(
+                f"logit_bias has {len(self.logit_bias)} tokens, at most {MAX_LOGIT_BIAS} are allowed"
+            )
+        biases = {}
+        for key, bias in self.logit_bias.items():
+            token = int(key) if _is_digits(key) else key
+            _integer("logit_bias token id", token, 0, 2**31 - 1)
+            _number(f"logit_bias of token {token}", bias, -100, 100)
+            biases[token] = float(bias)
+        self.logit_bias = biases or None
+
+    def _normalize(self) -> None:
+        if self.seed == -1:
+            self.seed = None
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+        if self.greedy:
+            if self.n > 1:
+                raise ValueError(f"n must be 1 with temperature 0 (greedy), got {self.n}")
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+    def verify(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
+        """Check what depends on the engine. Raises ValueError.
+
+        vocab_size    token ids must be below it
+        max_logprobs  the most logprobs and prompt_logprobs; -1: no limit
+        """
+        limit = vocab_size if max_logprobs == -1 else max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            wanted = vocab_size if wanted == -1 else wanted
+            if wanted is not None and wanted > limit:
+                raise ValueError(
+                    f"{name} must be at most {limit} (max_logprobs of this engine), got {wanted}"
+                )
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                if token >= vocab_size:
+                    raise ValueError(f"{name}: token id {token} is not in the vocabulary of {vocab_size}")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5
+        return self.temperature == 0
+
+    @property
+    def needs_filter(self) -> bool:
+        """Whether top_k, top_p or min_p takes tokens away."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Whether the logits depend on which tokens came before."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def stop_strings(self) -> Sequence[str]:
         return self.stop or ()
+
+
+def _is_digits(key: Any) -> bool:
+    """Whether it is a token id as JSON's objects spell it."""
+    return isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdigit()
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None, note: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {reprlib.repr(value)}")
+    if value < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {span}{note}, got {reprlib.repr(value)}")
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {reprlib.repr(value)}")
+    if not (low < value if open_low else low <= value) or not value <= high:  # so written, NaN fails
+        bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+        raise ValueError(f"{name} must be in {bounds}, got {reprlib.repr(value)}")
+
+
+def _list(name: str, value: Any, limit: int) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, (Sequence, set, frozenset)):
+        raise ValueError(f"{name} must be a list, got {reprlib.repr(value)}")
+    if len(value) > limit:
+        raise ValueError(f"{name} has {len(value)} entries, at most {limit} are allowed")
+    return list(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels import parallel
+
 from . import weights
 from .registry import architectures, model_class
 
 
 def load_config(folder: Path) -> Any:
     """The checkpoint's transformers config. Raises CheckpointError that names the file."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {error}") from error
 
 
@@ -52,14 +56,56 @@ def build(
     load_format: str = "auto",
     seed: int = 0,
 ) -> nn.Module:
-    """The model in eval mode. load_format: 'auto' (safetensors) or 'dummy'. Raises UnknownName, CheckpointError."""
-    cls = model_class(architecture_of(config, folder))
+    """The model (this rank's part of it) in eval mode. load_format: 'auto' (safetensors) or 'dummy'.
+
+    Raises UnknownName, CheckpointError, ValueError for sizes that the ranks cannot share, and for a device with less
+    memory than the weights need.
+    """
     if load_format == "auto":
         weights.weight_files(folder)
+    blank = skeleton(folder, config, dtype)
+    _check_room(blank, device)
     with _defaults(dtype, device), torch.inference_mode(False), torch.no_grad():
-        model = cls(config)
+        model = type(blank)(config)
         if load_format == "dummy":
-            weights.dummy(model, seed)
+            with parallel.build_as(0, 1):
+                whole = skeleton(folder, config, dtype)
+            weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
             weights.load(model, folder)
     return model.eval().requires_grad_(False)
+
+
+def skeleton(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    """This rank's part of the model without memory (device 'meta'): shapes and sizes only."""
+    cls = model_class(architecture_of(config, folder))
+    with _defaults(dtype, torch.device("meta")):
+        return cls(config)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the model's parameters and buffers; a tied one counts once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _check_room(model: nn.Module, device: torch.device) -> None:
+    needed, free = weight_bytes(model), _free_bytes(device)
+    if free is not None and needed > free:
+        size = parallel.get_tp_size()
+        each = f" on each of {size} ranks" if size > 1 else ""
+        raise ValueError(
+            f"the weights need {needed / 2**30:.1f} GiB{each}, and {device} has {free / 2**30:.1f} GiB free: take a"
+            " smaller model or dtype, a larger tensor_parallel_size, or end what else uses the memory"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

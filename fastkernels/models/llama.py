@@ -6,6 +6,7 @@ model.compute_logits(hidden [B, H]) gives [B, V]; what else a step needs is in f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +21,15 @@ from fastkernels.overrides.l3.llama_decoder_layer import VllmLlamaDecoderLayer
 class LlamaModel(nn.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(self, config: Any, prefix: str = "model") -> None:
+    def __init__(
+        self, config: Any, decoder_layer: Callable[[Any, str], nn.Module], prefix: str = "model"
+    ) -> None:
         super().__init__()
         self.embed_tokens = VllmVocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
         )
-        layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(
-            VllmLlamaDecoderLayer(None, f"{prefix}.layers.{i}", config=config) for i in layers
+            decoder_layer(config, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
         )
         self.norm = VllmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -40,7 +42,10 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """config: transformers.LlamaConfig. Sharded over fastkernels.parallel's group."""
+    """config: transformers.LlamaConfig. Sharded over fastkernels.parallel's group.
+
+    A model that differs in its layers is a subclass with a `decoder_layer` of its own; see qwen3.py.
+    """
 
     packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -50,11 +55,16 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config)
+        self.model = LlamaModel(config, self.decoder_layer)
         self.lm_head: Any = VllmParallelLMHead(config.vocab_size, config.hidden_size, prefix="lm_head")
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = VllmLogitsProcessor(config.vocab_size)
+
+    @staticmethod
+    def decoder_layer(config: Any, prefix: str) -> nn.Module:
+        """One layer: layer(positions [T], hidden [T, H], residual [T, H] or None) gives (hidden, residual)."""
+        return VllmLlamaDecoderLayer(None, prefix, config=config)
 
     def ignored_weights(self, key: str) -> bool:
         """Keys that a checkpoint may carry without use: rope tables, and the head's copy of a tied embedding."""

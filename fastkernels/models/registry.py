@@ -9,6 +9,7 @@ from fastkernels.registry import UnknownName
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "fastkernels.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "fastkernels.models.qwen3:Qwen3ForCausalLM",
     "MixtralForCausalLM": "fastkernels.models.mixtral:MixtralForCausalLM",
 }
 

@@ -59,12 +59,27 @@ class Adapter:
         """None if the source of this host class is one that we know, else the line that says why the op is off."""
         return compat.unknown(self.host, self.version, target.path, host_class)
 
+    def batch_invariant(self) -> str | None:
+        """The host's switch that makes results independent of the batch, if it is on."""
+        return None
+
     def repin(self, module: Any, journal: Journal) -> None:
-        """After a swap of __class__: renew what the instance cached of its old class."""
+        """After a swap of __class__: renew the method of the old class that the instance may have cached."""
+        if "_forward_method" in vars(module):
+            old = vars(module)["_forward_method"]
+            module._forward_method = module.forward
+            journal.add(lambda: setattr(module, "_forward_method", old))
 
     def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
-        """Put our method object into a linear-like module; None, or the reason why not."""
-        return f"{self.host} has no quant_method seam"
+        """Give a linear-like module a method object of our class, with the state of its own; None, or why not."""
+        old = module.quant_method
+        if "apply" in vars(old):
+            return "its quant_method.apply was replaced by somebody else"
+        method: Any = object.__new__(live_class(type(old), ours))
+        vars(method).update(vars(old))
+        module.quant_method = method
+        journal.add(lambda: setattr(module, "quant_method", old))
+        return None
 
     def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
         """Put our implementation behind an attention module; None, or the reason why not."""
@@ -148,6 +163,10 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if spec.name in patched.request.disable:
         row.reason = "FASTKERNELS_DISABLE"
         return row
+    mode = adapter.batch_invariant()
+    if mode and (not spec.batch_invariant or spec.name in patched.candidates):
+        row.reason = f"{mode} is on, and this op's results may depend on the batch"
+        return row
     host_class = _resolve(target.path)
     if host_class is None:
         row.reason = f"{target.path} is not in {adapter.host} {adapter.version}"
@@ -193,8 +212,8 @@ def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> lis
 def _swap(patched: Patched, module: Any, host_class: type, ours: type, seam: str) -> str | None:
     supports = getattr(ours, "supports", None)
     reason = supports(module) if supports is not None else None
-    if reason is None and "forward" in vars(module):
-        reason = "its forward was replaced by somebody else"
+    if reason is None:
+        reason = _replaced(module)
     if reason is not None:
         return reason
     if seam == "quant_method":
@@ -205,6 +224,16 @@ def _swap(patched: Patched, module: Any, host_class: type, ours: type, seam: str
     patched.journal.add(lambda: setattr(module, "__class__", host_class))
     patched.adapter.repin(module, patched.journal)
     return None
+
+
+def _replaced(module: Any) -> str | None:
+    """Why this instance is not ours to touch: somebody has put a method of their own into it."""
+    named = [
+        n
+        for n, v in vars(module).items()
+        if n.startswith("forward") and callable(v) and hasattr(type(module), n)
+    ]
+    return f"its {named[0]} was replaced by somebody else" if named else None
 
 
 _LIVE: dict[tuple[type, type], type] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import asdict
 from typing import Any
 
 from fastkernels import __version__
@@ -37,8 +36,8 @@ class FastKernelsHost:
             return [self._by_name(request)]
         engine = _engine(target)
         if hasattr(target, "call"):  # AsyncLLM: its own thread steps the engine
-            return [target.call(lambda: _carry_out(engine, request)).result()]
-        return [_carry_out(engine, request)]
+            return target.call(lambda: _carry_out(engine, request)).result()
+        return _carry_out(engine, request)
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
         return await asyncio.to_thread(self.call, target, request)
@@ -53,7 +52,9 @@ class FastKernelsHost:
             os.environ.pop(VARIABLE, None)
             if before is not None:
                 os.environ[VARIABLE] = before
-        return _reply([])
+        from fastkernels.engine import candidates
+
+        return candidates.reply(0, [])
 
 
 def _engine(target: Any) -> Any:
@@ -63,13 +64,8 @@ def _engine(target: Any) -> Any:
     return target
 
 
-def _reply(rows: list[dict[str, Any]], error: str | None = None) -> dict[str, Any]:
-    head = {"rank": 0, "pid": os.getpid(), "host": "fastkernels", "version": __version__}
-    return {**head, "rows": rows, "error": error}
-
-
-def _carry_out(engine: Any, request: Request) -> dict[str, Any]:
-    """One request in the process and thread of the engine. Errors come back in the reply."""
+def _carry_out(engine: Any, request: Request) -> list[dict[str, Any]]:
+    """One request in the thread of the engine, on all of its ranks. Errors come back in a reply."""
     from fastkernels.engine import candidates
 
     patched = engine.patched
@@ -79,18 +75,17 @@ def _carry_out(engine: Any, request: Request) -> dict[str, Any]:
                 raise PatchError("this engine is patched already: undo that first")
             if engine.has_unfinished_requests():
                 raise PatchError("the engine has requests under way: wait until it is idle")
-            patched = engine.patched = candidates.apply(engine.runner, request)
-        elif patched is None:
+            engine.patched = candidates.Patched(engine.executor, request)
+            return engine.patched.replies
+        if patched is None:
             raise PatchError("this engine is not patched")
-        elif request.action == "undo":
-            patched.undo()
+        if request.action == "undo":
             engine.patched = None
-        elif request.action == "reset":
-            patched.reset()
+            return patched.undo()
+        return patched.reset() if request.action == "reset" else patched.report()
     except Exception as error:
         known = isinstance(error, (PatchError, LookupError, ValueError))
-        return _reply([], str(error) if known else f"{type(error).__name__}: {error}")
-    return _reply([asdict(row) for row in patched.report()])
+        return [candidates.reply(0, [], str(error) if known else f"{type(error).__name__}: {error}")]
 
 
 HOST = FastKernelsHost()

@@ -70,7 +70,7 @@ def register() -> None:
 
 
 def _patches_its_model(stock: Callable[..., None]) -> Callable[..., None]:
-    """A Scheduler.__init__ that has ModelRunner.load_model patch the model: before graphs are captured."""
+    """A Scheduler.__init__ that has its model runner patch the model: after loading, before graphs are captured."""
 
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,6 +20,7 @@ from fastkernels.patch import PatchError, Request
 from . import reports, trace
 from .apply import Adapter, Journal, Patched, apply
 from .sglang import installed_version
+from .sglang_attention import backends
 
 log = logging.getLogger("fastkernels")
 _patched: list[Patched] = []  # at most one: a scheduler process has one target model
@@ -38,37 +39,32 @@ class SglangAdapter(Adapter):
         self.version = installed_version() or ""
         self.model_runner = model_runner
 
-    def repin(self, module: Any, journal: Journal) -> None:
-        # Until 0.5.20 the constructor binds a method of the class, from 0.5.21 on the first call does.
-        if "_forward_method" in vars(module):
-            old = vars(module)["_forward_method"]
-            module._forward_method = module.forward
-            journal.add(lambda: setattr(module, "_forward_method", old))
-
-    def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
-        from . import sglang_layers
-
-        return sglang_layers.swap_quant_method(module, ours, journal)
+    def batch_invariant(self) -> str | None:
+        on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
+        return "--enable-deterministic-inference" if on else None
 
     def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
-        from . import sglang_layers
+        from . import sglang_attention
 
-        return sglang_layers.swap_attention(self.model_runner, module, ours, journal)
+        return sglang_attention.swap_attention(self.model_runner, module, self.version, journal)
 
 
 # At start, with FASTKERNELS=1
 
 
 def patch_after_loading() -> None:
-    """Have ModelRunner.load_model end with the patch that the environment asks for. Draft models are left alone."""
+    """Have ModelRunner.init_attention_backends end with the patch that the environment asks for.
+
+    The model is loaded then, and no graph is captured yet. Draft models are left alone.
+    """
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    stock = ModelRunner.load_model
+    stock = ModelRunner.init_attention_backends
     if hasattr(stock, "fastkernels_stock"):
         return
 
     @functools.wraps(stock)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         if not self.is_draft_worker:
             try:
@@ -77,8 +73,8 @@ def patch_after_loading() -> None:
                 raise PatchError(f"FASTKERNELS=1, but SGLang cannot be patched: {error}") from error
         return result
 
-    load_model.fastkernels_stock = stock  # type: ignore[attr-defined]
-    ModelRunner.load_model = load_model
+    init_attention_backends.fastkernels_stock = stock  # type: ignore[attr-defined]
+    ModelRunner.init_attention_backends = init_attention_backends
 
 
 def _apply(model_runner: Any, request: Request) -> Patched:
@@ -262,9 +258,7 @@ class _Snapshot:
     """
 
     def __init__(self, runner: Any):
-        owners = [runner, *_backends(getattr(runner, "attn_backend", None))]
-        owners += [b for b in _backends(getattr(runner, "decode_attn_backend", None)) if b not in owners]
-        self.saved = [(owner, {k: _shallow(v) for k, v in vars(owner).items()}) for owner in owners[1:]]
+        self.saved = [(b, {k: _shallow(v) for k, v in vars(b).items()}) for b in backends(runner)]
         self.runner, self.of_runner = runner, {k: v for k, v in vars(runner).items() if "graph" in k}
 
     def restore(self) -> None:
@@ -276,18 +270,6 @@ class _Snapshot:
 
 def _shallow(value: Any) -> Any:
     return dict(value) if type(value) is dict else list(value) if type(value) is list else value
-
-
-def _backends(backend: Any) -> list[Any]:
-    """An attention backend and those that it is made of (hybrid, two-batch overlap)."""
-    if backend is None:
-        return []
-    found = [backend]
-    for value in vars(backend).values():
-        for part in value if isinstance(value, (list, tuple)) else [value]:
-            if hasattr(part, "init_cuda_graph_state") and part not in found:
-                found += _backends(part)
-    return found
 
 
 # Counters and traces

@@ -40,15 +40,22 @@ def installed_version() -> str | None:
         return None
 
 
-@cache
 def forward_fingerprint(cls: Any) -> str:
-    """The fingerprint of the body of a class's forward, '' if its source cannot be read."""
+    """The fingerprint of the body of the forward that the class has now, '' if its source cannot be read."""
+    return _body_fingerprint(getattr(cls.__dict__.get("forward"), "__code__", None))
+
+
+@cache
+def _body_fingerprint(code: Any) -> str:
     try:
-        source = textwrap.dedent(inspect.getsource(cls.__dict__["forward"]))
-    except (KeyError, OSError, TypeError):
+        source = textwrap.dedent(
+            inspect.getsource(code)
+        )  # of the code: a wrapper would answer for what it wraps
+    except (OSError, TypeError):
         return ""
     function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
+    if not isinstance(function, ast.FunctionDef):
+        return ""
     lines = source.splitlines()[function.body[0].lineno - 1 : function.end_lineno]
     return compat.fingerprint("\n".join(lines))
 

@@ -45,17 +45,10 @@ class VllmAdapter(Adapter):
         self.version = installed_version() or ""
         self.worker = worker
 
-    def repin(self, module: Any, journal: Journal) -> None:
-        # CustomOp.__init__ chose a method of the old class and kept it; forward would be by-passed by its callers.
-        if "_forward_method" in vars(module):
-            old = vars(module)["_forward_method"]
-            module._forward_method = module.forward
-            journal.add(lambda: setattr(module, "_forward_method", old))
+    def batch_invariant(self) -> str | None:
+        from vllm import envs
 
-    def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
-        from . import vllm_layers
-
-        return vllm_layers.swap_quant_method(module, ours, journal)
+        return "VLLM_BATCH_INVARIANT" if getattr(envs, "VLLM_BATCH_INVARIANT", False) else None
 
     def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
         from . import vllm_layers

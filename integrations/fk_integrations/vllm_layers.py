@@ -1,4 +1,4 @@
-"""vLLM's method objects and attention implementations: what is replaced inside a layer that stays the host's."""
+"""vLLM's attention implementations: what is replaced inside a layer that stays the host's."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ from functools import cache
 from typing import Any
 
 from . import compat
-from .apply import Journal, live_class
+from .apply import Journal
 
 FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
-
-
-def swap_quant_method(module: Any, ours: type, journal: Journal) -> str | None:
-    """Give a linear-like module a method object of our class, with the state of its own. None, or why not."""
-    old = module.quant_method
-    method: Any = object.__new__(live_class(type(old), ours))
-    vars(method).update(vars(old))
-    module.quant_method = method
-    journal.add(lambda: setattr(module, "quant_method", old))
-    return None
 
 
 def swap_attention(module: Any, ours: type, version: str, config: Any, journal: Journal) -> str | None:
@@ -32,6 +22,8 @@ def swap_attention(module: Any, ours: type, version: str, config: Any, journal: 
         note = ": its KV cache is packed for the CPU's own kernels" if "cpu_attn" in found else ""
         return f"the attention backend is {found}, not {FLASH_ATTN}{note}"
     reason = compat.unknown("vllm", version, FLASH_ATTN, type(impl)) or _unsupported(impl, config)
+    if any(name in vars(impl) for name in ("forward", "do_kv_cache_update")):
+        reason = "the backend's forward was replaced by somebody else"
     if reason is not None:
         return reason
     host_class: Any = type(impl)
@@ -45,8 +37,6 @@ def _unsupported(impl: Any, config: Any) -> str | None:
     if mode is not None and mode.mixed_mode().name == "FULL":
         # Such a graph is captured with one query a sequence and replayed for prefills: only FlashAttention can.
         return "cudagraph_mode FULL replays one graph for decodes and prefills; use FULL_AND_PIECEWISE"
-    if impl.batch_invariant_enabled:
-        return "VLLM_BATCH_INVARIANT: our attention kernels are not batch-invariant"
     if impl.attn_type != "decoder":
         return f"attention type {impl.attn_type!r} is not supported"
     if str(impl.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):

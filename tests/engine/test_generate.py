@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.engine.sampling_params import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331))]
@@ -115,17 +116,30 @@ def test_abort_frees_blocks(llm):
     assert engine.blocks.num_free == free and not engine.has_unfinished_requests()
 
 
-def test_text_is_the_tokens_text_and_pieces_add_up(llm):
-    engine = llm.llm_engine
-    params = SamplingParams(temperature=1.5, seed=1, max_tokens=60, ignore_eos=True, stop=["no such string"])
-    engine.add_request("p", [60, 61], params)
-    pieces, last = [], None
+@pytest.mark.parametrize("stop", [None, ["no such string"]])
+def test_the_kinds_of_output_say_the_same(llm, stop):
+    engine, found = llm.llm_engine, {}
+    for kind in RequestOutputKind:
+        params = SamplingParams(
+            temperature=1.5, seed=1, max_tokens=60, ignore_eos=True, stop=stop, output_kind=kind, n=2
+        )
+        engine.add_request(kind.name, [60, 61], params)
+    outputs: dict[str, list] = {kind.name: [] for kind in RequestOutputKind}
     while engine.has_unfinished_requests():
-        for last in engine.step():
-            pieces.append(last.new_text)
-    text = last.outputs[0].text
-    assert "".join(pieces) == text
-    assert text == engine.tokenizer.decode(last.outputs[0].token_ids, skip_special_tokens=True)
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    for index in range(2):
+        pieces = [o for r in outputs["DELTA"] for o in r.outputs if o.index == index]
+        found["DELTA"] = ("".join(o.text for o in pieces), [t for o in pieces for t in o.token_ids])
+        for kind in ("CUMULATIVE", "FINAL_ONLY"):
+            last = outputs[kind][-1].outputs[index]
+            found[kind] = (last.text, last.token_ids)
+        assert found["DELTA"] == found["CUMULATIVE"] == found["FINAL_ONLY"]
+        text, ids = found["DELTA"]
+        assert len(ids) == 60 and text == engine.tokenizer.decode(ids, skip_special_tokens=True)
+    assert len(outputs["FINAL_ONLY"]) == 1 and len(outputs["CUMULATIVE"]) >= 60
+    texts = [o.outputs[0].text for o in outputs["CUMULATIVE"]]
+    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
 
 
 @pytest.mark.parametrize(

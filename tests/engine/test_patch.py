@@ -74,14 +74,14 @@ def test_a_function_takes_part_and_goes(llm, tmp_path):
 
 def test_a_class_takes_part_and_goes(llm, tmp_path):
     before = run(llm)
-    kinds = [type(m) for m in llm.llm_engine.runner.model.modules()]
+    kinds = [type(m) for m in llm.llm_engine.executor.runner.model.modules()]
     off = candidate(tmp_path, CLASS.format(more="* 1.5 + 0.3"))
     report = fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": off})
     assert [r.op for r in report.rows] == ["rms_norm"] and report.rows[0].reason == "candidate"
     changed = run(llm)
     report.undo()
     assert changed != before == run(llm)
-    assert [type(m) for m in llm.llm_engine.runner.model.modules()] == kinds
+    assert [type(m) for m in llm.llm_engine.executor.runner.model.modules()] == kinds
 
 
 def test_a_bad_candidate_changes_nothing(llm, tmp_path):

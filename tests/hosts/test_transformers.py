@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from fk_integrations.apply import apply
+from fk_integrations.transformers import TransformersAdapter
 
 import fastkernels
-from fastkernels.patch import PatchError
+from fastkernels import registry
+from fastkernels.patch import PatchError, Request
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
@@ -91,6 +96,32 @@ def test_a_module_that_somebody_replaced_is_left_alone() -> None:
     (row,) = report.rows
     assert row.modules == 4 and "replaced by somebody else" in row.reason
     report.undo()
+
+
+def test_a_class_that_somebody_wrapped_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("Llama")
+    fastkernels.patch(model, ops=["rms_norm"]).undo()  # what was known of the class before says nothing
+    stock = LlamaRMSNorm.forward
+
+    @functools.wraps(stock)
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return stock(self, x)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+    with pytest.raises(PatchError, match="nothing to patch"):
+        fastkernels.patch(model, ops=["rms_norm"])
+
+
+def test_where_a_host_promises_batch_invariance_only_such_ops_go_in() -> None:
+    class Invariant(TransformersAdapter):
+        def batch_invariant(self) -> str:
+            return "--enable-deterministic-inference"
+
+    rows = {r.op: r for r in apply(Invariant(), tiny("Llama"), Request("patch")).rows}
+    assert rows["rms_norm"].modules == 5
+    assert rows["gated_mlp"].state == "off" and "depend on the batch" in rows["gated_mlp"].reason
+    invariant = [name for name in registry.op_names() if registry.get(name).batch_invariant]
+    assert not {"linear", "attention", "attention_decode", "attention_prefill"} & set(invariant)
 
 
 def test_a_second_patch_is_refused_until_undo() -> None:

@@ -47,6 +47,20 @@ def silu_and_mul(ns: Any) -> list[Any]:
     return [ns.SiluAndMul()(randn(7, 126))]
 
 
+def gelu_and_mul(ns: Any) -> list[Any]:
+    return [ns.GeluAndMul()(randn(7, 126)), ns.GeluAndMul(approximate="none")(randn(2, 3, 126))]
+
+
+def gemma_rms_norm(ns: Any) -> list[Any]:
+    norm = filled(ns.GemmaRMSNorm(63, eps=1e-5))
+    more = [filled(ns.Gemma3RMSNorm(63))(randn(5, 63))] if ns.host == "sglang" else []
+    return [norm(randn(5, 63)), *norm(randn(5, 63), randn(5, 63) + 1), *more]
+
+
+def layer_norm(ns: Any) -> list[Any]:
+    return [filled(ns.LayerNorm(63))(randn(5, 63) + 1), filled(ns.LayerNorm(63, eps=0.1))(randn(2, 3, 63))]
+
+
 def rotary_emb(ns: Any) -> list[Any]:
     rope = (32, 32, 128, 10000.0, True, torch.float32)
     modules = [ns.RotaryEmbedding(*rope), ns.Llama3RotaryEmbedding(*rope, 8.0, 1.0, 4.0, 64)]
@@ -106,6 +120,19 @@ def attention(ns: Any) -> list[Any]:
         return [layer(*arguments, *([] if ns.host == "vllm" else [None])), *cache]
 
 
+def sampling(ns: Any) -> list[Any]:
+    logits, seeds, ones = randn(4, 100) * 3, torch.arange(4) + 5, torch.ones(4)
+    top_k, top_p = torch.tensor([0, 5, 100, 1]), torch.tensor([1.0, 0.9, 0.5, 1.0])
+    if ns.host == "vllm":
+        generators = {i: torch.Generator().manual_seed(i) for i in range(4)}
+        return [list(ns.TopKTopPSampler("processed_logits")(logits, generators, top_k, top_p))]
+    info = SimpleNamespace(
+        is_all_greedy=False, temperatures=ones[:, None], top_ks=top_k, top_ps=top_p, min_ps=0 * ones,
+        sampling_seed=seeds,
+    )  # fmt: skip
+    return [ns.Sampler()(SimpleNamespace(next_token_logits=logits), info, False, [], [], seeds)]
+
+
 CONFIG = SimpleNamespace(
     hidden_size=64, intermediate_size=63, hidden_act="silu", num_attention_heads=2, num_key_value_heads=1, head_dim=32,
     rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=10000.0, vocab_size=100, mlp_bias=False,
@@ -120,16 +147,27 @@ def gated_mlp(ns: Any) -> list[Any]:
     return [filled(cls(64, 63, "silu"))(randn(5, 64)) for cls in made]
 
 
-def llama_decoder_layer(ns: Any) -> list[Any]:
+def decoder_layer(ns: Any, layer: Any) -> list[Any]:
     metadata, cache = two_sequences(ns, 1, 32)
-    vllm = ns.host == "vllm"
-    layer = filled(ns.LlamaDecoderLayer(None, config=CONFIG) if vllm else ns.LlamaDecoderLayer(CONFIG))
+    layer = filled(layer)
     layer.self_attn.attn.kv_cache = cache
     positions = torch.tensor([0, 1, 2, 0, 1])
-    old = {} if vllm or "residual" not in layer.forward.__code__.co_varnames[:6] else {"residual": None}
+    arguments = [positions, randn(5, 64), *([] if ns.host == "vllm" else [None])]
+    stream = "residual" not in layer.forward.__code__.co_varnames[:6]
     with ns.forward_context(metadata):
-        out = layer(positions, randn(5, 64), None, **old)
+        out = layer(*arguments, **({} if stream else {"residual": None}))
     return [out, *cache]
+
+
+def llama_decoder_layer(ns: Any) -> list[Any]:
+    vllm = ns.host == "vllm"
+    return decoder_layer(
+        ns, ns.LlamaDecoderLayer(None, config=CONFIG) if vllm else ns.LlamaDecoderLayer(CONFIG)
+    )
+
+
+def qwen3_decoder_layer(ns: Any) -> list[Any]:
+    return decoder_layer(ns, ns.Qwen3DecoderLayer(CONFIG))
 
 
 def topk_softmax(ns: Any) -> list[Any]:
@@ -168,9 +206,9 @@ def mixtral_decoder_layer(ns: Any) -> list[Any]:
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
-        rms_norm, silu_and_mul, rotary_emb, linear, embedding, logits_processor, parallel_linear, attention,
-        gated_mlp, llama_decoder_layer, topk_softmax, moe_align, fused_experts, sparse_moe,
-        mixtral_decoder_layer,
+        rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
+        logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
+        topk_softmax, moe_align, fused_experts, sparse_moe, mixtral_decoder_layer,
     )
 }  # fmt: skip
 

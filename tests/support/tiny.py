@@ -1,4 +1,4 @@
-"""Tiny random Llama checkpoints and a byte-level tokenizer: `python tests/support/tiny.py FOLDER`."""
+"""Tiny random checkpoints and a byte-level tokenizer: `python tests/support/tiny.py FOLDER [KIND]`."""
 
 from __future__ import annotations
 
@@ -47,37 +47,48 @@ def _tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def make_tiny_llama(folder: str | Path, dtype: str = "bfloat16", seed: int = 0, **overrides: Any) -> Path:
-    """A LlamaForCausalLM in `folder`: GQA with 4 and 2 heads of 32, llama3 rope scaling, untied.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 3,
+}
+# kind: (prefix of transformers' classes, what differs from SIZES)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen3": ("Qwen3", {"head_dim": 64}),  # four heads of 64 are wider than the hidden size
+    "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
 
-    overrides: fields of LlamaConfig. Made once: a folder that has the same request recorded is left alone.
+
+def make_tiny(
+    folder: str | Path, kind: str = "llama", dtype: str = "bfloat16", seed: int = 0, **overrides: Any
+) -> Path:
+    """A random checkpoint of KINDS[kind] in `folder`, with a tokenizer: 2 layers, GQA with 4 and 2 heads, untied.
+
+    overrides: fields of the kind's config. Made once: a folder that has the same request recorded is left alone.
     The weights are large enough (std 0.1) that greedy choices have clear margins.
     """
     folder = Path(folder)
-    request = json.dumps({"dtype": dtype, "seed": seed, **overrides}, sort_keys=True)
+    request = json.dumps({"kind": kind, "dtype": dtype, "seed": seed, **overrides}, sort_keys=True)
     done = folder / "tiny.json"
     if done.is_file() and done.read_text() == request:
         return folder
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "rope_parameters": LLAMA3_ROPE,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 3,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**{**fields, **overrides}))
+    prefix, fields = KINDS[kind]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **fields, **overrides})
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,7 +103,12 @@ def make_tiny_llama(folder: str | Path, dtype: str = "bfloat16", seed: int = 0, 
     return folder
 
 
+def make_tiny_llama(folder: str | Path, dtype: str = "bfloat16", seed: int = 0, **overrides: Any) -> Path:
+    """make_tiny of a LlamaForCausalLM with llama3 rope scaling."""
+    return make_tiny(folder, "llama", dtype, seed, **overrides)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python tests/support/tiny.py FOLDER")
-    print(make_tiny_llama(sys.argv[1]))
+    if len(sys.argv) not in (2, 3):
+        sys.exit(f"usage: python tests/support/tiny.py FOLDER [{'|'.join(KINDS)}]")
+    print(make_tiny(*sys.argv[1:]))

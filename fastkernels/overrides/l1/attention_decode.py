@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.overrides.l1.attention_prefill import (
     FA3_MODULES,
+    FP8_TOLERANCE,
     check,
     fa3,
     make_batch,
@@ -31,11 +33,13 @@ def reference(
     scale: float,
     window_left: int = -1,
     softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """q: [B, Hq, D], the last token of each sequence; caches: [blocks, block_size, Hkv, D]; seq_lens: [B] int32.
 
     block_table: [B, max_blocks]; entries past seq_len are not read. max_seqlen_k: at least the largest seq_len.
-    window_left and softcap as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
+    The rest as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
     """
     check("attention_decode", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -47,8 +51,8 @@ def reference(
     if window_left >= 0:
         seen = seen & (at >= seq_lens[:, None] - 1 - window_left)
     absent = ~seen[:, :, None, None]  # what lies behind a sequence's end may be anything, also not a number
-    keys = key_cache[blocks].view(batch, -1, kv_heads, d).masked_fill(absent, 0).to(acc)
-    values = value_cache[blocks].view(batch, -1, kv_heads, d).masked_fill(absent, 0).to(acc)
+    keys = key_cache[blocks].view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * k_scale
+    values = value_cache[blocks].view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * v_scale
     grouped = q.to(acc).view(batch, kv_heads, -1, d)
     scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * scale
     if softcap > 0:
@@ -57,13 +61,16 @@ def reference(
     return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
 
 
+MIN_SPLIT = 256  # keys: below, a part costs more to combine than it saves
+
+
 @triton.jit
 def _attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
-    block_size, n_heads, group, D, scale, window_left, softcap,
+    block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # One program a (sequence, key head, split): all query heads of the group share the keys it reads.
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -71,7 +78,8 @@ def _attention_decode_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
-    per_split = tl.cdiv(tl.cdiv(n_k - first, BLOCK_N), SPLITS) * BLOCK_N
+    # The number of splits is for the longest sequence; a shorter one uses fewer, so that no part is under MIN_SPLIT.
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(n_k - first, BLOCK_N), SPLITS) * BLOCK_N, MIN_SPLIT)
     low = first + split * per_split
     high = tl.minimum(low + per_split, n_k)
     dims = tl.arange(0, BLOCK_D)
@@ -92,7 +100,7 @@ def _attention_decode_kernel(
         kv_mask = inside[:, None] & (dims < D)[None, :]
         k_at = (page * k_stride_b + slot * k_stride_s)[:, None] + kv_head * k_stride_h + dims[None, :]
         v_at = (page * v_stride_b + slot * v_stride_s)[:, None] + kv_head * v_stride_h + dims[None, :]
-        k = tl.load(k_ptr + k_at, mask=kv_mask, other=0.0)
+        k = tl.load(k_ptr + k_at, mask=kv_mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
@@ -104,18 +112,19 @@ def _attention_decode_kernel(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp(scores - base[:, None])
         decay = tl.exp(top - base)
-        v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0)
+        v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0).to(q.dtype)
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = new_top
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     row = seq * n_heads + heads
     if SPLITS == 1:
         tl.store(out_ptr + row[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
         tl.store(lse_ptr + row * SPLITS + split, lse, mask=rows < group)
-        tl.store(part_ptr + (row * SPLITS + split)[:, None] * D + dims[None, :], acc, mask=q_mask)
+        used = q_mask & (low < high)
+        tl.store(part_ptr + (row * SPLITS + split)[:, None] * D + dims[None, :], acc, mask=used)
 
 
 @triton.jit
@@ -128,7 +137,7 @@ def _combine_kernel(
     lse = tl.load(lse_ptr + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
     top = tl.max(lse, 0)
     weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
-    mask = (splits < SPLITS)[:, None] & (dims < D)[None, :]
+    mask = (lse > float("-inf"))[:, None] & (dims < D)[None, :]  # splits without keys wrote nothing else
     part = tl.load(part_ptr + (row * SPLITS + splits)[:, None] * D + dims[None, :], mask=mask, other=0.0)
     total = tl.sum(weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
@@ -141,8 +150,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _splits(device: torch.device, programs: int, max_seqlen_k: int) -> int:
-    """How many parts the keys are cut into: two programs a multiprocessor, no part under 256 keys, a power of two."""
-    wanted = min(-(-2 * _multiprocessors(device) // programs), -(-max_seqlen_k // 256), 64)
+    """Most parts that keys are cut into: two programs a multiprocessor, no part under MIN_SPLIT, a power of two."""
+    wanted = min(-(-2 * _multiprocessors(device) // programs), -(-max_seqlen_k // MIN_SPLIT), 64)
     return 1 << (max(wanted, 1).bit_length() - 1)
 
 
@@ -156,6 +165,8 @@ def _triton(
     scale: float,
     window_left: int = -1,
     softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     splits: int | None = None,
 ) -> torch.Tensor:
     check("attention_decode", q, key_cache, value_cache)
@@ -173,8 +184,8 @@ def _triton(
     _attention_decode_kernel[(batch, kv_heads, splits)](
         q, key_cache, value_cache, out, part, lse, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), key_cache.shape[1], heads, group, d,
-        scale, window_left, softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits,
+        scale * k_scale, v_scale, window_left, softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
         BLOCK_G=max(triton.next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
         num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -202,21 +213,25 @@ def _fa3(
     scale: float,
     window_left: int = -1,
     softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return fa3(
-        q, key_cache, value_cache, starts, seq_lens, block_table, 1, max_seqlen_k, scale, window_left, softcap
-    )
+        q, key_cache, value_cache, starts, seq_lens, block_table, 1, max_seqlen_k, scale, window_left, softcap,
+        k_scale, v_scale,
+    )  # fmt: skip
 
 
-# FlashInfer is no provider here: its paged wrappers plan on the host, once a step and not once a call.
 attention_decode = define(
     "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
-    " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0) -> Tensor",
+    " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0, float k_scale=1.0,"
+    " float v_scale=1.0) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
         Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3),
         Provider("triton", _triton, supports=supports_triton),
+        Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
@@ -224,14 +239,15 @@ attention_decode = define(
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
-    extra = (max(d["seq_lens"]), d["head_size"] ** -0.5, d.get("window_left", -1), d.get("softcap", 0.0))
-    return [*make_batch(case, device, generator), *extra]
+    extra = (d["head_size"] ** -0.5, d.get("window_left", -1), d.get("softcap", 0.0), *d.get("scales", ()))
+    return [*make_batch(case, device, generator), d.get("max_seqlen_k", max(d["seq_lens"])), *extra]
 
 
 def _bytes(case: Case) -> int:
     d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return 2 * size * d["head_size"] * (len(d["seq_lens"]) * d["heads"] + sum(d["seq_lens"]) * d["kv_heads"])
+    size = getattr(torch, case.dtype).itemsize
+    queries = max(size, 2) * len(d["seq_lens"]) * d["heads"]  # which are not fp8 where the cache is
+    return 2 * d["head_size"] * (queries + size * sum(d["seq_lens"]) * d["kv_heads"])
 
 
 def _case(
@@ -258,9 +274,12 @@ SPEC = OpSpec(
         _case("softcap", [33], "odd", "float32", softcap=2.0, **_SMALL),
         _case("empty_sequence", [4, 0, 19], "odd", **_SMALL),
         _case("two_splits", [600, 63], "odd", "float32", **_SMALL),
+        _case("graph", [600, 63, 1], "odd", "float32", max_seqlen_k=4096, **_SMALL),
+        _case("fp8", [5, 17, 600], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     inputs=_inputs,
     bytes_moved=_bytes,
     flops=lambda case: 4 * sum(case.dims["seq_lens"]) * case.dims["heads"] * case.dims["head_size"],
+    tolerance=FP8_TOLERANCE,
     baseline="fa3",
 )

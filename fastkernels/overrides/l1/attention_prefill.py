@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.spec import Case, OpSpec
+from fastkernels.overrides.l1 import _flashinfer
+from fastkernels.overrides.l1.store_kvcache import fp8_refusal
+from fastkernels.spec import TOLERANCE, Case, OpSpec, Tolerance
 
 
 def reference(
@@ -26,12 +28,15 @@ def reference(
     scale: float,
     window_left: int = -1,
     softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """q: [T, Hq, D]; caches: [blocks, block_size, Hkv, D]; cu_seqlens_q: [B + 1] and seq_lens: [B] int32.
 
     A sequence's queries are its last tokens: query i of n sees keys 0 .. seq_len - n + i, and with window_left >= 0
     only the last window_left + 1 of those. block_table: [B, max_blocks]; entries past seq_len are not read.
-    softcap > 0: logits become softcap * tanh(logits / softcap). Returns [T, Hq, D] in q's dtype; a query without
+    softcap > 0: logits become softcap * tanh(logits / softcap). Keys are key_cache * k_scale, values value_cache *
+    v_scale, for caches of float8_e4m3fn. Returns [T, Hq, D] in q's dtype; a query without
     keys, or past cu_seqlens_q[B] (padding), gives zeros.
     """
     check("attention_prefill", q, key_cache, value_cache)
@@ -44,8 +49,8 @@ def reference(
         n = starts[i + 1] - starts[i]
         if n == 0 or n_keys == 0:
             continue
-        keys = key_cache[blocks].flatten(0, 1)[:n_keys].to(acc)
-        values = value_cache[blocks].flatten(0, 1)[:n_keys].to(acc)
+        keys = key_cache[blocks].flatten(0, 1)[:n_keys].to(acc) * k_scale
+        values = value_cache[blocks].flatten(0, 1)[:n_keys].to(acc) * v_scale
         grouped = q[rows].to(acc).view(n, -1, group, q.shape[-1])  # [n, Hkv, Hq / Hkv, D]
         scores = torch.einsum("nhgd,khd->hgnk", grouped, keys) * scale
         if softcap > 0:
@@ -64,7 +69,7 @@ def reference(
 def _attention_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
-    block_size, group, D, scale, window_left, softcap,
+    block_size, group, D, scale, v_scale, window_left, softcap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +105,7 @@ def _attention_prefill_kernel(
             kv_mask = inside[:, None] & (dims < D)[None, :]
             k_at = (page * k_stride_b + slot * k_stride_s)[:, None] + kv_head * k_stride_h + dims[None, :]
             v_at = (page * v_stride_b + slot * v_stride_s)[:, None] + kv_head * v_stride_h + dims[None, :]
-            k = tl.load(k_ptr + k_at, mask=kv_mask, other=0.0)
+            k = tl.load(k_ptr + k_at, mask=kv_mask, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if SOFTCAP:
                 scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
@@ -114,11 +119,11 @@ def _attention_prefill_kernel(
             )  # no key seen yet: -inf minus -inf is not a number
             p = tl.exp(scores - base[:, None])
             decay = tl.exp(top - base)
-            v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0)
+            v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0).to(q.dtype)
             total = total * decay + tl.sum(p, 1)
             acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             top = new_top
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
         out_at = out_ptr + tokens * out_stride_t + head * out_stride_h + dims[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
@@ -144,8 +149,10 @@ def supports_triton(
         return f"dtype {q.dtype} is not float16, bfloat16 or float32"
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 matrices as integers"
-    if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
+    if key_cache.dtype == torch.float8_e4m3fn and (reason := fp8_refusal(q.device)) is not None:
+        return reason
     if q.shape[-1] > 256:
         return f"head size {q.shape[-1]} is over 256"
     for name, t in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
@@ -166,6 +173,8 @@ def _triton(
     scale: float,
     window_left: int = -1,
     softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     check("attention_prefill", q, key_cache, value_cache)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of padding are no program's
@@ -177,8 +186,8 @@ def _triton(
     _attention_prefill_kernel[(triton.cdiv(max_seqlen_q, block_m), batch, q.shape[1])](
         q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
-        key_cache.shape[1], q.shape[1] // key_cache.shape[2], q.shape[2], scale, window_left, softcap,
-        WINDOW=window_left >= 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        key_cache.shape[1], q.shape[1] // key_cache.shape[2], q.shape[2], scale * k_scale, v_scale, window_left,
+        softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if block_m == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -205,7 +214,9 @@ def supports_fa3(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Te
     if _capability(q.device.index or 0)[0] != 9:
         return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
     if q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
-        return f"FlashAttention-3 needs float16 or bfloat16, got q {q.dtype} and cache {key_cache.dtype}"
+        return (
+            f"FlashAttention-3 needs q and cache in float16 or bfloat16, got {q.dtype} and {key_cache.dtype}"
+        )
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         return (
             f"FlashAttention-3 needs a head size that is a multiple of 8 and at most 256, got {q.shape[-1]}"
@@ -227,32 +238,39 @@ def fa3(
     scale: float,
     window_left: int = -1,
     softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The arguments of `reference`. Rows of padding are not defined."""
     check("attention", q, key_cache, value_cache)
     entry, is_vllm = _fa3()
     window = (window_left, 0 if window_left >= 0 else -1)
+    scale *= k_scale
     if is_vllm:
-        return entry(
+        out = entry(
             q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
             softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
             out=torch.zeros_like(q, memory_format=torch.contiguous_format), fa_version=3,
         )  # fmt: skip
-    return entry(
-        q, key_cache, value_cache, cache_seqlens=seq_lens, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q, softmax_scale=scale, causal=True, window_size=window, softcap=softcap,
-    )  # fmt: skip
+    else:
+        out = entry(
+            q, key_cache, value_cache, cache_seqlens=seq_lens, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, softmax_scale=scale, causal=True, window_size=window, softcap=softcap,
+        )  # fmt: skip
+    return out if v_scale == 1.0 else out * v_scale
 
 
-# FlashInfer is no provider here: its paged wrappers plan on the host, once a step and not once a call.
 attention_prefill = define(
     "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
     " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
-    " float softcap=0.0) -> Tensor",
+    " float softcap=0.0, float k_scale=1.0, float v_scale=1.0) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
         Provider("fa3", fa3, module=FA3_MODULES, supports=supports_fa3),
         Provider("triton", _triton, supports=supports_triton),
+        Provider(
+            "flashinfer", _flashinfer.prefill, module="flashinfer", supports=_flashinfer.supports_prefill
+        ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
@@ -261,6 +279,7 @@ attention_prefill = define(
 def make_batch(case: Case, device: str, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     """q, key_cache, value_cache, seq_lens, block_table for dims seq_lens, q_lens (default: 1 each), block_size, ..."""
     d, dtype = case.dims, getattr(torch, case.dtype)
+    cache_dtype, dtype = dtype, torch.float16 if dtype == torch.float8_e4m3fn else dtype
     block_size, lens = d["block_size"], d["seq_lens"]
     n_blocks = [-(-n // block_size) for n in lens]
     shape = (sum(n_blocks) + 2, block_size, d["kv_heads"], d["head_size"])
@@ -273,14 +292,15 @@ def make_batch(case: Case, device: str, generator: torch.Generator) -> tuple[tor
     for i, n in enumerate(n_blocks):
         table[i, :n] = order[sum(n_blocks[:i]) : sum(n_blocks[: i + 1])]
     q = randn(sum(d.get("q_lens", [1] * len(lens))), d["heads"], d["head_size"])
-    return q, randn(*shape), randn(*shape), torch.tensor(lens, dtype=torch.int32, device=device), table
+    caches = [randn(*shape).to(cache_dtype) for _ in range(2)]
+    return q, *caches, torch.tensor(lens, dtype=torch.int32, device=device), table
 
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
     q, key_cache, value_cache, seq_lens, table = make_batch(case, device, generator)
     starts = torch.tensor([0, *d["q_lens"]], device=device).cumsum(0).to(torch.int32)
-    extra = (d["head_size"] ** -0.5, d.get("window_left", -1), d.get("softcap", 0.0))
+    extra = (d["head_size"] ** -0.5, d.get("window_left", -1), d.get("softcap", 0.0), *d.get("scales", ()))
     return [q, key_cache, value_cache, starts, seq_lens, table, max(d["q_lens"]), max(d["seq_lens"]), *extra]
 
 
@@ -292,8 +312,9 @@ def _pairs(case: Case) -> int:
 
 def _bytes(case: Case) -> int:
     d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return 2 * size * d["head_size"] * (sum(d["q_lens"]) * d["heads"] + sum(d["seq_lens"]) * d["kv_heads"])
+    size = getattr(torch, case.dtype).itemsize
+    queries = max(size, 2) * sum(d["q_lens"]) * d["heads"]  # which are not fp8 where the cache is
+    return 2 * d["head_size"] * (queries + size * sum(d["seq_lens"]) * d["kv_heads"])
 
 
 def _case(
@@ -304,6 +325,10 @@ def _case(
 
 
 _SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
+FP8_TOLERANCE = {
+    **TOLERANCE,
+    "float8_e4m3fn": Tolerance(2e-3, 2e-3),
+}  # q and out are float16, the cache is given
 SPEC = OpSpec(
     name="attention_prefill",
     level=1,
@@ -319,9 +344,11 @@ SPEC = OpSpec(
         _case("window", [9], [70], "odd", "float32", window_left=11, block_size=32, **_SMALL),
         _case("softcap", [2, 6], [2, 33], "odd", "float32", softcap=2.0, **_SMALL),
         _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
+        _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     inputs=_inputs,
     bytes_moved=_bytes,
     flops=lambda case: 4 * _pairs(case) * case.dims["heads"] * case.dims["head_size"],
+    tolerance=FP8_TOLERANCE,
     baseline="fa3",
 )

@@ -395,4 +395,5 @@ SPEC = OpSpec(
         _standalone("sglang", "VocabParallelEmbedding", "SGLangVocabParallelEmbedding", ">=0.5.23"),
         _standalone("sglang", "ParallelLMHead", "SGLangParallelLMHead", ""),
     ),
+    batch_invariant=True,  # a copy
 )  # fmt: skip

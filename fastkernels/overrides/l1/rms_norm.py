@@ -349,4 +349,5 @@ SPEC = OpSpec(
             for model, prefix in _TRANSFORMERS
         ),
     ),
+    batch_invariant=True,  # a program a row, its tile chosen by the hidden size
 )

@@ -397,4 +397,5 @@ SPEC = OpSpec(
             "leaf",
         ),
     ),
+    batch_invariant=True,  # elementwise
 )

@@ -146,4 +146,5 @@ SPEC = OpSpec(
         Target("vllm", "vllm.model_executor.layers.activation:SiluAndMul", "VllmSiluAndMul", "leaf"),
         Target("sglang", "sglang.srt.layers.activation:SiluAndMul", "SGLangSiluAndMul", "leaf"),
     ),
+    batch_invariant=True,  # elementwise
 )

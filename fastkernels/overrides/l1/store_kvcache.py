@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,22 +18,36 @@ def reference(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """key, value: [T, Hkv, D]; caches: [blocks, block_size, Hkv, D]; slot_mapping: [T] int64 or int32.
 
     Token t goes to block slot // block_size, offset slot % block_size; a negative slot (padding) goes nowhere.
+    Stored are key / k_scale and value / v_scale; in float8_e4m3fn what lies beyond +-448 is stored as that.
     Returns new (key_cache, value_cache).
     """
     key_cache, value_cache = key_cache.clone(), value_cache.clone()
-    _reference(key, value, key_cache, value_cache, slot_mapping)
+    _reference(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return key_cache, value_cache
+
+
+@triton.jit
+def _round_e4m3(x):
+    # To the nearest e4m3 value, ties to even, in float32: the cast is exact then, on a GPU and in the interpreter,
+    # whose own rounding loses the carry into the exponent.
+    x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14: float32 has steps of 2^-9 there, as e4m3 has below 2^-6
+    return tl.where(tl.abs(x) < 0.015625, small, normal)
 
 
 @triton.jit
 def _store_kvcache_kernel(
     k_ptr, v_ptr, kc_ptr, vc_ptr, slot_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     kc_stride_b, kc_stride_s, kc_stride_h, vc_stride_b, vc_stride_s, vc_stride_h, block_size, n_heads, D,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    k_scale, v_scale, FP8: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -42,6 +58,8 @@ def _store_kvcache_kernel(
         mask = (heads < n_heads) & (dims < D)
         k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + dims, mask=mask, other=0.0)
         v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + dims, mask=mask, other=0.0)
+        if FP8:
+            k, v = _round_e4m3(k.to(tl.float32) / k_scale), _round_e4m3(v.to(tl.float32) / v_scale)
         kc_at = kc_ptr + block * kc_stride_b + offset * kc_stride_s + heads * kc_stride_h + dims
         vc_at = vc_ptr + block * vc_stride_b + offset * vc_stride_s + heads * vc_stride_h + dims
         tl.store(kc_at, k.to(kc_ptr.dtype.element_ty), mask=mask)
@@ -70,17 +88,35 @@ def _check(
         )
 
 
+def fp8_refusal(device: torch.device) -> str | None:
+    """Why Triton cannot convert from and to float8_e4m3fn there; None if it can."""
+    if device.type == "cuda" and _capability(device.index or 0) < (8, 9):
+        return "Triton converts to float8_e4m3fn from compute capability 8.9 on"
+    return None
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
 def _supports_triton(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> str | None:
     named = (("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache))
     for name, t in (*named, ("slot_mapping", slot_mapping)):
         if t.stride(-1) != 1:
             return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    if key_cache.dtype == torch.float8_e4m3fn:
+        return fp8_refusal(key.device)
+    if (k_scale, v_scale) != (1.0, 1.0):
+        return f"k_scale {k_scale} and v_scale {v_scale} are for fp8 caches, these are {key_cache.dtype}"
     return None
 
 
@@ -90,6 +126,8 @@ def _triton(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     _check(key, value, key_cache, value_cache, slot_mapping)
     tokens, heads, d = key.shape
@@ -99,8 +137,8 @@ def _triton(
     block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))
     _store_kvcache_kernel[(tokens, triton.cdiv(heads, block_h))](
         key, value, key_cache, value_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2],
-        *key_cache.stride()[:3], *value_cache.stride()[:3], key_cache.shape[1], heads, d,
-        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
+        *key_cache.stride()[:3], *value_cache.stride()[:3], key_cache.shape[1], heads, d, k_scale, v_scale,
+        FP8=key_cache.dtype == torch.float8_e4m3fn, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
 
 
@@ -110,19 +148,29 @@ def _reference(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     _check(key, value, key_cache, value_cache, slot_mapping)
     used = slot_mapping >= 0
     slots = slot_mapping[used].long()
     block_size = key_cache.shape[1]
     at = (slots // block_size, slots % block_size)
-    key_cache[at] = key[used].to(key_cache.dtype)
-    value_cache[at] = value[used].to(value_cache.dtype)
+    for new, target, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        new = new[used]
+        new = new if scale == 1.0 else new.to(torch.promote_types(new.dtype, torch.float32)) / scale
+        if target.dtype == torch.float8_e4m3fn:
+            new, target = (
+                new.clamp(-448.0, 448.0).to(target.dtype).view(torch.uint8),
+                target.view(torch.uint8),
+            )
+        target[at] = new.to(target.dtype)
 
 
 store_kvcache = define(
-    "store_kvcache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
-    fake=lambda key, value, key_cache, value_cache, slot_mapping: None,
+    "store_kvcache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping,"
+    " float k_scale=1.0, float v_scale=1.0) -> ()",
+    fake=lambda *args, **kwargs: None,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),
@@ -132,6 +180,7 @@ store_kvcache = define(
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d, dtype = case.dims, getattr(torch, case.dtype)
+    cache_dtype, dtype = dtype, torch.float16 if dtype == torch.float8_e4m3fn else dtype
     tokens, heads, size, block_size = d["tokens"], d["kv_heads"], d["head_size"], d["block_size"]
 
     def randn(*shape: int) -> torch.Tensor:
@@ -143,13 +192,15 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     slots = torch.randperm(blocks * block_size, generator=generator, device=device)[:tokens]
     if d.get("padded"):
         slots[:: d["padded"]] = -1
-    return [key, value, randn(blocks, block_size, heads, size), randn(blocks, block_size, heads, size), slots]
+    caches = [randn(blocks, block_size, heads, size).to(cache_dtype) for _ in range(2)]
+    return [key, value, *caches, slots, *d.get("scales", ())]
 
 
 def _bytes(case: Case) -> int:
     d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return d["tokens"] * (4 * d["kv_heads"] * d["head_size"] * size + 8)
+    size = getattr(torch, case.dtype).itemsize
+    read = max(size, 2)  # keys and values are not fp8 where the cache is
+    return d["tokens"] * (2 * d["kv_heads"] * d["head_size"] * (size + read) + 8)
 
 
 _LLAMA = {"kv_heads": 8, "head_size": 128, "block_size": 16}
@@ -175,9 +226,29 @@ SPEC = OpSpec(
             {"tokens": 17, "kv_heads": 5, "head_size": 96, "block_size": 7, "padded": 3},
             tags=("odd",),
         ),
+        Case(
+            "fp8",
+            {
+                "tokens": 17,
+                "kv_heads": 5,
+                "head_size": 96,
+                "block_size": 7,
+                "padded": 3,
+                "scales": (0.5, 0.75),
+            },
+            dtype="float8_e4m3fn",
+            tags=("odd",),
+        ),
     ),
     inputs=_inputs,
     bytes_moved=_bytes,
     flops=lambda case: 0,
-    tolerance={"float32": _EXACT, "float16": _EXACT, "bfloat16": _EXACT},
+    # e4m3 has three bits of fraction, and steps of 2^-9 near zero.
+    tolerance={
+        "float32": _EXACT,
+        "float16": _EXACT,
+        "bfloat16": _EXACT,
+        "float8_e4m3fn": Tolerance(2**-10, 2**-4),
+    },
+    batch_invariant=True,  # a copy
 )

@@ -27,8 +27,9 @@ class AttentionType(str, Enum):
 class PagedAttention(nn.Module):
     """Attention of this rank's heads. `kv_cache` is (key_cache, value_cache), bound by the engine before a step.
 
-    key_cache, value_cache: [blocks, block_size, num_kv_heads, head_size]. The step's AttentionMetadata comes from
-    fastkernels.forward_context.
+    key_cache, value_cache: [blocks, block_size, num_kv_heads, head_size]; with an fp8 cache, what is stored times
+    k_scale (v_scale) is the key (value). The step's AttentionMetadata comes from fastkernels.forward_context; where it
+    has a backend, that attends, else the ops are called.
     """
 
     kv_cache: tuple[torch.Tensor, torch.Tensor] | None
@@ -49,6 +50,7 @@ class PagedAttention(nn.Module):
         # The hosts' windows count the token itself (vLLM) or not (SGLang); window_left never does.
         self.window_left, self.softcap = -1 if window is None else window, cap
         self.kv_cache = None
+        self.k_scale = self.v_scale = 1.0
 
     def _attend(
         self,
@@ -64,18 +66,22 @@ class PagedAttention(nn.Module):
             )
         key_cache, value_cache = self.kv_cache
         q = query.view(-1, self.num_heads, self.head_size)
-        if key is not None and value is not None:
-            k, v = (t.view(-1, self.num_kv_heads, self.head_size) for t in (key, value))
-            store_kvcache(k, v, key_cache, value_cache, metadata.slot_mapping)
+        k = None if key is None else key.view(-1, self.num_kv_heads, self.head_size)
+        v = None if value is None else value.view(-1, self.num_kv_heads, self.head_size)
+        if metadata.backend is not None:
+            return metadata.backend.forward(self, q, k, v, metadata).view(-1, self.num_heads * self.head_size)
+        if k is not None and v is not None:
+            store_kvcache(k, v, key_cache, value_cache, metadata.slot_mapping, self.k_scale, self.v_scale)
         if metadata.decode_only:
             out = attention_decode(
                 q, key_cache, value_cache, metadata.seq_lens, metadata.block_table, metadata.max_seqlen_k,
-                self.scale, self.window_left, self.softcap,
+                self.scale, self.window_left, self.softcap, self.k_scale, self.v_scale,
             )  # fmt: skip
         else:
             out = prefill.attention_prefill(
                 q, key_cache, value_cache, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_table,
                 metadata.max_seqlen_q, metadata.max_seqlen_k, self.scale, self.window_left, self.softcap,
+                self.k_scale, self.v_scale,
             )  # fmt: skip
         return out.view(-1, self.num_heads * self.head_size)
 
@@ -266,10 +272,24 @@ SPEC = OpSpec(
     calls=("store_kvcache", "attention_prefill", "attention_decode"),
     targets=(
         Target("vllm", _VLLM, "VllmAttention", "attention", default=False, note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangRadixAttention_0_5_16", "standalone", "<0.5.17", note=_NOTE),
         Target(
-            "sglang", _SGLANG, "SGLangRadixAttention_0_5_17", "standalone", ">=0.5.17,<0.5.23", note=_NOTE
+            "sglang",
+            _SGLANG,
+            "SGLangRadixAttention_0_5_16",
+            "attention",
+            "<0.5.17",
+            default=False,
+            note=_NOTE,
         ),
-        Target("sglang", _SGLANG, "SGLangRadixAttention", "standalone", ">=0.5.23", note=_NOTE),
+        Target(
+            "sglang",
+            _SGLANG,
+            "SGLangRadixAttention_0_5_17",
+            "attention",
+            ">=0.5.17,<0.5.23",
+            default=False,
+            note=_NOTE,
+        ),
+        Target("sglang", _SGLANG, "SGLangRadixAttention", "attention", ">=0.5.23", default=False, note=_NOTE),
     ),
 )

@@ -45,7 +45,44 @@ def sliding_window(config: Any, prefix: str) -> int | None:
     return config.sliding_window
 
 
-class LlamaAttention(nn.Module):
+class SelfAttention(nn.Module):
+    """What the hosts' blocks share: positions [T], hidden_states [T, H] to [T, H], with this rank's heads."""
+
+    qkv_proj: Any
+    rotary_emb: Any
+    attn: Any
+    o_proj: Any
+    head_dim: int
+
+    def _split_heads(self) -> None:
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.q_size, self.kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    def _before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q: [T, q_size], k: [T, kv_size]; models that normalize queries and keys do it here."""
+        return q, k
+
+    def _attend(self, positions: torch.Tensor, hidden_states: torch.Tensor, *batch: Any) -> torch.Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = self.rotary_emb(positions, *self._before_rope(q, k))
+        out, _ = self.o_proj(self.attn(q, k, v, *batch))
+        return out
+
+
+class HeadNorms(SelfAttention):
+    """With q_norm and k_norm over the head_dim channels of each head, before the rotary embedding (Qwen3)."""
+
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def _before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = self.q_norm(q.view(-1, self.num_heads, self.head_dim))
+        k = self.k_norm(k.view(-1, self.num_kv_heads, self.head_dim))
+        return q.view(-1, self.q_size), k.view(-1, self.kv_size)
+
+
+class LlamaAttention(SelfAttention):
     """vllm.model_executor.models.llama.LlamaAttention: positions [T], hidden_states [T, H] to [T, H]."""
 
     def __init__(
@@ -77,8 +114,7 @@ class LlamaAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
         )
         self.rotary_emb = get_rope(size, max_position_embeddings, True, rope_parameters(config))
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.q_size, self.kv_size = self.num_heads * size, self.num_kv_heads * size
+        self._split_heads()
         self.attn = VllmAttention(
             self.num_heads, size, size**-0.5, num_kv_heads=self.num_kv_heads, cache_config=cache_config,
             quant_config=quant_config, per_layer_sliding_window=sliding_window(config, prefix), attn_type=attn_type,
@@ -86,14 +122,10 @@ class LlamaAttention(nn.Module):
         )  # fmt: skip
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = self.rotary_emb(positions, q, k)
-        out, _ = self.o_proj(self.attn(q, k, v))
-        return out
+        return self._attend(positions, hidden_states)
 
 
-class SGLangLlamaAttention(nn.Module):
+class SGLangLlamaAttention(SelfAttention):
     """sglang.srt.models.llama.LlamaAttention, with the arguments that its layer gives; see LlamaAttention."""
 
     def __init__(
@@ -112,8 +144,7 @@ class SGLangLlamaAttention(nn.Module):
         neox = getattr(config, "rope_is_neox_style", True)
         positions = getattr(config, "max_position_embeddings", 8192)
         self.rotary_emb = get_rope(size, positions, neox, rope_parameters(config))
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.q_size, self.kv_size = self.num_heads * size, self.num_kv_heads * size
+        self._split_heads()
         self.attn = SGLangRadixAttention(
             self.num_heads, size, size**-0.5, self.num_kv_heads, layer_id, prefix=f"{prefix}.attn"
         )
@@ -121,8 +152,4 @@ class SGLangLlamaAttention(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any
     ) -> torch.Tensor:
-        qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = self.rotary_emb(positions, q, k)
-        out, _ = self.o_proj(self.attn(q, k, v, forward_batch))
-        return out
+        return self._attend(positions, hidden_states, forward_batch)

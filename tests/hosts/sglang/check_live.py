@@ -4,7 +4,8 @@ import os
 import time
 
 import pytest
-from conftest import PROMPTS, RMS_NORM_TWICE, generate, ids, make_engine
+from conftest import forced, generate, ids, make_engine
+from support.checks import PROMPTS, RMS_NORM_TWICE
 
 import fastkernels
 from fastkernels.patch import PatchError, Request, find_host
@@ -57,6 +58,25 @@ def test_linear_layers_through_their_method_objects(engine, stock):
         assert ids(generate(engine)) == ids(stock)
         (row,) = report.refresh().active
         assert row.modules == 8 and row.calls > 0  # qkv, o, gate_up and down of two layers
+    assert generate(engine) == stock
+
+
+def test_attention_through_the_backend(engine, stock):
+    """Teacher-forced log probabilities, in bfloat16; check_tensor_parallel has the same greedy tokens, in float32."""
+    texts = ["The quick brown fox " * 9 + end for end in ("jumps", "sleeps")]
+    before = [forced(engine, text) for text in ["ab", *texts]]
+    with fastkernels.patch(engine, ops=["attention"]) as report:
+        after = [forced(engine, text) for text in ["ab", *texts]]
+        for ours, theirs in zip(after, before, strict=True):
+            assert ours == pytest.approx(theirs, abs=0.1)
+        generate(engine)
+        engine.generate(
+            ["ab", *texts, texts[0]], {"max_new_tokens": 4, "ignore_eos": True}
+        )  # prefixes are cached
+        (row,) = report.refresh().active
+        steps = 3 + 8 * len(PROMPTS) + 4
+        assert row.modules == 2 and row.calls >= 2 * 2 * steps  # store and attend, in two layers
+        assert row.proof == "calls" and not row.fallbacks
     assert generate(engine) == stock
 
 

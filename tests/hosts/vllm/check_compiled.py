@@ -3,7 +3,8 @@
 import os
 
 import pytest
-from conftest import RMS_NORM_BUG, first_logprobs, generate, make_llm
+from conftest import first_logprobs, generate, make_llm
+from support.checks import RMS_NORM_BUG
 
 import fastkernels
 from fastkernels.patch import PatchError

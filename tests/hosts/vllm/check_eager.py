@@ -5,7 +5,8 @@ import os
 
 import pytest
 import torch
-from conftest import RMS_NORM_BUG, RMS_NORM_TWICE, first_logprobs, generate, make_llm
+from conftest import first_logprobs, generate, make_llm
+from support.checks import RMS_NORM_BUG, RMS_NORM_TWICE
 
 import fastkernels
 from fastkernels.patch import PatchError
@@ -159,6 +160,29 @@ def test_what_somebody_else_patched_is_refused(llm):
             assert report.rows[0].modules == 4 and "somebody else" in report.rows[0].reason
     finally:
         del norm.forward
+
+
+def test_a_class_that_somebody_patched_is_refused(llm, monkeypatch):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    monkeypatch.setattr(RMSNorm, "forward_native", lambda self, x, residual=None: x)
+    with fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"]) as report:
+        rows = {r.op: r for r in report.rows}
+        assert (
+            rows["rms_norm"].state == "off"
+            and "RMSNorm.forward_native was replaced" in rows["rms_norm"].reason
+        )
+        assert rows["silu_and_mul"].modules == 2
+
+
+def test_batch_invariant_mode_keeps_out_what_is_not(llm, monkeypatch):
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    with fastkernels.patch(llm, ops=["rms_norm", "linear", "attention"]) as report:
+        rows = {r.op: r for r in report.rows}
+        assert rows["rms_norm"].modules == 5
+        assert all("VLLM_BATCH_INVARIANT" in rows[op].reason for op in ("linear", "attention"))
 
 
 def test_failing_candidate_leaves_everything_as_it_was(llm, candidate):

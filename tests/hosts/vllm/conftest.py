@@ -1,17 +1,8 @@
-"""What the vLLM checks share. They run inside .venv-vllm, started by tests/hosts/test_vllm.py."""
+"""What the vLLM checks share. They run inside .venv-vllm, started by tests/hosts/test_engines.py."""
 
-import pytest
+from support.checks import PROMPTS, candidate
 
-PROMPTS = ["Hello my name is", "The quick brown fox", "ab"]
-RMS_NORM_BUG = "def rms_norm(x, weight, eps, *args):\n    raise ValueError('a bug in the candidate')\n"
-RMS_NORM_TWICE = (
-    "import torch\n"
-    "def rms_norm(x, weight, eps, residual=None, var_hidden_size=None, cast_x_before_out_mul=True):\n"
-    "    h = x.float() if residual is None else x.float() + residual.float()\n"
-    "    if residual is not None:\n"
-    "        residual.copy_(h)\n"
-    "    return (2 * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight\n"
-)
+__all__ = ["candidate"]  # a fixture
 
 
 def make_llm(model: str, **options):
@@ -41,14 +32,3 @@ def generate(llm, tokens: int = 8):
 
 def first_logprobs(result) -> list[float]:
     return [logprobs[0] for _, logprobs in result]
-
-
-@pytest.fixture
-def candidate(tmp_path):
-    """candidate(source) -> the path of a file that holds it."""
-
-    def write(source: str) -> str:
-        (tmp_path / "candidate.py").write_text(source)
-        return str(tmp_path / "candidate.py")
-
-    return write

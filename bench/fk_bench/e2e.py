@@ -1,0 +1,261 @@
+"""`fk-bench e2e`: whole models offline, host beside host; with --scheduler-only, the CPU cost of a step without one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import uuid4
+
+import psutil
+import typer
+
+from . import machine, rows
+from .config import ConfigError, comma_list
+from .output import fail, last_line, table
+from .rows import Row, Status, Subject
+
+HOSTS = ("fastkernels", "vllm", "sglang")
+COMMAND = "e2e"
+
+
+class HostFailed(RuntimeError):
+    """A host's process ended, or did not answer in time."""
+
+
+class Host:
+    """One host's engine in its own process; `log` keeps what it prints."""
+
+    def __init__(self, name: str, python: str, settings: dict[str, Any], log: Path):
+        self.name, self.python, self.log = name, python, log
+        script = Path(__file__).with_name("offline.py")
+        with open(log, "wb") as out:
+            self.process = subprocess.Popen(
+                [python, str(script), json.dumps({"host": name, **settings})],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True,
+            )  # fmt: skip
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(line)
+        self._answers.put(None)
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The next line of the process. Raises HostFailed with the tail of its log."""
+        try:
+            line = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            line = None
+        if line is None:
+            status = self.process.poll()
+            what = f"no answer within {timeout:g} s" if status is None else f"ended with status {status}"
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            raise HostFailed(f"{self.name}: {what}; the end of {self.log}:\n{tail}")
+        return json.loads(line)
+
+    def generate(self, prompts: Sequence[Sequence[int]], output_len: int, timeout: float) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # answer() says why
+        return self.answer(timeout)
+
+    def stop(self, grace_s: float = 30.0) -> None:
+        """End of input ends the process; what is left of it and of its children after the grace is killed."""
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        _, left = psutil.wait_procs(children, timeout=2.0)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def _prompts(seed: int, requests: int, length: int, vocab: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(requests)]
+
+
+def _vocab(model: str) -> int:
+    from fastkernels.models import build, weights
+
+    return int(build.load_config(weights.resolve(model)).vocab_size)
+
+
+def e2e_command(
+    model: Annotated[
+        str, typer.Argument(help="a folder, or a model of the hub; default: a tiny random Llama")
+    ] = "",
+    hosts: Annotated[str, typer.Option(help=", ".join(HOSTS))] = "fastkernels",
+    python: Annotated[list[str] | None, typer.Option(help="HOST=PATH of its interpreter")] = None,
+    requests: Annotated[str, typer.Option(help="how many at once, comma-separated")] = "1,8",
+    input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = 128,
+    output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
+    rounds: Annotated[int, typer.Option(help="interleaved over the hosts")] = 3,
+    dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = "auto",
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs a host")] = 1,
+    gpu_share: Annotated[
+        float, typer.Option(help="of the GPU, for each host (default: 0.9 over their number)")
+    ] = 0.0,
+    engine_args: Annotated[list[str] | None, typer.Option(help="HOST=JSON of more engine arguments")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds for a start or a round")] = 600.0,
+    seed: Annotated[int, typer.Option(help="round r draws its prompts from seed + r")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/e2e-TIME)")
+    ] = None,
+    scheduler_only: Annotated[
+        bool, typer.Option("--scheduler-only", help="no model: what scheduling and bookkeeping cost a step")
+    ] = False,
+    json_only: Annotated[
+        bool, typer.Option("--json", help="only the line of JSON on standard output")
+    ] = False,
+) -> None:
+    """Throughput and latency of a model offline: our engine, real vLLM, real SGLang, in interleaved rounds."""
+    try:
+        counts = comma_list("--requests", requests, int)
+        names = comma_list("--hosts", hosts, str)
+        pythons = _by_host("--python", python)
+        extra = {host: json.loads(text) for host, text in _by_host("--engine-args", engine_args).items()}
+        unknown = [n for n in names if n not in HOSTS]
+        if unknown or not names:
+            raise ConfigError(f"--hosts: unknown host {unknown[:1]}, known: {', '.join(HOSTS)}")
+        if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
+            raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
+    except (ConfigError, json.JSONDecodeError) as error:
+        fail(str(error))
+    folder = out or Path("fk-bench-runs") / time.strftime("e2e-%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    if scheduler_only:
+        from .scheduler_cost import measure
+
+        made = [
+            _row("scheduler", {"kind": "scheduler", "requests": n, "context": context}, metrics)
+            for n in counts
+            for context in (128, 2048)
+            for metrics in [measure(n, context)]
+        ]
+        rows.append(folder / "rows.jsonl", made)
+        _show(made, folder, json_only)
+        return
+    if not model:
+        from .small_model import small_model
+
+        model = str(small_model())
+    gpu = machine.machine().gpus > 0
+    longest = input_len + output_len
+    settings = {
+        "model": model, "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
+        "max_model_len": longest + 16, "max_num_seqs": max(counts), "gpu": gpu,
+        "kv_tokens": -(-max(counts) * (longest + 16) * 9 // 8 // 16) * 16, "tensor_parallel": tensor_parallel,
+        "gpu_share": gpu_share or 0.9 / len(names),
+    }  # fmt: skip
+    made = []
+    started: list[Host] = []
+    try:
+        for name in names:
+            own = {**settings, "engine_args": extra.get(name, {})}
+            started.append(Host(name, pythons.get(name, sys.executable), own, folder / f"{name}.log"))
+            started[-1].answer(timeout)
+        vocab = _vocab(model)
+        for count in counts:
+            for r in range(-1, rounds):  # the first round warms up
+                prompts = _prompts(seed + r, count, input_len, vocab)
+                for host in started:
+                    found = host.generate(prompts, output_len, timeout)
+                    if r >= 0:
+                        made.append(_round(host, model, settings, count, input_len, output_len, r, found))
+                        rows.append(folder / "rows.jsonl", made[-1:])
+    except (HostFailed, ValueError) as error:
+        fail(str(error), 1)
+    finally:
+        for host in started:
+            host.stop()
+    _show(made, folder, json_only)
+
+
+def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
+    pairs = [item.partition("=") for item in given or ()]
+    for host, equals, _ in pairs:
+        if host not in HOSTS or not equals:
+            raise ConfigError(f"{flag} {host!r}: give HOST=VALUE, HOST one of {', '.join(HOSTS)}")
+    return {host: value for host, _, value in pairs}
+
+
+_RUN = uuid4().hex[:12]
+
+
+def _row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
+    return Row(
+        run_id=_RUN, commit=machine.commit(), command=COMMAND, machine=machine.machine(), case=case, metrics=metrics,
+        **{"subject": Subject(host=host), **more},
+    )  # fmt: skip
+
+
+def _round(
+    host: Host, model: str, settings: dict[str, Any], count: int, input_len: int, output_len: int, r: int,
+    found: dict[str, Any],
+) -> Row:  # fmt: skip
+    seconds, expected = found["seconds"], count * output_len
+    wrong = found["output_tokens"] != expected
+    metrics = {
+        "seconds": seconds,
+        "output_tokens_per_s": found["output_tokens"] / seconds,
+        "total_tokens_per_s": (found["output_tokens"] + count * input_len) / seconds,
+        "ms_per_output_token_and_request": 1000 * seconds / output_len,
+    }
+    case = {"kind": "offline", "requests": count, "input_len": input_len, "output_len": output_len}
+    case |= {k: settings[k] for k in ("dtype", "load_format", "tensor_parallel", "kv_tokens")}
+    return _row(
+        host.name, case, metrics, round=r, subject=Subject(model=model, host=host.name),
+        versions=machine.interpreter(host.python).versions, status=Status.WRONG if wrong else Status.OK,
+        reason=f"{found['output_tokens']} tokens generated, {expected} asked for" if wrong else "",
+    )  # fmt: skip
+
+
+def _show(made: Sequence[Row], folder: Path, json_only: bool) -> None:
+    found: dict[tuple[str, int, int], list[Row]] = {}
+    for row in made:
+        key = (row.subject.host or "", row.case["requests"], row.case.get("context", 0))
+        found.setdefault(key, []).append(row)
+    lines = []
+    for (host, count, context), group in found.items():
+        medians = {m: statistics.median(r.metrics[m] for r in group) for m in group[0].metrics}
+        line: dict[str, Any] = {
+            "host": host,
+            "requests": count,
+            **({"context": context} if context else {}),
+            **medians,
+        }
+        lines.append(line)
+    ok = all(r.status is Status.OK for r in made)
+    if not json_only:
+        keys = list(lines[0])
+        cells = [[f"{v:.1f}" if isinstance(v, float) else v for v in line.values()] for line in lines]
+        table("e2e, medians of the rounds", keys, cells)
+        print(f"rows: {folder / 'rows.jsonl'}\n")
+    last_line({"command": COMMAND, "ok": ok, "rows": str(folder / "rows.jsonl"), "results": lines})
+    if not ok:
+        raise SystemExit(1)

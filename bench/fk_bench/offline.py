@@ -1,0 +1,97 @@
+"""One host's offline engine in a process of its own: `python offline.py JSON`, run by that host's interpreter.
+
+Reads lines {"prompts": [[token ids]], "output_len": n} and answers each with {"seconds": s, "output_tokens": n}, on the
+file descriptor that standard output was; what the host prints goes to standard error. Imports nothing of ours but the
+engine that it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Generate = Callable[[list[list[int]], int], int]  # prompts, tokens to generate of each -> tokens generated
+
+
+def fastkernels(options: dict[str, Any]) -> Generate:
+    from fastkernels import LLM, SamplingParams
+
+    llm = LLM(
+        options["model"], dtype=options["dtype"], load_format=options["load_format"], skip_tokenizer_init=True,
+        max_model_len=options["max_model_len"], max_num_seqs=options["max_num_seqs"],
+        num_blocks=options["kv_tokens"] // 16 + 1, tensor_parallel_size=options["tensor_parallel"],
+        **options["engine_args"],
+    )  # fmt: skip
+
+    def generate(prompts: list[list[int]], output_len: int) -> int:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        return sum(len(o.outputs[0].token_ids) for o in llm.generate(prompts, params))
+
+    return generate
+
+
+def vllm(options: dict[str, Any]) -> Generate:
+    from vllm import LLM, SamplingParams
+
+    on_gpu = (
+        {"num_gpu_blocks_override": options["kv_tokens"] // 16} if options["gpu"] else {"enforce_eager": True}
+    )
+    llm = LLM(
+        model=options["model"], dtype=options["dtype"], load_format=options["load_format"], skip_tokenizer_init=True,
+        max_model_len=options["max_model_len"], max_num_seqs=options["max_num_seqs"],
+        tensor_parallel_size=options["tensor_parallel"], gpu_memory_utilization=options["gpu_share"],
+        **{**on_gpu, **options["engine_args"]},
+    )  # fmt: skip
+
+    def generate(prompts: list[list[int]], output_len: int) -> int:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return sum(len(o.outputs[0].token_ids) for o in outputs)
+
+    return generate
+
+
+def sglang(options: dict[str, Any]) -> Generate:
+    import sglang
+
+    on_cpu = {
+        "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
+    }  # fmt: skip
+    engine = sglang.Engine(
+        model_path=options["model"], dtype=options["dtype"], load_format=options["load_format"],
+        skip_tokenizer_init=True, context_length=options["max_model_len"], max_total_tokens=options["kv_tokens"],
+        max_running_requests=options["max_num_seqs"], tp_size=options["tensor_parallel"],
+        **{
+            **({"mem_fraction_static": options["gpu_share"]} if options["gpu"] else on_cpu),
+            **options["engine_args"],
+        },
+    )  # fmt: skip
+
+    def generate(prompts: list[list[int]], output_len: int) -> int:
+        params = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
+        outputs = engine.generate(input_ids=prompts, sampling_params=params)
+        return sum(o["meta_info"]["completion_tokens"] for o in outputs)
+
+    return generate
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # hosts print on standard output
+    generate = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}[options["host"]](options)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        work = json.loads(line)
+        start = time.perf_counter()
+        tokens = generate(work["prompts"], work["output_len"])
+        answer = {"seconds": time.perf_counter() - start, "output_tokens": tokens}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

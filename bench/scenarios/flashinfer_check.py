@@ -1,0 +1,166 @@
+"""FlashInfer as a provider of attention_decode and attention_prefill on this GPU, beside FA3 and Triton.
+
+    python bench/scenarios/flashinfer_check.py --out rows.jsonl [--no-time]
+
+Each provider that supports a case is checked against float64 (float32 where that does not fit), decode also as a
+replayed CUDA graph whose lengths and queries changed after the capture; a wrong one is not timed. FlashInfer compiles
+on its first call (minutes, with a cold cache). Decode is timed as a CUDA graph, so that no launch is billed, prefill
+with triton.testing.do_bench: medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_ops import mapped, outputs
+from fk_bench import machine as machine_module
+from fk_bench.rows import Row, Status, Subject, append
+from triton.testing import do_bench, do_bench_cudagraph
+
+from fastkernels import registry
+from fastkernels.spec import Case, OpSpec
+
+SMALL = {"heads": 8, "kv_heads": 2, "head_size": 64, "block_size": 16}
+WIDE = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}
+MORE = {
+    "attention_decode": [
+        Case("odd_window", {"seq_lens": [70, 3, 129, 16], "window_left": 11, **SMALL}, "bfloat16"),
+        Case("odd_half", {"seq_lens": [1, 63, 1000], **SMALL, "block_size": 64}, "float16"),
+        Case("odd_one_head", {"seq_lens": [17, 500], **SMALL, "heads": 2}, "bfloat16"),
+        Case("vllm_layout", {"seq_lens": [17, 1000, 300], "packed": True, **WIDE}, "bfloat16"),
+        Case("decode_128x2k", {"seq_lens": [2048] * 128, **WIDE}, tags=("model",)),
+    ],
+    "attention_prefill": [
+        Case("odd_window", {"q_lens": [9, 1, 40], "seq_lens": [70, 3, 129], "window_left": 11, **SMALL}, "bfloat16"),
+        Case("odd_softcap", {"q_lens": [2, 6], "seq_lens": [2, 33], "softcap": 20.0, **SMALL}, "float16"),
+        Case("odd_page_1", {"q_lens": [63, 7], "seq_lens": [100, 7], **SMALL, "block_size": 1}, "bfloat16"),
+        Case("vllm_layout", {"q_lens": [17, 300], "seq_lens": [17, 500], "packed": True, **WIDE}, "bfloat16"),
+    ],
+}  # fmt: skip
+
+
+def inputs(spec: OpSpec, case: Case, generator: torch.Generator) -> list[Any]:
+    """The op's inputs; 'packed': keys and values share rows and heads come before slots, as in vLLM's cache."""
+    args = spec.inputs(case, "cuda", generator)
+    if case.dims.get("packed"):
+        packed = torch.cat(args[1:3], dim=-1).transpose(1, 2).contiguous().transpose(1, 2)
+        args[1:3] = packed.split(case.dims["head_size"], dim=-1)
+    return args
+
+
+def wrong(spec: OpSpec, case: Case, got: torch.Tensor, args: list[Any]) -> str:
+    """'' if `got` is what the reference says for these arguments, else how far it is away."""
+    tolerance, (want,) = spec.tolerance[case.dtype], outputs(spec, precise(args))
+    torch.cuda.synchronize()
+    gap = (got.double() - want.double()).abs() - tolerance.rtol * want.double().abs()
+    return "" if bool((gap <= tolerance.atol).all()) else f"error {gap.max().item():.3g} over {tolerance}"
+
+
+def replayed(spec: OpSpec, case: Case, provider: Any, args: list[Any], generator: torch.Generator) -> str:
+    """Capture a decode, change queries and lengths, replay. '' if right, else what is wrong."""
+    q, seq_lens = args[0].clone(), args[3].clone()
+    args = [q, *args[1:3], seq_lens, *args[4:]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        refusal = provider.supports(*args)
+        out = q if refusal else provider.fn(*args)
+    if refusal:
+        return f"refused while capturing: {refusal}"
+    q.copy_(torch.randn(q.shape, generator=generator, device="cuda"))
+    seq_lens.copy_((seq_lens + 1) // 2)
+    graph.replay()
+    problem = wrong(spec, case, out, args)
+    return f"replayed graph: {problem}" if problem else ""
+
+
+def precise(args: list[Any]) -> list[Any]:
+    size = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
+    exact = torch.float64 if size < 1 << 24 else torch.float32
+    return mapped(args, lambda t: t.to(exact) if t.is_floating_point() else t.clone())
+
+
+def timed(spec: OpSpec, case: Case, provider: Any, args: list[Any]) -> dict[str, float]:
+    for _ in range(10):  # dispatch warm-up: compiled kernels, plans, workspaces
+        provider.fn(*args)
+    torch.cuda.synchronize()
+    if spec.name == "attention_decode":
+        us = 1e3 * do_bench_cudagraph(lambda: provider.fn(*args), rep=50, return_mode="median")
+    else:
+        us = 1e3 * do_bench(lambda: provider.fn(*args), warmup=10, rep=50, return_mode="median")
+    return {
+        "time_us_p50": us,
+        "gb_per_s": spec.bytes_moved(case) / us / 1e3,
+        "tflop_per_s": spec.flops(case) / us / 1e6,
+    }
+
+
+def measured(
+    spec: OpSpec, case: Case, provider: Any, args: list[Any], time_it: bool
+) -> tuple[str, dict[str, float]]:
+    """(what is wrong, metrics) of one provider on one case."""
+    start = time.monotonic()
+    got = provider.fn(*args)
+    torch.cuda.synchronize()
+    metrics = {"first_call_s": time.monotonic() - start}
+    problem = wrong(spec, case, got, args) or wrong(
+        spec, case, provider.fn(*args), args
+    )  # the second: a kept plan
+    if not problem and spec.name == "attention_decode":
+        problem = replayed(spec, case, provider, args, torch.Generator("cuda").manual_seed(1))
+    if not problem and time_it and "model" in case.tags:
+        metrics |= timed(spec, case, provider, args)
+    return problem, metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--no-time", action="store_true")
+    options = parser.parse_args()
+    generator = torch.Generator("cuda").manual_seed(0)
+    failed, seen = 0, 0
+    for name, more in MORE.items():
+        spec = registry.get(name)
+        for case in [*spec.cases, *more]:
+            args = inputs(spec, case, generator)
+            for provider, reason in spec.op.order("cuda"):
+                if reason is None and provider.supports is not None:
+                    reason = provider.supports(*args)
+                if reason is not None or provider.name == "reference":
+                    print(
+                        f"{name:<18} {case.name:<14} {provider.name:<12} - {reason or 'not timed'}",
+                        flush=True,
+                    )
+                    continue
+                try:
+                    problem, metrics = measured(spec, case, provider, args, not options.no_time)
+                except Exception:
+                    problem, metrics = traceback.format_exc(limit=-3), {}
+                failed += bool(problem)
+                seen += provider.name == "flashinfer"
+                dims = {k: v if isinstance(v, (int, float, bool)) else str(v) for k, v in case.dims.items()}
+                row = Row(
+                    run_id="flashinfer_check", command="flashinfer_check", machine=machine_module.machine(),
+                    versions={"torch": torch.__version__}, commit=machine_module.commit(), reason=problem,
+                    status=Status.WRONG if problem else Status.OK, subject=Subject(op=name, provider=provider.name),
+                    case={"name": case.name, **dims, "dtype": case.dtype}, metrics=metrics, baseline=spec.baseline,
+                )  # fmt: skip
+                append(options.out, [row])
+                shown = " ".join(f"{k}={v:.1f}" for k, v in metrics.items())
+                print(
+                    f"{name:<18} {case.name:<14} {provider.name:<12} {'WRONG ' + problem if problem else 'ok'} {shown}",
+                    flush=True,
+                )
+    print(f"{failed} wrong, FlashInfer ran {seen} cases")
+    raise SystemExit(1 if failed or not seen else 0)
+
+
+if __name__ == "__main__":
+    main()

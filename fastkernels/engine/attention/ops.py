@@ -1,0 +1,115 @@
+"""Attention through our ops: in their own order of providers, or by one provider that the user chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fastkernels.dispatch import Op, Provider
+from fastkernels.forward_context import AttentionMetadata
+from fastkernels.overrides.l1.attention_decode import attention_decode
+from fastkernels.overrides.l1.attention_prefill import attention_prefill
+
+from ..input_batch import Inputs
+from .base import AttentionBackend, CannotCapture, metadata_of, store
+
+
+class OpsBackend(AttentionBackend):
+    """attention_decode for rows of one query and attention_prefill for the rest.
+
+    provider  'fa3', 'triton' or 'reference'; None: the first of each op that is there and supports the layers.
+    A candidate of an op goes before both. Raises ValueError for a provider that cannot serve these layers here.
+
+    FA3's varlen kernel is as good at single queries as at many: a mixed batch is one call, which fits into a graph.
+    """
+
+    def __init__(self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
+        self._wanted, self._layers, self._device, self._dtype = provider, layers, device, dtype
+        self._decode = _choose(attention_decode, provider, self._sample(prefill=False), device)
+        self._prefill = _choose(attention_prefill, provider, self._sample(prefill=True), device)
+        self.name = self._prefill.name
+
+    def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        return metadata_of(self, inputs, block_table)
+
+    def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        kind = "reference: its memory grows with the longest possible context"
+        if "reference" in (self._decode.name, self._prefill.name):
+            raise CannotCapture(kind)
+        if not inputs.decode_only and not self._in_one(attention_prefill, self._prefill):
+            raise CannotCapture(
+                f"{self.name}: rows of one query run in a kernel of their own, and a graph would fix how many"
+            )
+        return metadata_of(self, inputs, block_table)
+
+    def forward(
+        self,
+        layer: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        store(layer, k, v, metadata)
+        m, n = metadata, metadata.num_decodes
+        if m.decode_only:
+            return self._run_decode(layer, q, m.seq_lens, m.block_table, m.max_seqlen_k)
+        if n == 0 or self._in_one(attention_prefill, self._prefill):
+            return self._run_prefill(layer, q, m, 0)
+        out = self._run_prefill(layer, q, m, n)
+        out[:n] = self._run_decode(layer, q[:n], m.seq_lens[:n], m.block_table[:n], m.max_decode_seqlen_k)
+        return out
+
+    def _run_decode(
+        self, layer: Any, q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        return self._call(attention_decode, self._decode)(
+            q, *layer.kv_cache, seq_lens, block_table, longest, layer.scale, layer.window_left, layer.softcap,
+            layer.k_scale, layer.v_scale,
+        )  # fmt: skip
+
+    def _run_prefill(self, layer: Any, q: torch.Tensor, m: AttentionMetadata, first: int) -> torch.Tensor:
+        """Rows from `first` on; the output has q's shape, and the tokens before those rows are not defined."""
+        return self._call(attention_prefill, self._prefill)(
+            q, *layer.kv_cache, m.cu_seqlens_q[first:], m.seq_lens[first:], m.block_table[first:], m.max_seqlen_q,
+            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, layer.k_scale, layer.v_scale,
+        )  # fmt: skip
+
+    def _call(self, op: Op, provider: Provider) -> Callable[..., torch.Tensor]:
+        if self._wanted is None or op.candidate is not None:
+            return op
+        op.calls += 1
+        return provider.fn
+
+    def _in_one(self, op: Op, provider: Provider) -> bool:
+        return provider.name == "fa3" and op.candidate is None
+
+    def _sample(self, prefill: bool) -> list[list[Any]]:
+        """Arguments of one call for each kind of layer, to ask providers whether they support it."""
+        made = []
+        for layer in {(m.num_heads, m.num_kv_heads, m.head_size): m for m in self._layers}.values():
+            q = torch.empty(1, layer.num_heads, layer.head_size, dtype=self._dtype, device=self._device)
+            one = torch.ones(2, dtype=torch.int32, device=self._device)
+            rest = [one[:1], one[:1].view(1, 1)]
+            args = [q, *layer.kv_cache, *([one, *rest, 1, 1] if prefill else [*rest, 1])]
+            made.append([*args, layer.scale, layer.window_left, layer.softcap, layer.k_scale, layer.v_scale])
+        return made
+
+
+def _choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.device) -> Provider:
+    """The provider that will run: the wanted one, or the op's first for these layers."""
+    reasons = []
+    for provider, absent in op.order(device.type):
+        if wanted not in (None, provider.name):
+            continue
+        reason = absent
+        for args in samples:
+            reason = reason or (provider.supports(*args) if provider.supports is not None else None)
+        if reason is None:
+            return provider
+        reasons.append(reason)
+    raise ValueError(
+        f"attention_backend {wanted!r} cannot be used: {'; '.join(reasons)}; leave it out, or use another"
+    )

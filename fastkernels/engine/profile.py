@@ -1,0 +1,54 @@
+"""How much memory a step takes beside the KV cache: the largest one is run once, before the cache is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .sampling_params import SamplingParams
+from .step import NewRow, PromptTargets, StepInput
+
+if TYPE_CHECKING:
+    from .runner import ModelRunner
+
+SLACK = 1 << 30  # bytes left free beside the measured peak: allocator slack and graphs
+
+
+def largest_step(max_num_seqs: int, max_tokens: int, max_model_len: int, logprobs: int) -> StepInput:
+    """max_num_seqs rows with max_tokens tokens in all, sampled in every way at once, and prompt_logprobs of a row."""
+    rows = min(max_num_seqs, max_tokens)
+    lens = np.full(rows, max_tokens // rows, dtype=np.int32)
+    lens[-(max_tokens % rows) or rows :] += 1
+    lens = np.minimum(lens, max_model_len)
+    params = SamplingParams(
+        temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
+        frequency_penalty=0.1, logprobs=logprobs, seed=0,
+    )  # fmt: skip
+    new = [NewRow(i, params, 0, frozenset(), (0,), (0,)) for i in range(rows)]
+    ids = np.zeros(int(lens.sum()), dtype=np.int64)
+    targets = PromptTargets(rows - 1, logprobs, np.zeros(int(lens[-1]), dtype=np.int64))
+    decodes = int((lens == 1).sum())
+    return StepInput(
+        np.arange(rows), lens, lens, np.zeros(rows, dtype=np.int64), ids, decodes,
+        np.empty((0, 3), dtype=np.int32), new, [targets],
+    )  # fmt: skip
+
+
+def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
+    """(bytes of the weights and other lasting state, bytes that a step needs beside them). CUDA only.
+
+    All block tables are empty: every token goes to block 0, so a cache of two blocks serves.
+    """
+    config = runner.config
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    length = min(runner.max_model_len, config.max_num_batched_tokens)
+    step = largest_step(config.max_num_seqs, config.max_num_batched_tokens, length, config.max_logprobs)
+    runner.launch(step).result()
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    return before, peak - before + SLACK

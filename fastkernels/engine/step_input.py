@@ -1,0 +1,70 @@
+"""A scheduled batch as the ranks get it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .request import Request
+from .scheduler import Batch
+from .step import SAMPLED, NewRow, PromptTargets, StepInput
+
+
+def make_step(batch: Batch) -> StepInput:
+    """The batch's StepInput. The blocks that it sends count as sent."""
+    ids: list[int] = []
+    offsets: list[int] = []
+    updates: list[tuple[int, int, int]] = []
+    for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
+        generated = len(request.output_token_ids) + request.num_inflight
+        offsets.append(generated - 1 if batch.sampled[row] else -1)
+        if row < batch.num_decodes:
+            ids.append(_last_token(request))
+        else:
+            ids += request.token_ids(batch.starts[row], batch.starts[row] + count)
+        if len(request.block_table) > request.num_sent_blocks:
+            new = range(request.num_sent_blocks, len(request.block_table))
+            updates += [(request.slot, column, request.block_table[column]) for column in new]
+            request.num_sent_blocks = len(request.block_table)
+    return StepInput(
+        slots=np.fromiter((r.slot for r in batch.requests), np.int64, len(batch.requests)),
+        query_lens=np.array(batch.counts, np.int32),
+        seq_lens=np.fromiter((r.num_computed_tokens for r in batch.requests), np.int32, len(batch.requests)),
+        offsets=np.array(offsets, np.int64),
+        input_ids=np.array(ids, np.int64),
+        num_decodes=batch.num_decodes,
+        block_updates=np.array(updates, np.int32).reshape(-1, 3),
+        new_rows=[_new_row(r) for r in batch.admitted],
+        prompt_targets=_prompt_targets(batch),
+    )
+
+
+def _last_token(request: Request) -> int:
+    """The token at the request's last computed position: SAMPLED if it is not known yet."""
+    at = request.num_computed_tokens - 1 - len(request.prompt_token_ids)
+    if at < 0:
+        return request.prompt_token_ids[at]
+    return request.output_token_ids[at] if at < len(request.output_token_ids) else SAMPLED
+
+
+def _new_row(request: Request) -> NewRow:
+    counts = request.params.needs_penalties
+    return NewRow(
+        request.slot,
+        request.params,
+        request.seed,
+        request.end_token_ids,
+        tuple(request.prompt_token_ids) if counts else (),
+        tuple(request.output_token_ids) if counts else (),
+    )
+
+
+def _prompt_targets(batch: Batch) -> list[PromptTargets]:
+    found = []
+    for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
+        if request.params.prompt_logprobs is not None and request.needs_prompt_logprobs:
+            first = batch.starts[row] + 1
+            targets = request.prompt_token_ids[first : first + count]
+            if targets:
+                wanted = request.params.prompt_logprobs
+                found.append(PromptTargets(row, wanted, np.array(targets, np.int64)))
+    return found

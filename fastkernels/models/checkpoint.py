@@ -1,0 +1,175 @@
+"""Checkpoints on disk: where a model is, its safetensors files, and what is wrong with a damaged one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded; the message names the file, and the keys where it is about keys."""
+
+
+def resolve(model: str) -> Path:
+    """The folder of a checkpoint: `model` itself, or the snapshot of a hub id OWNER/NAME or OWNER/NAME@REVISION.
+
+    HF_HUB_OFFLINE=1 takes snapshots from the cache only. Raises CheckpointError.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _with_config(folder)
+    name, _, revision = model.partition("@")
+    if folder.exists() or model.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise CheckpointError(
+            f"model {model!r} is neither a folder nor a hub id (OWNER/NAME or OWNER/NAME@REVISION)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"],
+            ignore_patterns=["original/*", "consolidated*"],  # the same weights once more, in another layout
+        )
+    except Exception as error:
+        raise CheckpointError(f"model {model!r} is no folder, and {_hub_problem(error)}") from error
+    return _with_config(Path(snapshot))
+
+
+def _with_config(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
+    return folder
+
+
+def _hub_problem(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    known = (
+        (errors.GatedRepoError, "the hub asks to accept its terms first: then set HF_TOKEN"),
+        (errors.RevisionNotFoundError, "the hub's repository has no such revision"),
+        (errors.RepositoryNotFoundError, "the hub has no such repository (or it is private: set HF_TOKEN)"),
+        (errors.LocalEntryNotFoundError, "it is not in the local hub cache, and the hub cannot be reached or is off"
+         " (HF_HUB_OFFLINE)"),
+        (errors.HFValidationError, "it is not a hub id"),
+    )  # fmt: skip
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    for kind, text in known:
+        if isinstance(error, kind):
+            return f"{text}: {first_line}"
+    return f"the hub does not give it: {type(error).__name__}: {first_line}"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order. Raises CheckpointError that names what is missing."""
+    weight_map = _weight_map(folder)
+    if weight_map is not None:
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    missing = [f.name for f in files if not f.is_file()]
+    if missing:
+        raise CheckpointError(f"{folder / INDEX} names files that are not in {folder}: {', '.join(missing)}")
+    if not files:
+        others = [f.name for f in sorted(folder.glob("*.bin"))]
+        hint = f" ({some(others)}: convert it, only safetensors are read)" if others else ""
+        raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}{hint}")
+    return files
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """{key: file name} of the index, None if there is none. Raises CheckpointError for an index that is not one."""
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise CheckpointError(f"{index} names {key} twice: {seen[key]} and {value}")
+            seen[key] = value
+        return seen
+
+    try:
+        weight_map = json.loads(index.read_text(), object_pairs_hook=unique)["weight_map"]
+        outside = sorted({n for n in weight_map.values() if Path(n).name != n})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+    if outside:
+        raise CheckpointError(f"{index} names files outside of its folder: {some(outside)}")
+    return weight_map
+
+
+def iterate(folder: Path) -> Iterator[tuple[Path, str, Callable[[], torch.Tensor]]]:
+    """(file, key, read) of every tensor; read() gives it on the CPU and raises CheckpointError for a damaged file.
+
+    read() maps the tensor and reads nothing yet: only what is copied of it is read from the disk, so that a rank reads
+    its own shard. Drop the tensor before the next step, and no more than one file is in memory. Raises CheckpointError.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    weight_map, where = _weight_map(folder), {}  # type: ignore[var-annotated]
+    for file in weight_files(folder):
+        try:
+            with safe_open(str(file), framework="pt", device="cpu") as tensors:
+                keys = list(tensors.keys())
+                if weight_map is not None:
+                    absent = {k for k, name in weight_map.items() if name == file.name} - set(keys)
+                    if absent:
+                        raise CheckpointError(
+                            f"{folder / INDEX} names tensors that {file.name} does not have: {some(sorted(absent))}"
+                        )
+                for key in keys:
+                    if key in where:
+                        raise CheckpointError(f"{folder}: {key} is in both {where[key]} and {file.name}")
+                    where[key] = file.name
+                    yield file, key, partial(_read, tensors, key, file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {_damage(file, error)}") from error
+
+
+def _read(tensors: Any, key: str, file: Path) -> torch.Tensor:
+    from safetensors import SafetensorError
+
+    try:
+        return tensors.get_tensor(key)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{file}: {key} cannot be read: {error}") from error
+
+
+def _damage(file: Path, error: Exception) -> str:
+    """What is wrong with a file that safetensors refuses: which tensors are cut off, or that the header is broken."""
+    try:
+        with file.open("rb") as f:
+            size = file.stat().st_size
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 + length:
+                return f"it is truncated, or no safetensors file: {size} bytes, and its header alone has {length}"
+            header = json.loads(f.read(length))
+        ends = {k: 8 + length + v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"}
+    except OSError:
+        return str(error)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return f"its header is damaged: {error}"
+    cut = sorted(k for k, end in ends.items() if end > size)
+    if cut:
+        return f"it is truncated, {size} bytes of {max(ends.values())}; not whole: {some(cut)}"
+    return str(error)
+
+
+def some(names: list[str], limit: int = 8) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

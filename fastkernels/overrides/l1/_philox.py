@@ -1,0 +1,72 @@
+"""Counter-based random numbers: Philox 4x32-10 (Salmon et al., SC 2011), the same bits on every device.
+
+Token t of a row takes word t % 4 of the block with key = seed and counter = (t // 4, 0, offset, offset >> 32): its
+noise depends on nothing but (seed, offset, t).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_MASK = 0xFFFFFFFF
+_CPU_BLOCKS = 1 << 16  # blocks at a time: 3 MiB of int64 vectors, and few calls
+
+
+def philox(c: list[torch.Tensor], k0: torch.Tensor, k1: torch.Tensor) -> None:
+    """Philox 4x32-10 in place. c: four int64 counter words of one shape, in [0, 2^32); they become the random words.
+
+    k0, k1: the key's words, of a shape that broadcasts. int64 keeps a product's low 64 bits though it overflows.
+    """
+    c0, c1, c2, c3 = c
+    a, b = torch.empty_like(c0), torch.empty_like(c0)
+    for i in range(10):
+        torch.mul(c0, 0xD2511F53, out=a)
+        torch.mul(c2, 0xCD9E8D57, out=b)
+        torch.bitwise_right_shift(b, 32, out=c0)
+        c0.bitwise_xor_(c1).bitwise_xor_(k0 + i * 0x9E3779B9).bitwise_and_(_MASK)
+        torch.bitwise_right_shift(a, 32, out=c2)
+        c2.bitwise_xor_(c3).bitwise_xor_(k1 + i * 0xBB67AE85).bitwise_and_(_MASK)
+        a, b, c1, c3 = c3, c1, b, a  # the products' high words are cut off after the next exclusive or
+    c[:] = [c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)]
+
+
+def exponential(seeds: torch.Tensor, offsets: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Exp(1) draws [B, vocab] float32 for the rows' seeds and offsets [B] int64, each in [2^-33, 17].
+
+    -log(1 - u) and not -log(u): the winner of a race has a small draw, and u has its finest steps near 0.
+    """
+    blocks = -(-vocab // 4)
+    index = torch.arange(blocks, device=seeds.device)
+    words = [t[:, None] & _MASK for t in (seeds, seeds >> 32, offsets, offsets >> 32)]
+    out = torch.empty(len(seeds), blocks, 4, dtype=torch.float32, device=seeds.device)
+    step = max(_CPU_BLOCKS // blocks, 1) if seeds.device.type == "cpu" else max(len(seeds), 1)
+    for start in range(0, len(seeds), step):
+        k0, k1, low, high = (w[start : start + step] for w in words)
+        part = out[start : start + step]
+        counter = [t.expand(part.shape[:2]).clone() for t in (index, torch.zeros_like(low), low, high)]
+        philox(counter, k0, k1)
+        for lane, word in enumerate(counter):
+            part[..., lane] = word
+        part.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+    return out.view(len(seeds), blocks * 4)[:, :vocab]
+
+
+@triton.jit
+def _exponential(word):
+    """The draw of a 32-bit word; see exponential. Triton has no log1p: near 0 the series is as exact."""
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    near = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * 0.25)))
+    return tl.where(u < 0.015625, near, -tl.log(1.0 - u))
+
+
+@triton.jit
+def exponential_block(seed, offset, first, QUADS: tl.constexpr):
+    """Exp(1) draws [4 * QUADS] for the tokens first, first + 1, ... of one row; `first` is a multiple of 4."""
+    c0 = (first // 4 + tl.arange(0, QUADS)).to(tl.uint32)
+    zero = c0 * 0
+    low = zero + (offset & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, zero, low, high)
+    return _exponential(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))

@@ -1,0 +1,367 @@
+"""Next tokens from logits, each row by its own temperature, top_k, top_p and min_p, with counter-based noise.
+
+A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in logarithms), whose noise is Philox of
+(seed, offset, token id): the draw of a row depends on nothing else, not on the batch, the step or the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import nn
+
+from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._philox import exponential
+from fastkernels.overrides.l1._sampling_triton import LANES, RACE, pick_kernel, race_kernel, threshold_kernel
+from fastkernels.spec import Case, OpSpec, Target, Tolerance
+
+GREEDY = 1e-5  # below this temperature the most likely token is taken, as in vLLM
+_PROGRAMS = 1024  # of the race: several on each of an H200's 132 multiprocessors
+_NARROW = 1024  # most likely tokens that are looked at before a whole row is sorted
+
+
+def threshold(
+    x: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """The smallest logit that stays, [B, 1], of x [B, V] without NaN; the others are [B]. Equal logits stay together.
+
+    In vLLM's order: min_p keeps tokens with at least min_p times the largest probability; top_k those of which fewer
+    than k are more likely; top_p those of which the more likely ones have less than top_p of the mass that is left.
+    So a tie at a boundary stays whole, and the most likely token always stays.
+    """
+    vocab = x.shape[-1]
+    t, p = temperature[:, None].to(x.dtype), top_p[:, None].double()
+    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)[:, None].long()
+    top = x.amax(dim=-1, keepdim=True)
+    low = top + t * min_p[:, None].to(x.dtype).log()
+    width = vocab
+    if x.device.type == "cpu":  # where looking at the values stalls nothing
+        if not bool(((k < vocab) | (p < 1.0)).any()):
+            return low
+        width = min(vocab, max(_NARROW, int(torch.where(k < vocab, k, 0).max())))
+    while True:
+        ordered = x.topk(width, dim=-1).values
+        kept = torch.where(k < vocab, ordered.gather(1, (k - 1).clamp_max(width - 1)), -torch.inf)
+        kept = torch.maximum(kept, low)
+        total = (x >= kept).mul(((x - top) / t).exp()).sum(dim=-1, keepdim=True, dtype=torch.float64)
+        mass = torch.where(ordered >= kept, ((ordered - top) / t).exp(), 0.0).double()
+        before = mass.cumsum(dim=-1) - mass
+        if width == vocab or not bool(
+            ((p < 1.0) & (before[:, -1:] + mass[:, -1:] < p * total) & (ordered[:, -1:] > kept)).any()
+        ):
+            break
+        width = vocab
+    count = (before < p * total).sum(dim=-1, keepdim=True).clamp_min(1)
+    return torch.where(p < 1.0, torch.maximum(kept, ordered.gather(1, count - 1)), kept)
+
+
+def _race(
+    x: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
+    """The tokens of rows that are not greedy."""
+    filtered = ((top_k > 0) & (top_k < x.shape[-1])) | (top_p < 1.0) | (min_p > 0.0)
+    low = x.new_full((len(x), 1), -torch.inf)
+    if x.device.type == "cpu":
+        rows = filtered.nonzero()[:, 0]
+        if len(rows):
+            low[rows] = threshold(x[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows])
+    else:
+        low = torch.where(filtered[:, None], threshold(x, temperature, top_k, top_p, min_p), low)
+    noise = exponential(seeds, offsets, x.shape[-1]).to(x.dtype)
+    score = (x / temperature[:, None].to(x.dtype)).sub_(noise.log_())
+    return torch.where(x >= low, score, -torch.inf).argmax(dim=-1)
+
+
+def reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
+    """logits: [B, V]; all else [B]. Returns token ids [B] int64.
+
+    temperature   float; 0: the most likely token, of equals the lowest id
+    top_k         int; V, more, or <= 0: all tokens
+    top_p, min_p  float; 1 and 0: all tokens
+    seeds, offsets  int64; the offset is the number of the token in its sequence
+
+    NaN counts as -inf, which never wins, +inf as the largest number. A row without any number gives token 0.
+    """
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    x = x.nan_to_num(nan=-torch.inf, posinf=torch.finfo(x.dtype).max, neginf=-torch.inf)
+    ids = x.argmax(dim=-1)
+    rest = (temperature, top_k, top_p, min_p, seeds, offsets)
+    drawn = temperature >= GREEDY
+    if x.device.type != "cpu":
+        return torch.where(drawn, _race(x, temperature.clamp_min(GREEDY), *rest[1:]), ids)
+    rows = drawn.nonzero()[:, 0]
+    if len(rows) == len(x):
+        return _race(x, *rest)
+    if len(rows):
+        ids[rows] = _race(x[rows], *(t[rows] for t in rest))
+    return ids
+
+
+def _check(logits: torch.Tensor, rest: tuple[torch.Tensor, ...]) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"sampling: logits must be [B, V] with V > 0, got shape {tuple(logits.shape)}")
+    for name, t in zip(_NAMES, rest, strict=True):
+        if t.shape != logits.shape[:1]:
+            raise ValueError(f"sampling: {name} must be [{len(logits)}], got shape {tuple(t.shape)}")
+
+
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "seeds", "offsets")
+
+
+def _supports_triton(logits: torch.Tensor, *rest: torch.Tensor) -> str | None:
+    if logits.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {logits.dtype} is not float16, bfloat16 or float32"
+    if logits.stride(-1) != 1:
+        return f"logits has strides {tuple(logits.stride())}: the last dimension must be contiguous"
+    if logits.shape[-1] > 1 << 18:
+        return f"vocabulary {logits.shape[-1]} is over 262144"
+    for name, t in zip(_NAMES, rest, strict=True):
+        if not t.is_contiguous():
+            return f"{name} has strides {tuple(t.stride())}, not contiguous"
+    return None
+
+
+def _triton(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
+    _check(logits, (temperature, top_k, top_p, min_p, seeds, offsets))
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows == 0:
+        return out
+    low = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    spill = torch.empty(rows, LANES, dtype=torch.float32, device=logits.device)
+    counts = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    threshold_kernel[(rows,)](
+        logits, temperature, top_k, top_p, min_p, spill, counts, low, logits.stride(0), vocab,
+        LANES=LANES, num_warps=16,
+    )  # fmt: skip
+    span = triton.cdiv(vocab, max(_PROGRAMS // rows, 1) * RACE) * RACE
+    parts = triton.cdiv(vocab, span)
+    score = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    ids = out if parts == 1 else torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    race_kernel[(rows, parts)](
+        logits, temperature, seeds, offsets, low, score, ids, logits.stride(0), vocab, span,
+        RACE=RACE, num_warps=4,
+    )  # fmt: skip
+    if parts > 1:
+        pick_kernel[(rows,)](score, ids, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
+    return out
+
+
+def _reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
+    _check(logits, (temperature, top_k, top_p, min_p, seeds, offsets))
+    return reference(logits, temperature, top_k, top_p, min_p, seeds, offsets)
+
+
+sampling = define(
+    "sampling(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds,"
+    " Tensor offsets) -> Tensor",
+    fake=lambda logits, *rest: torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device),
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+class VllmTopKTopPSampler(nn.Module):
+    """vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler: tokens of logits [B, V] that are already divided by the
+    temperature. k [B] int, p [B] float, or None for all tokens.
+
+    Returns (token ids [B] int64, None, or what logprobs_mode 'processed_logits' or 'processed_logprobs' asks for).
+    A row's seed comes from its generator, of the others from torch's. The noise is float32 with steps of 2^-32 near 0,
+    with use_fp64_gumbel too.
+    """
+
+    def __init__(self, logprobs_mode: str = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
+        super().__init__()
+        self.logprobs_mode = logprobs_mode
+        self.use_fp64_gumbel = use_fp64_gumbel
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = len(logits)
+        seeds = torch.randint(1 << 62, (rows,), device=logits.device)
+        for row, generator in generators.items():
+            seeds[row] = torch.randint(1 << 62, (), generator=generator, device=generator.device)
+        ones = torch.ones(rows, device=logits.device)
+        top_k = torch.zeros_like(seeds) if k is None else k
+        args = (ones, top_k.int(), ones if p is None else p.float(), torch.zeros_like(ones))
+        ids = sampling(logits, *args, seeds, torch.zeros_like(seeds))
+        if self.logprobs_mode not in ("processed_logits", "processed_logprobs"):
+            return ids, None
+        if k is not None or p is not None:
+            logits = logits.masked_fill(logits.float() < threshold(logits.float(), *args), -torch.inf)
+        if self.logprobs_mode == "processed_logits":
+            return ids, logits
+        return ids, logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+class SGLangSampler_0_5_16(nn.Module):
+    """sglang.srt.layers.sampler.Sampler before 0.5.23: token ids [B] of logits_output.next_token_logits [B, V].
+
+    Of sampling_info it reads is_all_greedy, temperatures [B, 1], top_ks, top_ps, min_ps [B] and sampling_seed ([B] or
+    None: torch's generator chooses). Log-probabilities and custom logit processors raise ValueError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
+
+    def _sample(
+        self, logits: torch.Tensor, info: Any, return_logprob: bool, positions: torch.Tensor
+    ) -> torch.Tensor:
+        if return_logprob or getattr(info, "has_custom_logit_processor", False):
+            raise ValueError("log-probabilities and custom logit processors need SGLang's own Sampler")
+        seeds = info.sampling_seed
+        if seeds is None:
+            seeds = torch.randint(1 << 62, (len(logits),), device=logits.device)
+        temperature = torch.zeros_like(info.top_ps) if info.is_all_greedy else info.temperatures.view(-1)
+        ids = sampling(
+            logits,
+            temperature.float(),
+            info.top_ks.int(),
+            info.top_ps,
+            info.min_ps,
+            seeds.long(),
+            positions.long(),
+        )
+        return ids if info.is_all_greedy else ids.int()
+
+
+class SGLangSampler(SGLangSampler_0_5_16):
+    """sglang.srt.layers.sampler.Sampler from 0.5.23 on; see SGLangSampler_0_5_16. logprob_logits is for log-probabilities
+    only."""
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: torch.Tensor,
+        *,
+        logprob_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    rows, vocab = d["rows"], d["vocab"]
+    logits = d.get("scale", 4.0) * torch.randn(rows, vocab, generator=generator, device=device)
+    if d.get("banned"):
+        logits[:, ::3] = -torch.inf
+        logits[:, 1::5] = torch.nan
+    row = torch.arange(rows, device=device)
+
+    def each(name: str, default: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """One value for all rows, or a tuple of which the rows take turns."""
+        values = d.get(name, default)
+        values = values if isinstance(values, tuple) else (values,)
+        return torch.tensor(values, dtype=dtype, device=device)[row % len(values)]
+
+    return [
+        logits.to(getattr(torch, case.dtype)), each("temperature", 1.0), each("top_k", 0, torch.int32),
+        each("top_p", 1.0), each("min_p", 0.0), row * 0x9E3779B97F + 7, row * 3 + d.get("offset", 0),
+    ]  # fmt: skip
+
+
+def _bytes(case: Case) -> int:
+    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
+    return d["rows"] * (d["vocab"] * size + 40)
+
+
+_LLAMA = 128256
+_MIXED = {
+    "temperature": (1.0, 0.0, 0.7, 1.5, 0.01), "top_k": (0, 5, 40, 1, 7, -1, 500), "top_p": (1.0, 0.9, 0.5),
+    "min_p": (0.0, 0.05),
+}  # fmt: skip
+
+_VLLM = "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler"
+_VLLM_NOTE = (
+    "live, the host's own stays: it belongs to the model runner, not to the model, its forward is bound on the instance,"
+    " and a seeded request would draw other tokens from its generator than before"
+)
+_SGLANG = "sglang.srt.layers.sampler:Sampler"
+_SGLANG_NOTE = (
+    "live, the host's own stays: it belongs to the model runner, not to the model, and also computes log-probabilities;"
+    " ours applies min_p first and top_p to what top_k leaves, the host top_p to all and min_p last"
+)
+
+SPEC = OpSpec(
+    name="sampling",
+    level=1,
+    reference=reference,
+    op=sampling,
+    cases=(
+        Case("greedy_32", {"rows": 32, "vocab": _LLAMA, "temperature": 0.0}, weight=1, tags=("model",)),
+        Case("decode_1", {"rows": 1, "vocab": _LLAMA}, weight=1, tags=("model",)),
+        Case("decode_256", {"rows": 256, "vocab": _LLAMA}, weight=1, tags=("model",)),
+        Case("top_32", {"rows": 32, "vocab": _LLAMA, "top_k": 50, "top_p": 0.95}, weight=1, tags=("model",)),
+        Case("top_p_32", {"rows": 32, "vocab": _LLAMA, "top_p": 0.9}, weight=1, tags=("model",)),
+        Case("one", {"rows": 1, "vocab": 1}, dtype="float32", tags=("odd",)),
+        Case("greedy_63", {"rows": 33, "vocab": 1000, "temperature": 0.0}, tags=("odd",)),
+        Case("drawn_1128", {"rows": 7, "vocab": 1128, "offset": 1 << 33}, dtype="float16", tags=("odd",)),
+        Case("mixed", {"rows": 6, "vocab": 5003, **_MIXED}, dtype="float32", tags=("odd",)),
+        Case("mixed_ties", {"rows": 5, "vocab": 9001, **_MIXED}, tags=("odd",)),
+        Case("flat_top_p", {"rows": 2, "vocab": 9001, "top_p": 0.97, "scale": 0.1}, dtype="float32", tags=("odd",)),
+        Case("banned", {"rows": 4, "vocab": 4097, "banned": True, **_MIXED}, tags=("odd",)),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 8 * case.dims["rows"] * case.dims["vocab"],
+    tolerance={name: Tolerance(0.0, 0.0) for name in ("float32", "float16", "bfloat16")},
+    targets=(
+        Target("vllm", _VLLM, "VllmTopKTopPSampler", "standalone", note=_VLLM_NOTE),
+        Target("sglang", _SGLANG, "SGLangSampler_0_5_16", "standalone", "<0.5.23", note=_SGLANG_NOTE),
+        Target("sglang", _SGLANG, "SGLangSampler", "standalone", ">=0.5.23", note=_SGLANG_NOTE),
+    ),
+)  # fmt: skip

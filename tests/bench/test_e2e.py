@@ -1,0 +1,57 @@
+"""`fk-bench e2e`: rows of real offline runs, and what a step costs without a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from fk_bench.rows import read
+from support_bench import fk_bench, last_json
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+
+def test_offline_run(tmp_path: Path) -> None:
+    from tiny import make_tiny_llama
+
+    model = make_tiny_llama(tmp_path / "tiny")
+    done = fk_bench(
+        "e2e", model, "--requests", "1,3", "--rounds", "2", "--input-len", "9", "--output-len", "5", "--out",
+        tmp_path / "run", timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, warnings = read(tmp_path / "run" / "rows.jsonl")
+    assert not warnings and [(r.case["requests"], r.round) for r in rows] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    for row in rows:
+        tokens = row.case["requests"] * 5
+        assert row.metrics["output_tokens_per_s"] == pytest.approx(tokens / row.metrics["seconds"])
+        assert row.versions["torch"] and row.subject.host == "fastkernels"
+    results = last_json(done)["results"]
+    assert [(r["host"], r["requests"]) for r in results] == [("fastkernels", 1), ("fastkernels", 3)]
+
+
+def test_scheduler_only(tmp_path: Path) -> None:
+    done = fk_bench("e2e", "--scheduler-only", "--requests", "1,16", "--out", tmp_path / "run", "--json")
+    results = last_json(done)["results"]
+    assert [(r["requests"], r["context"]) for r in results] == [(1, 128), (1, 2048), (16, 128), (16, 2048)]
+    assert all(0 < r["us_per_step"] <= r["us_per_step_p95"] for r in results)
+
+
+def test_a_host_that_does_not_start_says_why(tmp_path: Path) -> None:
+    done = fk_bench("e2e", "--hosts", "sglang", "--out", tmp_path / "run")  # not in this environment
+    assert done.returncode == 1 and "No module named 'sglang'" in done.stderr and "Traceback" in done.stderr
+    assert (tmp_path / "run" / "sglang.log").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "tgi"], "unknown host"),
+        (["--requests", "0"], "at least 1"),
+        (["--python", "vllm"], "HOST=VALUE"),
+    ],
+)
+def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = fk_bench("e2e", *arguments, "--out", tmp_path / "run")
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()

@@ -1,0 +1,115 @@
+"""The engine against transformers while it does what makes it fast: chunks, prefix hits, preemption, two steps in
+flight, and requests that come and go at any time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fastkernels import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def tokens(outputs):
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def make(folder, **settings):
+    return LLM(str(folder), device="cpu", **{"num_blocks": 200, "block_size": 8, **settings})
+
+
+@pytest.fixture(params=[False, True], ids=["one step", "two steps"])
+def overlap(request):
+    return request.param
+
+
+@pytest.mark.parametrize("budget", [2, 3, 7, 16, 37])
+def test_every_split_of_a_prompt(tiny, greedy, overlap, budget):
+    prompts = [list(range(20, 57)), [9], list(range(100, 116))]
+    llm = make(tiny, max_num_seqs=2, max_num_batched_tokens=budget, async_scheduling=overlap)
+    assert tokens(llm.generate(prompts, GREEDY)) == [greedy(tiny, p, 12) for p in prompts]
+
+
+def test_prefix_hits_change_nothing(tiny, greedy, overlap):
+    llm = make(tiny, async_scheduling=overlap)
+    stem = [(i * 17) % 500 for i in range(40)]
+    prompts = [stem, [*stem, 3], stem[:24], [*stem[:16], 8, 8, 8], stem]
+    expected = [greedy(tiny, p, 12) for p in prompts]
+    cold = [llm.generate(p, GREEDY)[0] for p in prompts]
+    assert tokens(cold) == expected
+    assert [o.num_cached_tokens for o in cold] == [0, 40, 16, 16, 32]
+    together = llm.generate(prompts, GREEDY)
+    assert tokens(together) == expected and all(o.num_cached_tokens >= 16 for o in together)
+    off = make(tiny, enable_prefix_caching=False)
+    assert tokens(off.generate(prompts, GREEDY)) == expected
+    assert off.llm_engine.scheduler.prefix_hits == 0
+
+
+def test_a_conversation_finds_its_own_answers(tiny, greedy, overlap):
+    """Blocks of generated tokens are found too."""
+    llm = make(tiny, async_scheduling=overlap)
+    first = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
+    prompt = [5, 6, 7, *first.outputs[0].token_ids, 99]
+    second = llm.generate(prompt, GREEDY)[0]
+    assert second.num_cached_tokens == 40
+    assert tokens([second]) == [greedy(tiny, prompt, 12)]
+
+
+def test_preemption_changes_no_token(tiny, greedy, overlap):
+    llm = make(tiny, num_blocks=9, max_num_seqs=6, async_scheduling=overlap)
+    prompts = [[i + 3, 1, 4, i] * (1 + i) for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    assert tokens(llm.generate(prompts, params)) == [greedy(tiny, p, 24) for p in prompts]
+    assert llm.llm_engine.scheduler.num_preemptions > 0
+    assert llm.llm_engine.blocks.num_free == 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arrivals_and_aborts(tiny, greedy, overlap, seed):
+    rng = random.Random(seed)
+    llm = make(
+        tiny, num_blocks=20, max_num_seqs=4, max_num_batched_tokens=rng.choice([5, 16, 64]),
+        async_scheduling=overlap,
+    )  # fmt: skip
+    engine = llm.llm_engine
+    stem = [(i * 29) % 500 for i in range(60)]
+    waiting = [(f"r{i}", stem[: rng.randint(1, 60)] + [i] * rng.randint(0, 3)) for i in range(14)]
+    prompts, done, aborted = dict(waiting), {}, set()
+    while waiting or engine.has_unfinished_requests():
+        if waiting and rng.random() < 0.3:
+            name, prompt = waiting.pop()
+            engine.add_request(name, prompt, GREEDY, priority=rng.randint(0, 1))
+        if engine.requests and rng.random() < 0.03:
+            aborted.add(name := rng.choice(list(engine.requests)))
+            engine.abort_request(name)
+        done.update((o.request_id, o) for o in engine.step() if o.finished)
+    assert set(done) == set(prompts) - aborted and len(done) >= 6
+    for name, output in done.items():
+        assert output.outputs[0].token_ids == greedy(tiny, prompts[name], 12)
+    assert engine.blocks.num_free == 19
+
+
+def test_a_failed_step_ends_its_requests_and_nothing_else(tiny, greedy, overlap, monkeypatch):
+    llm = make(tiny, async_scheduling=overlap)
+    engine, prompt = llm.llm_engine, list(range(30))
+    engine.add_request("a", prompt, GREEDY)
+    engine.step()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
+        patch.setattr(engine.runner.model, "forward", _broken)
+        engine.step()
+    engine.abort_all()
+    assert not engine.has_unfinished_requests() and engine.blocks.num_free == 199
+    again = llm.generate(prompt, GREEDY)[0]
+    assert again.num_cached_tokens == 0 and tokens([again]) == [greedy(tiny, prompt, 12)]
+
+
+def _broken(*args, **kwargs):
+    raise RuntimeError("broken")
+
+
+def test_too_many_tokens_for_the_cache_are_refused_at_once(tiny):
+    llm = make(tiny, num_blocks=5)
+    with pytest.raises(ValueError, match="32 tokens"):
+        llm.generate([1] * 40, GREEDY)

@@ -1,0 +1,46 @@
+"""Ops that claim it give a token the same result, bit for bit, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fastkernels import registry
+from fastkernels.overrides.l1.rms_norm import rms_norm
+from fastkernels.overrides.l1.rotary_emb import rotary_emb
+from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
+
+HIDDEN, HEAD = 1128, 64
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """Positions are a function of the token, not of its place in the batch."""
+    q = x[:, : 2 * HEAD].clone()
+    table = torch.linspace(-1, 1, 100 * HEAD, device=x.device).view(100, HEAD)
+    rotary_emb((x[:, 0].abs() * 20).long().clamp(max=99), q, None, HEAD, table.to(x.dtype), True)
+    return q
+
+
+RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rms_norm": lambda x: rms_norm(x, torch.linspace(0.5, 2, HIDDEN, device=x.device).to(x.dtype), 1e-6),
+    "silu_and_mul": silu_and_mul,
+    "rotary_emb": _rotated,
+}  # fmt: skip
+
+
+def test_every_op_that_claims_it_is_here() -> None:
+    claimed = {name for name in registry.op_names() if registry.get(name).batch_invariant}
+    assert claimed - {"embedding", "store_kvcache"} == set(RUNS)  # those two copy
+    assert not claimed & {"linear", "attention", "attention_decode", "attention_prefill", "logits_processor"}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_token_alone_and_in_a_batch(name: str, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(131, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    together = RUNS[name](x)
+    for rows in (slice(0, 1), slice(77, 78), slice(5, 68)):
+        assert torch.equal(RUNS[name](x[rows]), together[rows])
