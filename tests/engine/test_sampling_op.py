@@ -188,7 +188,7 @@ def problems():
         found.append("the token depends on how many programs share a row")
 
     logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0, -3.0, 0.5])
-    draws = 150
+    draws = 100
     drawn = compare("many draws", logits.expand(draws, -1), temperature=[2.0], seed=1 << 20)
     expected = draws * torch.softmax(logits / 2, dim=-1)
     counts = torch.bincount(drawn, minlength=7)
