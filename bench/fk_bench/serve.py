@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.server_config import ServerConfig
 
 DEFAULT = EngineConfig(model="")
+SERVER = ServerConfig()
 
 
 def serve(
@@ -18,8 +20,26 @@ def serve(
     port: Annotated[int, typer.Option(help="port to listen on; 0: any free one")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="what clients call it (default: MODEL)")
-    ] = None,
+    ] = SERVER.served_model_name,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FASTKERNELS_API_KEY", help="what clients must send", show_default=False)
+    ] = SERVER.api_key,
+    max_body_size: Annotated[
+        int, typer.Option(min=1, help="bytes of a request's body")
+    ] = SERVER.max_body_size,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="seconds that running requests have after SIGTERM")
+    ] = SERVER.drain_timeout,
+    stall_timeout: Annotated[
+        float, typer.Option(min=0.1, help="seconds after which a client that does not read is dropped")
+    ] = SERVER.stall_timeout,
+    timeout_keep_alive: Annotated[
+        int, typer.Option(min=0, help="seconds that an idle connection is kept")
+    ] = SERVER.timeout_keep_alive,
     tokenizer: Annotated[str | None, typer.Option(help="default: the model's")] = DEFAULT.tokenizer,
+    skip_tokenizer_init: Annotated[
+        bool, typer.Option("--skip-tokenizer-init", help="token ids in, token ids out")
+    ] = DEFAULT.skip_tokenizer_init,
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu (default: cuda if there is one)")
     ] = DEFAULT.device,
@@ -29,8 +49,7 @@ def serve(
     ] = DEFAULT.max_model_len,
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = DEFAULT.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(help="tokens of one prefill step (default: one longest prompt, 8192 at least)"),
+        int, typer.Option(help="tokens of one step, decodes and chunks of prompts together")
     ] = DEFAULT.max_num_batched_tokens,
     max_waiting: Annotated[
         int, typer.Option(help="requests that may wait; more get 429")
@@ -45,33 +64,59 @@ def serve(
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="part of the GPU's memory to use")
     ] = DEFAULT.gpu_memory_utilization,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto (the model's), bfloat16 or fp8")
+    ] = DEFAULT.kv_cache_dtype,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="share the KV blocks of prompts that begin alike")
+    ] = DEFAULT.enable_prefix_caching,
+    async_scheduling: Annotated[
+        bool | None, typer.Option(help="schedule a step while the one before runs (default: on CUDA)")
+    ] = DEFAULT.async_scheduling,
+    attention_backend: Annotated[
+        str | None, typer.Option(help="triton, fa3, flashinfer or reference (default: the fastest)")
+    ] = DEFAULT.attention_backend,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="processes that share each layer")
+    ] = DEFAULT.tensor_parallel_size,
+    max_logprobs: Annotated[
+        int, typer.Option(help="the most logprobs that a request may ask for")
+    ] = DEFAULT.max_logprobs,
     seed: Annotated[int, typer.Option(help="of sampling and of dummy weights")] = DEFAULT.seed,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = DEFAULT.load_format,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="no CUDA graphs")
     ] = DEFAULT.enforce_eager,
 ) -> None:
-    """Serve MODEL on our own engine, until Ctrl-C."""
-    from fastkernels.engine import server
+    """Serve MODEL on our own engine, until SIGTERM (requests under way are finished) or Ctrl-C."""
+    from fastkernels.engine import serving
     from fastkernels.models.weights import CheckpointError
     from fastkernels.registry import UnknownName
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    server_config = ServerConfig(
+        served_model_name=served_model_name, api_key=api_key, max_body_size=max_body_size, drain_timeout=drain_timeout,
+        stall_timeout=stall_timeout, timeout_keep_alive=timeout_keep_alive,
+    )  # fmt: skip
     try:
         config = EngineConfig(
-            model=model, tokenizer=tokenizer, device=device, dtype=dtype, max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_waiting=max_waiting,
-            block_size=block_size, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization, seed=seed, load_format=load_format,
-            enforce_eager=enforce_eager,
+            model=model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, device=device, dtype=dtype,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=max_waiting, block_size=block_size, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization, kv_cache_dtype=kv_cache_dtype,
+            enable_prefix_caching=enable_prefix_caching, async_scheduling=async_scheduling,
+            attention_backend=attention_backend, tensor_parallel_size=tensor_parallel_size,
+            max_logprobs=max_logprobs, seed=seed, load_format=load_format, enforce_eager=enforce_eager,
         )  # fmt: skip
-        with server.bind(host, port) as sock:
-            server.serve(config, sock, served_model_name)
+        with serving.bind(host, port) as sock:
+            status = serving.serve(config, sock, server_config)
     except (CheckpointError, UnknownName, ValueError, OSError) as error:
         typer.echo(f"fk-bench serve: {error}", err=True)
         raise typer.Exit(1) from error
+    if status:
+        raise typer.Exit(status)
 
 
 serve_command = serve

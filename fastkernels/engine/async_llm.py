@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -10,69 +11,108 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from .config import EngineConfig
 from .llm_engine import LLMEngine, StepStats
-from .request import Request, RequestOutput
-from .sampling_params import SamplingParams
+from .outputs import RequestGroup
+from .request import RequestOutput
+from .sampling_params import RequestOutputKind, SamplingParams
+from .stream import OutputStream, deliver
 
 log = logging.getLogger("fastkernels")
+MAX_FAILED_STEPS = 3  # one after the other: the engine itself is broken, not a request
 
 
 class EngineError(RuntimeError):
-    """A step failed, or the engine has stopped: the request is lost, the message says why."""
+    """The request is lost, the message says why. stopped: no other one would do better."""
+
+    def __init__(self, message: str, stopped: bool = False):
+        super().__init__(message)
+        self.stopped = stopped
 
 
 class AsyncLLM:
-    """Requests come from coroutines; one thread steps the engine. A step that fails ends its requests, not the engine.
+    """Requests come from coroutines; one thread steps the engine.
 
-    on_step(stats) is called in the engine's thread after every step.
+    A step that fails ends its requests, not the engine. The engine ends with an error that has `fatal`, with one of
+    the device, or with MAX_FAILED_STEPS one after the other: `dead` says why, and every request gets an EngineError.
+
+    on_step(stats) is called in the engine's thread after every step, on_death() once.
     """
 
-    def __init__(self, config: EngineConfig, on_step: Callable[[StepStats], None] | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_step: Callable[[StepStats], None] | None = None,
+        on_death: Callable[[], None] | None = None,
+    ):
         self.config = config
         self.engine = LLMEngine(config)
-        self.on_step = on_step
-        self.error: str | None = None  # of the last step, None if it went well
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Any]]] = {}
-        self._thread = threading.Thread(target=self._run, name="fastkernels-engine", daemon=True)
+        self.on_step, self.on_death = on_step, on_death
+        self.dead: str | None = None
+        self.num_failed_steps = 0
+        self._failed_in_a_row = 0
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # between what is put into the inbox and the thread that leaves it
+        self._streams: dict[str, OutputStream] = {}  # the engine's thread owns it
         self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="fastkernels-engine", daemon=True)
         self._thread.start()
 
     @property
     def healthy(self) -> bool:
-        return self._thread.is_alive() and self.error is None
+        return self._thread.is_alive() and self.dead is None
 
     async def generate(
-        self, prompt: str | Sequence[int] | Request, params: SamplingParams, request_id: str
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come. Leaving the iteration early aborts the request.
 
         Raises ValueError, QueueFull (before the first output) and EngineError.
         """
-        request = prompt if isinstance(prompt, Request) else self.check(prompt, params, request_id)
-        stream: asyncio.Queue[Any] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        self._submit(lambda: self._add(request, loop, stream))
-        finished = False
+        stream = await self.open([self.make_request(request_id, prompt, params, priority)])
         try:
-            while not finished:
-                item = await stream.get()
-                if isinstance(item, BaseException):
-                    finished = True
-                    raise item
-                finished = item.finished
-                yield item
+            while not stream.finished:
+                for _, output in await stream.get():
+                    yield output
         finally:
-            if not finished:
-                self._submit(lambda: self._abort(request.request_id))
+            stream.close()
 
-    def check(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str) -> Request:
-        """A request, checked, not queued. Raises ValueError."""
-        return self.engine.make_request(request_id, prompt, params)
+    def make_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> RequestGroup:
+        """A request, checked, not queued. Safe in any thread. Raises ValueError."""
+        return self.engine.make_request(request_id, prompt, params, priority)
+
+    async def open(self, requests: Sequence[RequestGroup]) -> OutputStream:
+        """Queue requests, all or none. Their outputs; close() the stream when it is not read to its end.
+
+        Raises QueueFull and EngineError.
+        """
+        delta = requests[0].params.output_kind is RequestOutputKind.DELTA
+        stream = OutputStream([r.request_id for r in requests], self.abort, delta)
+        self._submit(lambda: self._add(requests, stream))
+        try:
+            await stream.accepted
+        except asyncio.CancelledError:
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop requests. Nothing more comes for them. Safe in any thread."""
+        try:
+            self._submit(lambda: self._abort(request_ids))
+        except EngineError:
+            return  # they have ended with the engine
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run a function in the engine's thread, between two steps."""
+        """Run a function in the engine's thread, between two steps. Raises EngineError if there is none."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -84,75 +124,130 @@ class AsyncLLM:
         self._submit(run)
         return future
 
-    def shutdown(self, timeout: float = 10.0) -> None:
-        """Stop after the step that runs; requests under way get an EngineError."""
-        self._inbox.put(None)
+    def fail_all(self, message: str) -> None:
+        """End every request with an EngineError. Safe in any thread."""
+        try:
+            self._submit(lambda: self._fail(EngineError(message, stopped=True)))
+        except EngineError:
+            return
+
+    def shutdown(self, timeout: float = 10.0) -> bool:
+        """Stop after the step that runs; requests under way get an EngineError. Returns whether it stopped in time."""
+
+        def stop() -> None:
+            self._stopped = True
+
+        with contextlib.suppress(EngineError):
+            self._submit(stop)
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _submit(self, work: Callable[[], None]) -> None:
-        if self._stopped:
-            raise EngineError("the engine has stopped")
-        self._inbox.put(work)
+        with self._lock:
+            if self._stopped:
+                raise EngineError(self._why_stopped(), stopped=True)
+            self._inbox.put(work)
 
-    def _add(self, request: Request, loop: asyncio.AbstractEventLoop, stream: asyncio.Queue[Any]) -> None:
-        self._streams[request.request_id] = (loop, stream)
+    def _why_stopped(self) -> str:
+        return f"the engine has stopped{f': {self.dead}' if self.dead else ''}"
+
+    def _add(self, requests: Sequence[RequestGroup], stream: OutputStream) -> None:
+        error: BaseException | None = None
+        added: list[str] = []
         try:
-            self.engine.add_request(request.request_id, request)
-        except Exception as error:
-            self._send([(request.request_id, error)])
+            if self._stopped:
+                raise EngineError(self._why_stopped(), stopped=True)
+            for request in requests:
+                self.engine.add_request(request.request_id, request)
+                added.append(request.request_id)
+                self._streams[request.request_id] = stream
+        except Exception as failure:
+            error = failure
+            self._abort(added)
+        _call(stream.loop, stream.accept, error)
 
-    def _abort(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        self.engine.abort_request(request_id)
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+        self.engine.abort_request(request_ids)
 
     def _run(self) -> None:
-        while not self._stopped:
+        try:
+            while not self._stopped:
+                try:
+                    self._take(block=not self.engine.has_unfinished_requests())
+                    if not self._stopped and self.engine.has_unfinished_requests():
+                        self._send([(o.request_id, o) for o in self.engine.step()])
+                        self._failed_in_a_row = 0
+                    if self.on_step is not None:
+                        self.on_step(self.engine.take_stats())
+                except Exception as error:
+                    self._step_failed(error)
+        finally:
+            self._end()
+
+    def _step_failed(self, error: Exception) -> None:
+        log.exception("a step failed; its requests are ended")
+        self.num_failed_steps += 1
+        self._failed_in_a_row += 1
+        why = f"{type(error).__name__}: {error}"
+        # An error of the device stays with its context: every later step would fail too.
+        device = isinstance(error, getattr(torch, "AcceleratorError", ()))
+        if getattr(error, "fatal", False) or device or self._failed_in_a_row >= MAX_FAILED_STEPS:
+            self.dead = why
+            self._stopped = True
+            return
+        try:
+            self._fail(EngineError(f"the engine failed: {why}"))
+        except Exception as second:
+            self.dead, self._stopped = f"{why}; then {type(second).__name__}: {second}", True
+
+    def _end(self) -> None:
+        """Nothing is left behind that waits for an answer."""
+        with self._lock:
+            self._stopped = True
+        while not self._inbox.empty():
             try:
-                self._take(block=not self.engine.has_unfinished_requests())
-                if not self._stopped and self.engine.has_unfinished_requests():
-                    outputs = self.engine.step()
-                    self.error = None
-                    self._send([(o.request_id, o) for o in outputs])
-                if self.on_step is not None:
-                    self.on_step(self.engine.take_stats())
+                self._inbox.get()()
             except Exception as error:
-                log.exception("a step failed; its requests are ended")
-                self.error = f"{type(error).__name__}: {error}"
-                self._fail(EngineError(f"the engine failed: {self.error}"))
-        self._fail(EngineError("the engine has stopped"))
+                log.warning("after the engine's end: %s: %s", type(error).__name__, error)
+        stopped = EngineError(self._why_stopped(), stopped=True)
+        self._send([(request_id, stopped) for request_id in list(self._streams)])
+        if self.dead is not None:
+            log.critical("the engine has ended: %s", self.dead)
+            if self.on_death is not None:
+                self.on_death()
 
     def _take(self, block: bool) -> None:
         """Do what has come in; with nothing to step, wait for something."""
-        while True:
+        while not self._stopped:
             try:
                 work = self._inbox.get(block=block)
             except queue.Empty:
-                return
-            if work is None:
-                self._stopped = True
                 return
             work()
             block = False
 
     def _fail(self, error: EngineError) -> None:
-        self.engine.abort_request(list(self.engine.requests))
         self._send([(request_id, error) for request_id in list(self._streams)])
+        self.engine.abort_all()
 
     def _send(self, items: list[tuple[str, Any]]) -> None:
         """Hand outputs to their streams: one wake-up of a loop for all of a step's."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Any], Any]]] = {}
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, str, Any]]] = {}
         for request_id, item in items:
-            found = self._streams.get(request_id)
-            if found is None:
+            stream = self._streams.get(request_id)
+            if stream is None:
                 continue
             if isinstance(item, BaseException) or item.finished:
                 del self._streams[request_id]
-            loops.setdefault(found[0], []).append((found[1], item))
+            loops.setdefault(stream.loop, []).append((stream, request_id, item))
         for loop, batch in loops.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, batch)
+            _call(loop, deliver, batch)
 
 
-def _deliver(batch: list[tuple[asyncio.Queue[Any], Any]]) -> None:
-    for stream, item in batch:
-        stream.put_nowait(item)
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(function, argument)
+    except RuntimeError:  # the loop is closed: nobody waits any more
+        log.debug("an event loop has gone before its requests ended")

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class NewRow:
-    """A request that enters a slot: at admission, or again after a preemption. Made of plain values: it can be pickled.
-
-    slot              0 .. max_num_seqs - 1, the request's own until it ends
-    seed              a 64-bit signed integer, params.seed or the engine's choice
-    end_token_ids     tokens that may not come before params.min_tokens: EOS (also under ignore_eos, as in vLLM)
-                      and stop_token_ids
-    prompt_token_ids, output_token_ids  what the penalties count; read only where params.needs_penalties
-    """
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    end_token_ids: frozenset[int]
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+from .step import NewRow
 
 
 @dataclass(frozen=True)

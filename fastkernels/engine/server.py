@@ -1,81 +1,141 @@
-"""The OpenAI-compatible server: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
+"""The OpenAI-compatible server's routes.
+
+A request's way: gate.py lets it in, protocol.py checks its body, prompts.py makes token ids, async_llm.py hands it to
+the engine's thread; back come outputs (stream.py), which responses.py writes as OpenAI's bodies, and http_stream.py
+sends.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import signal
-import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 
 from fastkernels import __version__
 
-from .async_llm import AsyncLLM, EngineError
+from . import answer_logprobs, errors, schema
+from .async_llm import AsyncLLM
 from .config import EngineConfig
-from .metrics import Metrics, ReportFile
-from .protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, error_body
-from .request import Request as EngineRequest
-from .responses import Answer, ChatAnswer
+from .errors import ApiError
+from .gate import Gate
+from .http_stream import EventStream, unless_gone
+from .metrics import Metrics
+from .outputs import RequestGroup
+from .prompts import Prompts
+from .protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from .report_file import ReportFile
+from .responses import Answer, ChatAnswer, CompletionAnswer, Prompt
 from .scheduler import QueueFull
+from .server_config import ServerConfig
 
-log = logging.getLogger("fastkernels")
-T = TypeVar("T")
+
+class StrictJSONRequest(Request):
+    """JSON as the standard has it: UTF-8, no NaN, no lone surrogates, no bottomless nesting."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            return from_json(body, allow_inf_nan=False, cache_strings="none")
+        except ValueError as error:
+            try:
+                body.decode()
+            except UnicodeDecodeError as wrong:
+                byte, at = wrong.object[wrong.start], wrong.start
+                raise ApiError(400, f"the body is not UTF-8: byte 0x{byte:02x} at position {at}") from error
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+class StrictJSONRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(StrictJSONRequest(request.scope, request.receive))
+
+        return strict
 
 
 class Server:
-    """One engine behind the routes of `app`. served_model_name: what clients call the model."""
+    """One engine behind the routes of `app`. `refusal` says why requests are refused, None while they are not."""
 
-    def __init__(self, config: EngineConfig, served_model_name: str | None = None):
-        self.model_name = served_model_name or config.model
-        self.metrics = Metrics(self.model_name)
+    def __init__(self, config: EngineConfig, server_config: ServerConfig | None = None):
+        self.config = server_config or ServerConfig()
+        self.model_name = self.config.served_model_name or config.model
         self.llm = AsyncLLM(config)
-        self.report = ReportFile(self.llm.engine)
-        self.report.write(force=True)
+        engine = self.llm.engine
+        self.metrics = Metrics(self.model_name, engine)
+        self.prompts = Prompts(engine.tokenizer, engine.max_model_len)
+        self.report = ReportFile(engine)
         self.llm.on_step = self._on_step
+        self.draining = False
         self.created = int(time.time())
-        self.app = self._app()
+        self.routes = self._routes()
+        self.app = Gate(self.routes, self.config.api_key, self.config.max_body_size, self.refusal)
 
-    def _on_step(self, stats: Any) -> None:
-        self.metrics.observe(stats, self.llm.engine)
-        self.report.write()
+    def refusal(self) -> str | None:
+        if self.llm.dead is not None:
+            return f"the engine has ended: {self.llm.dead}"
+        if self.draining:
+            return "the server is shutting down"
+        return None if self.llm.healthy else "the engine has stopped"
 
     def close(self) -> None:
-        self.llm.shutdown()
-        self.report.write(force=True)
+        """Stop the engine and its processes. Blocks until its step is done."""
+        stopped = self.llm.shutdown()
+        self.prompts.close()
+        if stopped and self.llm.dead is None:
+            self.report.write(force=True)
+        self.llm.engine.shutdown()
 
-    def _app(self) -> FastAPI:
+    def _on_step(self, stats: Any) -> None:
+        self.metrics.observe(stats)
+        self.metrics.failed_steps = self.llm.num_failed_steps
+        self.report.write()
+
+    def _routes(self) -> FastAPI:
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:
             yield
-            self.close()
+            await asyncio.to_thread(self.close)
 
         app = FastAPI(title="FastKernels", version=__version__, lifespan=lifespan)
-        app.add_exception_handler(RequestValidationError, _invalid)
-        app.add_exception_handler(HTTPException, _http_error)
-        for error in (ValueError, QueueFull, EngineError, Exception):
-            app.add_exception_handler(error, _failed)
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics_text, methods=["GET"])
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/version", self.version, methods=["GET"])
-        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.router.route_class = StrictJSONRoute
+        errors.install(app)
+        for path, route, extra in (
+            ("/health", self.health, schema.EMPTY),
+            ("/ping", self.health, schema.EMPTY),
+            ("/version", self.version, schema.VERSION),
+            ("/metrics", self.metrics_text, schema.METRICS),
+            ("/v1/models", self.models, schema.MODELS),
+            ("/v1/models/{model:path}", self.model, schema.MODEL),
+        ):
+            app.add_api_route(path, route, methods=["GET"], response_model=None, **extra)
+        for path, post, extra in (
+            ("/v1/completions", self.completions, schema.COMPLETION),
+            ("/v1/chat/completions", self.chat, schema.CHAT),
+            ("/tokenize", self.tokenize, schema.TOKENIZE),
+            ("/detokenize", self.detokenize, schema.DETOKENIZE),
+        ):
+            app.add_api_route(path, post, methods=["POST"], response_model=None, **extra)
         return app
 
     async def health(self) -> Response:
-        if self.llm.healthy:
-            return Response(status_code=200)
-        return JSONResponse(error_body(f"the engine failed: {self.llm.error}", 503), 503)
+        reason = self.refusal()
+        return Response() if reason is None else errors.error_response(ApiError(503, reason))
 
     async def version(self) -> dict[str, str]:
         return {"version": __version__}
@@ -84,182 +144,99 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> dict[str, Any]:
-        model = {
-            "id": self.model_name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "fastkernels",
-            "root": self.llm.config.model,
-            "max_model_len": self.llm.engine.max_model_len,
-        }
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [self._card()]}
+
+    async def model(self, model: str) -> dict[str, Any]:
+        self._check_model(model)
+        return self._card()
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        self._check_model(body.model)
+        if body.prompt is not None:
+            ids = await self.prompts.text(body.prompt, body.add_special_tokens is not False)
+        else:
+            ids = await self.prompts.chat(body, body.add_special_tokens)
+        strings = self.prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return {
+            "count": len(ids), "max_model_len": self.llm.engine.max_model_len, "tokens": ids, "token_strs": strings,
+        }  # fmt: skip
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        self._check_model(body.model)
+        return {"prompt": self.prompts.decode(body.tokens)}
 
     async def completions(self, body: CompletionRequest, raw: Request) -> Response:
         self._check_model(body.model)
-        prompts = body.prompts()
-        if not prompts:
-            raise ValueError("prompt is an empty list")
-        params = body.sampling_params(body.max_tokens)
-        answer = Answer(f"cmpl-{uuid.uuid4().hex}", self.model_name, body)
-        requests = [self.llm.check(p, params, f"{answer.id}-{i}") for i, p in enumerate(prompts)]
-        return await self._answer(answer, requests, body, raw)
+        prompts = []
+        for given in body.prompts:
+            ids = given if isinstance(given, list) else await self._encode(body, given)
+            text = ""
+            if body.echo:
+                text = given if isinstance(given, str) else self.prompts.decode(given)
+            prompts.append(Prompt(ids, text))
+        answer = CompletionAnswer(
+            self._id("cmpl", body, raw), self.model_name, body, prompts, self._spell(body)
+        )
+        return await self._answer(answer, body, raw)
 
     async def chat(self, body: ChatCompletionRequest, raw: Request) -> Response:
         self._check_model(body.model)
-        tokenizer = self.llm.engine.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise ValueError(f"{self.model_name} has no chat template; use /v1/completions")
+        more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        tools = body.tools if body.tool_choice != "none" else None
+        ids = await self.prompts.chat(
+            body.model_copy(update={"tools": tools}), body.add_special_tokens, **more
+        )
+        answer = ChatAnswer(
+            self._id("chatcmpl", body, raw), self.model_name, body, [Prompt(ids)], self._spell(body)
+        )
+        return await self._answer(answer, body, raw)
+
+    async def _answer(self, answer: Answer, body: GenerationRequest, raw: Request) -> Response:
+        requests = self._requests(answer.prompts, body)
         try:
-            ids = tokenizer.apply_chat_template(
-                body.conversation(), add_generation_prompt=body.add_generation_prompt, tokenize=True,
-                return_dict=True, **(body.chat_template_kwargs or {}),
-            )["input_ids"]  # fmt: skip
-        except Exception as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-        params = body.sampling_params(body.max_completion_tokens or body.max_tokens)
-        answer = ChatAnswer(f"chatcmpl-{uuid.uuid4().hex}", self.model_name, body)
-        return await self._answer(answer, [self.llm.check(ids, params, answer.id)], body, raw)
+            # Queued before the status is sent: a full queue is a 429, not a broken stream.
+            outputs = await self.llm.open(requests)
+        except QueueFull:
+            self.metrics.refused += 1
+            raise
+        if body.stream:
+            return EventStream(answer, outputs, self.config.stall_timeout)
+        try:
+            found = await unless_gone(raw, outputs.rest())
+        finally:
+            outputs.close()
+        return Response(status_code=499) if found is None else JSONResponse(answer.whole(found))
+
+    def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
+        own = uuid.uuid4().hex  # the engine's ids are ours: a client may use its own twice
+        try:
+            return [
+                self.llm.make_request(f"{own}-{i}", p.token_ids, body.sampling_params(), body.priority or 0)
+                for i, p in enumerate(prompts)
+            ]
+        except ValueError as error:
+            raise errors.refused(error) from error
+
+    async def _encode(self, body: CompletionRequest, text: str) -> list[int]:
+        return await self.prompts.text(text, body.add_special_tokens is not False)
+
+    def _spell(self, body: GenerationRequest) -> answer_logprobs.Spell:
+        return answer_logprobs.speller(self.llm.engine.tokenizer, bool(body.return_tokens_as_token_ids))
+
+    @staticmethod
+    def _id(prefix: str, body: GenerationRequest, raw: Request) -> str:
+        """The client's id, of the body or of the header that vLLM reads too, or one of our own."""
+        given = body.request_id or raw.headers.get("x-request-id", "")[:256]
+        return f"{prefix}-{given or uuid.uuid4().hex}"
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.model_name, "object": "model", "created": self.created, "owned_by": "fastkernels",
+            "root": self.llm.config.model, "parent": None, "max_model_len": self.llm.engine.max_model_len,
+        }  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, "", self.model_name, self.llm.config.model):
-            raise HTTPException(
-                404, f"The model {name!r} does not exist; this server has {self.model_name!r}."
+            raise ApiError(
+                404, f"the model {name!r} does not exist; this server has {self.model_name!r}", "model"
             )
-
-    async def _answer(
-        self, answer: Answer, requests: list[EngineRequest], body: GenerationRequest, raw: Request
-    ) -> Response:
-        merged = _merge(self.llm, requests)
-        try:
-            # The first output is waited for before the status is sent: a full queue is a 429, not a broken stream.
-            first = await _unless_gone(raw, anext(merged))
-            if first is not None and body.stream:
-                return StreamingResponse(_events(answer, first, merged), media_type="text/event-stream")
-            outputs = None if first is None else await _unless_gone(raw, _collect(first, merged))
-        except BaseException:
-            await merged.aclose()
-            raise
-        await merged.aclose()
-        return Response(status_code=499) if outputs is None else JSONResponse(answer.whole(outputs))
-
-
-async def _collect(first: tuple[int, Any], rest: AsyncIterator[tuple[int, Any]]) -> list[Any]:
-    """The last output of every request, by index."""
-    last = {first[0]: first[1]}
-    async for index, output in rest:
-        last[index] = output
-    return [last[i] for i in sorted(last)]
-
-
-async def _merge(llm: AsyncLLM, requests: list[EngineRequest]) -> AsyncGenerator[tuple[int, Any], None]:
-    """(index, output) of all the requests as they come. Closing it aborts those that are not done."""
-    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-
-    async def pump(index: int, request: EngineRequest) -> None:
-        try:
-            async for output in llm.generate(request, request.params, request.request_id):
-                queue.put_nowait((index, output))
-        except Exception as error:
-            queue.put_nowait((index, error))
-
-    tasks = [asyncio.create_task(pump(i, r)) for i, r in enumerate(requests)]
-    try:
-        left = len(tasks)
-        while left:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            left -= item.finished
-            yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _unless_gone(raw: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None, and it is cancelled, when the client goes away first."""
-    task, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(raw))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(raw: Request) -> None:
-    while (await raw.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _events(answer: Answer, first: Any, rest: Any) -> AsyncIterator[str]:
-    """Server-sent events; the client's leaving cancels this and so closes `rest`."""
-    try:
-        for chunk in answer.opening():
-            yield f"data: {json.dumps(chunk)}\n\n"
-        item = first
-        while item is not None:
-            for chunk in answer.chunks(*item):
-                yield f"data: {json.dumps(chunk)}\n\n"
-            item = await anext(rest, None)
-        for chunk in answer.closing():
-            yield f"data: {json.dumps(chunk)}\n\n"
-    except Exception as error:
-        log.warning("a stream ended with %s: %s", type(error).__name__, error)
-        yield f"data: {json.dumps(error_body(str(error), 500))}\n\n"
-    finally:
-        await rest.aclose()
-    yield "data: [DONE]\n\n"
-
-
-async def _invalid(raw: Request, error: Any) -> JSONResponse:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:])
-    message = str(first["msg"]).removeprefix("Value error, ")
-    text = f"{where}: {message}" if where and where not in message else message
-    return JSONResponse(error_body(text, 400, param=where or None), 400)
-
-
-async def _http_error(raw: Request, error: Any) -> JSONResponse:
-    return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code)
-
-
-async def _failed(raw: Request, error: Exception) -> JSONResponse:
-    status = 400 if isinstance(error, ValueError) else 429 if isinstance(error, QueueFull) else 500
-    if status == 500:
-        log.error("%s %s: %s: %s", raw.method, raw.url.path, type(error).__name__, error)
-    return JSONResponse(error_body(str(error), status), status)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before the model is loaded. Raises OSError that says so if the port is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise OSError(
-            f"{host}:{port} cannot be listened on: {error.strerror}; choose another --port"
-        ) from error
-    return sock
-
-
-def serve(config: EngineConfig, sock: socket.socket, served_model_name: str | None = None) -> None:
-    """Serve until SIGINT or SIGTERM: streams under way end with an error, then the process returns from here."""
-    import uvicorn
-
-    server = Server(config, served_model_name)
-    options = uvicorn.Config(
-        server.app, log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=60
-    )
-    host, port = sock.getsockname()[:2]
-    # After its shutdown uvicorn raises the signal again for whoever had it before: a server that was told to stop has
-    # ended well, so that is nobody.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    log.info("serving %s at http://%s:%d/v1", server.model_name, host, port)
-    uvicorn.Server(options).run(sockets=[sock])

@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_windows": (
         "qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
+    "mixtral": ("mixtral", {}),
 }  # fmt: skip
 
 

@@ -1,0 +1,165 @@
+"""What the routes answer, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    error: Error
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprobs(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprobs]
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
+
+
+class Choice(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs = None
+
+
+class Message(BaseModel):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Choice):
+    message: Message
+    logprobs: ChatLogprobs | None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "What was wrong, where, and what is allowed"},
+    "5XX": {"model": ErrorResponse, "description": "The engine failed, has ended, or is shutting down"},
+}
+
+
+def _answers(model: type[BaseModel], *media: str) -> dict[str, Any]:
+    """Keyword arguments of a route that answers with this body, or as a stream of another media type."""
+    ok: dict[str, Any] = {"model": model, "description": "The answer"}
+    if media:
+        ok["content"] = {kind: {"schema": {"type": "string"}} for kind in media}
+    return {"responses": {200: ok, **_ERRORS}}
+
+
+def _text(description: str, media: str | None) -> dict[str, Any]:
+    from fastapi.responses import Response
+
+    ok = {
+        "description": description,
+        **({"content": {media: {"schema": {"type": "string"}}}} if media else {}),
+    }
+    return {"responses": {200: ok, **_ERRORS}, "response_class": Response}
+
+
+EMPTY = _text("Requests are taken", None)
+METRICS = _text("Prometheus' text format", "text/plain")
+VERSION, MODELS, MODEL = _answers(Version), _answers(ModelList), _answers(ModelCard)
+COMPLETION = _answers(Completion, "text/event-stream")
+CHAT = _answers(ChatCompletion, "text/event-stream")
+TOKENIZE, DETOKENIZE = _answers(Tokens), _answers(Text)

@@ -1,0 +1,80 @@
+"""Fields that OpenAI, vLLM or SGLang define and that we do not serve: accepted where they ask for nothing."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+ANYTHING = ("anything",)  # the field changes no output: it names, labels, or tunes what we do not have
+
+# Field: the values that ask for nothing. null asks for nothing everywhere.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "user": ANYTHING, "metadata": ANYTHING, "store": ANYTHING, "safety_identifier": ANYTHING,
+    "prompt_cache_key": ANYTHING, "prompt_cache_retention": ANYTHING, "service_tier": ANYTHING,
+    "prediction": ANYTHING, "parallel_tool_calls": ANYTHING, "verbosity": ("medium",), "modalities": (["text"],),
+    "suffix": ("",), "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("none", "auto"),
+    "audio": (), "moderation": (), "web_search_options": (), "prompt_cache_options": (),
+    # vLLM
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,), "watermarking": (False,),
+    "spaces_between_special_tokens": ANYTHING, "truncate_prompt_tokens": (), "truncation_side": ANYTHING,
+    "allowed_token_ids": ([],), "bad_words": ([],), "logprob_token_ids": ([],), "prompt_embeds": (),
+    "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "session_id": ANYTHING, "return_weight_versions": (False,), "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,), "return_prompt_text": (False,), "mm_payload": ANYTHING,
+    "return_mm_kwargs": ANYTHING, "cache_salt": (), "kv_transfer_params": (), "ec_transfer_params": (),
+    "vllm_xargs": ({},), "repetition_detection": (), "thinking_token_budget": (-1,), "stream_interval": (1,),
+    "chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "include_reasoning": ANYTHING,
+    "return_assistant_tokens_mask": (False,),
+    # SGLang
+    "rid": ANYTHING, "extra_key": (), "lora_path": (), "regex": ("",), "ebnf": ("",), "json_schema": ("",),
+    "stop_regex": ([], ""), "no_stop_trim": (False,), "session_params": ({},), "custom_params": ({},),
+    "custom_logit_processor": (), "custom_labels": ANYTHING, "watermark": (), "images_config": (),
+    "video_config": (), "data_parallel_rank": (), "return_hidden_states": (False,),
+    "return_routed_experts": (False,), "routed_experts_start_len": (0,), "return_cached_tokens_details": ANYTHING,
+    "return_spec_tokens_details": ANYTHING, "separate_reasoning": ANYTHING, "stream_reasoning": ANYTHING,
+    "return_meta_info": (False,),
+}  # fmt: skip
+
+
+def check_and_drop(data: dict[str, Any], served: Iterable[str]) -> dict[str, Any]:
+    """The fields that are served. Raises PydanticCustomError for one that asks for more, or that nobody defined."""
+    known = set(served)
+    for name in data.keys() - known:
+        if name not in NEUTRAL:
+            raise field_error(name, f"unknown field {reprlib.repr(name)}{_nearest(str(name), known)}")
+        allowed, value = NEUTRAL[name], data[name]
+        if value is not None and allowed is not ANYTHING and not any(_same(value, a) for a in allowed):
+            choices = ", ".join(["null", *map(repr, allowed)])
+            raise field_error(
+                name, f"{name} is not supported: it may be {choices}, got {reprlib.repr(value)}"
+            )
+    return {name: data[name] for name in data.keys() & known}
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def add_to_schema(schema: dict[str, Any]) -> None:
+    """The same in a JSON schema."""
+    for name, allowed in NEUTRAL.items():
+        values = {} if allowed is ANYTHING else {"enum": [None, *allowed]}
+        schema["properties"].setdefault(
+            name, {"description": "Not served: accepted and passed over.", **values}
+        )
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def field_error(name: str, message: str) -> PydanticCustomError:
+    """A validation error about this field, with the whole sentence that the client gets."""
+    # The message is no template: braces in it are the client's.
+    return PydanticCustomError("field", "{message}", {"message": message, "param": str(name)[:100]})

@@ -1,0 +1,72 @@
+"""Our server in this process, on a real socket."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from fastkernels.engine import serving
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.server import Server
+from fastkernels.engine.server_config import ServerConfig
+
+
+@contextlib.contextmanager
+def live_server(
+    model: Path, server_config: ServerConfig | None = None, send_buffer: int | None = None, **config: Any
+) -> Iterator[tuple[str, Server]]:
+    """(url, server). Ends as with SIGINT; no thread of it is left.
+
+    send_buffer: bytes that the kernel takes of an answer before the client reads
+    """
+    before = set(threading.enumerate())
+    defaults = {"device": "cpu", "max_model_len": 512, "num_blocks": 200, "max_num_seqs": 8}
+    server = Server(EngineConfig(str(model), **{**defaults, **config}), server_config or ServerConfig("tiny"))
+    options = uvicorn.Config(server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    process = serving.Process(options, server)
+    with serving.bind("127.0.0.1", 0) as sock:
+        host, port = sock.getsockname()
+        if send_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        thread = threading.Thread(target=process.run, kwargs={"sockets": [sock]})
+        thread.start()
+        url = f"http://{host}:{port}"
+        try:
+            wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+            yield url, server
+        finally:
+            process.handle_exit(2, None)
+            thread.join(20)
+    assert not thread.is_alive()
+    left = [t for t in set(threading.enumerate()) - before if not t.name.startswith("asyncio_")]
+    assert left == [], left
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Until it is true; errors of a connection count as not yet."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(httpx.TransportError):
+            if condition():
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples with these labels."""
+    total = 0.0
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        head, _, value = line.rpartition(" ")
+        base, _, given = head.partition("{")
+        if base == name and all(f'{k}="{v}"' in given for k, v in labels.items()):
+            total += float(value)
+    return total
