@@ -112,11 +112,10 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
         self.stop = stop
-        self.stop_token_ids = list(
-            dict.fromkeys(_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
-        )
-        for token in self.stop_token_ids:
+        tokens = _list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        for token in tokens:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+        self.stop_token_ids = list(dict.fromkeys(tokens))
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:

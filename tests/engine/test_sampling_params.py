@@ -55,6 +55,7 @@ WRONG = [
     ({"stop": "x" * 1025}, "stop: a string of 1025 characters, at most 1024"),
     ({"stop": "x", "detokenize": False}, "stop strings need detokenize=True"),
     ({"stop_token_ids": [1, -1]}, "stop_token_ids must be in .*got -1"),
+    ({"stop_token_ids": [[1]]}, "stop_token_ids must be an integer"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, got 'a'"),
     ({"stop_token_ids": range(1025)}, "stop_token_ids has 1025 entries, at most 1024"),
     ({"logit_bias": {1: 100.5}}, r"logit_bias of token 1 must be in \[-100, 100\], got 100.5"),
@@ -154,7 +155,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(NUMBERS), JSON, max_size=4))
 def test_anything_is_either_params_or_a_value_error(fields):
     try:
