@@ -39,17 +39,26 @@ GRACE = 5.0  # seconds that an idle worker gets to end by itself
 NOTICE = 2.0  # seconds that the watcher gets to see a worker's death after a collective has failed
 
 
+class WorkerTraceback(Exception):
+    """The traceback of another process, shown as the cause of a WorkerDied."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 class WorkerDied(RuntimeError):
     """A rank of a tensor-parallel engine has ended, or failed in a step; the engine has ended with it.
 
-    rank, traceback (text; empty if the process was killed).
+    rank, traceback (text; empty if the process was killed). The message is one line.
     """
 
     fatal = True
 
     def __init__(self, rank: int, reason: str, trace: str = ""):
-        super().__init__(f"rank {rank} {reason}" + (f"\n{trace.rstrip()}" if trace else ""))
+        super().__init__(f"rank {rank} {reason}")
         self.rank, self.traceback = rank, trace
+        if trace:
+            self.__cause__ = WorkerTraceback(trace)
 
 
 def make_executor(config: EngineConfig, folder: Path, hf_config: Any) -> Executor:
@@ -65,10 +74,19 @@ def make_executor(config: EngineConfig, folder: Path, hf_config: Any) -> Executo
 
 
 class Executor:
-    """The runner of this process (step.Executor)."""
+    """The runner of this process (step.Executor).
+
+    on_failure is called, in another thread, when a rank has died, also while there is nothing to run: `check` raises
+    then.
+    """
+
+    on_failure: Callable[[], None] | None = None
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
+
+    def check(self) -> None:
+        """Raises WorkerDied if a rank has."""
 
     @property
     def limits(self) -> Any:
@@ -108,16 +126,22 @@ class TensorParallelExecutor(Executor):
         self._ready = False
         self._ranks = _Ranks(torch.get_num_threads())
         self._end = weakref.finalize(self, self._ranks.close)
+        this = weakref.ref(self)  # the watcher does not keep the engine
+
+        def tell() -> None:
+            executor = this()
+            if executor is not None and executor.on_failure is not None:
+                executor.on_failure()
+
         try:
             for rank in range(1, size):
                 self._ranks.start(Setup(config, folder, hf_config, rank, threads))
-            self._ranks.watch()
+            self._ranks.watch(tell)
             self.runner = build_runner(Setup(config, folder, hf_config, 0, threads))
             with self._together():
                 for worker in self._ranks.workers:
                     worker.receive()  # it has loaded
-            with tempfile.TemporaryDirectory(prefix="fastkernels-") as scratch:
-                self.call(join, os.path.join(scratch, "rendezvous"))
+            self.call(join, os.path.join(self._ranks.scratch.name, "rendezvous"))
             self.call("bind", min(self.call("num_fitting_blocks")))
         except BaseException:
             self.shutdown()
@@ -135,6 +159,11 @@ class TensorParallelExecutor(Executor):
             own = invoke(self.runner, what, args)
             return [own, *(worker.receive() for worker in self._ranks.workers)]
 
+    def check(self) -> None:
+        if self._ranks.failure is not None:
+            self.shutdown()
+            raise self._ranks.failure
+
     def shutdown(self) -> None:
         if hasattr(self, "runner"):
             self.runner.graphs = None  # graphs hold NCCL's communicator
@@ -148,9 +177,8 @@ class TensorParallelExecutor(Executor):
     @contextmanager
     def _together(self) -> Iterator[None]:
         """What fails inside has failed on all ranks: raises WorkerDied, and the engine is at its end."""
+        self.check()
         ranks = self._ranks
-        if ranks.failure is not None:
-            raise ranks.failure
         if not ranks.workers:
             raise RuntimeError("this engine has been shut down")
         try:
@@ -161,19 +189,15 @@ class TensorParallelExecutor(Executor):
             if isinstance(error, (RuntimeError, OSError, EOFError)) and ranks.failed.wait(NOTICE):
                 assert ranks.failure is not None
                 self.shutdown()
-                raise ranks.failure from error
+                raise ranks.failure from ranks.failure.__cause__
             trace = traceback.format_exc()
             ranks.kill()
             self.shutdown()
             if not self._ready or not isinstance(error, Exception):
                 raise
             ranks.failure = WorkerDied(0, f"failed: {type(error).__name__}: {error}", trace)
-            raise ranks.failure from error
-        if (
-            ranks.failure is not None
-        ):  # an aborted NCCL collective raises nothing, and its result is no result
-            self.shutdown()
-            raise ranks.failure
+            raise ranks.failure from ranks.failure.__cause__
+        self.check()  # an aborted NCCL collective raises nothing, and its result is no result
 
 
 class _Checked:
@@ -233,6 +257,7 @@ class _Ranks:
         self.workers: list[_Worker] = []
         self.failure: WorkerDied | None = None
         self.failed = threading.Event()
+        self.scratch = tempfile.TemporaryDirectory(prefix="fastkernels-")  # of the rendezvous, as long as the group
         self._threads = threads  # of this process before
         self._closing = False
         self._watcher: threading.Thread | None = None
@@ -240,11 +265,14 @@ class _Ranks:
     def start(self, setup: Setup) -> None:
         self.workers.append(_Worker(setup))
 
-    def watch(self) -> None:
-        self._watcher = threading.Thread(target=self._watch, name="fastkernels-watch", daemon=True)
+    def watch(self, tell: Callable[[], None]) -> None:
+        """Wait for deaths from now on, and tell of the first."""
+        self._watcher = threading.Thread(
+            target=self._watch, args=(tell,), name="fastkernels-watch", daemon=True
+        )
         self._watcher.start()
 
-    def _watch(self) -> None:
+    def _watch(self, tell: Callable[[], None]) -> None:
         alive: dict[Any, _Worker] = {worker.life: worker for worker in self.workers}
         while alive:
             for life in wait(list(alive)):
@@ -255,6 +283,7 @@ class _Ranks:
                     self.kill()
                     self.failed.set()
                     _abort_nccl()
+                    tell()
 
     def kill(self) -> None:
         """End the workers at once: out of step, or in a collective that never ends. gloo's fail at this in rank 0."""
@@ -280,6 +309,7 @@ class _Ranks:
             dist.destroy_process_group()
         parallel.reset()
         torch.set_num_threads(self._threads)
+        self.scratch.cleanup()
         self.workers = []
 
 
