@@ -46,7 +46,7 @@ class _Graph:
 class Graphs:
     """Captured when it is made: a model in its final state, with its KV cache bound.
 
-    forward(inputs, metadata) -> hidden states [T, H]
+    forward(inputs, metadata) -> hidden states [T, H]. `replays` counts steps that ran as a graph.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Graphs:
         self._hidden: torch.Tensor | None = None
         self._most, self._pool = most, torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self.replays = {"decode": 0, "mixed": 0}
         with torch.inference_mode():
             backend.capture_buffers(max_num_seqs, batch.width)
             self._mixed = self._capture_all(self._mixed, decode=False)
@@ -90,6 +91,7 @@ class Graphs:
         found = self._graphs[key]
         self._backend.plan_replay(found.metadata, inputs, self._batch.block_table)
         found.graph.replay()
+        self.replays["decode" if decode else "mixed"] += 1
         return inputs, self._hidden[: key[0]]
 
     def _key(self, tokens: int, decode: bool) -> tuple[int, int, bool]:

@@ -1,0 +1,155 @@
+"""The server as a process: how it starts, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+FK_BENCH = [sys.executable, "-m", "fk_bench.cli", "serve"]
+LONG = {"prompt": [5], "ignore_eos": True, "stream": True}
+
+
+def start(folder, *args, env=None):
+    """(process, url) of a server that answers."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [*FK_BENCH, str(folder), "--port", str(port), "--device", "cpu", "--num-blocks", "200", *args]
+    process = subprocess.Popen(
+        command, env={**os.environ, **(env or {})}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    url = f"http://127.0.0.1:{port}"
+    until = time.monotonic() + 90
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return process, url
+        except httpx.TransportError:
+            time.sleep(0.1)
+    process.kill()
+    raise AssertionError(process.communicate()[1])
+
+
+class Reader(threading.Thread):
+    """Reads a stream to its end."""
+
+    def __init__(self, url, max_tokens):
+        super().__init__()
+        self.url, self.max_tokens, self.lines, self.begun = url, max_tokens, [], threading.Event()
+        self.start()
+        assert self.begun.wait(30)
+
+    def run(self):
+        body = {**LONG, "max_tokens": self.max_tokens}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                self.lines += [line] if line else []
+                self.begun.set()
+
+    @property
+    def last(self):
+        """The last event before [DONE]."""
+        self.join(40)
+        assert self.lines[-1] == "data: [DONE]"
+        return json.loads(self.lines[-2][6:])
+
+
+def ended(process, seconds=20):
+    """(exit status, standard error); nothing that it started is left."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    status = process.wait(seconds)
+    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+    return status, process.stderr.read()
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(tiny, tmp_path):
+    report = tmp_path / "report"
+    process, url = start(tiny, env={"FASTKERNELS_REPORT": str(report)})
+    reader = Reader(url, 300)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["message"] == "the server is shutting down"
+    assert httpx.get(f"{url}/health").status_code == 503
+    assert reader.last["choices"][0]["finish_reason"] == "length"
+    status, errors = ended(process)
+    assert status == 0 and "Traceback" not in errors
+    (file,) = report.glob("fastkernels-0-*.json")
+    rows = {r["op"]: r for r in json.loads(file.read_text())["rows"]}
+    assert rows["rms_norm"]["calls"] > 0 and rows["rms_norm"]["modules"] == 5
+
+
+def test_what_outlasts_the_drain_gets_an_error(tiny):
+    process, url = start(tiny, "--drain-timeout", "0.5", "--max-model-len", "2000")
+    reader = Reader(url, 1900)
+    process.send_signal(signal.SIGTERM)
+    assert reader.last["error"] == {
+        "message": "the server is shutting down", "type": "overloaded_error", "param": None, "code": 503,
+    }  # fmt: skip
+    status, errors = ended(process)
+    assert status == 0 and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
+def test_ctrl_c_and_a_second_signal_end_it_at_once(tiny, signals):
+    process, url = start(tiny, "--max-model-len", "2000")
+    reader = Reader(url, 1900)
+    began = time.monotonic()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.1)
+    assert reader.last["error"]["code"] == 503
+    status, errors = ended(process)
+    assert status == 0 and time.monotonic() - began < 8 and "Traceback" not in errors
+
+
+def test_bad_starts_say_why_and_show_no_traceback(tiny, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = [([str(tiny), "--port", port], port), ([str(tmp_path), "--port", "0"], "config.json")]
+        for args, message in cases:
+            done = subprocess.run([*FK_BENCH, *args], capture_output=True, text=True, timeout=90)
+            assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_it_warns_once_when_it_is_open_to_the_network_without_a_key(tiny):
+    for args, warnings in ((["--host", "0.0.0.0"], 1), (["--host", "0.0.0.0", "--api-key", "x"], 0)):
+        process, _ = start(tiny, *args)
+        process.send_signal(signal.SIGTERM)
+        status, errors = ended(process)
+        assert status == 0 and errors.count("open to the network") == warnings
+
+
+def test_an_engine_that_dies_takes_the_server_with_it(tiny):
+    """A worker of two is killed in the middle of a stream."""
+    process, url = start(tiny, "--tensor-parallel-size", "2", "--max-model-len", "2000")
+    reader = Reader(url, 1900)
+    waiting = threading.Thread(
+        target=lambda: answers.append(
+            httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1500})
+        )
+    )
+    answers: list[httpx.Response] = []
+    waiting.start()
+    workers = [c for c in psutil.Process(process.pid).children() if "worker" in " ".join(c.cmdline())]
+    assert len(workers) == 1
+    time.sleep(0.5)
+    workers[0].kill()
+    assert reader.last["error"]["code"] == 503 and "rank 1" in reader.last["error"]["message"]
+    waiting.join(30)
+    assert answers[0].status_code == 503 and answers[0].headers["retry-after"]
+    status, errors = ended(process, 30)
+    assert status == 1 and "the engine has ended" in errors
