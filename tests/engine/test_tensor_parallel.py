@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 
 import psutil
 import pytest
@@ -19,6 +21,8 @@ from tiny import make_tiny
 
 import fastkernels
 from fastkernels import LLM, SamplingParams
+from fastkernels.engine.async_llm import AsyncLLM
+from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.executor import WorkerDied
 from fastkernels.patch import PatchError
 
@@ -154,7 +158,9 @@ def test_an_exception_in_a_workers_step_ends_the_engine(two):
     ) as caught:
         two.generate(PROMPTS, GREEDY)
     assert time.monotonic() - start < 10
-    assert caught.value.fatal and caught.value.rank == 1
+    assert caught.value.fatal and caught.value.rank == 1 and "\n" not in str(caught.value)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "in raise_in_steps" not in shown and caught.value.traceback in shown
     assert "in launch" in caught.value.traceback and "in forward" in caught.value.traceback
     assert gone(pid)
     with pytest.raises(WorkerDied, match="a bug in one rank"):  # still the first reason
@@ -223,6 +229,23 @@ def test_what_all_ranks_refuse_is_raised_as_it_is(tiny, tmp_path):
     with pytest.raises(ValueError, match="size 255 cannot be divided over 2"):
         make(tmp_path, load_format="dummy", skip_tokenizer_init=True)
     assert time.monotonic() - start < 3  # before any process is started
+
+
+def test_a_worker_killed_while_there_is_nothing_to_do(tiny, greedy):
+    died = threading.Event()
+    llm = AsyncLLM(
+        EngineConfig(str(tiny), tensor_parallel_size=2, num_blocks=40, device="cpu"), on_death=died.set
+    )
+    worker = llm.engine.executor._ranks.workers[0].process
+
+    async def last() -> list[int]:
+        return [o async for o in llm.generate([7], GREEDY, "r")][-1].outputs[0].token_ids
+
+    assert asyncio.run(last()) == greedy(tiny, [7], 16)
+    worker.kill()
+    assert died.wait(10) and not llm.healthy
+    assert llm.dead == f"WorkerDied: rank 1 (pid {worker.pid}) was killed by SIGKILL"
+    assert gone(worker.pid) and llm.shutdown()
 
 
 PARENT = """
