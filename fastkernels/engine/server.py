@@ -7,11 +7,9 @@ sends.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -93,9 +91,9 @@ class Server:
             return "the server is shutting down"
         return None if self.llm.healthy else "the engine has stopped"
 
-    def close(self) -> None:
-        """Stop the engine and its processes. Blocks until its step is done."""
-        stopped = self.llm.shutdown()
+    def close(self, timeout: float = 10.0) -> None:
+        """Stop the engine and its processes. Blocks until its step is done, for `timeout` seconds at most."""
+        stopped = self.llm.shutdown(timeout)
         self.prompts.close()
         if stopped and self.llm.dead is None:
             self.report.write(force=True)
@@ -107,12 +105,7 @@ class Server:
         self.report.write()
 
     def _routes(self) -> FastAPI:
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            yield
-            await asyncio.to_thread(self.close)
-
-        app = FastAPI(title="FastKernels", version=__version__, lifespan=lifespan)
+        app = FastAPI(title="FastKernels", version=__version__)
         app.router.route_class = StrictJSONRoute
         errors.install(app)
         for path, route, extra in (
