@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fastkernels import registry
-from fastkernels.overrides.l1._rows import rows, unsupported_rows
+from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.overrides.l1.gelu_and_mul import VllmGeluAndMul, gelu_and_mul
 from fastkernels.overrides.l1.gemma_rms_norm import SGLangGemmaRMSNorm, gemma_rms_norm
 from fastkernels.overrides.l1.layer_norm import SGLangLayerNorm, VllmLayerNorm, layer_norm
@@ -137,13 +137,18 @@ def test_rows_are_where_they_say(x: torch.Tensor) -> None:
     found = rows(x)
     if found is None:  # more than two different strides
         assert len([n for n in x.shape[:-1] if n > 1]) > 2
-        assert "which are more than two" in (unsupported_rows(x=x) or "")
+        assert "which are more than two" in (unsupported_rows(x) or "")
         return
     n_inner, outer, inner = found
     assert [r // n_inner * outer + r % n_inner * inner for r in range(len(starts))] == starts
-    assert unsupported_rows(x=x) is None
+    assert unsupported_rows(x) is None
 
 
 def test_rows_of_separate_elements_are_refused() -> None:
     assert rows(torch.empty(4, 6).t()) is None and rows(torch.tensor(1.0)) is None
-    assert "float64" in (unsupported_rows(weight=torch.ones(3, dtype=torch.float64)) or "")
+    assert "dtype torch.float64" in (unsupported_rows(torch.ones(3, dtype=torch.float64)) or "")
+    assert unsupported_vector(None, "bias") is None and unsupported_vector(torch.ones(3), "bias") is None
+    assert "bias of dtype torch.float32 has strides (2,)" in (
+        unsupported_vector(torch.ones(6)[::2], "bias") or ""
+    )
+    assert "torch.float64" in (unsupported_vector(torch.ones(3, dtype=torch.float64), "weight") or "")

@@ -14,6 +14,7 @@ from fastkernels import registry
 from fastkernels.overrides.l1 import moe_align, topk_softmax
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
 from fastkernels.overrides.l2 import fused_experts, sparse_moe
+from fastkernels.overrides.l3 import mixtral_decoder_layer
 
 INF, NAN = math.inf, math.nan
 
@@ -239,6 +240,43 @@ def test_block_is_its_reference(target: Any) -> None:
         x.view(-1, h), moe.gate.weight, moe.experts.w13_weight, moe.experts.w2_weight, 2
     )
     close(out.view(-1, h), want)
+
+
+class Negative(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        assert inputs["positions"] is not None
+        return -hidden_states
+
+
+@pytest.mark.parametrize("target", mixtral_decoder_layer.SPEC.targets, ids=lambda t: t.cls)
+def test_layer_is_its_reference(target: Any) -> None:
+    config = SimpleNamespace(
+        hidden_size=24, intermediate_size=14, num_attention_heads=2, num_key_value_heads=1, head_dim=12,
+        max_position_embeddings=64, rms_norm_eps=1e-5, num_local_experts=5, num_experts_per_tok=2, hidden_act="silu",
+        sliding_window=9,
+    )  # fmt: skip
+    layer = getattr(mixtral_decoder_layer, target.cls)(config, prefix="model.layers.0")
+    assert layer.self_attn.attn.window_left == (8 if target.host == "vllm" else -1)
+    layer.self_attn = Negative()
+    for n, (name, p) in enumerate(layer.named_parameters()):
+        p.data = randn(*p.shape, seed=n) + ("norm" in name)
+    x, residual = randn(7, 24, seed=50), randn(7, 24, seed=51)
+    moe = layer.block_sparse_moe
+    weights = {
+        "input_layernorm": layer.input_layernorm.weight, "gate": moe.gate.weight, "w1": moe.experts.w13_weight,
+        "post_attention_layernorm": layer.post_attention_layernorm.weight, "w2": moe.experts.w2_weight,
+    }  # fmt: skip
+    batch = {} if target.host == "vllm" else {"forward_batch": None}
+    positions = torch.arange(7)
+    if "residual" not in layer.forward.__code__.co_varnames[:5]:
+        hidden, stream = mixtral_decoder_layer.reference(x, None, weights, torch.neg, 2, 1e-5)
+        close(layer(positions, x, **batch), hidden + stream)
+        return
+    for before in (None, residual):
+        want = mixtral_decoder_layer.reference(x, before, weights, torch.neg, 2, 1e-5)
+        given = None if before is None else before.clone()
+        for got, wanted in zip(layer(positions, x.clone(), residual=given, **batch), want, strict=True):
+            close(got, wanted)
 
 
 def test_block_says_what_is_wrong() -> None:

@@ -3,6 +3,7 @@
     python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl             # live patch and undo
     python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl --eager     # the noise to compare with
     FASTKERNELS=1 python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl --plugin
+    python bench/scenarios/live_patch.py sglang MODEL --out rows.jsonl --ops attention --attention-backend fa3
 
 Compared are the teacher-forced log-probabilities of fixed random prompts (MODEL needs real or spread weights:
 make_checkpoint.py) before the patch, after it, and after the undo; and the names of our kernels in a profiler
@@ -33,12 +34,13 @@ OURS = ("rms_norm", "silu_and_mul", "rotary_emb", "embedding", "attention", "lin
 
 
 class Vllm:
-    def __init__(self, model: str, eager: bool) -> None:
+    def __init__(self, model: str, eager: bool, attention_backend: str | None = None) -> None:
         from vllm import LLM
 
         self.engine = LLM(
             model, max_model_len=4096, gpu_memory_utilization=0.5, max_num_seqs=32, seed=0,
             enable_prefix_caching=False, enforce_eager=eager,
+            **({"attention_backend": attention_backend} if attention_backend else {}),
         )  # fmt: skip
 
     def _generate(self, prompts: list[list[int]], **params: Any) -> list[Any]:
@@ -57,17 +59,30 @@ class Vllm:
             found += [logprobs[token].logprob for logprobs, token in pairs]
         return found
 
+    def decoded(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, detokenize=False, ignore_eos=True, max_tokens=OUTPUT, logprobs=0
+        )
+        inputs = [{"prompt_token_ids": p} for p in prompts]
+        chosen = [o.outputs[0] for o in self.engine.generate(inputs, params, use_tqdm=False)]
+        return [
+            (list(c.token_ids), [step[t].logprob for t, step in zip(c.token_ids, c.logprobs, strict=True)])
+            for c in chosen
+        ]
+
     def close(self) -> None:
         self.engine.llm_engine.engine_core.shutdown()
 
 
 class SGLang:
-    def __init__(self, model: str, eager: bool) -> None:
+    def __init__(self, model: str, eager: bool, attention_backend: str | None = None) -> None:
         import sglang
 
         self.engine = sglang.Engine(
             model_path=model, mem_fraction_static=0.5, context_length=4096, random_seed=0, log_level="warning",
-            disable_radix_cache=True, disable_cuda_graph=eager,
+            disable_radix_cache=True, disable_cuda_graph=eager, attention_backend=attention_backend,
         )  # fmt: skip
 
     def _generate(self, prompts: list[list[int]], tokens: int, **options: Any) -> list[Any]:
@@ -80,6 +95,11 @@ class SGLang:
     def logprobs(self, prompts: list[list[int]]) -> list[float]:
         outputs = self._generate(prompts, 1, return_logprob=True, logprob_start_len=0)
         return [entry[0] for o in outputs for entry in o["meta_info"]["input_token_logprobs"][1:]]
+
+    def decoded(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        params = {"temperature": 0, "max_new_tokens": OUTPUT, "ignore_eos": True}
+        outputs = self.engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+        return [(o["output_ids"], [e[0] for e in o["meta_info"]["output_token_logprobs"]]) for o in outputs]
 
     def close(self) -> None:
         self.engine.shutdown()
@@ -103,7 +123,9 @@ def proved(row: dict[str, Any]) -> bool:
 class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.start, self.rows = args, time.monotonic(), []
-        self.host = {"vllm": Vllm, "sglang": SGLang}[args.host](args.model, args.eager)
+        self.host = {"vllm": Vllm, "sglang": SGLang}[args.host](
+            args.model, args.eager, args.attention_backend
+        )
         self.integration = find_host(args.host)
         rng = random.Random(0)
         self.prompts = [[rng.randrange(1000, 120000) for _ in range(LENGTH)] for _ in range(PROMPTS)]
@@ -130,6 +152,21 @@ class Run:
         saved = json.loads(self.reference.read_text())
         return difference(saved["logprobs"], self.host.logprobs(saved["forced"]))
 
+    def decode_against_prefill(self) -> dict[str, float]:
+        """How far log-probabilities of a batch's decode steps are from those of the same tokens in a prefill.
+
+        Decode steps replay graphs for sequences of different lengths, which the teacher-forced prompts do not.
+        """
+        prompts = [p[: LENGTH - 5 * i] for i, p in enumerate(self.prompts)]
+        gaps = []
+        for prompt, (tokens, found) in zip(prompts, self.host.decoded(prompts), strict=True):
+            forced = self.host.logprobs([prompt + tokens])[-OUTPUT:]
+            gaps += [abs(a - b) for a, b in zip(found, forced, strict=True)]
+        return {
+            "decode_prefill_max_abs_diff": max(gaps),
+            "decode_prefill_mean_abs_diff": sum(gaps) / len(gaps),
+        }
+
     def plugin(self) -> None:
         trace = self.trace()
         active = [w for r in trace for w in r["rows"] if w["state"] == "active"]
@@ -144,7 +181,8 @@ class Run:
         first = host.logprobs(forced)
         noise = difference(first, host.logprobs(forced))
         equal = sum(a == b for a, b in zip(before, host.tokens(prompts), strict=True)) / PROMPTS
-        self.record("unpatched", True, {"self_agreement": equal, **noise})
+        own = self.decode_against_prefill()
+        self.record("unpatched", True, {"self_agreement": equal, **noise, **own})
         self.reference.write_text(json.dumps({"forced": forced, "logprobs": first}))
         at = time.monotonic()
         report = fastkernels.patch(host.engine, ops=self.args.ops.split(",") if self.args.ops else None)
@@ -154,6 +192,8 @@ class Run:
         agreement = sum(a == b for a, b in zip(before, after, strict=True)) / PROMPTS
         ok = bool(report.active) and all(proved(vars(r)) for r in report.active)
         metrics = {"patch_s": took, "token_agreement": agreement, **self.against_reference()}
+        metrics |= (found := self.decode_against_prefill())
+        ok &= found["decode_prefill_mean_abs_diff"] <= 2 * own["decode_prefill_mean_abs_diff"]
         self.record("patched", ok, metrics, rows=report.to_dict()["rows"], kernels=ours(trace))
         at = time.monotonic()
         report.undo()
@@ -174,6 +214,9 @@ def main() -> None:
         "--plugin", action="store_true", help="the engine was patched at start (FASTKERNELS=1)"
     )
     parser.add_argument("--eager", action="store_true", help="measure the noise, patch nothing")
+    parser.add_argument(
+        "--attention-backend", help="the host's own name, e.g. fa3 for SGLang; default: the host's"
+    )
     parser.add_argument("--ops", help="comma-separated, default: the host's defaults")
     args = parser.parse_args()
     run = Run(args)

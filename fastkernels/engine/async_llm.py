@@ -58,6 +58,7 @@ class AsyncLLM:
         self._streams: dict[str, OutputStream] = {}  # the engine's thread owns it
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastkernels-engine", daemon=True)
+        self.engine.executor.on_failure = self._rank_died
         self._thread.start()
 
     @property
@@ -141,6 +142,11 @@ class AsyncLLM:
             self._submit(stop)
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _rank_died(self) -> None:
+        """Also while there is nothing to step: the check raises what ends the engine."""
+        with contextlib.suppress(EngineError):
+            self._submit(self.engine.executor.check)
 
     def _submit(self, work: Callable[[], None]) -> None:
         with self._lock:

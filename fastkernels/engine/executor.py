@@ -9,17 +9,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +23,12 @@ from fastkernels import parallel
 from fastkernels.models import build
 
 from .config import EngineConfig
+from .ranks import Ranks, WorkerDied
 from .runner import ModelRunner
 from .step import Pending, StepInput, StepOutput
 from .worker import Setup, build_runner, invoke, join
 
-MAIN = "from fastkernels.engine.worker import main; main()"
-GRACE = 5.0  # seconds that an idle worker gets to end by itself
 NOTICE = 2.0  # seconds that the watcher gets to see a worker's death after a collective has failed
-
-
-class WorkerDied(RuntimeError):
-    """A rank of a tensor-parallel engine has ended, or failed in a step; the engine has ended with it.
-
-    rank, traceback (text; empty if the process was killed).
-    """
-
-    fatal = True
-
-    def __init__(self, rank: int, reason: str, trace: str = ""):
-        super().__init__(f"rank {rank} {reason}" + (f"\n{trace.rstrip()}" if trace else ""))
-        self.rank, self.traceback = rank, trace
 
 
 def make_executor(config: EngineConfig, folder: Path, hf_config: Any) -> Executor:
@@ -65,10 +44,19 @@ def make_executor(config: EngineConfig, folder: Path, hf_config: Any) -> Executo
 
 
 class Executor:
-    """The runner of this process (step.Executor)."""
+    """The runner of this process (step.Executor).
+
+    on_failure is called, in another thread, when a rank has died, also while there is nothing to run: `check` raises
+    then.
+    """
+
+    on_failure: Callable[[], None] | None = None
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
+
+    def check(self) -> None:
+        """Raises WorkerDied if a rank has."""
 
     @property
     def limits(self) -> Any:
@@ -106,18 +94,24 @@ class TensorParallelExecutor(Executor):
         cpu = (config.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu"
         threads = max(1, torch.get_num_threads() // size) if cpu else None
         self._ready = False
-        self._ranks = _Ranks(torch.get_num_threads())
+        self._ranks = Ranks(torch.get_num_threads())
         self._end = weakref.finalize(self, self._ranks.close)
+        this = weakref.ref(self)  # the watcher does not keep the engine
+
+        def tell() -> None:
+            executor = this()
+            if executor is not None and executor.on_failure is not None:
+                executor.on_failure()
+
         try:
             for rank in range(1, size):
                 self._ranks.start(Setup(config, folder, hf_config, rank, threads))
-            self._ranks.watch()
+            self._ranks.watch(tell)
             self.runner = build_runner(Setup(config, folder, hf_config, 0, threads))
             with self._together():
                 for worker in self._ranks.workers:
                     worker.receive()  # it has loaded
-            with tempfile.TemporaryDirectory(prefix="fastkernels-") as scratch:
-                self.call(join, os.path.join(scratch, "rendezvous"))
+            self.call(join, os.path.join(self._ranks.scratch.name, "rendezvous"))
             self.call("bind", min(self.call("num_fitting_blocks")))
         except BaseException:
             self.shutdown()
@@ -135,6 +129,11 @@ class TensorParallelExecutor(Executor):
             own = invoke(self.runner, what, args)
             return [own, *(worker.receive() for worker in self._ranks.workers)]
 
+    def check(self) -> None:
+        if self._ranks.failure is not None:
+            self.shutdown()
+            raise self._ranks.failure
+
     def shutdown(self) -> None:
         if hasattr(self, "runner"):
             self.runner.graphs = None  # graphs hold NCCL's communicator
@@ -148,9 +147,8 @@ class TensorParallelExecutor(Executor):
     @contextmanager
     def _together(self) -> Iterator[None]:
         """What fails inside has failed on all ranks: raises WorkerDied, and the engine is at its end."""
+        self.check()
         ranks = self._ranks
-        if ranks.failure is not None:
-            raise ranks.failure
         if not ranks.workers:
             raise RuntimeError("this engine has been shut down")
         try:
@@ -161,19 +159,15 @@ class TensorParallelExecutor(Executor):
             if isinstance(error, (RuntimeError, OSError, EOFError)) and ranks.failed.wait(NOTICE):
                 assert ranks.failure is not None
                 self.shutdown()
-                raise ranks.failure from error
+                raise ranks.failure from ranks.failure.__cause__
             trace = traceback.format_exc()
             ranks.kill()
             self.shutdown()
             if not self._ready or not isinstance(error, Exception):
                 raise
             ranks.failure = WorkerDied(0, f"failed: {type(error).__name__}: {error}", trace)
-            raise ranks.failure from error
-        if (
-            ranks.failure is not None
-        ):  # an aborted NCCL collective raises nothing, and its result is no result
-            self.shutdown()
-            raise ranks.failure
+            raise ranks.failure from ranks.failure.__cause__
+        self.check()  # an aborted NCCL collective raises nothing, and its result is no result
 
 
 class _Checked:
@@ -187,108 +181,6 @@ class _Checked:
             return self._own.result()
 
 
-class _Worker:
-    """The process of one rank, and our ends of its two socket pairs (see worker.py)."""
-
-    def __init__(self, setup: Setup):
-        self.rank = setup.rank
-        (ours, theirs), (life, their_life) = socket.socketpair(), socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if setup.threads is not None:
-            environment["OMP_NUM_THREADS"] = str(setup.threads)
-        fds = theirs.fileno(), their_life.fileno()
-        # Not multiprocessing: a script that makes an LLM needs no `if __name__ == "__main__"` this way.
-        command = [sys.executable, "-c", MAIN, *map(str, fds)]
-        self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
-        theirs.close()
-        their_life.close()
-        self.commands, self.life = Connection(ours.detach()), Connection(life.detach())
-        self.commands.send_bytes(pickle.dumps(setup))
-
-    def receive(self) -> Any:
-        """The answer to a call. Raises EOFError if the worker ends instead."""
-        return self.commands.recv()
-
-    def death(self) -> WorkerDied:
-        """Why it ended; to be called when its end of `life` has something to say, or is closed."""
-        try:
-            trace = self.life.recv_bytes().decode()
-        except (EOFError, OSError):
-            trace = ""
-        try:
-            code = self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        if trace:
-            return WorkerDied(self.rank, f"failed: {trace.strip().splitlines()[-1]}", trace)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return WorkerDied(self.rank, f"(pid {self.process.pid}) {how}")
-
-
-class _Ranks:
-    """The workers, and the thread that watches them. Knows nothing of the executor, so that that can be collected."""
-
-    def __init__(self, threads: int):
-        self.workers: list[_Worker] = []
-        self.failure: WorkerDied | None = None
-        self.failed = threading.Event()
-        self._threads = threads  # of this process before
-        self._closing = False
-        self._watcher: threading.Thread | None = None
-
-    def start(self, setup: Setup) -> None:
-        self.workers.append(_Worker(setup))
-
-    def watch(self) -> None:
-        self._watcher = threading.Thread(target=self._watch, name="fastkernels-watch", daemon=True)
-        self._watcher.start()
-
-    def _watch(self) -> None:
-        alive: dict[Any, _Worker] = {worker.life: worker for worker in self.workers}
-        while alive:
-            for life in wait(list(alive)):
-                death = alive.pop(life).death()
-                life.close()  # type: ignore[union-attr]
-                if not self._closing:
-                    self._closing, self.failure = True, death
-                    self.kill()
-                    self.failed.set()
-                    _abort_nccl()
-
-    def kill(self) -> None:
-        """End the workers at once: out of step, or in a collective that never ends. gloo's fail at this in rank 0."""
-        self._closing = True
-        for worker in self.workers:
-            worker.process.kill()
-
-    def close(self) -> None:
-        """End the workers, and leave the process group."""
-        self._closing = True
-        for worker in self.workers:
-            worker.commands.close()  # idle, it ends at this
-        for worker in self.workers:
-            try:
-                worker.process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(GRACE)
-        if self.workers and dist.is_initialized():
-            _abort_nccl()  # its peers are gone: there is nobody to agree with on an end
-            dist.destroy_process_group()
-        parallel.reset()
-        torch.set_num_threads(self._threads)
-        self.workers = []
-
-
-def _abort_nccl() -> None:
-    """End the NCCL collectives under way in this process, also those in a CUDA graph; any thread may call it."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._get_default_group().abort()
-
-
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
     """Raises ValueError before any process is started: too few GPUs, or sizes that so many ranks cannot share."""
     size = config.tensor_parallel_size
@@ -300,3 +192,6 @@ def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
             build.skeleton(folder, hf_config, torch.float32)
     except ValueError as error:
         raise ValueError(f"tensor_parallel_size {size} does not suit {config.model}: {error}") from error
+
+
+__all__ = ["Executor", "TensorParallelExecutor", "WorkerDied", "make_executor"]

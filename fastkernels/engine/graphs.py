@@ -46,7 +46,7 @@ class _Graph:
 class Graphs:
     """Captured when it is made: a model in its final state, with its KV cache bound.
 
-    forward(inputs, metadata) -> hidden states [T, H]
+    forward(inputs, metadata) -> hidden states [T, H]. `replays` counts steps that ran as a graph.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class Graphs:
         self._packed = torch.zeros(packed_words(most, max_num_seqs), dtype=torch.int64, device=device)
         self._table = torch.zeros(max_num_seqs, batch.width, dtype=torch.int32, device=device)
         self._hidden: torch.Tensor | None = None
-        self._most, self._pool = most, None
+        self._most, self._pool = most, torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self.replays = {"decode": 0, "mixed": 0}
         with torch.inference_mode():
             backend.capture_buffers(max_num_seqs, batch.width)
             self._mixed = self._capture_all(self._mixed, decode=False)
@@ -88,8 +89,9 @@ class Graphs:
         key = self._key(sizes[at], decode)
         inputs = self._batch.load(step, key[0], key[1], self._packed)
         found = self._graphs[key]
-        self._backend.plan_replay(found.metadata, inputs)
+        self._backend.plan_replay(found.metadata, inputs, self._batch.block_table)
         found.graph.replay()
+        self.replays["decode" if decode else "mixed"] += 1
         return inputs, self._hidden[: key[0]]
 
     def _key(self, tokens: int, decode: bool) -> tuple[int, int, bool]:
@@ -124,24 +126,21 @@ class Graphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles kernels and makes workspaces, which capture cannot
-                self._backend.plan_replay(metadata, inputs)
+                self._backend.plan_replay(metadata, inputs, self._batch.block_table)
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
-        self._pool = self._pool or graph.pool()
         self._graphs[tokens, rows, decode] = _Graph(graph, metadata)
 
     def _example(self, tokens: int, rows: int, decode: bool) -> Inputs:
         """Inputs of the dummy slot in the static buffer, with the host numbers that bound every replay's."""
         lens = np.ones(rows, dtype=np.int32)
         if not decode:
-            lens[0] += tokens - rows
-            if (
-                tokens == rows
-            ):  # a mixed batch has a row of more than one query, and so fewer rows than tokens
-                lens = np.array([2, *[1] * (rows - 2)], dtype=np.int32)
+            # A row has more than one query, and so there are fewer rows than tokens.
+            lens = lens[: min(rows, tokens - 1)]
+            lens[0] += tokens - len(lens)
         n = len(lens)
         step = StepInput(
             np.full(n, self._batch.dummy, dtype=np.int64), lens, lens, np.zeros(n, dtype=np.int64),

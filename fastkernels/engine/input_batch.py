@@ -167,16 +167,11 @@ class InputBatch:
         query_lens = np.zeros(rows, dtype=np.int32)
         query_lens[:n_rows] = step.query_lens
         seq_lens, decodes = host[8].copy(), step.num_decodes
-        return Inputs(
-            *unpack(packed, tokens, rows, torch.int32),
-            num_rows=n_rows,
-            num_decodes=decodes,
-            max_seqlen_q=int(step.query_lens.max()),
-            max_seqlen_k=int(step.seq_lens.max()),
-            max_decode_seqlen_k=int(step.seq_lens[:decodes].max()) if decodes else 0,
-            host_query_lens=query_lens,
-            host_seq_lens=seq_lens,
-        )
+        longest = int(step.seq_lens.max())
+        longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
+        numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
+        fields = (*unpack(packed, tokens, rows, torch.int32), *numbers, query_lens, seq_lens)
+        return Inputs(*fields)
 
     def _fill(self, step: StepInput, n: int, b: int, host: list[np.ndarray]) -> None:
         ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts = host

@@ -38,12 +38,22 @@ def block_bytes(layers: Sequence[Any], block_size: int, dtype: torch.dtype) -> i
 def bind(
     layers: Sequence[Any], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give every layer a cache of so many blocks. The layers' old caches are freed before."""
+    """Give every layer a cache of so many blocks. The layers' old caches are freed before. Raises ValueError where the
+    memory is not there.
+    """
     unbind(layers)
-    for layer in layers:
-        shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_size)
-        cache = torch.zeros(shape, dtype=dtype, device=device)
-        layer.kv_cache = (cache[0], cache[1])
+    try:
+        for layer in layers:
+            shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_size)
+            cache = torch.zeros(shape, dtype=dtype, device=device)
+            layer.kv_cache = (cache[0], cache[1])
+    except torch.cuda.OutOfMemoryError as error:
+        unbind(layers)
+        size = num_blocks * block_bytes(layers, block_size, dtype) / GIB
+        raise ValueError(
+            f"the KV cache of {num_blocks} blocks needs {size:.2f} GiB, which the GPU does not have free;"
+            " make num_blocks or kv_cache_memory smaller, or leave them out"
+        ) from error
 
 
 def unbind(layers: Sequence[Any]) -> None:

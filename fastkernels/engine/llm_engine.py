@@ -69,7 +69,7 @@ class LLMEngine:
     @property
     def runner(self) -> Any:
         """The ModelRunner of this process."""
-        return self.executor
+        return self.executor.runner
 
     def make_request(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .kv_cache import GIB
 from .sampling_params import SamplingParams
 from .step import NewRow, PromptTargets, StepInput
 
@@ -40,6 +41,7 @@ def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
     """(bytes of the weights and other lasting state, bytes that a step needs beside them). CUDA only.
 
     All block tables are empty: every token goes to block 0, so a cache of two blocks serves.
+    Raises ValueError where the GPU has not the memory for it.
     """
     config = runner.config
     torch.cuda.synchronize()
@@ -48,7 +50,15 @@ def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
     before = torch.cuda.memory_allocated()
     length = min(runner.max_model_len, config.max_num_batched_tokens)
     step = largest_step(config.max_num_seqs, config.max_num_batched_tokens, length, config.max_logprobs)
-    runner.launch(step).result()
+    try:
+        runner.launch(step).result()
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise ValueError(
+            f"the model does not fit: weights {before / GIB:.2f} GiB and a step of {config.max_num_batched_tokens}"
+            f" tokens with {config.max_num_seqs} sequences need more than the GPU's {total / GIB:.2f} GiB, of which"
+            f" {free / GIB:.2f} GiB are free; make max_num_batched_tokens or max_num_seqs smaller ({error})"
+        ) from error
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     return before, peak - before + SLACK

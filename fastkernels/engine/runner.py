@@ -67,6 +67,7 @@ class ModelRunner:
             return kv_cache.CPU_CACHE // each
         self._bind(2, min(self.max_model_len, config.max_num_batched_tokens))
         weights, activations = activation_bytes(self)
+        del self.backend  # and its workspaces
         kv_cache.unbind(self.layers)
         budget = kv_cache.cuda_budget(config)
         blocks = (budget - weights - activations) // each

@@ -66,10 +66,14 @@ class Sampler:
         ints = [[k, r.seed, r.params.min_tokens] for k, r in zip(top_k, rows, strict=True)]
         self.floats.index_copy_(1, slots, self._tensor(floats, torch.float32).T)
         self.ints.index_copy_(1, slots, self._tensor(ints, torch.int64).T)
-        biases = [p.logit_bias or {} for p in params]
+        # Token ids that are not in the vocabulary cannot be sampled; as an index they would end the process.
+        biases = [{t: b for t, b in (p.logit_bias or {}).items() if t < self.vocab_size} for p in params]
         self.bias_ids = self._fill(self.bias_ids, slots, [list(b) for b in biases], 0)
         self.bias_values = self._fill(self.bias_values, slots, [list(b.values()) for b in biases], 0.0)
-        ends = [sorted(r.end_token_ids) if r.params.min_tokens else [] for r in rows]
+        ends = [
+            sorted(t for t in r.end_token_ids if t < self.vocab_size) if r.params.min_tokens else []
+            for r in rows
+        ]
         self.end_ids = self._fill(self.end_ids, slots, ends, -1)
         for row in rows:
             if row.params.needs_penalties:

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class NewRow:
-    """A request that enters a slot: at admission, or again after a preemption. Made of plain values: it can be pickled.
-
-    slot              0 .. max_num_seqs - 1, the request's own until it ends
-    seed              a 64-bit signed integer, params.seed or the engine's choice
-    end_token_ids     tokens that may not come before params.min_tokens: EOS (also under ignore_eos, as in vLLM)
-                      and stop_token_ids
-    prompt_token_ids, output_token_ids  what the penalties count; read only where params.needs_penalties
-    """
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    end_token_ids: frozenset[int]
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+from .step import NewRow
 
 
 @dataclass(frozen=True)
 class SamplePlan:
     """What the rows of one batch need, known on the host, so that the device computes nothing that no row asks for.
 
+    all_greedy    no row draws: the tokens do not depend on seeds and offsets
     num_logprobs  most likely tokens to report beside the sampled one, the largest of the rows; 0: the sampled one
                   only, -1: no log-probabilities at all
     """
 
     all_greedy: bool
-    any_filter: bool = False
     any_penalties: bool = False
     any_bias: bool = False
     any_min_tokens: bool = False
@@ -66,7 +46,6 @@ class SlotFlags:
     def __init__(self, num_slots: int, vocab_size: int):
         self.vocab_size = vocab_size
         self.greedy = np.ones(num_slots, dtype=bool)
-        self.filters = np.zeros(num_slots, dtype=bool)
         self.penalties = np.zeros(num_slots, dtype=bool)
         self.bias = np.zeros(num_slots, dtype=bool)
         self.min_tokens = np.zeros(num_slots, dtype=np.int64)
@@ -75,7 +54,6 @@ class SlotFlags:
     def set(self, row: NewRow) -> None:
         slot, params = row.slot, row.params
         self.greedy[slot] = params.greedy
-        self.filters[slot] = params.needs_filter
         self.penalties[slot] = params.needs_penalties
         self.bias[slot] = bool(params.logit_bias)
         self.min_tokens[slot] = params.min_tokens if row.end_token_ids else 0
@@ -86,7 +64,6 @@ class SlotFlags:
         """slots, offsets: [B] integers, as in Sampler.__call__."""
         return SamplePlan(
             bool(self.greedy[slots].all()),
-            bool(self.filters[slots].any()),
             bool(self.penalties[slots].any()),
             bool(self.bias[slots].any()),
             bool((offsets < self.min_tokens[slots]).any()),

@@ -85,7 +85,7 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**63 - 1, note=" (a 64-bit signed integer)")
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -112,11 +112,10 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
         self.stop = stop
-        self.stop_token_ids = list(
-            dict.fromkeys(_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
-        )
-        for token in self.stop_token_ids:
+        tokens = _list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        for token in tokens:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+        self.stop_token_ids = list(dict.fromkeys(tokens))
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -169,11 +168,6 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
-
-    @property
-    def needs_filter(self) -> bool:
-        """Whether top_k, top_p or min_p takes tokens away."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def needs_penalties(self) -> bool:

@@ -50,8 +50,8 @@ class StepInput:
     slots          [B] int64
     query_lens     [B] int32: tokens that this step computes
     seq_lens       [B] int32: keys of each row, this step's included
-    offsets        [B] int64: tokens generated before this step (counts the noise, and min_tokens); -1: this row's prompt
-                   is not done, and nothing is sampled that penalties would count
+    offsets        [B] int64: tokens generated before this step (counts the noise, and min_tokens); -1: the row's
+                   prompt is not done, and what is sampled must not count for its penalties
     input_ids      [T] int64: token ids, or SAMPLED
     num_decodes    rows of one query
     block_updates  [U, 3] int32: (slot, column, block) to be written into the block tables

@@ -2,7 +2,7 @@
 
 main() gets the file descriptors of two socket pairs as arguments. Over the first, `commands`, come a Setup, then
 steps, which are not answered, and calls, which are. The second, `life`, says that the other side lives: its end ends
-the worker; a worker that fails writes its traceback there.
+the worker; a worker that fails writes there why: (one line, traceback).
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def main() -> None:
         _serve(commands)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # rank 0 has closed its end
-    except BaseException:
-        life.send_bytes(traceback.format_exc().encode())
+    except BaseException as error:
+        reason = "".join(traceback.format_exception_only(type(error), error)).splitlines()[0]
+        life.send((reason, traceback.format_exc()))
         os._exit(1)  # no cleaning up: a process group would wait for its peers

@@ -102,7 +102,8 @@ def _check_room(model: nn.Module, device: torch.device) -> None:
 
 def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:  # not Linux

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -139,7 +141,7 @@ def test_the_kinds_of_output_say_the_same(llm, stop):
         assert len(ids) == 60 and text == engine.tokenizer.decode(ids, skip_special_tokens=True)
     assert len(outputs["FINAL_ONLY"]) == 1 and len(outputs["CUMULATIVE"]) >= 60
     texts = [o.outputs[0].text for o in outputs["CUMULATIVE"]]
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
 
 
 @pytest.mark.parametrize(

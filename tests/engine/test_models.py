@@ -28,6 +28,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_windows": (
         "qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ import fastkernels
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.sampling_params import RequestOutputKind
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -107,9 +109,11 @@ def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
 def test_async_streams_patches_and_survives_a_failing_step(tiny):
     llm = AsyncLLM(EngineConfig(model=str(tiny), device="cpu", max_model_len=128))
 
+    delta = replace(GREEDY, output_kind=RequestOutputKind.DELTA)
+
     async def one(name, prompt):
-        outputs = [o async for o in llm.generate(prompt, GREEDY, name)]
-        return [t for o in outputs for t in o.new_token_ids]
+        outputs = [o async for o in llm.generate(prompt, delta, name)]
+        return [t for o in outputs for t in o.outputs[0].token_ids]
 
     async def main():
         first = await asyncio.gather(*(one(str(i), [5 + i]) for i in range(4)))
@@ -117,12 +121,11 @@ def test_async_streams_patches_and_survives_a_failing_step(tiny):
         assert await one("p", [5]) == first[0]
         assert (await report.refresh_async()).patched_calls > 0
         await report.undo_async()
-        execute = llm.engine.runner.execute
-        llm.engine.runner.execute = None
+        llm.engine.executor.launch = None
         with pytest.raises(RuntimeError, match="engine failed"):
             await one("f", [5])
-        assert not llm.healthy
-        llm.engine.runner.execute = execute
+        del llm.engine.executor.launch
+        assert llm.num_failed_steps == 1
         assert await one("g", [5]) == first[0] and llm.healthy
         leaving = llm.generate([9], GREEDY, "leaves")
         await anext(leaving)

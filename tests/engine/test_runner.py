@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import make_tiny_llama
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.runner import ModelRunner
@@ -59,7 +60,7 @@ class Driver:
         for slot, ids in rows:
             self.lens[slot] += len(ids)
             table = self.tables[slot]
-            while len(table) * BLOCK < self.lens[slot]:
+            while len(table) * self.runner.config.block_size < self.lens[slot]:
                 updates.append((slot, len(table), self.free.pop(0)))
                 table.append(updates[-1][2])
         new, self.new = self.new, []
@@ -238,3 +239,153 @@ def test_prompt_logprobs_are_made_in_slices(runner, monkeypatch) -> None:
     sliced = runner.launch(driver.step([(0, PROMPT)], wanted)).result().prompt_logprobs[0]
     assert (whole.token_ids == sliced.token_ids).all() and (whole.ranks == sliced.ranks).all()
     np.testing.assert_allclose(whole.logprobs, sliced.logprobs, rtol=1e-5, atol=1e-6)
+
+
+def test_fp8_cache_is_close_and_half_as_large(tiny, runner, full, greedy) -> None:
+    small = make_runner(tiny, kv_cache_dtype="fp8")
+    assert small.layers[0].kv_cache[0].dtype == torch.float8_e4m3fn
+    assert small.block_bytes() * 4 == runner.block_bytes()  # of float32
+    driver = Driver(small)
+    driver.enter(0)
+    got = [driver.run((0, PROMPT))[0]]
+    for _ in range(7):
+        got.append(driver.run((0, [SAMPLED]))[0])
+    regret = []  # how much less likely than the exact cache's choice the fp8 cache's choice is
+    logits = full([*PROMPT, *got])[len(PROMPT) - 1 : -1].log_softmax(-1)
+    for row, token in zip(logits, got, strict=True):
+        regret.append(float(row.max() - row[token]))
+    assert max(regret) < 0.7 and sum(r == 0 for r in regret) >= 6
+
+
+def test_layers_use_their_scales(tiny, full) -> None:
+    """Stored values near zero, where e4m3 has few steps, are less exact; in the middle of its range they are not."""
+    runner = make_runner(tiny, kv_cache_dtype="fp8")
+    want, errors = full(PROMPT)[-1], []
+    compute = runner.model.compute_logits
+    for scale in (1.0, 2.0**-5, 2.0**9):
+        for layer in runner.layers:
+            layer.k_scale = layer.v_scale = scale
+        runner.model.compute_logits = lambda hidden: (
+            errors.append((compute(hidden) - want).abs().max()) or compute(hidden)
+        )
+        driver = Driver(runner)
+        driver.enter(0)
+        driver.run((0, PROMPT))
+    assert errors[1] < 1.5 * errors[0] and errors[2] > 4 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 4096}, "4096 is more than the model's 2048"),
+        ({"num_blocks": 5, "max_model_len": 64}, "max_model_len 64 does not fit: the KV cache has 5 blocks"),
+        ({"num_blocks": None, "kv_cache_memory": 1}, "0 blocks and holds 0 tokens"),
+        ({"attention_backend": "flashinfer"}, "flashinfer.*runs on cuda, not on cpu"),
+        ({"attention_backend": "fa3"}, "'fa3' cannot be used: fa3 runs on cuda"),
+    ],
+)
+def test_what_cannot_be_served_is_said(tiny, settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_runner(tiny, **settings)
+
+
+def test_a_forced_provider_runs_and_is_counted(tiny) -> None:
+    from fastkernels.overrides.l1.attention_decode import attention_decode
+
+    driver = Driver(make_runner(tiny, attention_backend="reference"))
+    driver.enter(0)
+    driver.run((0, PROMPT))
+    before = attention_decode.calls
+    driver.run((0, [SAMPLED]))
+    assert attention_decode.calls == before + len(driver.runner.layers)
+
+
+def test_ranks_agree_on_the_number_of_blocks(tiny) -> None:
+    config = EngineConfig(model=str(tiny), device="cpu", max_model_len=64, kv_cache_memory=1 << 22)
+    runner = ModelRunner(config, tiny, load_config(tiny), bind_cache=False)
+    fits = runner.num_fitting_blocks()
+    assert fits == (1 << 22) // runner.block_bytes()
+    runner.bind(fits - 3)
+    assert runner.limits.num_blocks == runner.layers[0].kv_cache[0].shape[0] == fits - 3
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "max_num_seqs": 8}
+
+
+def decode_steps(driver: Driver, n: int) -> list[StepInput]:
+    return [driver.step([(slot, [SAMPLED]) for slot in sorted(driver.tables)]) for _ in range(n)]
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("eager", [True, False])
+def test_steady_decode_waits_for_nothing(tiny, eager) -> None:
+    """No synchronizing call while steps are launched, and none in a trace of them."""
+    driver = Driver(make_runner(tiny, **ON_GPU, enforce_eager=eager))
+    for slot in range(5):
+        driver.enter(slot)
+    driver.run(*[(slot, PROMPT) for slot in range(5)])
+    steps = decode_steps(driver, 24)
+    for step in steps[:8]:
+        driver.runner.launch(step).result()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            pending = driver.runner.launch(steps[8])
+            for step in steps[9:]:
+                following = driver.runner.launch(step)
+                pending.result()
+                pending = following
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    pending.result()
+    names = {e.name for e in trace.events()}
+    assert not names & {
+        "cudaStreamSynchronize",
+        "cudaDeviceSynchronize",
+        "cudaMemcpy",
+        "aten::item",
+        "aten::nonzero",
+    }
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("backend", [None, "triton", "fa3", "flashinfer"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_graphs_and_backends_on_the_gpu(tmp_path_factory, backend, dtype) -> None:
+    """The same teacher-forced steps, decodes and mixed ones, with and without graphs, against the reference."""
+    tiny = make_tiny_llama(tmp_path_factory.getbasetemp() / "head_64", dtype="float32", head_dim=64)
+    outs = []
+    for settings in (
+        {"attention_backend": "reference", "enforce_eager": True},
+        {"attention_backend": backend, "enforce_eager": True},
+        {"attention_backend": backend, "enforce_eager": False},
+    ):
+        try:
+            runner = make_runner(tiny, **{**ON_GPU, **settings}, kv_cache_dtype=dtype)
+        except ValueError as error:
+            pytest.skip(str(error))
+        driver, seen = Driver(runner), []
+        compute = runner.model.compute_logits
+        for slot in range(4):
+            driver.enter(slot)
+
+        def record(hidden: torch.Tensor, compute: Any = compute, seen: list = seen) -> torch.Tensor:
+            seen.append(compute(hidden).float().clone())
+            return compute(hidden)
+
+        runner.model.compute_logits = record
+        for rows in (
+            [(0, PROMPT), (1, OTHER)],
+            [(0, [5]), (1, [6]), (2, PROMPT[:3])],
+            [(0, [9]), (1, [8]), (2, [7])],
+            [(0, [9]), (2, PROMPT[3:]), (3, OTHER)],
+            [(slot, [11 + slot]) for slot in range(4)],
+        ):
+            driver.run(*rows)
+        outs.append(torch.cat(seen))
+    scale = outs[0].abs().max()
+    for other in outs[1:]:
+        assert (other - outs[0]).abs().max() < 0.05 * scale

@@ -193,7 +193,7 @@ def test_min_tokens_bans_the_ends_until_then(device):
     assert [step(sampler, LOGITS.expand(2, -1), [0, 1], [n, n])[0] for n in range(5)] == [[2, 0]] * 3 + [
         [0, 0]
     ] * 2
-    sampler.set_rows([new_row(0, min_tokens=2, ends=(0, 2, 3))])
+    sampler.set_rows([new_row(0, min_tokens=2, ends=(0, 2, 3, 99), logit_bias={99: 1.0})])
     found = {step(sampler, LOGITS[None], [0], [n])[0][0] for n in (0, 1) for _ in range(200)}
     assert not found & {0, 2, 3}
 
@@ -255,7 +255,7 @@ def test_plan_asks_for_what_the_rows_ask_for():
 
     assert plan(0, 8, 8) == SamplePlan(all_greedy=True)
     assert plan(0, 1) == SamplePlan(all_greedy=False)
-    assert plan(2) == SamplePlan(False, any_filter=True)
+    assert plan(2) == SamplePlan(False)
     assert plan(3) == SamplePlan(False, any_min_tokens=True) and plan(3, offset=4) == SamplePlan(False)
     assert plan(4, 0) == SamplePlan(False, any_penalties=True)
     assert plan(5) == SamplePlan(False, any_bias=True)

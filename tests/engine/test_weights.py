@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import make_tiny
 
 from fastkernels import LLM, parallel
 from fastkernels.models import build
@@ -205,32 +206,44 @@ def test_cache_too_small_for_the_length_says_so(tiny):
         LLM(str(tiny), device="cpu", max_model_len=4096)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_dummy_weights_are_the_same_model_whatever_the_ranks(tiny, tmp_path, size):
-    """Loading the whole model's weights as a checkpoint gives each rank what it drew itself."""
-    config = json.loads((tiny / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 500}))
-    whole = load(tmp_path, load_format="dummy", seed=3)
-    assert 0.019 < whole["model.layers.1.mlp.gate_up_proj.weight"].std() < 0.021
-    assert not whole["lm_head.weight"][500:].any() and whole["lm_head.weight"][499].any()
-    assert len({float(p[0, 0]) for n, p in whole.items() if p.dim() == 2}) == 2 + 4 * 2
-    checkpoint = {}
-    for name, p in whole.items():
+def as_checkpoint(parameters, vocabulary):
+    """What weights.load would have read these parameters from: packed ones in their parts, without padding."""
+    found = {}
+    for name, p in parameters.items():
         head = name.rpartition(".")[0]
         if name.endswith("qkv_proj.weight"):
-            parts = dict(zip("qkv", p.split([128, 64, 64]), strict=True))
-            checkpoint |= {f"{head[:-8]}{n}_proj.weight": t.contiguous() for n, t in parts.items()}
+            parts = zip("qkv", p.split([128, 64, 64]), strict=True)
+            found |= {f"{head[:-8]}{n}_proj.weight": part for n, part in parts}
         elif name.endswith("gate_up_proj.weight"):
-            checkpoint |= {f"{head[:-12]}{n}_proj.weight": p[i * 256 :][:256].contiguous()
-                           for i, n in enumerate(("gate", "up"))}  # fmt: skip
+            found |= {
+                f"{head[:-12]}{n}_proj.weight": part
+                for n, part in zip(("gate", "up"), p.chunk(2), strict=True)
+            }
+        elif name.endswith("w13_weight"):
+            found |= {f"{head}.{e}.{n}.weight": part for e, pair in enumerate(p)
+                      for n, part in zip(("w1", "w3"), pair.chunk(2), strict=True)}  # fmt: skip
+        elif name.endswith("w2_weight"):
+            found |= {f"{head}.{e}.w2.weight": part for e, part in enumerate(p)}
         else:
-            checkpoint[name] = p[:500].contiguous() if "embed" in name or "lm_head" in name else p.detach()
-    save_file(checkpoint, tmp_path / "model.safetensors")
+            found[name] = p[:vocabulary] if "embed" in name or "lm_head" in name else p
+    return {key: part.detach().contiguous() for key, part in found.items()}
+
+
+@pytest.mark.parametrize(("kind", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2)])
+def test_dummy_weights_are_the_same_model_whatever_the_ranks(tmp_path, kind, size):
+    """Loading the whole model's weights as a checkpoint gives each rank what it drew itself."""
+    make_tiny(tmp_path, kind, "float32", vocab_size=500)
+    whole = load(tmp_path, load_format="dummy", seed=3)
+    matrices = [p for p in whole.values() if p.dim() > 1]
+    assert all(0.018 < p[p != 0].std() < 0.022 for p in matrices if p.numel() > 1000)
+    assert len({float(p.flatten()[0]) for p in matrices}) == len(matrices)
+    assert not whole["lm_head.weight"][500:].any() and whole["lm_head.weight"][499].any()
+    save_file(as_checkpoint(whole, 500), tmp_path / "model.safetensors")
     for rank in range(size):
         with parallel.build_as(rank, size):
             drawn, loaded = load(tmp_path, load_format="dummy", seed=3), load(tmp_path)
         assert all(torch.equal(drawn[name], loaded[name]) for name in whole)
-        assert drawn["model.layers.0.mlp.down_proj.weight"].shape == (128, 256 // size)
+        assert sum(p.numel() for p in drawn.values()) < 1.1 * sum(p.numel() for p in whole.values()) / size
     assert not torch.equal(
         load(tmp_path, load_format="dummy", seed=4)["lm_head.weight"], whole["lm_head.weight"]
     )

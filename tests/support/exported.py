@@ -191,12 +191,24 @@ def sparse_moe(ns: Any) -> list[Any]:
     return [filled(ns.MixtralMoE(3, 2, 24, 10, *layer, params_dtype=torch.float32))(randn(5, 24))]
 
 
+def mixtral_decoder_layer(ns: Any) -> list[Any]:
+    config = SimpleNamespace(
+        **{**vars(CONFIG), "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 2}
+    )
+    metadata, cache = two_sequences(ns, 1, 32)
+    layer = filled(ns.MixtralDecoderLayer(config))
+    layer.self_attn.attn.kv_cache = cache
+    arguments = [torch.tensor([0, 1, 2, 0, 1]), randn(5, 64), None, None]  # SGLang: forward_batch, residual
+    with ns.forward_context(metadata):
+        return [layer(*arguments[: layer.forward.__code__.co_argcount - 1]), *cache]
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
         rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
-        topk_softmax, moe_align, fused_experts, sparse_moe,
+        topk_softmax, moe_align, fused_experts, sparse_moe, mixtral_decoder_layer,
     )
 }  # fmt: skip
 

@@ -65,6 +65,8 @@ SIZES: dict[str, Any] = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3": ("Qwen3", {"head_dim": 64}),  # four heads of 64 are wider than the hidden size
+    "gemma2": ("Gemma2", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -78,7 +80,9 @@ def make_tiny(
     The weights are large enough (std 0.1) that greedy choices have clear margins.
     """
     folder = Path(folder)
-    request = json.dumps({"kind": kind, "dtype": dtype, "seed": seed, **overrides}, sort_keys=True)
+    prefix, differs = KINDS[kind]
+    fields = {**SIZES, **differs, **overrides}
+    request = json.dumps({"kind": kind, "dtype": dtype, "seed": seed, **fields}, sort_keys=True)
     done = folder / "tiny.json"
     if done.is_file() and done.read_text() == request:
         return folder
@@ -86,8 +90,7 @@ def make_tiny(
     import torch
     import transformers
 
-    prefix, fields = KINDS[kind]
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **fields, **overrides})
+    config = getattr(transformers, f"{prefix}Config")(**fields)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -40,8 +40,10 @@ class AttentionBackend(ABC):
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         """Metadata for a graph over static tensors; its host numbers bound every replay's. Raises CannotCapture."""
 
-    def plan_replay(self, metadata: AttentionMetadata, inputs: Inputs) -> None:  # noqa: B027
-        """`inputs` were copied into the static tensors of the graph that has this metadata."""
+    def plan_replay(  # noqa: B027
+        self, metadata: AttentionMetadata, inputs: Inputs, block_tables: torch.Tensor
+    ) -> None:
+        """`inputs` lie in the static tensors of the graph that has this metadata. block_tables: of all slots."""
 
     @abstractmethod
     def forward(

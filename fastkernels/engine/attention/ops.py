@@ -67,14 +67,14 @@ class OpsBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self._call(attention_decode, self._decode)(
             q, *layer.kv_cache, seq_lens, block_table, longest, layer.scale, layer.window_left, layer.softcap,
-            layer.k_scale, layer.v_scale,
+            *_scales(layer),
         )  # fmt: skip
 
     def _run_prefill(self, layer: Any, q: torch.Tensor, m: AttentionMetadata, first: int) -> torch.Tensor:
         """Rows from `first` on; the output has q's shape, and the tokens before those rows are not defined."""
         return self._call(attention_prefill, self._prefill)(
             q, *layer.kv_cache, m.cu_seqlens_q[first:], m.seq_lens[first:], m.block_table[first:], m.max_seqlen_q,
-            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, layer.k_scale, layer.v_scale,
+            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, *_scales(layer),
         )  # fmt: skip
 
     def _call(self, op: Op, provider: Provider) -> Callable[..., torch.Tensor]:
@@ -94,8 +94,13 @@ class OpsBackend(AttentionBackend):
             one = torch.ones(2, dtype=torch.int32, device=self._device)
             rest = [one[:1], one[:1].view(1, 1)]
             args = [q, *layer.kv_cache, *([one, *rest, 1, 1] if prefill else [*rest, 1])]
-            made.append([*args, layer.scale, layer.window_left, layer.softcap, layer.k_scale, layer.v_scale])
+            made.append([*args, layer.scale, layer.window_left, layer.softcap, *_scales(layer)])
         return made
+
+
+def _scales(layer: Any) -> tuple[float, ...]:
+    """Of an fp8 cache, where they are not 1: providers and candidates without them serve all other layers."""
+    return () if layer.k_scale == layer.v_scale == 1.0 else (layer.k_scale, layer.v_scale)
 
 
 def _choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.device) -> Provider:

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 _MASK = 0xFFFFFFFF
-_CPU_BLOCKS = 1 << 16  # blocks at a time: 3 MiB of int64 vectors, and few calls
 
 
 def philox(c: list[torch.Tensor], k0: torch.Tensor, k1: torch.Tensor) -> None:
@@ -38,19 +37,15 @@ def exponential(seeds: torch.Tensor, offsets: torch.Tensor, vocab: int) -> torch
     -log(1 - u) and not -log(u): the winner of a race has a small draw, and u has its finest steps near 0.
     """
     blocks = -(-vocab // 4)
+    k0, k1, low, high = (t[:, None] & _MASK for t in (seeds, seeds >> 32, offsets, offsets >> 32))
     index = torch.arange(blocks, device=seeds.device)
-    words = [t[:, None] & _MASK for t in (seeds, seeds >> 32, offsets, offsets >> 32)]
-    out = torch.empty(len(seeds), blocks, 4, dtype=torch.float32, device=seeds.device)
-    step = max(_CPU_BLOCKS // blocks, 1) if seeds.device.type == "cpu" else max(len(seeds), 1)
-    for start in range(0, len(seeds), step):
-        k0, k1, low, high = (w[start : start + step] for w in words)
-        part = out[start : start + step]
-        counter = [t.expand(part.shape[:2]).clone() for t in (index, torch.zeros_like(low), low, high)]
-        philox(counter, k0, k1)
-        for lane, word in enumerate(counter):
-            part[..., lane] = word
-        part.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
-    return out.view(len(seeds), blocks * 4)[:, :vocab]
+    words = [t.expand(len(seeds), blocks).clone() for t in (index, torch.zeros_like(low), low, high)]
+    philox(words, k0, k1)
+    draws = torch.empty(len(seeds), blocks, 4, dtype=torch.float32, device=seeds.device)
+    for lane, word in enumerate(words):
+        draws[..., lane] = word
+    draws.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+    return draws.view(len(seeds), blocks * 4)[:, :vocab]
 
 
 @triton.jit

@@ -12,14 +12,15 @@ def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
 
     None if two strides do not say it, or a row's elements are not side by side.
     """
-    if x.dim() == 0 or (x.stride(-1) != 1 and x.shape[-1] != 1):
+    strides = x.stride()
+    if not strides or (strides[-1] != 1 and x.shape[-1] != 1):
         return None
-    if x.dim() == 2:
-        return 1, x.stride(0), 0
-    if x.dim() == 3:
-        return x.shape[1], x.stride(0), x.stride(1)
+    if len(strides) == 2:
+        return 1, strides[0], 0
+    if len(strides) == 3:
+        return x.shape[1], strides[0], strides[1]
     runs: list[tuple[int, int]] = []  # (size, stride): dimensions that continue each other are one
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+    for size, stride in zip(x.shape[:-1], strides[:-1], strict=True):
         if size == 1:
             continue
         if runs and runs[-1][1] == size * stride:
@@ -32,13 +33,17 @@ def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
     return (n_inner, outer, inner) if len(runs) == 2 else (1, inner, 0)
 
 
-def unsupported_rows(**tensors: torch.Tensor | None) -> str | None:
-    """None if kernels that take `rows` can read these tensors, else the reason."""
-    for name, t in tensors.items():
-        if t is not None and t.dtype not in FLOATS:
-            return f"{name} has dtype {t.dtype}, not float16, bfloat16 or float32"
-        if t is not None and rows(t) is None:
-            return (
-                f"{name} of shape {tuple(t.shape)} has strides {tuple(t.stride())}, which are more than two"
-            )
+def unsupported_rows(x: torch.Tensor, name: str = "x") -> str | None:
+    """None if a kernel that takes `rows` can read x, else the reason."""
+    if x.dtype not in FLOATS:
+        return f"{name} has dtype {x.dtype}, not float16, bfloat16 or float32"
+    if rows(x) is None:
+        return f"{name} of shape {tuple(x.shape)} has strides {tuple(x.stride())}, which are more than two"
     return None
+
+
+def unsupported_vector(t: torch.Tensor | None, name: str) -> str | None:
+    """None if a kernel can read t, [H] or None, element by element, else the reason."""
+    if t is None or (t.is_contiguous() and t.dtype in FLOATS):
+        return None
+    return f"{name} of dtype {t.dtype} has strides {tuple(t.stride())}: it must be contiguous, of at most 32 bits"

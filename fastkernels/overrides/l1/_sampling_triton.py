@@ -45,7 +45,7 @@ def _count_from(x, ptr, V, value, ROW: tl.constexpr, LANES: tl.constexpr):
     """How many logits are at least `value`: of the vector x alone, or of the row that x begins."""
     hits = (x >= value).to(tl.int32)
     if ROW:
-        for start in range(LANES, V, LANES):
+        for start in tl.range(LANES, V, LANES, loop_unroll_factor=4):
             cols = start + tl.arange(0, LANES)
             hits += (_load(ptr, cols, cols < V) >= value).to(tl.int32)
     return tl.sum(hits, axis=0)
@@ -56,7 +56,7 @@ def _mass_from(x, ptr, V, value, top, t, ROW: tl.constexpr, LANES: tl.constexpr)
     """The mass of logits that are at least `value`: of the vector x alone, or of the row that x begins."""
     mass = tl.where(x >= value, (tl.exp((x - top) / t) * _UNIT).to(tl.int64), 0)
     if ROW:
-        for start in range(LANES, V, LANES):
+        for start in tl.range(LANES, V, LANES, loop_unroll_factor=4):
             cols = start + tl.arange(0, LANES)
             more = _load(ptr, cols, cols < V)
             mass += tl.where(more >= value, (tl.exp((more - top) / t) * _UNIT).to(tl.int64), 0)
@@ -124,7 +124,7 @@ def threshold_kernel(
         lane = tl.arange(0, LANES)
         first = _load(ptr, lane, lane < V)
         best = first
-        for start in range(LANES, V, LANES):
+        for start in tl.range(LANES, V, LANES, loop_unroll_factor=4):
             best = tl.maximum(best, _load(ptr, start + lane, start + lane < V))
         top = tl.max(best, axis=0)
         if top > float("-inf"):
@@ -143,7 +143,7 @@ def threshold_kernel(
                 tl.atomic_xchg(count_ptr + row, 0)
                 tl.debug_barrier()
                 if low > float("-inf"):
-                    for start in range(0, V, LANES):
+                    for start in tl.range(0, V, LANES, loop_unroll_factor=4):
                         x = _load(ptr, start + lane, start + lane < V)
                         hit = x >= low
                         at = tl.atomic_add(count_ptr + row + lane * 0, 1, mask=hit)
@@ -170,18 +170,18 @@ def race_kernel(
     ptr = x_ptr + row * stride
     lane = tl.arange(0, RACE)
     begin = part * SPAN
-    end = tl.minimum(begin + SPAN, V)
+    end = tl.minimum(begin + SPAN, V)  # SPAN is a multiple of RACE
     best = tl.full([RACE], float("-inf"), tl.float32)
     ids = begin + lane
     if t < _GREEDY:
         for start in range(begin, end, RACE):
-            x = _load(ptr, start + lane, start + lane < end)
+            x = _load(ptr, start + lane, start + lane < V)
             ids = tl.where(x > best, start + lane, ids)
             best = tl.maximum(best, x)
     else:
         seed, offset = tl.load(seed_ptr + row), tl.load(offset_ptr + row)
         for start in range(begin, end, RACE):
-            x = _load(ptr, start + lane, start + lane < end)
+            x = _load(ptr, start + lane, start + lane < V)
             if tl.max(x, axis=0) >= low:  # few blocks have a token that stays: most noise need not be made
                 noise = exponential_block(seed, offset, start, RACE // 4)
                 score = tl.where(x >= low, tl.div_rn(x, t) - tl.log(noise), float("-inf"))

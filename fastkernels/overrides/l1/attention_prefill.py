@@ -213,10 +213,10 @@ def _capability(index: int) -> tuple[int, int]:
 def supports_fa3(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any) -> str | None:
     if _capability(q.device.index or 0)[0] != 9:
         return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
+    if key_cache.dtype == torch.float8_e4m3fn:
+        return "FlashAttention-3 reads fp8 caches with fp8 queries only, which are less exact"
     if q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
-        return (
-            f"FlashAttention-3 needs q and cache in float16 or bfloat16, got {q.dtype} and {key_cache.dtype}"
-        )
+        return f"FlashAttention-3 needs float16 or bfloat16, got q {q.dtype} and cache {key_cache.dtype}"
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         return (
             f"FlashAttention-3 needs a head size that is a multiple of 8 and at most 256, got {q.shape[-1]}"

@@ -80,7 +80,7 @@ gelu_and_mul = define(
     'gelu_and_mul(Tensor x, str approximate="none") -> Tensor',
     fake=_fake,
     providers=(
-        Provider("triton", _triton, supports=lambda x, approximate="none": unsupported_rows(x=x)),
+        Provider("triton", _triton, supports=lambda x, approximate="none": unsupported_rows(x)),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )

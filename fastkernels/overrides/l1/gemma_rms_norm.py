@@ -9,7 +9,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import rms_norm
-from fastkernels.overrides.l1._rows import rows, unsupported_rows
+from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -60,7 +60,8 @@ def _supports_triton(
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
-    return unsupported_rows(x=x, residual=residual, weight=weight)
+    reason = unsupported_rows(x) or unsupported_vector(weight, "weight")
+    return reason if residual is None else reason or unsupported_rows(residual, "residual")
 
 
 def _triton(

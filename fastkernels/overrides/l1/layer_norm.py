@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._rows import rows, unsupported_rows
+from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -53,7 +53,7 @@ def _supports_triton(
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
-    return unsupported_rows(x=x, weight=weight, bias=bias)
+    return unsupported_rows(x) or unsupported_vector(weight, "weight") or unsupported_vector(bias, "bias")
 
 
 def _triton(
