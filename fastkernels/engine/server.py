@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from fastkernels import __version__
 
@@ -198,7 +198,11 @@ class Server:
             found = await unless_gone(raw, outputs.rest())
         finally:
             outputs.close()
-        return Response(status_code=499) if found is None else JSONResponse(answer.whole(found))
+        return (
+            Response(status_code=499)
+            if found is None
+            else Response(to_json(answer.whole(found)), media_type="application/json")
+        )
 
     def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
         own = uuid.uuid4().hex  # the engine's ids are ours: a client may use its own twice
