@@ -133,6 +133,10 @@ class Text(BaseModel):
     prompt: str
 
 
+class Done(BaseModel):
+    success: bool
+
+
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "What was wrong, where, and what is allowed"},
     "5XX": {"model": ErrorResponse, "description": "The engine failed, has ended, or is shutting down"},
@@ -165,4 +169,4 @@ METRICS = _text("Prometheus' text format", "text/plain")
 VERSION, MODELS, MODEL = _answers(Version), _answers(ModelList), _answers(ModelCard)
 COMPLETION = _answers(Completion, stream=True)
 CHAT = _answers(ChatCompletion, stream=True)
-TOKENIZE, DETOKENIZE = _answers(Tokens), _answers(Text)
+TOKENIZE, DETOKENIZE, DONE = _answers(Tokens), _answers(Text), _answers(Done)

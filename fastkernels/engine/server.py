@@ -7,6 +7,7 @@ sends.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -122,6 +123,8 @@ class Server:
             ("/v1/chat/completions", self.chat, schema.CHAT),
             ("/tokenize", self.tokenize, schema.TOKENIZE),
             ("/detokenize", self.detokenize, schema.DETOKENIZE),
+            ("/reset_prefix_cache", self.reset_prefix_cache, schema.DONE),  # vLLM's name
+            ("/flush_cache", self.reset_prefix_cache, schema.DONE),  # SGLang's
         ):
             app.add_api_route(path, post, methods=["POST"], response_model=None, **extra)
         return app
@@ -157,6 +160,11 @@ class Server:
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         self._check_model(body.model)
         return {"prompt": self.prompts.decode(body.tokens)}
+
+    async def reset_prefix_cache(self) -> dict[str, bool]:
+        """What has been computed is found by no later request; what runs goes on."""
+        await asyncio.wrap_future(self.llm.call(self.llm.engine.blocks.reset_cache))
+        return {"success": True}
 
     async def completions(self, body: CompletionRequest, raw: Request) -> Response:
         self._check_model(body.model)

@@ -214,6 +214,10 @@ def test_continuous_usage_and_cached_tokens(client):
     assert [c.usage.completion_tokens for c in chunks] == [*range(1, 13), 12]
     again = list(client.completions.create(**options, stream_options=usage))
     assert again[-1].usage.prompt_tokens_details.cached_tokens == 96
+    for path in ("reset_prefix_cache", "flush_cache"):
+        assert httpx.post(f"{str(client.base_url).removesuffix('v1/')}{path}").json() == {"success": True}
+        flushed = list(client.completions.create(**options, stream_options=usage))
+        assert flushed[-1].usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_tokenize_and_back(url):
