@@ -148,7 +148,8 @@ def test_tools_and_template_arguments_reach_the_template(live, client):
     template = tokenizer.chat_template
     tokenizer.chat_template = (
         template + "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}{{ mood or '' }}"
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
+        "{% endfor %}{% endfor %}"
     )
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}

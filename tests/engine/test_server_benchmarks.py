@@ -45,14 +45,14 @@ def run(python, *arguments):
 @pytest.mark.parametrize("python", [pytest.param(VLLM[0], marks=VLLM[1])])
 def test_vllm_bench_serve(url, tiny, tmp_path, python, backend, path):
     run(
-        python, "vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend, "--base-url", url, "--endpoint", path,
-        "--model", "tiny", "--tokenizer", str(tiny), "--dataset-name", "random", "--random-input-len", str(INPUT),
+        python, "vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend, "--base-url", url,
+        "--endpoint", path, "--model", "tiny", "--tokenizer", str(tiny), "--dataset-name", "random", "--random-input-len", str(INPUT),
         "--random-output-len", str(OUTPUT), "--num-prompts", str(REQUESTS), "--ignore-eos", "--save-result",
         "--result-dir", str(tmp_path), "--result-filename", "result.json",
     )  # fmt: skip
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["completed"] == REQUESTS and result["total_output_tokens"] == REQUESTS * OUTPUT
-    assert 0 < result["mean_ttft_ms"] and 0 < result["mean_itl_ms"]
+    assert result["mean_ttft_ms"] > 0 and result["mean_itl_ms"] > 0
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang-oai-chat"])
@@ -60,8 +60,8 @@ def test_vllm_bench_serve(url, tiny, tmp_path, python, backend, path):
 def test_sglang_bench_serving(url, tiny, tmp_path, python, backend):
     result = tmp_path / "result.jsonl"
     run(
-        python, "sglang.bench_serving", "--backend", backend, "--base-url", url, "--model", "tiny", "--tokenizer", str(tiny),
-        "--dataset-name", "random-ids", "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT),
+        python, "sglang.bench_serving", "--backend", backend, "--base-url", url, "--model", "tiny",
+        "--tokenizer", str(tiny), "--dataset-name", "random-ids", "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT),
         "--random-range-ratio", "1.0", "--num-prompts", str(REQUESTS), "--output-file", str(result), "--flush-cache",
     )  # fmt: skip
     (line,) = result.read_text().splitlines()
