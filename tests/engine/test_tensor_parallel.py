@@ -16,6 +16,7 @@ import traceback
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 
@@ -246,6 +247,23 @@ def test_a_worker_killed_while_there_is_nothing_to_do(tiny, greedy):
     assert died.wait(10) and not llm.healthy
     assert llm.dead == f"WorkerDied: rank 1 (pid {worker.pid}) was killed by SIGKILL"
     assert gone(worker.pid) and llm.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_two_gpus_give_the_tokens_of_one_and_notice_a_death(tiny):
+    settings = {"device": "cuda", "dtype": "float32", "max_model_len": 512, "num_blocks": 200}
+    eager = make(tiny, tensor_parallel_size=1, enforce_eager=True, **settings)
+    graphs = make(tiny, **settings)
+    for n in (1, 3, 4):
+        assert tokens(graphs.generate(PROMPTS[:n], GREEDY)) == tokens(eager.generate(PROMPTS[:n], GREEDY))
+    (pid,) = pids(graphs)
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
+        while time.monotonic() - start < 30:
+            graphs.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+    assert time.monotonic() - start < 10 and gone(pid)
 
 
 PARENT = """
