@@ -213,6 +213,11 @@ class Server:
         )
 
     def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
+        sequences, most = len(prompts) * (body.n or 1), self.llm.config.max_waiting
+        if sequences > most:
+            raise ApiError(
+                400, f"{sequences} sequences (prompts times n) are more than may wait: {most}", "prompt"
+            )
         own = uuid.uuid4().hex  # the engine's ids are ours: a client may use its own twice
         try:
             return [

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import make_tiny_llama
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastkernels.engine.detokenizer import MAX_PENDING, Detokenizer, Pieces
 
@@ -16,6 +17,20 @@ TEXTS = st.text(alphabet=st.sampled_from("ab é😀中\n"), max_size=12)
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(make_tiny_llama(tmp_path_factory.mktemp("detok") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def pieces_with_bytes():
+    """As Llama 2's: words with their spaces, single bytes for the rest, and the first space taken off."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
+    for piece in ("▁", "a", "▁b", "é", "▁▁", "😀"):
+        vocab[piece] = len(vocab)
+    rust = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    rust.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=rust, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 class Slow:
@@ -51,6 +66,16 @@ def run(tokenizer, prompt, ids, **options):
 def test_any_tokens_give_the_same_text_both_ways(tokenizer, ids, prompt, skip):
     fast = run(tokenizer, prompt, ids, skip_special_tokens=skip)
     assert fast == run(Slow(tokenizer), prompt, ids, skip_special_tokens=skip)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    ids=st.lists(st.integers(0, 264) | st.integers(259, 264) | st.integers(125, 258), max_size=40),
+    prompt=st.lists(st.integers(0, 264), max_size=8), skip=st.booleans(),
+)  # fmt: skip
+def test_pieces_with_byte_fallback_too(pieces_with_bytes, ids, prompt, skip):
+    fast = run(pieces_with_bytes, prompt, ids, skip_special_tokens=skip)
+    assert fast == run(Slow(pieces_with_bytes), prompt, ids, skip_special_tokens=skip)
 
 
 @settings(deadline=None, max_examples=200)

@@ -40,29 +40,34 @@ def run(python, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
+    ("backend", "path"),
+    [
+        ("openai", "/v1/completions"),
+        pytest.param("openai-chat", "/v1/chat/completions", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("python", [pytest.param(VLLM[0], marks=VLLM[1])])
 def test_vllm_bench_serve(url, tiny, tmp_path, python, backend, path):
     run(
         python, "vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend, "--base-url", url,
-        "--endpoint", path, "--model", "tiny", "--tokenizer", str(tiny), "--dataset-name", "random", "--random-input-len", str(INPUT),
-        "--random-output-len", str(OUTPUT), "--num-prompts", str(REQUESTS), "--ignore-eos", "--save-result",
-        "--result-dir", str(tmp_path), "--result-filename", "result.json",
+        "--model", "tiny", "--endpoint", path, "--tokenizer", str(tiny), "--dataset-name", "random",
+        "--num-prompts", str(REQUESTS), "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT),
+        "--ignore-eos", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json",
     )  # fmt: skip
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["completed"] == REQUESTS and result["total_output_tokens"] == REQUESTS * OUTPUT
     assert result["mean_ttft_ms"] > 0 and result["mean_itl_ms"] > 0
 
 
-@pytest.mark.parametrize("backend", ["vllm", "sglang-oai-chat"])
+@pytest.mark.parametrize("backend", ["vllm", pytest.param("sglang-oai-chat", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("python", [pytest.param(SGLANG[0], marks=SGLANG[1])])
 def test_sglang_bench_serving(url, tiny, tmp_path, python, backend):
     result = tmp_path / "result.jsonl"
     run(
-        python, "sglang.bench_serving", "--backend", backend, "--base-url", url, "--model", "tiny",
-        "--tokenizer", str(tiny), "--dataset-name", "random-ids", "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT),
-        "--random-range-ratio", "1.0", "--num-prompts", str(REQUESTS), "--output-file", str(result), "--flush-cache",
+        python, "sglang.bench_serving", "--backend", backend, "--base-url", url, "--model", "tiny", "--flush-cache",
+        "--tokenizer", str(tiny), "--dataset-name", "random-ids", "--num-prompts", str(REQUESTS),
+        "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--random-range-ratio", "1.0",
+        "--output-file", str(result),
     )  # fmt: skip
     (line,) = result.read_text().splitlines()
     found = json.loads(line)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import httpx
 import pytest
-from live import live_server, metric
+from live import live_server, metric, wait_for
 
 from fastkernels.engine.server_config import ServerConfig
 
@@ -167,12 +169,21 @@ def test_a_body_over_the_limit_is_413_with_and_without_its_length(url):
 
 def test_a_full_queue_is_429_at_once_for_a_stream_too_and_nothing_of_it_runs(url):
     refused = metric(url, "fastkernels:requests_refused_total")
-    for stream in (False, True):
-        answer = send(url, prompt=[[i] for i in range(1, 40)], max_tokens=300, ignore_eos=True, stream=stream)
-        assert "waiting" in error(answer, 429)["message"] and int(answer.headers["retry-after"]) >= 1
+    four = {"prompt": [[5], [6], [7], [8]], "ignore_eos": True}
+    with ExitStack() as stack:
+        for running, waiting in ((4, 0), (4, 4)):  # both what may run and what may wait
+            body = {**four, "max_tokens": 480, "stream": True}
+            stack.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60))
+            wait_for(lambda r=running: metric(url, "vllm:num_requests_running") == r)
+            wait_for(lambda w=waiting: metric(url, "vllm:num_requests_waiting") == w)
+        for stream in (False, True):
+            answer = send(url, **four, stream=stream)
+            assert "waiting" in error(answer, 429)["message"] and int(answer.headers["retry-after"]) >= 1
+        assert metric(url, "vllm:num_requests_waiting") == 4
     assert metric(url, "fastkernels:requests_refused_total") == refused + 2
-    assert metric(url, "vllm:num_requests_waiting") == 0
+    wait_for(lambda: metric(url, "vllm:num_requests_running") == 0)
     assert send(url, prompt=[5], max_tokens=2).status_code == 200
+    assert "5 sequences" in error(send(url, prompt="a", n=5))["message"]
 
 
 def test_the_key_is_asked_for_where_there_is_one(tiny):
