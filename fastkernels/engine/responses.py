@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from .answer_logprobs import Spell, chat_logprobs, completion_logprobs, prompt_logprobs_body
 from .protocol import ChatCompletionRequest, CompletionRequest
 from .request import CompletionOutput, PromptLogprobs, RequestOutput
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 Outputs = Sequence[tuple[int, RequestOutput]]  # (which of the request's prompts, its output)
 
 
@@ -44,9 +44,8 @@ class Answer:
         options = body.stream_options
         self.usage_at_end = bool(options and options.include_usage)
         self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)
-        head = _encode(self._head(self.chunk_kind))[:-1]
-        self._before = f'data: {head},"choices":['
-        self._after = ',"usage":null}\n\n' if self.usage_at_end else "}\n\n"
+        self._before = b'data: %b,"choices":[' % to_json(self._head(self.chunk_kind))[:-1]
+        self._after = b',"usage":null}\n\n' if self.usage_at_end else b"}\n\n"
 
     def whole(self, outputs: Outputs) -> dict[str, Any]:
         """The body of the answer, from the final output of every prompt."""
@@ -59,20 +58,18 @@ class Answer:
 
     def events(self, outputs: Outputs) -> bytes:
         """Server-sent events with what is new, one for each choice that has something."""
-        events = []
+        events: list[bytes] = []
         for prompt, output in outputs:
             self._note(prompt, output)
             for out in output.outputs:
                 index = prompt * self.n + out.index
                 first = index not in self.begun
                 self.begun.add(index)
-                choice, more = (
-                    _encode(self._choice(prompt, out, first)),
-                    self._first_fields() if first else "",
-                )
-                after = f',"usage":{_encode(self.usage())}}}\n\n' if self.usage_always else self._after
-                events.append(f"{self._before}{choice}]{more}{after}")
-        return "".join(events).encode("utf-8", "replace")
+                choice = to_json(self._choice(prompt, out, first))
+                more = self._first_fields() if first else b""
+                after = b',"usage":%b}\n\n' % to_json(self.usage()) if self.usage_always else self._after
+                events += (self._before, choice, b"]", more, after)
+        return b"".join(events)
 
     def closing(self) -> bytes:
         """The last events."""
@@ -101,9 +98,9 @@ class Answer:
     def _top_level(self) -> dict[str, Any]:
         return {}
 
-    def _first_fields(self) -> str:
+    def _first_fields(self) -> bytes:
         """What the first event of a choice has beside it."""
-        return ""
+        return b""
 
     def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any]:
         raise NotImplementedError
@@ -149,8 +146,8 @@ class ChatAnswer(Answer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     body: ChatCompletionRequest
 
-    def _first_fields(self) -> str:
-        return f',"prompt_token_ids":{_encode(self.prompts[0].token_ids)}' if self.ids else ""
+    def _first_fields(self) -> bytes:
+        return b',"prompt_token_ids":%b' % to_json(self.prompts[0].token_ids) if self.ids else b""
 
     def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any]:
         message = {"role": "assistant", "content": out.text} if first else {"content": out.text}
@@ -176,4 +173,4 @@ class ChatAnswer(Answer):
 
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {_encode(body)}\n\n".encode("utf-8", "replace")
+    return b"data: %b\n\n" % to_json(body)

@@ -133,17 +133,24 @@ class Text(BaseModel):
     prompt: str
 
 
+class Done(BaseModel):
+    success: bool
+
+
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "What was wrong, where, and what is allowed"},
     "5XX": {"model": ErrorResponse, "description": "The engine failed, has ended, or is shutting down"},
 }
 
 
-def _answers(model: type[BaseModel], *media: str) -> dict[str, Any]:
-    """Keyword arguments of a route that answers with this body, or as a stream of another media type."""
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+
+
+def _answers(model: type[BaseModel], stream: bool = False) -> dict[str, Any]:
+    """Keyword arguments of a route that answers with this body, or with a stream of server-sent events."""
     ok: dict[str, Any] = {"model": model, "description": "The answer"}
-    if media:
-        ok["content"] = {kind: {"schema": {"type": "string"}} for kind in media}
+    if stream:
+        ok["content"] = {"text/event-stream": {"schema": _EVENT}}
     return {"responses": {200: ok, **_ERRORS}}
 
 
@@ -160,6 +167,6 @@ def _text(description: str, media: str | None) -> dict[str, Any]:
 EMPTY = _text("Requests are taken", None)
 METRICS = _text("Prometheus' text format", "text/plain")
 VERSION, MODELS, MODEL = _answers(Version), _answers(ModelList), _answers(ModelCard)
-COMPLETION = _answers(Completion, "text/event-stream")
-CHAT = _answers(ChatCompletion, "text/event-stream")
-TOKENIZE, DETOKENIZE = _answers(Tokens), _answers(Text)
+COMPLETION = _answers(Completion, stream=True)
+CHAT = _answers(ChatCompletion, stream=True)
+TOKENIZE, DETOKENIZE, DONE = _answers(Tokens), _answers(Text), _answers(Done)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from fastkernels import __version__
 
@@ -93,9 +92,9 @@ class Server:
             return "the server is shutting down"
         return None if self.llm.healthy else "the engine has stopped"
 
-    def close(self) -> None:
-        """Stop the engine and its processes. Blocks until its step is done."""
-        stopped = self.llm.shutdown()
+    def close(self, timeout: float = 10.0) -> None:
+        """Stop the engine and its processes. Blocks until its step is done, for `timeout` seconds at most."""
+        stopped = self.llm.shutdown(timeout)
         self.prompts.close()
         if stopped and self.llm.dead is None:
             self.report.write(force=True)
@@ -107,12 +106,7 @@ class Server:
         self.report.write()
 
     def _routes(self) -> FastAPI:
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            yield
-            await asyncio.to_thread(self.close)
-
-        app = FastAPI(title="FastKernels", version=__version__, lifespan=lifespan)
+        app = FastAPI(title="FastKernels", version=__version__)
         app.router.route_class = StrictJSONRoute
         errors.install(app)
         for path, route, extra in (
@@ -129,6 +123,8 @@ class Server:
             ("/v1/chat/completions", self.chat, schema.CHAT),
             ("/tokenize", self.tokenize, schema.TOKENIZE),
             ("/detokenize", self.detokenize, schema.DETOKENIZE),
+            ("/reset_prefix_cache", self.reset_prefix_cache, schema.DONE),  # vLLM's name
+            ("/flush_cache", self.reset_prefix_cache, schema.DONE),  # SGLang's
         ):
             app.add_api_route(path, post, methods=["POST"], response_model=None, **extra)
         return app
@@ -164,6 +160,11 @@ class Server:
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         self._check_model(body.model)
         return {"prompt": self.prompts.decode(body.tokens)}
+
+    async def reset_prefix_cache(self) -> dict[str, bool]:
+        """What has been computed is found by no later request; what runs goes on."""
+        await asyncio.wrap_future(self.llm.call(self.llm.engine.blocks.reset_cache))
+        return {"success": True}
 
     async def completions(self, body: CompletionRequest, raw: Request) -> Response:
         self._check_model(body.model)
@@ -205,7 +206,11 @@ class Server:
             found = await unless_gone(raw, outputs.rest())
         finally:
             outputs.close()
-        return Response(status_code=499) if found is None else JSONResponse(answer.whole(found))
+        return (
+            Response(status_code=499)
+            if found is None
+            else Response(to_json(answer.whole(found)), media_type="application/json")
+        )
 
     def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
         own = uuid.uuid4().hex  # the engine's ids are ours: a client may use its own twice

@@ -46,7 +46,7 @@ def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig
         log.warning("%s is open to the network and asks for no key: set --api-key", host)
     options = uvicorn.Config(
         server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(LAST_WORDS),
-        timeout_keep_alive=server.config.timeout_keep_alive, server_header=False,
+        timeout_keep_alive=server.config.timeout_keep_alive, server_header=False, lifespan="off",
     )  # fmt: skip
     process = Process(options, server)
     log.info("serving %s at http://%s:%d/v1", server.model_name, host, port)
@@ -62,6 +62,12 @@ class Process(uvicorn.Server):
         self.server = server
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self.server.close(timeout=1.0 if self.force_exit else 10.0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()

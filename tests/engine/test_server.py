@@ -148,7 +148,8 @@ def test_tools_and_template_arguments_reach_the_template(live, client):
     template = tokenizer.chat_template
     tokenizer.chat_template = (
         template + "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}{{ mood or '' }}"
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
+        "{% endfor %}{% endfor %}"
     )
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
@@ -214,6 +215,10 @@ def test_continuous_usage_and_cached_tokens(client):
     assert [c.usage.completion_tokens for c in chunks] == [*range(1, 13), 12]
     again = list(client.completions.create(**options, stream_options=usage))
     assert again[-1].usage.prompt_tokens_details.cached_tokens == 96
+    for path in ("reset_prefix_cache", "flush_cache"):
+        assert httpx.post(f"{str(client.base_url).removesuffix('v1/')}{path}").json() == {"success": True}
+        flushed = list(client.completions.create(**options, stream_options=usage))
+        assert flushed[-1].usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_tokenize_and_back(url):

@@ -30,7 +30,9 @@ def live_server(
     before = set(threading.enumerate())
     defaults = {"device": "cpu", "max_model_len": 512, "num_blocks": 200, "max_num_seqs": 8}
     server = Server(EngineConfig(str(model), **{**defaults, **config}), server_config or ServerConfig("tiny"))
-    options = uvicorn.Config(server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    options = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off"
+    )
     process = serving.Process(options, server)
     with serving.bind("127.0.0.1", 0) as sock:
         host, port = sock.getsockname()

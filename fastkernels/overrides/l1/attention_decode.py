@@ -19,6 +19,7 @@ from fastkernels.overrides.l1.attention_prefill import (
     make_batch,
     supports_fa3,
     supports_triton,
+    take_blocks,
 )
 from fastkernels.spec import Case, OpSpec
 
@@ -51,8 +52,12 @@ def reference(
     if window_left >= 0:
         seen = seen & (at >= seq_lens[:, None] - 1 - window_left)
     absent = ~seen[:, :, None, None]  # what lies behind a sequence's end may be anything, also not a number
-    keys = key_cache[blocks].view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * k_scale
-    values = value_cache[blocks].view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * v_scale
+    keys = (
+        take_blocks(key_cache, blocks).view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * k_scale
+    )
+    values = (
+        take_blocks(value_cache, blocks).view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * v_scale
+    )
     grouped = q.to(acc).view(batch, kv_heads, -1, d)
     scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * scale
     if softcap > 0:

@@ -49,8 +49,8 @@ def reference(
         n = starts[i + 1] - starts[i]
         if n == 0 or n_keys == 0:
             continue
-        keys = key_cache[blocks].flatten(0, 1)[:n_keys].to(acc) * k_scale
-        values = value_cache[blocks].flatten(0, 1)[:n_keys].to(acc) * v_scale
+        keys = take_blocks(key_cache, blocks).flatten(0, 1)[:n_keys].to(acc) * k_scale
+        values = take_blocks(value_cache, blocks).flatten(0, 1)[:n_keys].to(acc) * v_scale
         grouped = q[rows].to(acc).view(n, -1, group, q.shape[-1])  # [n, Hkv, Hq / Hkv, D]
         scores = torch.einsum("nhgd,khd->hgnk", grouped, keys) * scale
         if softcap > 0:
@@ -63,6 +63,13 @@ def reference(
         weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).nan_to_num(0.0)
         out[rows] = torch.einsum("hgnk,khd->nhgd", weights, values).reshape(n, *q.shape[1:]).to(q.dtype)
     return out
+
+
+def take_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """cache[blocks]; through bytes where the cache is fp8, which PyTorch does not index on every device."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache[blocks]
+    return cache.view(torch.uint8)[blocks].view(cache.dtype)
 
 
 @triton.jit

@@ -1,0 +1,150 @@
+"""The engine's thread: what fails ends what it must, nobody waits for ever, and slow readers lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from fastkernels.engine.async_llm import MAX_FAILED_STEPS, AsyncLLM, EngineError
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.request import CompletionOutput, Logprob, RequestOutput
+from fastkernels.engine.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduler import QueueFull
+from fastkernels.engine.stream import OutputStream
+
+pytestmark = pytest.mark.asyncio
+DELTA = RequestOutputKind.DELTA
+
+
+def params(max_tokens=8, kind=DELTA, **more):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=kind, **more)
+
+
+@pytest.fixture
+def llm(tiny):
+    llm = AsyncLLM(
+        EngineConfig(str(tiny), device="cpu", max_model_len=512, num_blocks=64, max_num_seqs=4, max_waiting=4)
+    )
+    yield llm
+    llm.shutdown()
+    assert not llm._thread.is_alive() and llm._streams == {}
+
+
+async def collect(llm, request_id, prompt=(5, 6), **options):
+    return [o async for o in llm.generate(list(prompt), params(**options), request_id)]
+
+
+def fail_steps(llm, monkeypatch, errors):
+    """The next steps raise these errors."""
+    step, left = llm.engine.step, list(errors)
+
+    def failing():
+        if left:
+            raise left.pop(0)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", failing)
+
+
+async def test_deltas_are_the_whole_and_cumulative_outputs_replace_each_other(llm):
+    whole = (await collect(llm, "a", kind=RequestOutputKind.FINAL_ONLY))[-1].outputs[0]
+    deltas = [o.outputs[0] for o in await collect(llm, "b")]
+    assert [t for d in deltas for t in d.token_ids] == list(whole.token_ids)
+    assert "".join(d.text for d in deltas) == whole.text
+    last = (await collect(llm, "c", kind=RequestOutputKind.CUMULATIVE))[-1].outputs[0]
+    assert (last.text, list(last.token_ids)) == (whole.text, list(whole.token_ids))
+
+
+async def test_a_reader_that_sleeps_gets_all_in_one(llm):
+    request = llm.make_request("a", [5, 6], params(60, logprobs=1))
+    stream = await llm.open([request])
+    while "a" in llm._streams:
+        await asyncio.sleep(0.01)
+    items = await stream.get()
+    assert len(items) == 1 and stream.finished
+    out = items[0][1].outputs[0]
+    assert len(out.token_ids) == len(out.logprobs) == out.num_tokens == 60
+    assert all(token in entry for token, entry in zip(out.token_ids, out.logprobs, strict=True))
+
+
+async def test_a_failed_step_ends_its_requests_and_not_the_engine(llm, monkeypatch):
+    before = (await collect(llm, "a"))[-1].outputs[0]
+    fail_steps(llm, monkeypatch, [RuntimeError("boom")])
+    results = await asyncio.gather(*(collect(llm, f"b{i}") for i in range(3)), return_exceptions=True)
+    failed = [r for r in results if isinstance(r, EngineError)]
+    assert failed and all("boom" in str(e) and not e.stopped for e in failed)
+    assert llm.healthy and llm.num_failed_steps == 1 and llm.engine.requests == {}
+    assert (await collect(llm, "c"))[-1].outputs[0] == before
+    assert llm.engine.blocks.usage == 0
+
+
+@pytest.mark.parametrize("how", ["fatal", "again and again"])
+async def test_an_engine_that_is_broken_ends_and_says_why(llm, monkeypatch, how):
+    died = threading.Event()
+    llm.on_death = died.set
+    error = RuntimeError("the worker is gone")
+    if how == "fatal":
+        error.fatal = True
+    fail_steps(llm, monkeypatch, [error] * MAX_FAILED_STEPS)
+    for i in range(1 if how == "fatal" else MAX_FAILED_STEPS):
+        with pytest.raises(EngineError, match="the worker is gone"):
+            await asyncio.wait_for(collect(llm, f"a{i}"), 20)
+    assert died.wait(10) and not llm.healthy and "the worker is gone" in llm.dead
+    with pytest.raises(EngineError, match="the worker is gone") as later:
+        await collect(llm, "b")
+    assert later.value.stopped
+
+
+async def test_all_or_none_of_a_batch_is_queued(llm):
+    many = [llm.make_request(f"a{i}", [5], params(200)) for i in range(20)]
+    with pytest.raises(QueueFull):
+        await llm.open(many)
+    llm.call(lambda: None).result(10)
+    assert llm.engine.requests == {} and llm._streams == {}
+    few = [llm.make_request(f"b{i}", [5], params(3)) for i in range(4)]
+    stream = await llm.open(few)
+    assert [i for i, _ in sorted(await stream.rest())] == [0, 1, 2, 3]
+
+
+async def test_leaving_a_stream_aborts_its_request(llm):
+    async for _ in llm.generate([5], params(400), "a"):
+        break
+    for _ in range(100):
+        await asyncio.sleep(0.02)
+        if llm.call(lambda: dict(llm.engine.requests)).result(10) == {}:
+            return
+    raise AssertionError("the request runs on")
+
+
+async def test_shutdown_ends_requests_with_an_error(llm):
+    task = asyncio.create_task(collect(llm, "a", max_tokens=400))
+    await asyncio.sleep(0.2)
+    await asyncio.to_thread(llm.shutdown)
+    with pytest.raises(EngineError, match="stopped"):
+        await asyncio.wait_for(task, 10)
+    with pytest.raises(EngineError, match="stopped"):
+        await collect(llm, "b")
+
+
+async def test_joined_outputs_of_several_choices():
+    def output(index, text, finished=False, logprobs=None):
+        out = CompletionOutput(index, text, [ord(c) for c in text], logprobs, num_tokens=len(text))
+        return RequestOutput("a", None, [1], [out], finished)
+
+    aborted = []
+    stream = OutputStream(["a"], aborted.extend, delta=True)
+    entry = [{1: Logprob(-1.0)}]
+    for item in (
+        output(1, "x", logprobs=entry),
+        output(0, "y"),
+        output(1, "z", logprobs=entry),
+        output(0, "w", True),
+    ):
+        stream.put("a", item)
+    ((index, found),) = await stream.get()
+    assert index == 0 and [(o.index, o.text) for o in found.outputs] == [(0, "yw"), (1, "xz")]
+    assert found.outputs[1].logprobs == entry * 2 and stream.finished
+    stream.close()
+    assert aborted == []
