@@ -22,7 +22,8 @@ def serve(
         str | None, typer.Option(help="what clients call it (default: MODEL)")
     ] = SERVER.served_model_name,
     api_key: Annotated[
-        str | None, typer.Option(envvar="FASTKERNELS_API_KEY", help="what clients must send", show_default=False)
+        str | None,
+        typer.Option(envvar="FASTKERNELS_API_KEY", help="what clients must send", show_default=False),
     ] = SERVER.api_key,
     max_body_size: Annotated[
         int, typer.Option(min=1, help="bytes of a request's body")

@@ -92,7 +92,9 @@ def describe(error: dict[str, Any]) -> tuple[str, str | None]:
             continue
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
     if error["type"] == "missing":
-        return (f"{where} is required" if where else "the body is empty: it must be a JSON object"), where or None
+        return (
+            f"{where} is required" if where else "the body is empty: it must be a JSON object"
+        ), where or None
     message, given = str(error["msg"]).removeprefix("Value error, "), reprlib.repr(error.get("input"))
     if error["type"] == "too_long":
         limit, given = error["ctx"]["max_length"], str(len(error["input"]))
