@@ -26,7 +26,7 @@ from .config import EngineConfig
 from .ranks import Ranks, WorkerDied
 from .runner import ModelRunner
 from .step import Pending, StepInput, StepOutput
-from .worker import Setup, build_runner, invoke, join
+from .worker import Setup, build_runner, encode, invoke, join
 
 NOTICE = 2.0  # seconds that the watcher gets to see a worker's death after a collective has failed
 
@@ -120,12 +120,12 @@ class TensorParallelExecutor(Executor):
 
     def launch(self, step: StepInput) -> Pending:
         with self._together():
-            self._send(step)
+            self._send(encode(step))
             return _Checked(self, self.runner.launch(step))
 
     def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
         with self._together():
-            self._send((what, args))
+            self._send(pickle.dumps((what, args)))
             own = invoke(self.runner, what, args)
             return [own, *(worker.receive() for worker in self._ranks.workers)]
 
@@ -139,8 +139,7 @@ class TensorParallelExecutor(Executor):
             self.runner.graphs = None  # graphs hold NCCL's communicator
         self._end()
 
-    def _send(self, message: Any) -> None:
-        data = pickle.dumps(message, protocol=5)
+    def _send(self, data: bytes) -> None:
         for worker in self._ranks.workers:
             worker.commands.send_bytes(data)
 

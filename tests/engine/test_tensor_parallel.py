@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -13,7 +14,9 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import fields
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -25,6 +28,8 @@ from fastkernels import LLM, SamplingParams
 from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.executor import WorkerDied
+from fastkernels.engine.step import NewRow, PromptTargets, StepInput
+from fastkernels.engine.worker import decode, encode
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -52,6 +57,23 @@ def gone(pid, seconds=10.0):
     return not psutil.pid_exists(pid)
 
 
+@pytest.mark.parametrize("updates", [[], [[0, 1, 7], [2, 0, 9]]])
+def test_a_step_arrives_as_it_was_sent(updates):
+    step = StepInput(
+        np.array([4, 2]), np.array([1, 3], np.int32), np.array([9, 3], np.int32), np.array([5, -1]),
+        np.array([-1, 3, 4, 5]), 1, np.array(updates, np.int32).reshape(-1, 3),
+        [NewRow(2, SamplingParams(logit_bias={3: 1.0}), 7, frozenset({1}), (3, 4))],
+        [PromptTargets(1, 2, np.array([4, 5]))],
+    )  # fmt: skip
+    got = decode(pickle.loads(encode(step)))
+    for field in fields(StepInput):
+        sent, found = getattr(step, field.name), getattr(got, field.name)
+        if isinstance(sent, np.ndarray):
+            assert np.array_equal(sent, found) and (sent.dtype, sent.shape) == (found.dtype, found.shape)
+    assert (got.num_decodes, got.new_rows) == (1, step.new_rows)
+    assert got.prompt_targets[0].targets.tolist() == [4, 5]
+
+
 @pytest.fixture(scope="module")
 def one(tiny):
     return make(tiny, tensor_parallel_size=1)
@@ -59,8 +81,8 @@ def one(tiny):
 
 @pytest.fixture(scope="module")
 def two(tiny):
-    """Shared by the tests down to the last one that uses it, which ends it."""
-    llm = make(tiny)
+    """Two steps in flight. Shared by the tests down to the last one that uses it, which ends it."""
+    llm = make(tiny, async_scheduling=True)
     yield llm
     llm.llm_engine.shutdown()
 
