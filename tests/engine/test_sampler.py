@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from fastkernels.engine.detokenizer import Detokenizer
 from fastkernels.engine.sampler import Sampler
 from fastkernels.engine.sampler_state import NewRow, SamplePlan
 from fastkernels.engine.sampling_params import SamplingParams
@@ -306,57 +305,3 @@ def test_nothing_waits_for_the_gpu():
                 torch.cuda.set_sync_debug_mode("default")
         results.append((ids.tolist(), logprobs.token_ids.tolist()))
     assert results[0] == results[1]
-
-
-class Bytes:
-    """A tokenizer of single bytes, and of whole strings above 255."""
-
-    words = {256: "stop", 257: "STO", 258: "P it", 259: "x"}
-
-    def decode(self, ids, **_):
-        raw = b"".join(self.words[i].encode() if i > 255 else bytes([i]) for i in ids)
-        return raw.decode("utf-8", errors="replace")
-
-
-def feed(ids, **options):
-    detokenizer = Detokenizer(Bytes(), [], **options)
-    pieces, stop = [], None
-    for i in ids:
-        stop = detokenizer.append(i)
-        pieces.append(detokenizer.take(final=stop is not None))
-        if stop:
-            break
-    if stop is None:
-        detokenizer.finish()
-        pieces.append(detokenizer.take(final=True))
-    return pieces, stop, detokenizer.text
-
-
-def test_characters_come_whole():
-    pieces, _, text = feed("héé€😀!".encode())
-    assert text == "héé€😀!" == "".join(pieces)
-    assert not any("\ufffd" in p for p in pieces)
-
-
-def test_an_unfinished_character_ends_as_replacement():
-    assert feed([104, 0xF0, 0x9F])[2] == "h\ufffd"
-
-
-def test_bad_bytes_do_not_hold_the_text_up():
-    pieces, _, text = feed([0xFF] * 40 + [104])
-    assert text.endswith("h") and any(pieces[:20])
-
-
-def test_stop_over_several_tokens_is_never_sent():
-    pieces, stop, text = feed([259, 257, 258, 259], stop=["STOP"])
-    assert (stop, text, "".join(pieces)) == ("STOP", "x", "x")
-
-
-def test_a_tail_that_was_no_stop_comes_later():
-    pieces, stop, text = feed([259, 257, 259], stop=["STOP"])
-    assert (stop, text) == (None, "xSTOx") and pieces[1] == "" and pieces[2] == "STOx"
-
-
-def test_the_stop_that_ends_first_wins():
-    assert feed([256, 259], stop=["stopx", "to", "stop"])[1:] == ("to", "s")
-    assert feed([256], stop=["stop"], include_stop=True)[1:] == ("stop", "stop")

@@ -151,4 +151,5 @@ SPEC = OpSpec(
         Target("vllm", "vllm.model_executor.layers.activation:GeluAndMul", "VllmGeluAndMul", "leaf"),
         Target("sglang", "sglang.srt.layers.activation:GeluAndMul", "SGLangGeluAndMul", "leaf"),
     ),
+    batch_invariant=True,  # elementwise
 )

@@ -200,4 +200,5 @@ SPEC = OpSpec(
         Target("sglang", f"{_SGLANG}Gemma3RMSNorm", "SGLangGemma3RMSNorm_0_5_16", "leaf", "<0.5.17"),
         Target("sglang", f"{_SGLANG}Gemma3RMSNorm", "SGLangGemma3RMSNorm", "leaf", ">=0.5.17"),
     ),
+    batch_invariant=True,  # a program a row
 )

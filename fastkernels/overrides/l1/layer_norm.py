@@ -207,4 +207,5 @@ SPEC = OpSpec(
         Target("vllm", _VLLM, "VllmLayerNorm", "leaf", ">=0.32"),
         Target("sglang", _SGLANG, "SGLangLayerNorm", "leaf"),
     ),
+    batch_invariant=True,  # a program a row
 )
