@@ -30,7 +30,7 @@ class EngineConfig:
     async_scheduling        schedule a step while the one before it runs (default: on CUDA)
     attention_backend       one of ATTENTION_BACKENDS (default: the fastest that is there)
     tensor_parallel_size    processes that share each layer: GPUs, or gloo processes on the CPU
-    max_logprobs            the most that a request's logprobs and prompt_logprobs may ask for
+    max_logprobs            the most that a request's logprobs and prompt_logprobs may ask for; -1: no limit
     load_format             'auto': safetensors; 'dummy': random weights from `seed`, no weight file is read
     enforce_eager           no CUDA graphs
     skip_tokenizer_init     token ids in, token ids out
@@ -78,8 +78,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value} is less than 1")
-        if self.max_logprobs < 0:
-            raise ValueError(f"max_logprobs {self.max_logprobs} is negative")
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs {self.max_logprobs} is neither a number of tokens nor -1 (no limit)")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}:"

@@ -97,7 +97,7 @@ class LLMEngine:
         ends |= set() if params.ignore_eos else set(self.eos_token_ids)
         group = RequestGroup(request_id, text, ids, params, [])
         for index in range(params.n):
-            seed = self._seeds.getrandbits(63) if params.seed is None else params.seed + index
+            seed = self._seeds.getrandbits(63) if params.seed is None else _wrap(params.seed + index)
             own = params if index == 0 else replace(params, prompt_logprobs=None)
             group.sequences.append(
                 Request(
@@ -220,6 +220,11 @@ class LLMEngine:
             params.include_stop_str_in_output,
             params.skip_special_tokens,
         )
+
+
+def _wrap(seed: int) -> int:
+    """As a 64-bit signed integer: the seed after the largest is the smallest."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _tokenizer(source: str | Path) -> Any:

@@ -117,8 +117,9 @@ class Sampler:
     def prompt_logprobs(logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobsTensors:
         """Log-probabilities of a prompt's tokens, targets [T] int64; logits [T, V] are of the positions before them.
 
-        k: most likely tokens beside each, 0 to V.
+        k: most likely tokens beside each, 0 to V; -1: all.
         """
+        k = logits.shape[1] if k < 0 else k
         chunks = zip(logits.split(PROMPT_ROWS), targets.split(PROMPT_ROWS), strict=True)
         parts = [gather_logprobs(x, ids, k) for x, ids in chunks]
         return LogprobsTensors(*(torch.cat(t) for t in zip(*parts, strict=True)))

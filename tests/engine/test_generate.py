@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -57,6 +58,25 @@ def test_seed_does_not_depend_on_the_batch(llm):
     batch = llm.generate([[1, 2], [9, 8, 7], [9, 8, 7], [5]], [unseeded, seeded, other, GREEDY])
     assert tokens(batch)[1] == alone
     assert tokens(batch)[2] != alone[:9]
+
+
+def test_the_largest_seed_serves_n_outputs(llm):
+    largest, smallest = (
+        SamplingParams(temperature=1.0, seed=seed, n=n, max_tokens=8, ignore_eos=True)
+        for seed, n in ((2**63 - 1, 2), (-(2**63), 1))
+    )
+    both = llm.generate([[9, 8, 7]], largest)[0].outputs
+    assert both[1].token_ids == tokens(llm.generate([[9, 8, 7]], smallest))[0] != both[0].token_ids
+
+
+def test_logprobs_of_the_whole_vocabulary(tiny):
+    llm = LLM(str(tiny), device="cpu", max_model_len=64, max_logprobs=-1)
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1)
+    out = llm.generate([[9, 8, 7]], params)[0]
+    assert out.prompt_logprobs is not None and out.prompt_logprobs[0] is None
+    for entry in (*out.prompt_logprobs[1:], *out.outputs[0].logprobs):
+        assert len(entry) == 512
+        assert sum(math.exp(e.logprob) for e in entry.values()) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_preemption_loses_no_token(tiny, greedy):
