@@ -60,6 +60,7 @@ class LLM:
                     request = waiting.pop()
                     engine.add_request(request.request_id, request)
                 done.update((o.request_id, o) for o in engine.step() if o.finished)
+                engine.take_stats()  # nobody reads them here, and they would pile up
         except BaseException:
             engine.abort_request(ids)
             raise

@@ -146,9 +146,12 @@ class LLMEngine:
         return [o for o in found if o is not None]
 
     def abort_all(self) -> None:
-        """Stop everything after a step that failed: what it should have put into the cache is forgotten."""
-        self.abort_request(list(self.requests))
+        """Stop everything: nobody is told. What is in the cache is forgotten."""
         self.core.reset()
+        groups = self.requests.values()
+        self.stats.finished += [s for g in groups for s in g.sequences if id(s) in self._group_of]
+        self._group_of.clear()
+        self.requests.clear()
 
     def has_unfinished_requests(self) -> bool:
         return self.core.busy
@@ -156,13 +159,18 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Launch the next batch, wait for the oldest one under way, and return an output for each request with news.
 
-        With async scheduling two batches are under way, so that the first step returns nothing.
+        With async scheduling two batches are under way, so that the first step returns nothing. Raises what went wrong
+        in a step; all requests are gone then.
         """
-        done = self.core.step()
-        return [] if done is None else self._read(done)
+        try:
+            done = self.core.step()
+            return [] if done is None else self._read(done)
+        except BaseException:  # the blocks that the step should have filled have names already
+            self.abort_all()
+            raise
 
     def take_stats(self) -> StepStats:
-        """What happened since the last call."""
+        """What happened since the last call. Whoever steps the engine must take it: it grows until then."""
         stats, self.stats = self.stats, StepStats()
         return stats
 

@@ -3,7 +3,9 @@ flight, and requests that come and go at any time."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -99,10 +101,36 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(tiny, greedy, overlap,
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
         patch.setattr(engine.runner.model, "forward", _broken)
         engine.step()
-    engine.abort_all()
-    assert not engine.has_unfinished_requests() and engine.blocks.num_free == 199
+    assert not engine.requests and not engine.has_unfinished_requests() and engine.blocks.num_free == 199
     again = llm.generate(prompt, GREEDY)[0]
     assert again.num_cached_tokens == 0 and tokens([again]) == [greedy(tiny, prompt, 12)]
+
+
+def test_generate_after_a_step_that_was_not_launched(tiny, greedy, overlap, monkeypatch):
+    """Its prompt's blocks had names already, and nothing was in them."""
+    llm = make(tiny, async_scheduling=overlap)
+    prompt = list(range(30))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
+        patch.setattr(llm.llm_engine.executor, "launch", _broken)
+        llm.generate(prompt, GREEDY)
+    assert tokens(llm.generate(prompt, GREEDY)) == [greedy(tiny, prompt, 12)]
+
+
+def test_an_offline_engine_keeps_nothing_of_what_has_ended(tiny):
+    llm = make(tiny, max_num_seqs=4)
+    refs = [weakref.ref(r) for r in _run(llm, 3)]
+    gc.collect()
+    assert not any(ref() for ref in refs)
+
+
+def _run(llm, count):
+    """Sequences of requests that llm.generate has served."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = llm.llm_engine.make_request
+        patch.setattr(llm.llm_engine, "make_request", lambda *a: made.append(real(*a)) or made[-1])
+        llm.generate([[5, 6 + i] for i in range(count)], GREEDY)
+    return [s for group in made for s in group.sequences]
 
 
 def _broken(*args, **kwargs):
