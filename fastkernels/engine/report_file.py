@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from fastkernels.env import Environment
 from . import candidates
 from .llm_engine import LLMEngine
 
+log = logging.getLogger("fastkernels")
 EVERY = 2.0  # seconds
 
 
@@ -22,19 +24,29 @@ class ReportFile:
         self.engine, self.folder, self._written = engine, Environment.read().report, 0.0
 
     def write(self, force: bool = False) -> None:
-        """Write the files, at most every few seconds. Readers never see half of one."""
+        """Write the files, at most every few seconds. Readers never see half of one.
+
+        A folder that cannot be written is no reason to end requests: a warning says so, once.
+        """
         if not self.folder or (not force and time.monotonic() - self._written < EVERY):
             return
         self._written = time.monotonic()
         patched = self.engine.patched
         replies = patched.report() if patched is not None else self.engine.executor.call(_unpatched)
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for reply in replies:
-            path = folder / f"fastkernels-{reply['rank']}-{reply['pid']}.json"
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps(reply))
-            part.replace(path)
+        try:
+            for reply in replies:
+                _write(Path(self.folder), reply)
+        except OSError as error:
+            log.warning("FASTKERNELS_REPORT: no more reports, %s", error)
+            self.folder = None
+
+
+def _write(folder: Path, reply: candidates.Reply) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"fastkernels-{reply['rank']}-{reply['pid']}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(reply))
+    part.replace(path)
 
 
 def _unpatched(runner: Any) -> candidates.Reply:

@@ -8,9 +8,11 @@ sends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +23,7 @@ from pydantic_core import from_json, to_json
 from fastkernels import __version__
 
 from . import answer_logprobs, errors, schema
-from .async_llm import AsyncLLM
+from .async_llm import AsyncLLM, EngineError
 from .config import EngineConfig
 from .errors import ApiError
 from .gate import Gate
@@ -94,11 +96,11 @@ class Server:
 
     def close(self, timeout: float = 10.0) -> None:
         """Stop the engine and its processes. Blocks until its step is done, for `timeout` seconds at most."""
-        stopped = self.llm.shutdown(timeout)
+        until = time.monotonic() + timeout
+        with contextlib.suppress(EngineError, futures.TimeoutError):
+            self.llm.call(lambda: self.report.write(force=True)).result(timeout)
+        self.llm.shutdown(max(until - time.monotonic(), 0.0))
         self.prompts.close()
-        if stopped and self.llm.dead is None:
-            self.report.write(force=True)
-        self.llm.engine.shutdown()
 
     def _on_step(self, stats: Any) -> None:
         self.metrics.observe(stats)

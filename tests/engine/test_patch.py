@@ -12,6 +12,7 @@ import fastkernels
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.report_file import ReportFile
 from fastkernels.engine.sampling_params import RequestOutputKind
 from fastkernels.patch import PatchError
 
@@ -139,3 +140,17 @@ def test_async_streams_patches_and_survives_a_failing_step(tiny):
         time.sleep(0.05)
     assert not llm.engine.has_unfinished_requests()
     llm.shutdown()
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(tiny, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    llm = LLM(str(tiny), device="cpu", num_blocks=40)
+    monkeypatch.setenv("FASTKERNELS_REPORT", str(tmp_path))
+    report = ReportFile(llm.llm_engine)
+    report.write()
+    assert len(list(tmp_path.glob("fastkernels-0-*.json"))) == 1
+    monkeypatch.setenv("FASTKERNELS_REPORT", str(tmp_path / "file"))
+    report = ReportFile(llm.llm_engine)
+    for _ in range(2):
+        report.write(force=True)
+    assert caplog.text.count("FASTKERNELS_REPORT") == 1
