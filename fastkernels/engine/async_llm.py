@@ -133,7 +133,10 @@ class AsyncLLM:
             return
 
     def shutdown(self, timeout: float = 10.0) -> bool:
-        """Stop after the step that runs; requests under way get an EngineError. Returns whether it stopped in time."""
+        """Stop after the step that runs, and end the processes of other ranks; requests under way get an EngineError.
+
+        Returns whether the step ended within `timeout` seconds.
+        """
 
         def stop() -> None:
             self._stopped = True
@@ -141,7 +144,9 @@ class AsyncLLM:
         with contextlib.suppress(EngineError):
             self._submit(stop)
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        stopped = not self._thread.is_alive()
+        self.engine.shutdown()
+        return stopped
 
     def _rank_died(self) -> None:
         """Also while there is nothing to step: the check raises what ends the engine."""
@@ -163,6 +168,7 @@ class AsyncLLM:
         try:
             if self._stopped:
                 raise EngineError(self._why_stopped(), stopped=True)
+            self.engine.scheduler.check_room(sum(len(r.sequences) for r in requests))
             for request in requests:
                 self.engine.add_request(request.request_id, request)
                 added.append(request.request_id)
@@ -185,8 +191,9 @@ class AsyncLLM:
                     if not self._stopped and self.engine.has_unfinished_requests():
                         self._send([(o.request_id, o) for o in self.engine.step()])
                         self._failed_in_a_row = 0
+                    stats = self.engine.take_stats()
                     if self.on_step is not None:
-                        self.on_step(self.engine.take_stats())
+                        self.on_step(stats)
                 except Exception as error:
                     self._step_failed(error)
         finally:
@@ -235,8 +242,8 @@ class AsyncLLM:
             block = False
 
     def _fail(self, error: EngineError) -> None:
+        self.engine.abort_all()  # first: who gets the error finds an engine without requests
         self._send([(request_id, error) for request_id in list(self._streams)])
-        self.engine.abort_all()
 
     def _send(self, items: list[tuple[str, Any]]) -> None:
         """Hand outputs to their streams: one wake-up of a loop for all of a step's."""

@@ -98,14 +98,23 @@ async def test_an_engine_that_is_broken_ends_and_says_why(llm, monkeypatch, how)
 
 
 async def test_all_or_none_of_a_batch_is_queued(llm):
+    ended = []
+    llm.on_step = lambda stats: ended.extend(stats.finished)
     many = [llm.make_request(f"a{i}", [5], params(200)) for i in range(20)]
     with pytest.raises(QueueFull):
         await llm.open(many)
     llm.call(lambda: None).result(10)
     assert llm.engine.requests == {} and llm._streams == {}
+    assert ended == []  # refused, not aborted: the metrics count no request
     few = [llm.make_request(f"b{i}", [5], params(3)) for i in range(4)]
     stream = await llm.open(few)
     assert [i for i, _ in sorted(await stream.rest())] == [0, 1, 2, 3]
+
+
+async def test_without_on_step_nothing_piles_up(llm):
+    await collect(llm, "a")
+    await collect(llm, "b")
+    assert llm.call(lambda: len(llm.engine.stats.finished)).result(10) <= 1
 
 
 async def test_leaving_a_stream_aborts_its_request(llm):
