@@ -14,12 +14,16 @@ _LAZY = {
     "patch": ".patch",
     "patch_async": ".patch",
     "Report": ".patch",
+    "AsyncLLM": ".engine.async_llm",
+    "EngineConfig": ".engine.config",
     "LLM": ".engine.llm",
     "SamplingParams": ".engine.sampling_params",
 }
 __all__ = ["__version__", *_LAZY]
 
 if TYPE_CHECKING:
+    from .engine.async_llm import AsyncLLM
+    from .engine.config import EngineConfig
     from .engine.llm import LLM
     from .engine.sampling_params import SamplingParams
     from .patch import Report, patch, patch_async

@@ -79,7 +79,9 @@ class EngineConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value} is less than 1")
         if self.max_logprobs < -1:
-            raise ValueError(f"max_logprobs {self.max_logprobs} is neither a number of tokens nor -1 (no limit)")
+            raise ValueError(
+                f"max_logprobs {self.max_logprobs} is neither a number of tokens nor -1 (no limit)"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}:"

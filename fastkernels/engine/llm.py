@@ -18,12 +18,26 @@ Prompt: TypeAlias = "str | Sequence[int]"
 class LLM:
     """A model that generates, in this process. Keyword arguments are the fields of EngineConfig.
 
+        with LLM(model) as llm:
+            outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
+
+    Its worker processes (tensor_parallel_size > 1) end with the `with` block, at shutdown(), or with the LLM itself.
     Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture.
     """
 
     def __init__(self, model: str, **config: Any):
         self.llm_engine = LLMEngine(EngineConfig(model=str(model), **config))
         self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """End the processes of other ranks; of an LLM that has some, nothing can be asked after it. Safe to repeat."""
+        self.llm_engine.shutdown()
 
     def get_tokenizer(self) -> Any:
         return self.llm_engine.tokenizer
@@ -37,6 +51,8 @@ class LLM:
 
         prompts          text, token ids, or a list of either
         sampling_params  one for all prompts, or one for each
+
+        Raises ValueError for a prompt or parameters that cannot be served; nothing has been generated then.
         """
         prompts = _as_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()

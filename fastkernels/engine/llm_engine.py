@@ -89,6 +89,8 @@ class LLMEngine:
                 " tokens, output included"
             )
         params.verify(vocab, self.config.max_logprobs)
+        if params.n > self.config.max_waiting:
+            raise ValueError(f"n {params.n} is more than may wait: {self.config.max_waiting} (max_waiting)")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which skip_tokenizer_init left out")
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -126,9 +128,8 @@ class LLMEngine:
         self.requests[request_id] = prompt
 
     def has_room(self, request: RequestGroup) -> bool:
-        """Whether add_request would take it now; an empty queue refuses only what it could never hold."""
-        waiting = self.scheduler.num_waiting
-        return waiting == 0 or waiting + len(request.sequences) <= self.config.max_waiting
+        """Whether add_request would take it now; an empty queue takes any request that make_request has made."""
+        return self.scheduler.num_waiting + len(request.sequences) <= self.config.max_waiting
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Stop requests and free their blocks; unknown ids are passed over. Returns their last outputs."""
@@ -175,7 +176,7 @@ class LLMEngine:
         return stats
 
     def shutdown(self) -> None:
-        """End the processes of other ranks. The engine cannot be used after it."""
+        """End the processes of other ranks: an engine that has some cannot be used after it."""
         self.executor.shutdown()
 
     def _read(self, done: StepResult) -> list[RequestOutput]:

@@ -174,6 +174,13 @@ def test_bad_prompts_are_refused(llm, prompt, message):
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+def test_more_outputs_than_may_wait_are_refused(tiny):
+    llm = LLM(str(tiny), device="cpu", max_model_len=64, max_waiting=2)
+    with pytest.raises(ValueError, match=r"n 3 .*max_waiting"):
+        llm.generate([[5]], SamplingParams(n=3))
+    assert len(llm.generate([[5]] * 3, SamplingParams(n=2, max_tokens=2))) == 3
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_tokens": 0}, {"stop": [""]}, {"top_k": -2}],

@@ -196,11 +196,12 @@ def test_an_exception_in_a_workers_step_ends_the_engine(two):
 def test_other_architectures_are_transformers(tmp_path, greedy, kind, fields):
     """Qwen3 with a KV head that both ranks hold."""
     folder = make_tiny(tmp_path / kind, kind, "float32", **fields)
-    llm = make(folder)
-    try:
+    with make(folder) as llm:
         assert tokens(llm.generate(PROMPTS, GREEDY)) == [greedy(folder, p, 16) for p in PROMPTS]
-    finally:
-        llm.llm_engine.shutdown()
+        (pid,) = pids(llm)
+    assert gone(pid)
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate(PROMPTS, GREEDY)
 
 
 @pytest.mark.parametrize("where", ["between steps", "in a collective"])
