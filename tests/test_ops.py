@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,34 @@ def test_rope_is_transformers() -> None:
 def test_rope_errors_name_the_parameter(parameters: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"yarn.*known: default, llama3|needs low_freq_factor"):
         get_rope(64, 64, rope_parameters=parameters)
+
+
+def test_ropes_that_are_alike_share_their_table() -> None:
+    llama3 = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+
+    def table(
+        size: int = 16, positions: int = 48, dtype: torch.dtype = torch.float32, **more: Any
+    ) -> torch.Tensor:
+        return get_rope(size, positions, True, {"rope_theta": 1e4, **more}, dtype).cos_sin_cache
+
+    first = table()
+    assert table() is first
+    others = [
+        table(32),
+        table(positions=49),
+        table(dtype=torch.float16),
+        table(rope_theta=2e4),
+        table(**llama3),
+    ]
+    assert len({id(t) for t in (first, *others)}) == 6
+    with torch.device("meta"):
+        assert table().is_meta
+    gone = weakref.ref(first)
+    del first, others
+    assert gone() is None
 
 
 def test_rope_truncates_like_the_host_when_asked() -> None:
