@@ -6,11 +6,10 @@ nobody holds it any more, until the block is needed: the one that was given back
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
-
-import numpy as np
 
 
 class OutOfBlocks(RuntimeError):
@@ -19,7 +18,7 @@ class OutOfBlocks(RuntimeError):
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of a full block after the block named `parent` (b'' at the beginning of a sequence)."""
-    return blake2b(parent + np.asarray(token_ids, np.int64).tobytes(), digest_size=16).digest()
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
 class BlockManager:

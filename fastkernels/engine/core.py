@@ -59,7 +59,7 @@ class EngineCore:
         news, ended = [], []
         tokens = output.token_ids.tolist()
         for row, request in enumerate(batch.requests):
-            if batch.sampled[row] and request.status is not Status.FINISHED:
+            if batch.offsets[row] >= 0 and request.status is not Status.FINISHED:
                 request.num_inflight -= 1
                 append_token(request, tokens[row])
                 news.append((row, request))

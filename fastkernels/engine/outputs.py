@@ -38,17 +38,17 @@ class News:
 def append_token(request: Request, token: int) -> None:
     """Add a generated token, and finish the request if it ends it: an end token, a stop string, or the length."""
     request.output_token_ids.append(token)
-    params, text = request.params, request.detokenizer
-    enough = len(request.output_token_ids) >= params.min_tokens
-    if params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop_strings:
-        text = None  # all of it at the end
+    params, text, length = request.params, request.detokenizer, len(request.output_token_ids)
+    if text is not None and _decodes_late(params):
+        text = None
+    enough = length >= params.min_tokens
     if enough and token in request.end_token_ids:
         if text is not None:
             text.finish(look=False)  # the end token itself is no text
         request.finish("stop", token if token in (params.stop_token_ids or ()) else None)
         return
     stop = text.append(token, look=enough) if text is not None else None
-    long = len(request.output_token_ids) >= request.max_tokens
+    long = length >= request.max_tokens
     if stop is None and long and text is not None:
         stop = text.finish(look=enough)
     if stop is not None:
@@ -57,10 +57,15 @@ def append_token(request: Request, token: int) -> None:
         request.finish("length")
 
 
+def _decodes_late(params: SamplingParams) -> bool:
+    """Whether nobody needs the text before the end: all of it is decoded then."""
+    return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
+
+
 def _late_text(request: Request) -> None:
     """The text of a sequence whose tokens were not decoded as they came."""
-    text, params = request.detokenizer, request.params
-    if text is None or params.output_kind is not RequestOutputKind.FINAL_ONLY or params.stop_strings:
+    text = request.detokenizer
+    if text is None or not _decodes_late(request.params):
         return
     ids = request.output_token_ids
     if request.finish_reason == "stop" and ids and ids[-1] in request.end_token_ids:

@@ -20,7 +20,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """The engine's state of one sequence. A caller's request with n > 1 is n of these.
 

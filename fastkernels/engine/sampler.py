@@ -163,11 +163,14 @@ class Sampler:
             wide[:, : table.shape[1]] = table
             table = wide
         if table.shape[1]:
-            rows = [[*x, *[pad] * (table.shape[1] - len(x))] for x in lists]
+            # In numpy: a wide table, which one request is enough for, must not slow down every later admission.
+            rows = np.full((len(lists), table.shape[1]), pad)
+            for row, entries in zip(rows, lists, strict=True):
+                row[: len(entries)] = entries
             table.index_copy_(0, slots, self._tensor(rows, table.dtype))
         return table
 
-    def _tensor(self, data: Sequence, dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(self, data: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         """On the device, by way of pinned memory, so that nothing waits."""
         if self.device.type == "cpu":
             return torch.tensor(data, dtype=dtype)

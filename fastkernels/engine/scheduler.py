@@ -33,14 +33,14 @@ class Batch:
 
     starts   tokens of each that were computed before
     counts   tokens that each computes
-    sampled  whether this step gives its next token
+    offsets  tokens that each has generated before the one that this step samples; -1: it samples none
     admitted requests that have got their slot in this step
     """
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     num_decodes: int = 0
 
@@ -64,7 +64,7 @@ class Scheduler:
         ] = []  # a heap; who has left stays until he surfaces
         self.num_waiting = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._planned: dict[int, int] = {}  # tokens of this step by id(request), while it is being scheduled
+        self._planned: dict[Request, int] = {}  # tokens of the step that is being scheduled, decodes first
         self._preempted = False  # whether this step preempted anybody
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
@@ -103,20 +103,16 @@ class Scheduler:
         self._planned, self._preempted = {}, False
         budget = self._plan_running()
         admitted = [] if self._preempted else self._admit(budget)
-        if not self._planned:
+        planned, self._planned = self._planned, {}
+        if not planned:
             return None
-        ones: list[Request] = []
-        more: list[Request] = []
-        planned = self._planned
-        for request in self.running:
-            count = planned.get(id(request), 0)
-            if count:
-                (ones if count == 1 else more).append(request)
+        ones = [r for r, count in planned.items() if count == 1]
+        more = [r for r, count in planned.items() if count > 1]
         requests = ones + more
-        counts = [1] * len(ones) + [planned[id(r)] for r in more]
+        counts = [planned[r] for r in requests]
         starts = [r.num_computed_tokens for r in requests]
-        sampled = [self._advance(r, n) for r, n in zip(requests, counts, strict=True)]
-        return Batch(requests, starts, counts, sampled, admitted, len(ones))
+        offsets = [self._advance(r, n) for r, n in zip(requests, counts, strict=True)]
+        return Batch(requests, starts, counts, offsets, admitted, len(ones))
 
     def remove(self, requests: Iterable[Request]) -> None:
         """Take unfinished requests out, wherever they are, and free their slots and blocks."""
@@ -161,14 +157,14 @@ class Scheduler:
             if request.status is not Status.RUNNING or generated >= request.max_tokens:
                 continue  # preempted by an earlier one, or its last token is on its way
             if after <= len(request.block_table) * block_size or self._make_room(request, after):
-                planned[id(request)] = 1
+                planned[request] = 1
         budget -= len(planned)
         for request in prefills:
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             if count < 1 or request.status is not Status.RUNNING:
                 continue
             if self._make_room(request, request.num_computed_tokens + count):
-                planned[id(request)] = count
+                planned[request] = count
                 budget -= count
         return budget
 
@@ -188,7 +184,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
-        self._planned.pop(id(request), None)
+        self._planned.pop(request, None)
         request.num_computed_tokens = request.num_named_blocks = request.num_sent_blocks = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -217,7 +213,7 @@ class Scheduler:
             self.blocks.grow(request.block_table, request.num_tokens)
             # Named at once: a layer stores a step's keys before it reads any, so that this very step can share them.
             self._name_blocks(request, request.num_computed_tokens + count)
-            self._planned[id(request)] = count
+            self._planned[request] = count
             budget -= count
             admitted.append(request)
         return admitted
@@ -237,14 +233,17 @@ class Scheduler:
         request.status = Status.RUNNING
         insort(self.running, request, key=_key)
 
-    def _advance(self, request: Request, count: int) -> bool:
-        """Count the step's tokens as computed. Returns whether the step samples the next token."""
-        request.num_computed_tokens += count
-        self._name_blocks(request, request.num_computed_tokens)
-        if request.num_computed_tokens < request.num_tokens:
-            return False
+    def _advance(self, request: Request, count: int) -> int:
+        """Count the step's tokens as computed. Returns how many tokens were generated before the one that the step
+        samples, -1 if it samples none."""
+        computed = request.num_computed_tokens = request.num_computed_tokens + count
+        if computed >= (request.num_named_blocks + 1) * self.blocks.block_size:
+            self._name_blocks(request, computed)
+        generated = len(request.output_token_ids) + request.num_inflight
+        if computed < len(request.prompt_token_ids) + generated:
+            return -1
         request.num_inflight += 1
-        return True
+        return generated
 
     def _known_names(self, request: Request) -> list[bytes]:
         """Names of the blocks that could be found: at least one token must be computed, to sample the next from."""
@@ -256,9 +255,9 @@ class Scheduler:
 
     def _name_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Name the blocks that the first num_computed_tokens tokens fill, as far as these are known."""
-        size = self.blocks.block_size
-        if num_computed_tokens < (request.num_named_blocks + 1) * size or not self.blocks.enable_caching:
+        if not self.blocks.enable_caching:
             return
+        size = self.blocks.block_size
         full = min(num_computed_tokens, request.num_known_tokens) // size
         self._hash(request, full)
         for i in range(request.num_named_blocks, full):

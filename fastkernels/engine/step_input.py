@@ -12,24 +12,23 @@ from .step import SAMPLED, NewRow, PromptTargets, StepInput
 def make_step(batch: Batch) -> StepInput:
     """The batch's StepInput. The blocks that it sends count as sent."""
     ids: list[int] = []
-    offsets: list[int] = []
     updates: list[tuple[int, int, int]] = []
-    for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
-        generated = len(request.output_token_ids) + request.num_inflight
-        offsets.append(generated - 1 if batch.sampled[row] else -1)
+    for row, request in enumerate(batch.requests):
         if row < batch.num_decodes:
             ids.append(_last_token(request))
         else:
-            ids += request.token_ids(batch.starts[row], batch.starts[row] + count)
-        if len(request.block_table) > request.num_sent_blocks:
-            new = range(request.num_sent_blocks, len(request.block_table))
-            updates += [(request.slot, column, request.block_table[column]) for column in new]
-            request.num_sent_blocks = len(request.block_table)
+            ids += request.token_ids(batch.starts[row], batch.starts[row] + batch.counts[row])
+        table = request.block_table
+        if len(table) > request.num_sent_blocks:
+            new = range(request.num_sent_blocks, len(table))
+            updates += [(request.slot, column, table[column]) for column in new]
+            request.num_sent_blocks = len(table)
+    query_lens = np.array(batch.counts, np.int32)
     return StepInput(
-        slots=np.fromiter((r.slot for r in batch.requests), np.int64, len(batch.requests)),
-        query_lens=np.array(batch.counts, np.int32),
-        seq_lens=np.fromiter((r.num_computed_tokens for r in batch.requests), np.int32, len(batch.requests)),
-        offsets=np.array(offsets, np.int64),
+        slots=np.array([r.slot for r in batch.requests], np.int64),
+        query_lens=query_lens,
+        seq_lens=np.array(batch.starts, np.int32) + query_lens,
+        offsets=np.array(batch.offsets, np.int64),
         input_ids=np.array(ids, np.int64),
         num_decodes=batch.num_decodes,
         block_updates=np.array(updates, np.int32).reshape(-1, 3),

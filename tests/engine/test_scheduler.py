@@ -62,7 +62,7 @@ def test_decodes_and_a_chunk_share_a_step(depth: int) -> None:
         ("1", 1),
         ("2", 7),
     ]
-    assert batch.num_decodes == 1 and batch.sampled == [True, False]
+    assert batch.num_decodes == 1 and batch.offsets == [4, -1]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
