@@ -76,11 +76,13 @@ def _carry_out(engine: Any, request: Request) -> list[dict[str, Any]]:
             if engine.has_unfinished_requests():
                 raise PatchError("the engine has requests under way: wait until it is idle")
             engine.patched = candidates.Patched(engine.executor, request)
+            engine.blocks.reset_cache()  # keys and values of other code
             return engine.patched.replies
         if patched is None:
             raise PatchError("this engine is not patched")
         if request.action == "undo":
             engine.patched = None
+            engine.blocks.reset_cache()
             return patched.undo()
         return patched.reset() if request.action == "reset" else patched.report()
     except Exception as error:

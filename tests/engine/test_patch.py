@@ -142,6 +142,23 @@ def test_async_streams_patches_and_survives_a_failing_step(tiny):
     llm.shutdown()
 
 
+def test_what_a_candidate_computed_is_not_found_without_it(tiny, tmp_path):
+    (tmp_path / "silu_and_mul.py").write_text(FUNCTION.format(factor=2.0))
+    llm = LLM(str(tiny), device="cpu", num_blocks=40)
+    prompt = [list(range(5, 60))]
+
+    def answer():
+        return llm.generate(prompt, GREEDY)[0]
+
+    first = answer()
+    report = fastkernels.patch(llm, candidates={"silu_and_mul": tmp_path / "silu_and_mul.py"})
+    patched = answer()
+    assert patched.num_cached_tokens == 0
+    assert patched.outputs[0].token_ids != first.outputs[0].token_ids
+    report.undo()
+    assert answer().outputs[0].token_ids == first.outputs[0].token_ids
+
+
 def test_a_report_that_cannot_be_written_ends_nothing(tiny, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     llm = LLM(str(tiny), device="cpu", num_blocks=40)
