@@ -359,7 +359,8 @@ def _odd(name: str, dtype: str = "bfloat16", **dims: Any) -> Case:
 
 
 _LLAMA = {"heads": 32, "kv_heads": 8, "head_size": 128}
-_SGLANG_ROPE = "sglang.srt.layers.rotary_embedding."
+_SGLANG_BASE = "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding"
+_SGLANG_LLAMA3 = "sglang.srt.layers.rotary_embedding.rope_variant:Llama3RotaryEmbedding"
 _VLLM_ROPE = "vllm.model_executor.layers.rotary_embedding."
 SPEC = OpSpec(
     name="rotary_emb",
@@ -386,16 +387,9 @@ SPEC = OpSpec(
     targets=(
         Target("vllm", _VLLM_ROPE + "base:RotaryEmbedding", "VllmRotaryEmbedding", "leaf"),
         Target("vllm", _VLLM_ROPE + "llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding", "leaf"),
-        Target(
-            "sglang", _SGLANG_ROPE + "base:RotaryEmbedding", "SGLangRotaryEmbedding_0_5_16", "leaf", "<0.5.21"
-        ),
-        Target("sglang", _SGLANG_ROPE + "base:RotaryEmbedding", "SGLangRotaryEmbedding", "leaf", ">=0.5.21"),
-        Target(
-            "sglang",
-            _SGLANG_ROPE + "rope_variant:Llama3RotaryEmbedding",
-            "SGLangLlama3RotaryEmbedding",
-            "leaf",
-        ),
+        Target("sglang", _SGLANG_BASE, "SGLangRotaryEmbedding_0_5_16", "leaf", "<0.5.21"),
+        Target("sglang", _SGLANG_BASE, "SGLangRotaryEmbedding", "leaf", ">=0.5.21"),
+        Target("sglang", _SGLANG_LLAMA3, "SGLangLlama3RotaryEmbedding", "leaf"),
     ),
     batch_invariant=True,  # elementwise
 )
