@@ -137,7 +137,7 @@ class RequestOutput:
     """The state of a request after a step. With DELTA it has those of its n outputs that have something new.
 
     A finished output has all its text; before that, text that may be the beginning of a stop string, or of a
-    character, is held back. prompt_logprobs comes with a request's first output.
+    character, is held back. prompt_logprobs come with every output.
     """
 
     request_id: str
