@@ -17,7 +17,7 @@ SERVER = ServerConfig()
 def serve(
     model: Annotated[str, typer.Argument(help="folder of a Hugging Face checkpoint, or a hub id")],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0: any free one")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="what clients call it (default: MODEL)")
     ] = SERVER.served_model_name,
