@@ -47,6 +47,8 @@ def test_smollm2_is_transformers(greedy):
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
     assert "Paris" in answer.text and answer.finish_reason == "stop"
+    with pytest.raises(ValueError, match="messages must be a list"):
+        llm.chat("What is the capital of France?")
 
 
 def test_seed_does_not_depend_on_the_batch(llm):
