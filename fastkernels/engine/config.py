@@ -29,7 +29,7 @@ class EngineConfig:
     kv_cache_dtype          'auto' (the model's dtype), 'bfloat16', or 'fp8' (e4m3, half the bytes, less exact)
     enable_prefix_caching   sequences that begin alike share KV blocks, also with ones that have ended
     async_scheduling        schedule a step while the one before it runs (default: on CUDA)
-    attention_backend       one of ATTENTION_BACKENDS (default: of fa3, triton, reference the first that serves the model here)
+    attention_backend       one of ATTENTION_BACKENDS (default: fa3, triton or reference, the first that can serve here)
     tensor_parallel_size    processes that share each layer: GPUs, or gloo processes on the CPU
     max_logprobs            the most that a request's logprobs and prompt_logprobs may ask for
     seed                    of dummy weights, and of the seeds that requests without one are given
