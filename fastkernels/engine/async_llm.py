@@ -35,7 +35,7 @@ class EngineError(RuntimeError):
 class AsyncLLM:
     """Requests come from coroutines; one thread steps the engine.
 
-    A step that fails ends its requests, not the engine. The engine ends with an error that has `fatal`, with one of
+    A step that fails ends all requests, not the engine. The engine ends with an error that has `fatal`, with one of
     the device, or with MAX_FAILED_STEPS one after the other: `dead` says why, and every request gets an EngineError.
 
     on_step(stats) is called in the engine's thread after every step, on_death() once if it ends with an error.

@@ -45,7 +45,8 @@ class LLM:
         prompts          text, token ids, or a list of either
         sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most)
 
-        Raises ValueError for what cannot be served, before anything runs.
+        Raises ValueError for what cannot be served, before anything runs. A step that fails ends all requests, and so
+        does Ctrl-C.
         """
         prompts = _as_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -70,7 +71,7 @@ class LLM:
                     engine.add_request(request.request_id, request)
                 done.update((o.request_id, o) for o in engine.step() if o.finished)
         except BaseException:
-            engine.abort_request(ids)
+            engine.abort_all()  # a step may have been scheduled and not run: its blocks hold nothing
             raise
         return [done[i] for i in ids]
 

@@ -158,7 +158,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Launch the next batch, wait for the oldest one under way, and return an output for each request with news.
 
-        With async scheduling two batches are under way, so that the first step returns nothing.
+        With async scheduling two batches are under way, so that the first step returns nothing. Raises what
+        went wrong in a step: then abort_all() before the next one.
         """
         done = self.core.step()
         return [] if done is None else self._read(done)
