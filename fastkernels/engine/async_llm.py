@@ -240,8 +240,8 @@ class AsyncLLM:
             block = False
 
     def _fail(self, error: EngineError) -> None:
+        self.engine.abort_all()  # before anybody is told, who may look at what is left
         self._send([(request_id, error) for request_id in list(self._streams)])
-        self.engine.abort_all()
 
     def _send(self, items: list[tuple[str, Any]]) -> None:
         """Hand outputs to their streams: one wake-up of a loop for all of a step's."""
