@@ -54,13 +54,14 @@ class Host:
 
     def answer(self, timeout: float) -> dict[str, Any]:
         """The next line of the process. Raises HostFailed with the tail of its log."""
-        try:
+        line, what = None, f"no answer within {timeout:g} s"
+        with contextlib.suppress(queue.Empty):
             line = self._answers.get(timeout=timeout)
-        except queue.Empty:
-            line = None
+            if line is None:  # its output has ended, and with it the process, or soon
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(5.0)
+                what = f"ended with status {self.process.returncode}"
         if line is None:
-            status = self.process.poll()
-            what = f"no answer within {timeout:g} s" if status is None else f"ended with status {status}"
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             raise HostFailed(f"{self.name}: {what}; the end of {self.log}:\n{tail}")
         return json.loads(line)
@@ -118,7 +119,8 @@ def e2e_command(
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = "auto",
     tensor_parallel: Annotated[int, typer.Option(help="GPUs a host")] = 1,
     gpu_share: Annotated[
-        float, typer.Option(help="of the GPU, for each host (default: 0.9 over their number)")
+        float,
+        typer.Option(help="of the GPU, for each host (default: 0.9 over their number)", show_default=False),
     ] = 0.0,
     engine_args: Annotated[list[str] | None, typer.Option(help="HOST=JSON of more engine arguments")] = None,
     timeout: Annotated[float, typer.Option(help="seconds for a start or a round")] = 600.0,

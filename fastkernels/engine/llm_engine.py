@@ -107,6 +107,8 @@ class LLMEngine:
                     priority, index,
                 )
             )  # fmt: skip
+        if params.prompt_logprobs is not None:
+            group.sequences[0].prompt_logprobs = [None] * len(ids)  # steps fill in all but the first token's
         return group
 
     def add_request(
