@@ -105,6 +105,21 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(tiny, greedy, overlap,
     assert again.num_cached_tokens == 0 and tokens([again]) == [greedy(tiny, prompt, 12)]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_generate_that_is_cut_off_leaves_a_clean_cache(tiny, greedy, overlap, monkeypatch, error):
+    """The blocks of the step that did not run have names in the prefix cache already."""
+    llm, prompt = make(tiny, async_scheduling=overlap), list(range(30))
+
+    def cut(*args, **kwargs):
+        raise error("cut off")
+
+    with monkeypatch.context() as patch, pytest.raises(error, match="cut off"):
+        patch.setattr(llm.llm_engine.runner.model, "forward", cut)
+        llm.generate([prompt, [7]], GREEDY)
+    assert not llm.llm_engine.has_unfinished_requests() and llm.llm_engine.blocks.num_free == 199
+    assert tokens(llm.generate([prompt, [7]], GREEDY)) == [greedy(tiny, p, 12) for p in (prompt, [7])]
+
+
 def _broken(*args, **kwargs):
     raise RuntimeError("broken")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -146,12 +147,79 @@ def test_the_kinds_of_output_say_the_same(llm, stop):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "empty"), ([5, 512], "512"), (["a"], "vocabulary"), ([5] * 512, "512 tokens")],
-)
+    [
+        ([], "prompt is empty"), ("", "prompt is empty"), ([5, 512], "token id 512 is not in the vocabulary"),
+        (["a"], "'a' is not an integer"), ([True], "True is not an integer"), ([5.0], "5.0 is not an integer"),
+        ([-1], "-1 is not in the vocabulary"), ([5] * 512, "512 tokens, and the maximum context length is 512"),
+        (None, "text or token ids, got None"), (b"ab", "text or token ids"), ({"text": "a"}, "text or token ids"),
+        ("\udc80", "no valid Unicode text"),
+    ],
+)  # fmt: skip
 def test_bad_prompts_are_refused(llm, prompt, message):
     with pytest.raises(ValueError, match=message):
         llm.llm_engine.make_request("x", prompt, GREEDY)
+    with pytest.raises(ValueError, match=message):  # the good one beside it is not queued either
+        llm.generate([[5], prompt], GREEDY)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_prompts_come_in_many_forms(llm):
+    want = tokens(llm.generate([[5, 6]], GREEDY))
+    for same in (
+        [5, 6],
+        np.array([5, 6]),
+        [np.array([5, 6])],
+        [np.int64(5), 6],
+        {"prompt_token_ids": [5, 6]},
+    ):
+        outputs = llm.generate(same, GREEDY)
+        assert tokens(outputs) == want and outputs[0].prompt_token_ids == [5, 6]
+        assert all(type(i) is int for i in outputs[0].prompt_token_ids)
+    assert tokens(llm.generate({"prompt": "ab"}, GREEDY)) == tokens(llm.generate(["ab"], GREEDY))
+    assert llm.generate([], GREEDY) == []
+    for wrong in (None, 5, b"ab"):
+        with pytest.raises(ValueError, match="prompts must be text, token ids or a list of these"):
+            llm.generate(wrong, GREEDY)
+    for params in ({"temperature": 0}, [None], "hot"):
+        with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+            llm.generate([[5]], params)
+    with pytest.raises(ValueError, match="1 prompts and 2 sampling_params"):
+        llm.generate([[5]], [GREEDY, GREEDY])
+    for messages in ("hi", {"role": "user"}, [[]], [["hi"]], [{"content": "hi"}], None):
+        with pytest.raises(ValueError, match=r"messages? must be|a conversation must be"):
+            llm.chat(messages, GREEDY)
+
+
+def test_params_that_this_engine_refuses(llm):
+    for params, message in (
+        (SamplingParams(stop_token_ids=[512]), "stop_token_ids: token id 512"),
+        (SamplingParams(logit_bias={600: 1.0}), "logit_bias: token id 600"),
+        (SamplingParams(logprobs=21), "logprobs must be at most 20"),
+        (SamplingParams(prompt_logprobs=-1), "prompt_logprobs must be at most 20"),
+        (SamplingParams(n=5000), "n must be at most 4096"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate([[5], [6]], [GREEDY, params])
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": "1k"}, "max_model_len must be an integer, got '1k'"),
+        ({"num_blocks": True}, "num_blocks must be an integer, got True"),
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
+        ({"num_blocks": 1}, "the KV cache has 1 blocks, one of which is kept for padding"),
+        ({"kv_cache_memory": 1 << 56}, "which this machine does not have free"),
+        ({"max_model_len": 4096}, "max_model_len 4096 is more than the model's 2048"),
+        ({"attention_backend": "triton"}, "triton runs on cuda, not on cpu"),
+    ],
+)
+def test_settings_that_cannot_be_served(tiny, settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tiny), **{"device": "cpu", **settings})
 
 
 @pytest.mark.parametrize(
