@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import queue
@@ -59,6 +60,7 @@ class AsyncLLM:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastkernels-engine", daemon=True)
         self.engine.executor.on_failure = self._rank_died
+        atexit.register(self.shutdown)  # a thread that is in PyTorch when the interpreter ends, aborts it
         self._thread.start()
 
     @property
@@ -138,6 +140,7 @@ class AsyncLLM:
         def stop() -> None:
             self._stopped = True
 
+        atexit.unregister(self.shutdown)
         with contextlib.suppress(EngineError):
             self._submit(stop)
         self._thread.join(timeout)
@@ -235,8 +238,8 @@ class AsyncLLM:
             block = False
 
     def _fail(self, error: EngineError) -> None:
+        self.engine.abort_all()  # first: who has read the error finds the engine empty
         self._send([(request_id, error) for request_id in list(self._streams)])
-        self.engine.abort_all()
 
     def _send(self, items: list[tuple[str, Any]]) -> None:
         """Hand outputs to their streams: one wake-up of a loop for all of a step's."""
