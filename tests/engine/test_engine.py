@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from oracle import EOS, REQUESTS
 
 from fastkernels import LLM, SamplingParams
 
@@ -66,28 +67,38 @@ def test_preemption_changes_no_token(tiny, greedy, overlap):
     assert llm.llm_engine.blocks.num_free == 8
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_arrivals_and_aborts(tiny, greedy, overlap, seed):
-    rng = random.Random(seed)
+BAD = [
+    ([], {}), ([512], {}), ([5] * 3000, {}), ([5] * 200, {}), ([5], {"stop_token_ids": [512]}), ([5], {"logprobs": 30}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+def test_random_arrivals_aborts_and_bad_requests(tiny_of, oracle, overlap, kind, seed):
+    """Requests of every kind; each that is not aborted ends as it does alone."""
+    rng, folder = random.Random(seed), tiny_of(kind)
     llm = make(
-        tiny, num_blocks=20, max_num_seqs=4, max_num_batched_tokens=rng.choice([5, 16, 64]),
+        folder, num_blocks=20, max_num_seqs=5, max_num_batched_tokens=rng.choice([5, 16, 64]),
         async_scheduling=overlap,
     )  # fmt: skip
     engine = llm.llm_engine
-    stem = [(i * 29) % 500 for i in range(60)]
-    waiting = [(f"r{i}", stem[: rng.randint(1, 60)] + [i] * rng.randint(0, 3)) for i in range(14)]
-    prompts, done, aborted = dict(waiting), {}, set()
+    arriving = {f"r{i}": request for i, request in enumerate(rng.sample(REQUESTS * 2, len(REQUESTS) * 2))}
+    waiting, done, aborted = list(arriving.items()), {}, set()
     while waiting or engine.has_unfinished_requests():
         if waiting and rng.random() < 0.3:
-            name, prompt = waiting.pop()
-            engine.add_request(name, prompt, GREEDY, priority=rng.randint(0, 1))
-        if engine.requests and rng.random() < 0.03:
+            name, (prompt, params) = waiting.pop()
+            engine.add_request(name, prompt, params, priority=rng.randint(0, 1))
+        if rng.random() < 0.1:
+            prompt, fields = rng.choice(BAD)
+            with pytest.raises(ValueError):
+                engine.add_request("bad", prompt, SamplingParams(max_tokens=8, **fields))
+        if engine.requests and rng.random() < 0.02:
             aborted.add(name := rng.choice(list(engine.requests)))
-            engine.abort_request(name)
+            assert [o.request_id for o in engine.abort_request(name)] == [name]
         done.update((o.request_id, o) for o in engine.step() if o.finished)
-    assert set(done) == set(prompts) - aborted and len(done) >= 6
+    assert set(done) == set(arriving) - aborted and len(done) >= 8
     for name, output in done.items():
-        assert output.outputs[0].token_ids == greedy(tiny, prompts[name], 12)
+        oracle.check(folder, output, arriving[name][1], EOS)
     assert engine.blocks.num_free == 19
 
 
