@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from oracle import EOS, REQUESTS
+from oracle import REQUESTS
 
 from fastkernels import LLM, SamplingParams
 
@@ -98,7 +98,7 @@ def test_random_arrivals_aborts_and_bad_requests(tiny_of, oracle, overlap, kind,
         done.update((o.request_id, o) for o in engine.step() if o.finished)
     assert set(done) == set(arriving) - aborted and len(done) >= 8
     for name, output in done.items():
-        oracle.check(folder, output, arriving[name][1], EOS)
+        oracle.check(folder, output, arriving[name][1])
     assert engine.blocks.num_free == 19
 
 
@@ -139,3 +139,30 @@ def test_too_many_tokens_for_the_cache_are_refused_at_once(tiny):
     llm = make(tiny, num_blocks=5)
     with pytest.raises(ValueError, match="32 tokens"):
         llm.generate([1] * 40, GREEDY)
+
+
+def test_smollm2_is_transformers(oracle):
+    """Real weights, with all that the engine does at once: chunks, prefix hits, preemption, two steps in flight."""
+    from smollm2 import smollm2_path
+
+    folder = smollm2_path()
+    llm = make(
+        folder, dtype="float32", num_blocks=14, block_size=4, max_num_seqs=5, max_num_batched_tokens=9,
+        async_scheduling=True,
+    )  # fmt: skip
+    tokenizer, scheduler = llm.get_tokenizer(), llm.llm_engine.scheduler
+    greedy = SamplingParams(temperature=0, max_tokens=16, logprobs=2)
+    seeded = SamplingParams(n=2, seed=3, top_p=0.9, max_tokens=14, logprobs=2, prompt_logprobs=1, stop=["."])
+    hot = SamplingParams(temperature=1.5, seed=4, top_k=50, repetition_penalty=1.3, max_tokens=16, logprobs=0)
+    prompts = [
+        "Once upon a time, in a small village,",
+        "The three primary",
+        "Once upon a time, in a small town",
+    ]
+    params = [greedy, seeded, hot]
+    for output, own in zip(llm.generate(prompts, params), params, strict=True):
+        oracle.check(folder, output, own, tokenizer.eos_token_id)
+    assert scheduler.num_preemptions > 0 and scheduler.prefix_hits > 0
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    assert "Paris" in answer.text and answer.finish_reason == "stop"

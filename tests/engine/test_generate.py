@@ -37,19 +37,6 @@ def test_greedy_past_the_original_rope_length(tiny, greedy):
     assert tokens(LLM(str(tiny), device="cpu").generate([prompt], GREEDY)) == [greedy(tiny, prompt, 20)]
 
 
-def test_smollm2_is_transformers(greedy):
-    from smollm2 import smollm2_path
-
-    folder = smollm2_path()
-    llm = LLM(str(folder), device="cpu", dtype="float32", max_model_len=1024)
-    prompts = ["The three primary colours are", "def fibonacci(n):", "Once upon a time, in a small village,"]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    assert tokens(outputs) == [greedy(folder, o.prompt_token_ids, 24) for o in outputs]
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
-    assert "Paris" in answer.text and answer.finish_reason == "stop"
-
-
 def test_seed_does_not_depend_on_the_batch(llm):
     seeded = SamplingParams(temperature=1.0, top_p=0.95, seed=5, max_tokens=16, ignore_eos=True)
     other = SamplingParams(temperature=1.3, seed=6, max_tokens=9, ignore_eos=True)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from fastkernels import SamplingParams
+from fastkernels import LLM, SamplingParams
 from fastkernels.engine.request import Logprob, RequestOutput
 from fastkernels.overrides.l1._philox import exponential
 
 TOLERANCE = 2e-4  # of a log-probability, float32 against float32
 EOS = 1  # of the checkpoints of tiny.py
-STEM = [(i * 29) % 500 for i in range(40)]
+STEM = [(i * 49) % 500 for i in range(40)]  # no prompt below ends within a UTF-8 character
 ALL = {
     "temperature": 1.2, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.4,
     "frequency_penalty": 0.3, "logit_bias": {7: 2.0, 300: -5.0, 301: 8.0}, "min_tokens": 4, "seed": 11, "logprobs": 4,
@@ -82,7 +82,13 @@ class Oracle:
         )  # fmt: skip
         return out[0, len(prompt) :].tolist()
 
-    def check(self, folder: Path, output: RequestOutput, params: SamplingParams, eos: int) -> None:
+    def check_requests(self, folder: Path, llm: LLM) -> None:
+        """What this engine makes of REQUESTS."""
+        prompts, params = (list(each) for each in zip(*REQUESTS, strict=True))
+        for output, own in zip(llm.generate(prompts, params), params, strict=True):
+            self.check(folder, output, own)
+
+    def check(self, folder: Path, output: RequestOutput, params: SamplingParams, eos: int = EOS) -> None:
         """Each of the request's n outputs is what this oracle gives for params, whose seed is set unless greedy."""
         prompt = output.prompt_token_ids
         assert output.finished and [o.index for o in output.outputs] == list(range(params.n))
@@ -129,8 +135,9 @@ class Oracle:
                 assert last, f"went on after token {ids[n - 1]}"
                 stop = ids[-1] if ids[-1] in (params.stop_token_ids or ()) else None
                 return decode(ids[:-1], skip_special_tokens=True), "stop", stop
-            text = decode(ids[:n], skip_special_tokens=True)
-            found = [(text.find(s) + len(s), s) for s in params.stop_strings if s in text]
+            old, text = (decode(ids[:m], skip_special_tokens=True).rstrip("\ufffd") for m in (n - 1, n))
+            starts = {s: text.find(s, max(0, len(old) - len(s) + 1)) for s in params.stop_strings}
+            found = [(at + len(s), s) for s, at in starts.items() if at >= 0]  # with the last token's help
             if found and n >= params.min_tokens:
                 assert last, f"went on after {min(found)}"
                 end, stop = min(found)
