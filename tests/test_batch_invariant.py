@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from fastkernels import registry
+from fastkernels.overrides.l1.gelu_and_mul import gelu_and_mul
+from fastkernels.overrides.l1.gemma_rms_norm import gemma_rms_norm
+from fastkernels.overrides.l1.layer_norm import layer_norm
 from fastkernels.overrides.l1.rms_norm import rms_norm
 from fastkernels.overrides.l1.rotary_emb import rotary_emb
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
@@ -23,11 +26,27 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return q
 
 
+def _weight(x: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0.5, 2, HIDDEN, device=x.device).to(x.dtype)
+
+
 RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "rms_norm": lambda x: rms_norm(x, torch.linspace(0.5, 2, HIDDEN, device=x.device).to(x.dtype), 1e-6),
+    "rms_norm": lambda x: rms_norm(x, _weight(x), 1e-6),
+    "gemma_rms_norm": lambda x: gemma_rms_norm(x, _weight(x), 1e-6),
+    "layer_norm": lambda x: layer_norm(x, _weight(x), _weight(x), 1e-6),
+    "gelu_and_mul": lambda x: gelu_and_mul(x, "tanh"),
     "silu_and_mul": silu_and_mul,
     "rotary_emb": _rotated,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On the CPU, threads cut a row in two, and PyTorch computes exp by another code at the cut."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_every_op_that_claims_it_is_here() -> None:

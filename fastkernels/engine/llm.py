@@ -17,9 +17,11 @@ Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 
 
 class LLM:
-    """A model that generates, in this process. Keyword arguments are the fields of EngineConfig.
+    """A model that generates, in this process (and in workers, with tensor_parallel_size; `shutdown` ends them).
+    Keyword arguments are the fields of EngineConfig.
 
-    Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture.
+    Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture, ValueError
+    for values that no engine can have and for a model that does not fit, WorkerDied if a worker ends.
     """
 
     def __init__(self, model: str, **config: Any):
@@ -27,7 +29,12 @@ class LLM:
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Any:
+        """The model's transformers tokenizer; None with skip_tokenizer_init."""
         return self.llm_engine.tokenizer
+
+    def shutdown(self) -> None:
+        """End the processes of other ranks. The engine cannot be used after it."""
+        self.llm_engine.shutdown()
 
     def generate(
         self,
@@ -37,10 +44,10 @@ class LLM:
         """One output a prompt, in order.
 
         prompts          text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these
-        sampling_params  one for all prompts, or one for each
+        sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most)
 
-        Raises ValueError for what cannot be served, before anything is queued. What fails later, or is interrupted,
-        ends all requests of the engine.
+        Raises ValueError for what cannot be served, before anything runs. A step that fails ends all requests, and so
+        does Ctrl-C.
         """
         listed = _as_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -68,7 +75,7 @@ class LLM:
                     engine.add_request(request.request_id, request)
                 done.update((o.request_id, o) for o in engine.step() if o.finished)
         except BaseException:
-            engine.abort_all()  # a step was cut off, and what it should have put into the cache is not there
+            engine.abort_all()  # a step may have been scheduled and not run: its blocks hold nothing
             raise
         return [done[i] for i in ids]
 
@@ -79,7 +86,9 @@ class LLM:
         add_generation_prompt: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """messages: one conversation, [{'role': ..., 'content': ...}, ...], or a list of them."""
+        """messages: one conversation, [{'role': ..., 'content': ...}, ...], or a list of them. `template` goes to the
+        tokenizer's chat template. Raises ValueError for what cannot be served, before anything runs.
+        """
         tokenizer = self.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate")
