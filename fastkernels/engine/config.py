@@ -67,8 +67,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             _check_type(field.name, str(field.type), getattr(self, field.name))
-        if not self.model:
-            raise ValueError("model is empty: it must be a folder or a hub id")
         for name, known in (
             ("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("attention_backend", (None, *ATTENTION_BACKENDS)), ("device", (None, "cpu", "cuda")),

@@ -193,6 +193,8 @@ def test_params_that_this_engine_refuses(llm):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"model": ""}, "model is empty"),
+        ({"model": "/no/such/folder"}, "neither a folder nor a hub id"),
         ({"max_model_len": "1k"}, "max_model_len must be an integer, got '1k'"),
         ({"num_blocks": True}, "num_blocks must be an integer, got True"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
@@ -206,7 +208,7 @@ def test_params_that_this_engine_refuses(llm):
 )
 def test_settings_that_cannot_be_served(tiny, settings, message):
     with pytest.raises(ValueError, match=message):
-        LLM(str(tiny), **{"device": "cpu", **settings})
+        LLM(**{"model": str(tiny), "device": "cpu", **settings})
 
 
 @pytest.mark.parametrize(
@@ -242,19 +244,3 @@ def test_cuda_graphs_give_the_eager_tokens(tiny):
     eager, graphs = (LLM(str(tiny), enforce_eager=e, **settings) for e in (True, False))
     for n in (1, 3, 4):
         assert tokens(graphs.generate(PROMPTS[:n], GREEDY)) == tokens(eager.generate(PROMPTS[:n], GREEDY))
-
-
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-def test_after_a_step_that_failed_nothing_of_it_is_in_the_cache(tiny, monkeypatch, failure):
-    llm = LLM(str(tiny), device="cpu", max_model_len=512)
-    expected = tokens(LLM(str(tiny), device="cpu", max_model_len=512).generate(PROMPTS, GREEDY))
-
-    def fail(step):
-        raise failure("no step")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine.executor, "launch", fail)
-        with pytest.raises(failure):
-            llm.generate(PROMPTS, GREEDY)
-    assert not llm.llm_engine.has_unfinished_requests()
-    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected

@@ -25,7 +25,7 @@ ALL = {
 REQUESTS = [
     (prompt, SamplingParams(**{"max_tokens": 20, "seed": 5, **fields}))
     for prompt, fields in [
-        ([7], {"temperature": 0, "logprobs": 3}),
+        ([7], {"temperature": 0, "logprobs": 3, "prompt_logprobs": 1}),
         (STEM[:33], {"temperature": 0, "logprobs": 0, "prompt_logprobs": 3, "ignore_eos": True}),
         (STEM, {"n": 2, "logprobs": 5, "prompt_logprobs": 0}),
         (STEM[:20], ALL),
