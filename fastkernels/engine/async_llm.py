@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import queue
@@ -60,6 +61,7 @@ class AsyncLLM:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastkernels-engine", daemon=True)
         self.engine.executor.on_failure = self._rank_died
+        atexit.register(self.shutdown)  # a thread that is in PyTorch when the interpreter ends, aborts it
         self._thread.start()
 
     @property
@@ -144,6 +146,7 @@ class AsyncLLM:
         def stop() -> None:
             self._stopped = True
 
+        atexit.unregister(self.shutdown)
         with contextlib.suppress(EngineError):
             self._submit(stop)
         self._thread.join(timeout)

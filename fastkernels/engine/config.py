@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import reprlib
+from dataclasses import dataclass, fields
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -64,6 +65,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, str(field.type), getattr(self, field.name))
         for name, known in (
             ("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("attention_backend", (None, *ATTENTION_BACKENDS)), ("device", (None, "cpu", "cuda")),
@@ -91,3 +94,21 @@ class EngineConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}:"
                 " every running sequence needs one token of a step"
             )
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "a string"),
+    "bool": ((bool,), "True or False"),
+    "int": ((int,), "an integer"),
+    "float": ((int, float), "a number"),
+}
+
+
+def _check_type(name: str, annotation: str, value: object) -> None:
+    """Raises ValueError for a value that is not of the field's type, as the annotation spells it."""
+    kind, _, optional = annotation.partition(" | ")
+    if value is None and optional:
+        return
+    types, words = _KINDS[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(f"{name} must be {words}, got {reprlib.repr(value)}")

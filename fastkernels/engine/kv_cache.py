@@ -47,11 +47,14 @@ def bind(
             shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_size)
             cache = torch.zeros(shape, dtype=dtype, device=device)
             layer.kv_cache = (cache[0], cache[1])
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
         unbind(layers)
+        if not isinstance(error, torch.cuda.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
         size = num_blocks * block_bytes(layers, block_size, dtype) / GIB
+        where = "the GPU" if device.type == "cuda" else "this machine"
         raise ValueError(
-            f"the KV cache of {num_blocks} blocks needs {size:.2f} GiB, which the GPU does not have free;"
+            f"the KV cache of {num_blocks} blocks needs {size:.2f} GiB, which {where} does not have free;"
             " make num_blocks or kv_cache_memory smaller, or leave them out"
         ) from error
 
@@ -84,8 +87,8 @@ def limits(config: EngineConfig, wanted: int, num_blocks: int) -> Limits:
             f"max_model_len {config.max_model_len}" if config.max_model_len else "one block of one sequence"
         )
         raise ValueError(
-            f"{what} does not fit: the KV cache has {max(num_blocks, 0)} blocks and holds {max(room, 0)} tokens;"
-            " make max_model_len smaller, or num_blocks or kv_cache_memory larger"
+            f"{what} does not fit: the KV cache has {max(num_blocks, 0)} blocks, one of which is kept for padding, and"
+            f" holds {max(room, 0)} tokens; make max_model_len smaller, or num_blocks or kv_cache_memory larger"
         )
     if room < wanted:
         log.warning("max_model_len is %d, not the model's %d: no more fits", room, wanted)

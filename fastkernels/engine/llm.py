@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from .config import EngineConfig
-from .llm_engine import LLMEngine
+from .llm_engine import LLMEngine, is_integer
 from .request import RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams
 
-Prompt: TypeAlias = "str | Sequence[int]"
+Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 
 
 class LLM:
@@ -51,25 +52,28 @@ class LLM:
     ) -> list[RequestOutput]:
         """One output a prompt, in order.
 
-        prompts          text, token ids, or a list of either
+        prompts          text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these
         sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most)
 
         Raises ValueError for what cannot be served, before anything runs. A step that fails ends all requests, and so
         does Ctrl-C.
         """
-        prompts = _as_list(prompts)
+        listed = _as_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
+        each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"sampling_params must be SamplingParams, got {reprlib.repr(one)}")
+        if len(each) != len(listed):
             raise ValueError(
-                f"{len(prompts)} prompts and {len(each)} sampling_params: give one, or one for each"
+                f"{len(listed)} prompts and {len(each)} sampling_params: give one, or one for each"
             )
         engine = self.llm_engine
-        ids = [str(next(self._ids)) for _ in prompts]
+        ids = [str(next(self._ids)) for _ in listed]
         # All are checked before the first is queued: a bad prompt leaves nothing behind.
         final = {id(s): replace(s, output_kind=RequestOutputKind.FINAL_ONLY) for s in each}
         requests = [
-            engine.make_request(i, p, final[id(s)]) for i, p, s in zip(ids, prompts, each, strict=True)
+            engine.make_request(i, p, final[id(s)]) for i, p, s in zip(ids, listed, each, strict=True)
         ]
         done: dict[str, RequestOutput] = {}
         waiting = list(reversed(requests))
@@ -98,23 +102,45 @@ class LLM:
         tokenizer = self.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        if not all(isinstance(m, dict) for c in conversations for m in c):
-            raise ValueError(
-                "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
-            )
         prompts = [
             tokenizer.apply_chat_template(
                 c, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True, **template
             )["input_ids"]
-            for c in conversations
+            for c in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, (str, dict)):
+        prompts = [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be text, token ids or a list of these, got {reprlib.repr(prompts)}")
+    listed = list(prompts)
+    if listed and is_integer(listed[0]):
+        listed = [listed]
+    return [_unwrapped(p) for p in listed]
+
+
+def _unwrapped(prompt: Any) -> Any:
+    """What is in vLLM's TextPrompt or TokensPrompt."""
+    if isinstance(prompt, dict):
+        return next((prompt[k] for k in ("prompt_token_ids", "prompt") if k in prompt), prompt)
+    return prompt
+
+
+def _conversations(messages: Any) -> list[Any]:
+    if not isinstance(messages, (list, tuple)):
+        raise ValueError(
+            f"messages must be a list of messages, or of such lists, got {reprlib.repr(messages)}"
+        )
+    listed = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+    for conversation in listed:
+        if not isinstance(conversation, (list, tuple)) or not conversation:
+            raise ValueError(f"a conversation must be a list of messages, got {reprlib.repr(conversation)}")
+        for message in conversation:
+            if not isinstance(message, dict) or "role" not in message:
+                raise ValueError(
+                    f"a message must be {{'role': ..., 'content': ...}}, got {reprlib.repr(message)}"
+                )
+    return listed

@@ -6,7 +6,9 @@ makes a StepInput of it; the executor's runners compute and sample; outputs turn
 
 from __future__ import annotations
 
+import operator
 import random
+import reprlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,11 +77,11 @@ class LLMEngine:
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
     ) -> RequestGroup:
         """A request, checked, not yet queued. Safe in any thread. Raises ValueError for what cannot be served."""
-        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, _token_ids(prompt))
         vocab = self.hf_config.vocab_size
         if not ids:
             raise ValueError("the prompt is empty")
-        wrong = next((i for i in ids if not isinstance(i, int) or not 0 <= i < vocab), None)
+        wrong = next((i for i in ids if not 0 <= i < vocab), None)
         if wrong is not None:
             raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary (0 to {vocab - 1})")
         room = self.max_model_len - len(ids)
@@ -90,7 +92,9 @@ class LLMEngine:
             )
         params.verify(vocab, self.config.max_logprobs)
         if params.n > self.config.max_waiting:
-            raise ValueError(f"n {params.n} is more than may wait: {self.config.max_waiting} (max_waiting)")
+            raise ValueError(
+                f"n must be at most {self.config.max_waiting} (max_waiting of this engine), got {params.n}"
+            )
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which skip_tokenizer_init left out")
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -219,6 +223,10 @@ class LLMEngine:
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, which skip_tokenizer_init left out")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is no valid Unicode text: {error}") from error
         return list(self.tokenizer(text).input_ids)
 
     def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
@@ -236,6 +244,28 @@ class LLMEngine:
 def _wrap(seed: int) -> int:
     """As a 64-bit signed integer: the seed after the largest is the smallest."""
     return (seed + 2**63) % 2**64 - 2**63
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """As plain integers, whatever kind of integers they are. Raises ValueError."""
+    if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
+        raise ValueError(f"the prompt must be text or token ids, got {reprlib.repr(prompt)}")
+    ids = list(prompt)
+    for at, token in enumerate(ids):
+        if type(token) is not int:
+            if not is_integer(token):
+                raise ValueError(f"prompt token id {reprlib.repr(token)} is not an integer")
+            ids[at] = operator.index(token)
+    return ids
+
+
+def is_integer(value: Any) -> bool:
+    """Of any kind, numpy's too."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def _tokenizer(source: str | Path) -> Any:

@@ -23,6 +23,8 @@ def resolve(model: str) -> Path:
 
     HF_HUB_OFFLINE=1 takes snapshots from the cache only. Raises CheckpointError.
     """
+    if not model:
+        raise CheckpointError("model is empty: it must be a folder or a hub id")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _with_config(folder)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from tiny import make_tiny_llama
+from oracle import Oracle
+from tiny import make_tiny, make_tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -27,20 +27,18 @@ def tiny_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def greedy() -> Callable[[Path, list[int], int], list[int]]:
+def tiny_of(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """tiny_of(kind): a float32 checkpoint of that kind, made once."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return lambda kind: tiny if kind == "llama" else make_tiny(folder / kind, kind, "float32")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    return Oracle()
+
+
+@pytest.fixture(scope="session")
+def greedy(oracle: Oracle) -> Callable[[Path, list[int], int], list[int]]:
     """greedy(folder, prompt token ids, n): transformers' next n tokens, in float32, EOS ignored."""
-    from transformers import AutoModelForCausalLM
-
-    models = {}
-
-    def generate(folder: Path, prompt: list[int], n: int) -> list[int]:
-        if folder not in models:
-            models[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        ids = torch.tensor([prompt])
-        out = models[folder].generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=None,
-            pad_token_id=0,
-        )  # fmt: skip
-        return out[0, len(prompt) :].tolist()
-
-    return generate
+    return oracle.greedy

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -135,6 +137,21 @@ async def test_shutdown_ends_requests_with_an_error(llm):
         await asyncio.wait_for(task, 10)
     with pytest.raises(EngineError, match="stopped"):
         await collect(llm, "b")
+
+
+FORGETFUL = """
+import asyncio, sys
+from fastkernels import AsyncLLM, EngineConfig, SamplingParams
+async def main():
+    llm = AsyncLLM(EngineConfig(sys.argv[1], device="cpu", num_blocks=64))
+    async for output in llm.generate([5, 6], SamplingParams(max_tokens=400, ignore_eos=True), "a"):
+        break
+asyncio.run(main())
+"""
+
+
+async def test_a_program_that_does_not_shut_down_ends_well(tiny):
+    subprocess.run([sys.executable, "-c", FORGETFUL, str(tiny)], check=True, timeout=120)
 
 
 async def test_joined_outputs_of_several_choices():

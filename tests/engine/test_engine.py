@@ -7,6 +7,7 @@ import gc
 import random
 
 import pytest
+from oracle import REQUESTS
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.request import Request
@@ -68,28 +69,38 @@ def test_preemption_changes_no_token(tiny, greedy, overlap):
     assert llm.llm_engine.blocks.num_free == 8
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_arrivals_and_aborts(tiny, greedy, overlap, seed):
-    rng = random.Random(seed)
+BAD = [
+    ([], {}), ([512], {}), ([5] * 3000, {}), ([5] * 200, {}), ([5], {"stop_token_ids": [512]}), ([5], {"logprobs": 30}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+def test_random_arrivals_aborts_and_bad_requests(tiny_of, oracle, overlap, kind, seed):
+    """Requests of every kind; each that is not aborted ends as it does alone."""
+    rng, folder = random.Random(seed), tiny_of(kind)
     llm = make(
-        tiny, num_blocks=20, max_num_seqs=4, max_num_batched_tokens=rng.choice([5, 16, 64]),
+        folder, num_blocks=20, max_num_seqs=5, max_num_batched_tokens=rng.choice([5, 16, 64]),
         async_scheduling=overlap,
     )  # fmt: skip
     engine = llm.llm_engine
-    stem = [(i * 29) % 500 for i in range(60)]
-    waiting = [(f"r{i}", stem[: rng.randint(1, 60)] + [i] * rng.randint(0, 3)) for i in range(14)]
-    prompts, done, aborted = dict(waiting), {}, set()
+    arriving = {f"r{i}": request for i, request in enumerate(rng.sample(REQUESTS * 2, len(REQUESTS) * 2))}
+    waiting, done, aborted = list(arriving.items()), {}, set()
     while waiting or engine.has_unfinished_requests():
         if waiting and rng.random() < 0.3:
-            name, prompt = waiting.pop()
-            engine.add_request(name, prompt, GREEDY, priority=rng.randint(0, 1))
-        if engine.requests and rng.random() < 0.03:
+            name, (prompt, params) = waiting.pop()
+            engine.add_request(name, prompt, params, priority=rng.randint(0, 1))
+        if rng.random() < 0.1:
+            prompt, fields = rng.choice(BAD)
+            with pytest.raises(ValueError):
+                engine.add_request("bad", prompt, SamplingParams(max_tokens=8, **fields))
+        if engine.requests and rng.random() < 0.02:
             aborted.add(name := rng.choice(list(engine.requests)))
-            engine.abort_request(name)
+            assert [o.request_id for o in engine.abort_request(name)] == [name]
         done.update((o.request_id, o) for o in engine.step() if o.finished)
-    assert set(done) == set(prompts) - aborted and len(done) >= 6
+    assert set(done) == set(arriving) - aborted and len(done) >= 8
     for name, output in done.items():
-        assert output.outputs[0].token_ids == greedy(tiny, prompts[name], 12)
+        oracle.check(folder, output, arriving[name][1])
     assert engine.blocks.num_free == 19
 
 
@@ -126,6 +137,21 @@ def test_an_offline_engine_keeps_nothing_of_what_has_ended(tiny):
     assert count() == before
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_generate_that_is_cut_off_leaves_a_clean_cache(tiny, greedy, overlap, monkeypatch, error):
+    """The blocks of the step that did not run have names in the prefix cache already."""
+    llm, prompt = make(tiny, async_scheduling=overlap), list(range(30))
+
+    def cut(*args, **kwargs):
+        raise error("cut off")
+
+    with monkeypatch.context() as patch, pytest.raises(error, match="cut off"):
+        patch.setattr(llm.llm_engine.runner.model, "forward", cut)
+        llm.generate([prompt, [7]], GREEDY)
+    assert not llm.llm_engine.has_unfinished_requests() and llm.llm_engine.blocks.num_free == 199
+    assert tokens(llm.generate([prompt, [7]], GREEDY)) == [greedy(tiny, p, 12) for p in (prompt, [7])]
+
+
 def _broken(*args, **kwargs):
     raise RuntimeError("broken")
 
@@ -134,3 +160,30 @@ def test_too_many_tokens_for_the_cache_are_refused_at_once(tiny):
     llm = make(tiny, num_blocks=5)
     with pytest.raises(ValueError, match="32 tokens"):
         llm.generate([1] * 40, GREEDY)
+
+
+def test_smollm2_is_transformers(oracle):
+    """Real weights, with all that the engine does at once: chunks, prefix hits, preemption, two steps in flight."""
+    from smollm2 import smollm2_path
+
+    folder = smollm2_path()
+    llm = make(
+        folder, dtype="float32", num_blocks=14, block_size=4, max_num_seqs=5, max_num_batched_tokens=9,
+        async_scheduling=True,
+    )  # fmt: skip
+    tokenizer, scheduler = llm.get_tokenizer(), llm.llm_engine.scheduler
+    greedy = SamplingParams(temperature=0, max_tokens=16, logprobs=2)
+    seeded = SamplingParams(n=2, seed=3, top_p=0.9, max_tokens=14, logprobs=2, prompt_logprobs=1, stop=["."])
+    hot = SamplingParams(temperature=1.5, seed=4, top_k=50, repetition_penalty=1.3, max_tokens=16, logprobs=0)
+    prompts = [
+        "Once upon a time, in a small village,",
+        "The three primary",
+        "Once upon a time, in a small town",
+    ]
+    params = [greedy, seeded, hot]
+    for output, own in zip(llm.generate(prompts, params), params, strict=True):
+        oracle.check(folder, output, own, tokenizer.eos_token_id)
+    assert scheduler.num_preemptions > 0 and scheduler.prefix_hits > 0
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    assert "Paris" in answer.text and answer.finish_reason == "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,21 +36,6 @@ def test_greedy_is_transformers(which, request, greedy):
 def test_greedy_past_the_original_rope_length(tiny, greedy):
     prompt = [(i * 37) % 500 for i in range(700)]
     assert tokens(LLM(str(tiny), device="cpu").generate([prompt], GREEDY)) == [greedy(tiny, prompt, 20)]
-
-
-def test_smollm2_is_transformers(greedy):
-    from smollm2 import smollm2_path
-
-    folder = smollm2_path()
-    llm = LLM(str(folder), device="cpu", dtype="float32", max_model_len=1024)
-    prompts = ["The three primary colours are", "def fibonacci(n):", "Once upon a time, in a small village,"]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    assert tokens(outputs) == [greedy(folder, o.prompt_token_ids, 24) for o in outputs]
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
-    assert "Paris" in answer.text and answer.finish_reason == "stop"
-    with pytest.raises(ValueError, match="messages must be a list"):
-        llm.chat("What is the capital of France?")
 
 
 def test_seed_does_not_depend_on_the_batch(llm):
@@ -168,19 +154,81 @@ def test_the_kinds_of_output_say_the_same(llm, stop):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "empty"), ([5, 512], "512"), (["a"], "vocabulary"), ([5] * 512, "512 tokens")],
-)
+    [
+        ([], "prompt is empty"), ("", "prompt is empty"), ([5, 512], "token id 512 is not in the vocabulary"),
+        (["a"], "'a' is not an integer"), ([True], "True is not an integer"), ([5.0], "5.0 is not an integer"),
+        ([-1], "-1 is not in the vocabulary"), ([5] * 512, "512 tokens, and the maximum context length is 512"),
+        (None, "text or token ids, got None"), (b"ab", "text or token ids"), ({"text": "a"}, "text or token ids"),
+        ("\udc80", "no valid Unicode text"),
+    ],
+)  # fmt: skip
 def test_bad_prompts_are_refused(llm, prompt, message):
     with pytest.raises(ValueError, match=message):
         llm.llm_engine.make_request("x", prompt, GREEDY)
+    with pytest.raises(ValueError, match=message):  # the good one beside it is not queued either
+        llm.generate([[5], prompt], GREEDY)
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_more_outputs_than_may_wait_are_refused(tiny):
-    llm = LLM(str(tiny), device="cpu", max_model_len=64, max_waiting=2)
-    with pytest.raises(ValueError, match=r"n 3 .*max_waiting"):
-        llm.generate([[5]], SamplingParams(n=3))
-    assert len(llm.generate([[5]] * 3, SamplingParams(n=2, max_tokens=2))) == 3
+def test_prompts_come_in_many_forms(llm):
+    want = tokens(llm.generate([[5, 6]], GREEDY))
+    for same in (
+        [5, 6],
+        np.array([5, 6]),
+        [np.array([5, 6])],
+        [np.int64(5), 6],
+        {"prompt_token_ids": [5, 6]},
+    ):
+        outputs = llm.generate(same, GREEDY)
+        assert tokens(outputs) == want and outputs[0].prompt_token_ids == [5, 6]
+        assert all(type(i) is int for i in outputs[0].prompt_token_ids)
+    assert tokens(llm.generate({"prompt": "ab"}, GREEDY)) == tokens(llm.generate(["ab"], GREEDY))
+    assert llm.generate([], GREEDY) == []
+    for wrong in (None, 5, b"ab"):
+        with pytest.raises(ValueError, match="prompts must be text, token ids or a list of these"):
+            llm.generate(wrong, GREEDY)
+    for params in ({"temperature": 0}, [None], "hot"):
+        with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+            llm.generate([[5]], params)
+    with pytest.raises(ValueError, match="1 prompts and 2 sampling_params"):
+        llm.generate([[5]], [GREEDY, GREEDY])
+    for messages in ("hi", {"role": "user"}, [[]], [["hi"]], [{"content": "hi"}], None):
+        with pytest.raises(ValueError, match=r"messages? must be|a conversation must be"):
+            llm.chat(messages, GREEDY)
+
+
+def test_params_that_this_engine_refuses(llm):
+    for params, message in (
+        (SamplingParams(stop_token_ids=[512]), "stop_token_ids: token id 512"),
+        (SamplingParams(logit_bias={600: 1.0}), "logit_bias: token id 600"),
+        (SamplingParams(logprobs=21), "logprobs must be at most 20"),
+        (SamplingParams(prompt_logprobs=-1), "prompt_logprobs must be at most 20"),
+        (SamplingParams(n=5000), "n must be at most 4096"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate([[5], [6]], [GREEDY, params])
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": ""}, "model is empty"),
+        ({"model": "/no/such/folder"}, "neither a folder nor a hub id"),
+        ({"max_model_len": "1k"}, "max_model_len must be an integer, got '1k'"),
+        ({"num_blocks": True}, "num_blocks must be an integer, got True"),
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
+        ({"num_blocks": 1}, "the KV cache has 1 blocks, one of which is kept for padding"),
+        ({"kv_cache_memory": 1 << 56}, "which this machine does not have free"),
+        ({"max_model_len": 4096}, "max_model_len 4096 is more than the model's 2048"),
+        ({"attention_backend": "triton"}, "triton runs on cuda, not on cpu"),
+    ],
+)
+def test_settings_that_cannot_be_served(tiny, settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(**{"model": str(tiny), "device": "cpu", **settings})
 
 
 @pytest.mark.parametrize(
@@ -216,19 +264,3 @@ def test_cuda_graphs_give_the_eager_tokens(tiny):
     eager, graphs = (LLM(str(tiny), enforce_eager=e, **settings) for e in (True, False))
     for n in (1, 3, 4):
         assert tokens(graphs.generate(PROMPTS[:n], GREEDY)) == tokens(eager.generate(PROMPTS[:n], GREEDY))
-
-
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-def test_after_a_step_that_failed_nothing_of_it_is_in_the_cache(tiny, monkeypatch, failure):
-    llm = LLM(str(tiny), device="cpu", max_model_len=512)
-    expected = tokens(LLM(str(tiny), device="cpu", max_model_len=512).generate(PROMPTS, GREEDY))
-
-    def fail(step):
-        raise failure("no step")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine.executor, "launch", fail)
-        with pytest.raises(failure):
-            llm.generate(PROMPTS, GREEDY)
-    assert not llm.llm_engine.has_unfinished_requests()
-    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected

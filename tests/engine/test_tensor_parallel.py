@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import pickle
-import random
 import shutil
 import signal
 import subprocess
@@ -75,11 +74,6 @@ def test_a_step_arrives_as_it_was_sent(updates):
 
 
 @pytest.fixture(scope="module")
-def one(tiny):
-    return make(tiny, tensor_parallel_size=1)
-
-
-@pytest.fixture(scope="module")
 def two(tiny):
     """Two steps in flight. Shared by the tests down to the last one that uses it, which ends it."""
     llm = make(tiny, async_scheduling=True)
@@ -97,16 +91,8 @@ def shape_of(runner, name):
     return tuple(runner.model.get_parameter(name).shape)
 
 
-def test_sampling_gives_the_tokens_of_one_rank(one, two):
-    rng = random.Random(0)
-    kinds = [{}, {"top_k": 9}, {"top_p": 0.8, "min_p": 0.02}, {"repetition_penalty": 1.3}, {"logprobs": 3}]
-    params = [
-        SamplingParams(temperature=0.5 + i / 10, seed=i, max_tokens=12, ignore_eos=True, **kinds[i % 5])
-        for i in range(10)
-    ]
-    prompts = [[rng.randrange(4, 500) for _ in range(rng.randint(1, 40))] for _ in params]
-    for make_prompts in (prompts, prompts[::-1]):
-        assert tokens(two.generate(make_prompts, params)) == tokens(one.generate(make_prompts, params))
+def test_requests_of_every_kind_are_transformers(two, tiny, oracle):
+    oracle.check_requests(tiny, two)
 
 
 def test_prefix_hits_and_preemption(two, tiny, greedy):
@@ -193,11 +179,11 @@ def test_an_exception_in_a_workers_step_ends_the_engine(two):
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("qwen3", {"num_key_value_heads": 1}), ("mixtral", {})])
-def test_other_architectures_are_transformers(tmp_path, greedy, kind, fields):
+def test_other_architectures_are_transformers(tmp_path, oracle, kind, fields):
     """Qwen3 with a KV head that both ranks hold."""
     folder = make_tiny(tmp_path / kind, kind, "float32", **fields)
     with make(folder) as llm:
-        assert tokens(llm.generate(PROMPTS, GREEDY)) == [greedy(folder, p, 16) for p in PROMPTS]
+        oracle.check_requests(folder, llm)
         (pid,) = pids(llm)
     assert gone(pid)
     with pytest.raises(RuntimeError, match="shut down"):
