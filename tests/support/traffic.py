@@ -54,7 +54,7 @@ def asks(number: int, seed: int = 0) -> list[Ask]:
 
 def _ask(rng: random.Random, prompt: str, text: Callable[[int], str]) -> Ask:
     body: dict[str, Any] = {
-        "max_tokens": rng.choice((rng.randint(1, 30), rng.randint(50, 80))), "temperature": rng.choice((0, 0, 0.7, 1.0)),
+        "max_tokens": rng.choice((rng.randint(1, 30), rng.randint(60, 90))), "temperature": rng.choice((0, 0, 0.7, 1.0)),
         "priority": rng.randint(-1, 1), "return_token_ids": True,
     }  # fmt: skip
     if body["temperature"]:
@@ -127,7 +127,8 @@ class Clients:
     """Clients of one server, and how their requests ended.
 
     ends: counts of right, wrong, left (the client went away), refused (429), bad (4xx for nonsense), error (5xx, or an
-    error in a stream), lost (the connection ended without a word), unreached (it could not be made), killed (clients).
+    error in a stream), lost (the connection ended without a word), unreached (so did one that was begun after `middle`,
+    before it had any answer), killed (clients).
     stories: what is not right about each wrong or lost one.
     """
 
@@ -135,6 +136,7 @@ class Clients:
         self.url, self.pool, self.reference, self.timeout = url, pool, reference, timeout
         self.ends: Counter[str] = Counter()
         self.stories: list[str] = []
+        self.after_middle = False
 
     async def run(
         self, number: int, concurrency: int, seed: int, killed: int = 0, middle: Callable[[], None] | None = None
@@ -154,13 +156,13 @@ class Clients:
                     job = waiting.pop()
                     if middle is not None and len(waiting) == half:
                         middle()
+                        self.after_middle = True
+                    late = self.after_middle
                     try:
                         end = await job(client)
-                    except (httpx.ConnectError, ConnectionRefusedError):
-                        end = "unreached"
-                    except (httpx.TransportError, ConnectionError) as error:
-                        end = "lost"
-                        self.stories.append(f"lost: {type(error).__name__}: {error}")
+                    except httpx.TransportError as error:  # before a byte of an answer
+                        end = "unreached" if late else "lost"
+                        self.stories += [] if late else [f"lost: {type(error).__name__}: {error}"]
                     self.ends[end] += 1
 
             await asyncio.gather(*(work() for _ in range(concurrency)))
@@ -194,23 +196,26 @@ class Clients:
         """leave: events that the client waits for."""
         body = {**ask.body, "stream": True, "stream_options": {"include_usage": True}}
         found: dict[int, Choice] = {}
-        usage, last = None, ""
+        usage, last, left = None, "", leave
         async with client.stream("POST", ask.path, json=body) as answer:
             if answer.status_code != 200:
                 return self._refused(answer.status_code, answer.headers, await answer.aread())
-            async for line in answer.aiter_lines():
-                if not line:
-                    continue
-                if leave is not None and leave <= 0:
-                    return "left"
-                leave, last = None if leave is None else leave - 1, line
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        return "error"
-                    usage = event["usage"] or usage
-                    for choice in event["choices"]:
-                        _read(found, choice)
+            try:
+                async for line in answer.aiter_lines():
+                    if left is not None and left <= 0:
+                        return "left"
+                    if not line:
+                        continue
+                    left, last = None if left is None else left - 1, line
+                    if line.startswith("data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            return "error"
+                        usage = event["usage"] or usage
+                        for choice in event["choices"]:
+                            _read(found, choice)
+            except httpx.TransportError as error:
+                last = f"{type(error).__name__}: {error}"
         if last != "data: [DONE]":
             self.stories.append(f"lost: a stream ended with {last!r}")
             return "lost"
