@@ -54,8 +54,8 @@ def asks(number: int, seed: int = 0) -> list[Ask]:
 
 def _ask(rng: random.Random, prompt: str, text: Callable[[int], str]) -> Ask:
     body: dict[str, Any] = {
-        "max_tokens": rng.choice((rng.randint(1, 30), rng.randint(60, 90))), "temperature": rng.choice((0, 0, 0.7, 1.0)),
-        "priority": rng.randint(-1, 1), "return_token_ids": True,
+        "max_tokens": rng.choice((rng.randint(1, 30), rng.randint(60, 90))), "priority": rng.randint(-1, 1),
+        "temperature": rng.choice((0, 0, 0.7, 1.0)), "return_token_ids": True,
     }  # fmt: skip
     if body["temperature"]:
         body["n"] = rng.choice((1, 2))
@@ -86,22 +86,23 @@ class Reference:
         self.llm = LLM(
             str(folder), device="cpu", max_model_len=CONTEXT, num_blocks=64, enable_prefix_caching=False
         )
-        self._known: dict[int, list[Choice]] = {}
+        self._known: dict[str, list[Choice]] = {}
 
     def __call__(self, ask: Ask) -> list[Choice]:
-        if id(ask) not in self._known:
+        key = json.dumps([ask.path, ask.body])
+        if key not in self._known:
             kind = ChatCompletionRequest if ask.path == CHAT else CompletionRequest
             body: Any = kind.model_validate(ask.body)
             make: Any = self.llm.chat if ask.path == CHAT else self.llm.generate
             (output,) = make(ask.body["messages" if ask.path == CHAT else "prompt"], body.sampling_params())
-            self._known[id(ask)] = [
+            self._known[key] = [
                 Choice(
                     o.text, o.finish_reason, list(o.token_ids),
                     [entry[t].logprob for t, entry in zip(o.token_ids, o.logprobs or (), strict=False)],
                 )
                 for o in output.outputs
             ]  # fmt: skip
-        return self._known[id(ask)]
+        return self._known[key]
 
 
 def malformed(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
@@ -139,7 +140,12 @@ class Clients:
         self.after_middle = False
 
     async def run(
-        self, number: int, concurrency: int, seed: int, killed: int = 0, middle: Callable[[], None] | None = None
+        self,
+        number: int,
+        concurrency: int,
+        seed: int,
+        killed: int = 0,
+        middle: Callable[[], None] | None = None,
     ) -> None:
         """So many requests, so many at once: 5% leave, 2% are malformed. `killed` client processes die in the middle
         of their streams. middle() is called when half of the requests have been sent."""
