@@ -3,6 +3,8 @@ PYTHON ?= python3
 LANES ?= vllm,vllm+fk,sglang,sglang+fk,fastkernels
 DEMO_ARGS ?= --concurrency 1,8 --num-prompts 2,8 --rounds 3 --input-len 128 --output-len 32 --agreement-prompts 4
 BIN := .venv/bin
+# two workers, a file at a time; the real hosts, which take longest, first
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 # the host environments that the lanes need: a part of "own vllm sglang"
 comma := ,
 HOSTS := $(filter vllm sglang,$(sort $(subst +fk,,$(subst $(comma), ,$(LANES)))))
@@ -18,7 +20,7 @@ demo:
 	  $(foreach h,$(HOSTS),--python $(h)=.venv-$(h)/bin/python) $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(SHARED) -m "not slow and not gpu" tests/hosts tests
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" || test $$? -eq 5  # 5: there is none yet

@@ -15,11 +15,15 @@ _LAZY = {
     "patch_async": ".patch",
     "Report": ".patch",
     "LLM": ".engine.llm",
+    "AsyncLLM": ".engine.async_llm",
+    "EngineConfig": ".engine.config",
     "SamplingParams": ".engine.sampling_params",
 }
 __all__ = ["__version__", *_LAZY]
 
 if TYPE_CHECKING:
+    from .engine.async_llm import AsyncLLM
+    from .engine.config import EngineConfig
     from .engine.llm import LLM
     from .engine.sampling_params import SamplingParams
     from .patch import Report, patch, patch_async

@@ -27,7 +27,8 @@ def _pairs(variable: str, value: str | None, separator: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Environment:
-    """The process environment, parsed. `read()` parses it anew; nothing is cached here.
+    """The process environment, parsed. `read()` parses it anew; nothing is cached here. `fk-bench serve` takes its
+    --api-key from FASTKERNELS_API_KEY, too.
 
     enabled     FASTKERNELS=1            the host plugins patch the model that is being built
     ops         FASTKERNELS_OPS          only these ops, comma-separated (default: all that the host has)

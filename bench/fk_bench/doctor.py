@@ -241,7 +241,7 @@ def _runs(python: str) -> bool:
 def _show(found: Found) -> None:
     rows = found.rows
     if rows:
-        table("Machine", ["", ""], list(rows["machine"].items()))
+        table("Machine", ["", ""], [[k, v or "none"] for k, v in rows["machine"].items()])
         versions = [[k, *(f"{n} {v}" for n, v in vs.items())] for k, vs in rows["versions"].items()]
         table("Versions", ["environment", ""], [[name, ", ".join(rest)] for name, *rest in versions])
         table("Hosts", ["host", "version", "python"], [list(h.values()) for h in rows["hosts"]])

@@ -54,13 +54,14 @@ class Host:
 
     def answer(self, timeout: float) -> dict[str, Any]:
         """The next line of the process. Raises HostFailed with the tail of its log."""
-        try:
+        line, what = None, f"no answer within {timeout:g} s"
+        with contextlib.suppress(queue.Empty):
             line = self._answers.get(timeout=timeout)
-        except queue.Empty:
-            line = None
+            if line is None:  # its output has ended, and with it the process, or soon
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(5.0)
+                what = f"ended with status {self.process.returncode}"
         if line is None:
-            status = self.process.poll()
-            what = f"no answer within {timeout:g} s" if status is None else f"ended with status {status}"
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             raise HostFailed(f"{self.name}: {what}; the end of {self.log}:\n{tail}")
         return json.loads(line)
@@ -93,7 +94,7 @@ class Host:
                 process.kill()
 
 
-def _prompts(seed: int, requests: int, length: int, vocab: int) -> list[list[int]]:
+def _prompts(seed: str, requests: int, length: int, vocab: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(requests)]
 
@@ -118,11 +119,12 @@ def e2e_command(
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = "auto",
     tensor_parallel: Annotated[int, typer.Option(help="GPUs a host")] = 1,
     gpu_share: Annotated[
-        float, typer.Option(help="of the GPU, for each host (default: 0.9 over their number)")
+        float,
+        typer.Option(help="of the GPU, for each host (default: 0.9 over their number)", show_default=False),
     ] = 0.0,
     engine_args: Annotated[list[str] | None, typer.Option(help="HOST=JSON of more engine arguments")] = None,
     timeout: Annotated[float, typer.Option(help="seconds for a start or a round")] = 600.0,
-    seed: Annotated[int, typer.Option(help="round r draws its prompts from seed + r")] = 0,
+    seed: Annotated[int, typer.Option(help="of the prompts, with the round and the number of requests")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/e2e-TIME)")
     ] = None,
@@ -164,29 +166,29 @@ def e2e_command(
         from .small_model import small_model
 
         model = str(small_model())
-    gpu = machine.machine().gpus > 0
-    longest = input_len + output_len
-    settings = {
+    longest = input_len + output_len + 16
+    kv_tokens = -(-max(counts) * longest * 33 // 32 // 16) * 16
+    settings: dict[str, Any] = {
         "model": model, "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
-        "max_model_len": longest + 16, "max_num_seqs": max(counts), "gpu": gpu,
-        "kv_tokens": -(-max(counts) * (longest + 16) * 33 // 32 // 16) * 16, "tensor_parallel": tensor_parallel,
-        "gpu_share": gpu_share or 0.9 / len(names),
+        "max_model_len": longest, "max_num_seqs": max(counts), "kv_tokens": kv_tokens,
+        "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share or 0.9 / len(names),
+        "tensor_parallel": tensor_parallel,
     }  # fmt: skip
+    vocab = _vocab(model)
     made = []
     started: list[Host] = []
     try:
         for name in names:
             own = {**settings, "engine_args": extra.get(name, {})}
             started.append(Host(name, pythons.get(name, sys.executable), own, folder / f"{name}.log"))
-            started[-1].answer(timeout)
-        vocab = _vocab(model)
+            _check_size(name, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
         for count in counts:
             for r in range(-1, rounds):  # the first round warms up
-                prompts = _prompts(seed + r, count, input_len, vocab)
+                prompts = _prompts(f"{seed} {count} {r}", count, input_len, vocab)
                 for host in started:
                     found = host.generate(prompts, output_len, timeout)
                     if r >= 0:
-                        made.append(_round(host, model, settings, count, input_len, output_len, r, found))
+                        made.append(_round(host, settings, count, input_len, output_len, r, found))
                         rows.append(folder / "rows.jsonl", made[-1:])
     except (HostFailed, ValueError) as error:
         fail(str(error), 1)
@@ -194,6 +196,14 @@ def e2e_command(
         for host in started:
             host.stop()
     _show(made, folder, json_only)
+
+
+def _check_size(host: str, held: int, wanted: int) -> None:
+    if held < 0.98 * wanted:
+        raise HostFailed(
+            f"{host} has a KV cache of {held} tokens, and {wanted} are needed for a fair comparison: give it more"
+            " memory (--gpu-share), or ask for fewer requests or tokens"
+        )
 
 
 def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
@@ -215,7 +225,7 @@ def _row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any
 
 
 def _round(
-    host: Host, model: str, settings: dict[str, Any], count: int, input_len: int, output_len: int, r: int,
+    host: Host, settings: dict[str, Any], count: int, input_len: int, output_len: int, r: int,
     found: dict[str, Any],
 ) -> Row:  # fmt: skip
     seconds, expected = found["seconds"], count * output_len
@@ -229,7 +239,7 @@ def _round(
     case = {"kind": "offline", "requests": count, "input_len": input_len, "output_len": output_len}
     case |= {k: settings[k] for k in ("dtype", "load_format", "tensor_parallel", "kv_tokens")}
     return _row(
-        host.name, case, metrics, round=r, subject=Subject(model=model, host=host.name),
+        host.name, case, metrics, round=r, subject=Subject(model=settings["model"], host=host.name),
         versions=machine.interpreter(host.python).versions, status=Status.WRONG if wrong else Status.OK,
         reason=f"{found['output_tokens']} tokens generated, {expected} asked for" if wrong else "",
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +23,7 @@ def signature_rows() -> list[dict[str, Any]]:
 
 
 def op_rows() -> list[dict[str, Any]]:
-    """[{op, level, hosts, providers, baseline, cases, calls}]."""
+    """[{op, level, hosts, providers, baseline, cases, calls, about}]."""
     specs = [registry.get(name) for name in registry.op_names()]
     return [
         {
@@ -32,6 +34,7 @@ def op_rows() -> list[dict[str, Any]]:
             "baseline": s.baseline,
             "cases": len(s.cases),
             "calls": list(s.calls),
+            "about": _about(registry.op_module(s.name)),
         }
         for s in sorted(specs, key=lambda s: (s.level, s.name))
     ]
@@ -49,10 +52,22 @@ def host_rows() -> list[dict[str, Any]]:
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """[{architecture, module}]: the architectures that our engine builds."""
-    from fastkernels.models.registry import ARCHITECTURES
+    """[{architecture, module, about}]: the architectures that our engine builds."""
+    from fastkernels.models.registry import ARCHITECTURES, architectures, model_class
 
-    return [{"architecture": name, "module": where} for name, where in sorted(ARCHITECTURES.items())]
+    return [
+        {
+            "architecture": name,
+            "module": ARCHITECTURES[name],
+            "about": _about(sys.modules[model_class(name).__module__]),
+        }
+        for name in architectures()
+    ]
+
+
+def _about(module: ModuleType) -> str:
+    """The first line of a module's docstring."""
+    return (module.__doc__ or "").partition("\n")[0]
 
 
 def _print_signatures(rows: list[dict[str, Any]]) -> None:
@@ -83,6 +98,7 @@ def list_command(
         return
     rows = {"ops": op_rows, "hosts": host_rows, "models": model_rows}[what]()
     if not json_only and rows:
-        columns = list(rows[0])
+        # What else is known of an op is in the line of JSON: the table has to fit.
+        columns = [c for c in rows[0] if c not in ("cases", "calls")]
         table(what.capitalize(), columns, [[r[c] for c in columns] for r in rows])
     last_line({what: rows})

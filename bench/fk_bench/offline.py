@@ -1,7 +1,8 @@
 """One host's offline engine in a process of its own: `python offline.py JSON`, run by that host's interpreter.
 
 Reads lines {"prompts": [[token ids]], "output_len": n} and answers each with {"seconds": s, "output_tokens": n}, on the
-file descriptor that standard output was; what the host prints goes to standard error. Imports nothing of ours but the
+file descriptor that standard output was; its first line there is {"kv_tokens": n}, the size of its KV cache. What the
+host prints goes to standard error. Imports nothing of ours but the
 engine that it runs.
 """
 
@@ -17,74 +18,83 @@ from typing import Any
 Generate = Callable[[list[list[int]], int], int]  # prompts, tokens to generate of each -> tokens generated
 
 
-def fastkernels(options: dict[str, Any]) -> Generate:
+def fastkernels(options: dict[str, Any]) -> tuple[Generate, int]:
     from fastkernels import LLM, SamplingParams
 
-    llm = LLM(
-        options["model"], dtype=options["dtype"], load_format=options["load_format"], skip_tokenizer_init=True,
-        max_model_len=options["max_model_len"], max_num_seqs=options["max_num_seqs"],
-        num_blocks=options["kv_tokens"] // 16 + 1, tensor_parallel_size=options["tensor_parallel"],
-        **options["engine_args"],
-    )  # fmt: skip
+    settings = {
+        "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
+        "max_model_len": options["max_model_len"], "max_num_seqs": options["max_num_seqs"],
+        "num_blocks": options["kv_tokens"] // 16 + 1, "tensor_parallel_size": options["tensor_parallel"],
+    }  # fmt: skip
+    llm = LLM(options["model"], **{**settings, **options["engine_args"]})
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         return sum(len(o.outputs[0].token_ids) for o in llm.generate(prompts, params))
 
-    return generate
+    blocks = llm.llm_engine.blocks
+    return generate, blocks.num_usable * blocks.block_size
 
 
-def vllm(options: dict[str, Any]) -> Generate:
+def vllm(options: dict[str, Any]) -> tuple[Generate, int]:
     from vllm import LLM, SamplingParams
 
-    on_gpu = (
-        {"num_gpu_blocks_override": options["kv_tokens"] // 16} if options["gpu"] else {"enforce_eager": True}
-    )
-    llm = LLM(
-        model=options["model"], dtype=options["dtype"], load_format=options["load_format"], skip_tokenizer_init=True,
-        max_model_len=options["max_model_len"], max_num_seqs=options["max_num_seqs"],
-        tensor_parallel_size=options["tensor_parallel"], gpu_memory_utilization=options["gpu_share"],
-        **{**on_gpu, **options["engine_args"]},
-    )  # fmt: skip
+    settings = {
+        "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
+        "max_model_len": options["max_model_len"], "max_num_seqs": options["max_num_seqs"],
+        "tensor_parallel_size": options["tensor_parallel"], "gpu_memory_utilization": options["gpu_share"],
+    }  # fmt: skip
+    if options["gpu"]:
+        settings["num_gpu_blocks_override"] = options["kv_tokens"] // 16
+    else:
+        settings["enforce_eager"] = True
+    llm = LLM(model=options["model"], **{**settings, **options["engine_args"]})
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return sum(len(o.outputs[0].token_ids) for o in outputs)
 
-    return generate
+    cache = llm.llm_engine.vllm_config.cache_config
+    return generate, cache.num_gpu_blocks * cache.block_size
 
 
-def sglang(options: dict[str, Any]) -> Generate:
+def sglang(options: dict[str, Any]) -> tuple[Generate, int]:
     import sglang
 
-    on_cpu = {
-        "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
+    settings: dict[str, Any] = {
+        "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
+        "context_length": options["max_model_len"], "max_running_requests": options["max_num_seqs"],
+        "max_total_tokens": options["kv_tokens"], "tp_size": options["tensor_parallel"],
     }  # fmt: skip
-    engine = sglang.Engine(
-        model_path=options["model"], dtype=options["dtype"], load_format=options["load_format"],
-        skip_tokenizer_init=True, context_length=options["max_model_len"], max_total_tokens=options["kv_tokens"],
-        max_running_requests=options["max_num_seqs"], tp_size=options["tensor_parallel"],
-        **{
-            **({"mem_fraction_static": options["gpu_share"]} if options["gpu"] else on_cpu),
-            **options["engine_args"],
-        },
-    )  # fmt: skip
+    if options["gpu"]:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        # SGLang's share is of what is free when it starts, and other hosts are there already.
+        settings["mem_fraction_static"] = round(min(0.9, options["gpu_share"] * total / free), 3)
+    else:
+        settings |= {
+            "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+        }  # fmt: skip
+    engine = sglang.Engine(model_path=options["model"], **{**settings, **options["engine_args"]})
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
         outputs = engine.generate(input_ids=prompts, sampling_params=params)
         return sum(o["meta_info"]["completion_tokens"] for o in outputs)
 
-    return generate
+    return generate, int(engine.get_server_info()["max_total_num_tokens"])
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # hosts print on standard output
-    generate = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}[options["host"]](options)
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    hosts = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}
+    generate, kv_tokens = hosts[options["host"]](options)
+    print(json.dumps({"kv_tokens": kv_tokens}), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         start = time.perf_counter()

@@ -17,7 +17,7 @@ SERVER = ServerConfig()
 def serve(
     model: Annotated[str, typer.Argument(help="folder of a Hugging Face checkpoint, or a hub id")],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0: any free one")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="what clients call it (default: MODEL)")
     ] = SERVER.served_model_name,
@@ -53,7 +53,7 @@ def serve(
         int, typer.Option(help="tokens of one step, decodes and chunks of prompts together")
     ] = DEFAULT.max_num_batched_tokens,
     max_waiting: Annotated[
-        int, typer.Option(help="requests that may wait; more get 429")
+        int, typer.Option(help="sequences that may wait (a request has n); more get 429")
     ] = DEFAULT.max_waiting,
     block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size,
     num_blocks: Annotated[
@@ -63,7 +63,7 @@ def serve(
         int | None, typer.Option(help="bytes of the KV cache (default: what fits)")
     ] = DEFAULT.kv_cache_memory,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(help="part of the GPU's memory to use")
+        float, typer.Option(help="part of the GPU's memory that may be in use, other processes' included")
     ] = DEFAULT.gpu_memory_utilization,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto (the model's), bfloat16 or fp8")
@@ -75,21 +75,26 @@ def serve(
         bool | None, typer.Option(help="schedule a step while the one before runs (default: on CUDA)")
     ] = DEFAULT.async_scheduling,
     attention_backend: Annotated[
-        str | None, typer.Option(help="triton, fa3, flashinfer or reference (default: the fastest)")
+        str | None,
+        typer.Option(
+            help="fa3, triton, flashinfer or reference (default: the first that serves the model here)"
+        ),
     ] = DEFAULT.attention_backend,
     tensor_parallel_size: Annotated[
-        int, typer.Option(help="processes that share each layer")
+        int, typer.Option(help="GPUs (on the CPU: processes) that share each layer")
     ] = DEFAULT.tensor_parallel_size,
     max_logprobs: Annotated[
         int, typer.Option(help="the most logprobs that a request may ask for")
     ] = DEFAULT.max_logprobs,
-    seed: Annotated[int, typer.Option(help="of sampling and of dummy weights")] = DEFAULT.seed,
+    seed: Annotated[
+        int, typer.Option(help="of dummy weights, and for requests that have none")
+    ] = DEFAULT.seed,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = DEFAULT.load_format,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="no CUDA graphs")
     ] = DEFAULT.enforce_eager,
 ) -> None:
-    """Serve MODEL on our own engine, until SIGTERM (requests under way are finished) or Ctrl-C."""
+    """Serve MODEL over OpenAI's API, until SIGTERM (requests may finish) or Ctrl-C; docs/server.md has the routes."""
     from fastkernels.engine import serving
     from fastkernels.models.weights import CheckpointError
     from fastkernels.registry import UnknownName

@@ -35,10 +35,11 @@ class EngineError(RuntimeError):
 class AsyncLLM:
     """Requests come from coroutines; one thread steps the engine.
 
-    A step that fails ends its requests, not the engine. The engine ends with an error that has `fatal`, with one of
+    A step that fails ends all requests, not the engine. The engine ends with an error that has `fatal`, with one of
     the device, or with MAX_FAILED_STEPS one after the other: `dead` says why, and every request gets an EngineError.
 
-    on_step(stats) is called in the engine's thread after every step, on_death() once.
+    on_step(stats) is called in the engine's thread after every step, on_death() once if it ends with an error.
+    Raises what LLM raises.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class AsyncLLM:
 
     @property
     def healthy(self) -> bool:
+        """Whether it takes requests."""
         return self._thread.is_alive() and self.dead is None
 
     async def generate(
@@ -72,7 +74,8 @@ class AsyncLLM:
         request_id: str,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they come. Leaving the iteration early aborts the request.
+        """Outputs of one request as they come, each as params.output_kind says. Closing the iterator early aborts the
+        request. A lower priority goes first.
 
         Raises ValueError, QueueFull (before the first output) and EngineError.
         """
@@ -133,7 +136,9 @@ class AsyncLLM:
             return
 
     def shutdown(self, timeout: float = 10.0) -> bool:
-        """Stop after the step that runs; requests under way get an EngineError. Returns whether it stopped in time."""
+        """Stop after the step that runs; requests under way get an EngineError. Returns whether it stopped within
+        `timeout` seconds. Workers of other ranks stay until `engine.shutdown()`.
+        """
 
         def stop() -> None:
             self._stopped = True
@@ -235,8 +240,8 @@ class AsyncLLM:
             block = False
 
     def _fail(self, error: EngineError) -> None:
+        self.engine.abort_all()  # before anybody is told, who may look at what is left
         self._send([(request_id, error) for request_id in list(self._streams)])
-        self.engine.abort_all()
 
     def _send(self, items: list[tuple[str, Any]]) -> None:
         """Hand outputs to their streams: one wake-up of a loop for all of a step's."""

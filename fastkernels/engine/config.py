@@ -21,19 +21,23 @@ class EngineConfig:
     max_model_len           tokens of one sequence, prompt and output (default: the model's, as far as the cache holds)
     max_num_seqs            sequences that run at once
     max_num_batched_tokens  tokens of one step, decodes and chunks of prompts together; at least max_num_seqs
-    max_waiting             requests that may wait; more are refused
-    block_size              tokens of one KV block
-    num_blocks              KV blocks; wins over kv_cache_memory (bytes), which wins over gpu_memory_utilization
-    gpu_memory_utilization  part of the GPU's memory that weights, activations and cache may use together
+    max_waiting             sequences that may wait, of which a request has n; more are refused
+    block_size              tokens of one KV block, a power of two
+    num_blocks              KV blocks, block 0 included, which only padding uses; wins over kv_cache_memory
+    kv_cache_memory         bytes of one rank's KV cache; wins over gpu_memory_utilization (default on the CPU: 1 GiB)
+    gpu_memory_utilization  part of the GPU's memory that may be in use: weights, activations, cache, other processes
     kv_cache_dtype          'auto' (the model's dtype), 'bfloat16', or 'fp8' (e4m3, half the bytes, less exact)
     enable_prefix_caching   sequences that begin alike share KV blocks, also with ones that have ended
     async_scheduling        schedule a step while the one before it runs (default: on CUDA)
-    attention_backend       one of ATTENTION_BACKENDS (default: the fastest that is there)
+    attention_backend       one of ATTENTION_BACKENDS (default: fa3, triton or reference, the first that can serve here)
     tensor_parallel_size    processes that share each layer: GPUs, or gloo processes on the CPU
     max_logprobs            the most that a request's logprobs and prompt_logprobs may ask for
+    seed                    of dummy weights, and of the seeds that requests without one are given
     load_format             'auto': safetensors; 'dummy': random weights from `seed`, no weight file is read
     enforce_eager           no CUDA graphs
     skip_tokenizer_init     token ids in, token ids out
+
+    Raises ValueError, naming the field and the value, for what no engine can have.
     """
 
     model: str

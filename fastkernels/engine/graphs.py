@@ -32,7 +32,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """2, 4, 8, 16, then every 32 up to 128 and every 64 from there, up to max_tokens."""
+    """2, 4, 8, 16, then every 32 up to 128 and every 64 from there, up to max_tokens or 512."""
     sizes = [2, 4, 8, 16, *range(32, 129, 32), *range(192, MAX_MIXED_TOKENS + 1, 64)]
     return [s for s in sizes if s <= max_tokens]
 

@@ -16,9 +16,11 @@ Prompt: TypeAlias = "str | Sequence[int]"
 
 
 class LLM:
-    """A model that generates, in this process. Keyword arguments are the fields of EngineConfig.
+    """A model that generates, in this process (and in workers, with tensor_parallel_size; `shutdown` ends them).
+    Keyword arguments are the fields of EngineConfig.
 
-    Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture.
+    Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture, ValueError
+    for values that no engine can have and for a model that does not fit, WorkerDied if a worker ends.
     """
 
     def __init__(self, model: str, **config: Any):
@@ -26,7 +28,12 @@ class LLM:
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Any:
+        """The model's transformers tokenizer; None with skip_tokenizer_init."""
         return self.llm_engine.tokenizer
+
+    def shutdown(self) -> None:
+        """End the processes of other ranks. The engine cannot be used after it."""
+        self.llm_engine.shutdown()
 
     def generate(
         self,
@@ -36,7 +43,10 @@ class LLM:
         """One output a prompt, in order.
 
         prompts          text, token ids, or a list of either
-        sampling_params  one for all prompts, or one for each
+        sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most)
+
+        Raises ValueError for what cannot be served, before anything runs. A step that fails ends all requests, and so
+        does Ctrl-C.
         """
         prompts = _as_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -61,7 +71,7 @@ class LLM:
                     engine.add_request(request.request_id, request)
                 done.update((o.request_id, o) for o in engine.step() if o.finished)
         except BaseException:
-            engine.abort_request(ids)
+            engine.abort_all()  # a step may have been scheduled and not run: its blocks hold nothing
             raise
         return [done[i] for i in ids]
 
@@ -72,11 +82,17 @@ class LLM:
         add_generation_prompt: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """messages: one conversation, [{'role': ..., 'content': ...}, ...], or a list of them."""
+        """messages: one conversation, [{'role': ..., 'content': ...}, ...], or a list of them. `template` goes to the
+        tokenizer's chat template. Raises ValueError for what cannot be served, before anything runs.
+        """
         tokenizer = self.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        if not all(isinstance(m, dict) for c in conversations for m in c):
+            raise ValueError(
+                "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
+            )
         prompts = [
             tokenizer.apply_chat_template(
                 c, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True, **template

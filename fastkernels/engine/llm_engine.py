@@ -105,6 +105,8 @@ class LLMEngine:
                     priority, index,
                 )
             )  # fmt: skip
+        if params.prompt_logprobs is not None:
+            group.sequences[0].prompt_logprobs = [None] * len(ids)  # steps fill in all but the first token's
         return group
 
     def add_request(
@@ -156,7 +158,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Launch the next batch, wait for the oldest one under way, and return an output for each request with news.
 
-        With async scheduling two batches are under way, so that the first step returns nothing.
+        With async scheduling two batches are under way, so that the first step returns nothing. Raises what
+        went wrong in a step: then abort_all() before the next one.
         """
         done = self.core.step()
         return [] if done is None else self._read(done)

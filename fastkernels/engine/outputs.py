@@ -98,8 +98,7 @@ def _decoded(tokenizer: Any, token: int) -> str | None:
 
 def fill_prompt_logprobs(request: Request, start: int, found: TokenLogprobs, tokenizer: Any) -> None:
     """Log-probabilities of the prompt's tokens from position start + 1 on."""
-    if request.prompt_logprobs is None:
-        request.prompt_logprobs = [None] * len(request.prompt_token_ids)
+    assert request.prompt_logprobs is not None
     wanted = request.params.prompt_logprobs or 0
     for i in range(len(found.ranks)):
         request.prompt_logprobs[start + 1 + i] = read_logprobs(found, i, wanted, tokenizer)

@@ -31,7 +31,7 @@ class Request:
     index                which of the caller's n sequences
     slot                 its row in the ranks' state while it runs, -1 otherwise
     block_table          KV blocks that hold its first num_computed_tokens tokens
-    block_hashes         of its full blocks whose tokens are known
+    block_hashes         names of its first full blocks, as far as they have been needed
     num_computed_tokens  tokens whose keys and values are in the cache when the launched steps are done;
                          preemption sets it to 0
     num_inflight         tokens that launched steps sample and that are not known yet, at most 2
@@ -39,6 +39,7 @@ class Request:
     num_named_blocks     blocks of the table that the prefix cache was told of
     num_sent_chars       characters of its text that the caller has
     num_cached_tokens    tokens that its first admission found in the prefix cache
+    arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
     """
 
     request_id: str
@@ -103,7 +104,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token by the model, before temperature and filters; rank 1 is the most likely token."""
+    """Natural log-probability of a token by the model's own logits; rank 1 is the most likely token."""
 
     logprob: float
     rank: int | None = None
@@ -137,7 +138,7 @@ class RequestOutput:
     """The state of a request after a step. With DELTA it has those of its n outputs that have something new.
 
     A finished output has all its text; before that, text that may be the beginning of a stop string, or of a
-    character, is held back. prompt_logprobs comes with a request's first output.
+    character, is held back. prompt_logprobs come with every output.
     """
 
     request_id: str

@@ -28,18 +28,20 @@ class RequestOutputKind(Enum):
 @dataclass
 class SamplingParams:
     """Per-request sampling. Raises ValueError, naming the field, the value and the limit, for what is out of range.
+    Log-probabilities are of the model's own logits, before temperature, bias, penalties and filters.
 
     n                   outputs for the prompt, 1 to 16384; only 1 with temperature 0
     presence_penalty    [-2, 2], subtracted from the logits of tokens that were generated
     frequency_penalty   [-2, 2], subtracted as often as the token was generated
     repetition_penalty  [1e-6, 1e6]; the logit of a token of the prompt or the output is divided by it if positive,
                         else multiplied
-    temperature  [0, 2]; 0: greedy (the most likely token; top_p, top_k, min_p and seed are not used)
+    temperature  [0, 2]; 0: greedy (the most likely token; top_p, top_k, min_p and seed are not used); less than 0.01 is
+                 raised to 0.01
     top_p        (0, 1]: sample from the smallest set of most likely tokens whose probabilities sum to at least top_p
     top_k        sample from the k most likely tokens; 0 or -1: all
     min_p        [0, 1]: sample from tokens with at least min_p times the probability of the most likely one
-    seed         a 64-bit signed integer: the same seed gives the same tokens whatever else is in the batch;
-                 None or -1: the engine chooses one
+    seed         a 64-bit signed integer: the same seed draws the same noise whatever else is in the batch, output i of
+                 n with seed + i; None or -1: the engine chooses one
     stop         strings that end the output; not part of it unless include_stop_str_in_output
     stop_token_ids  tokens that end the output, as EOS does
     ignore_eos   go on after EOS
@@ -48,6 +50,9 @@ class SamplingParams:
     logprobs     log-probabilities of so many most likely tokens beside the sampled one; -1: of all; None: of none
     prompt_logprobs  the same for the tokens of the prompt
     logit_bias   {token id: what is added to its logit, [-100, 100]}
+    detokenize   False: no text, and no stop strings
+    skip_special_tokens  leave tokens such as EOS out of the text
+    output_kind  what each output holds; LLM gives the final one whatever it says
     """
 
     n: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import signal
@@ -20,7 +21,7 @@ LAST_WORDS = 2.0  # seconds that answers have to leave once their requests have 
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before the model is loaded. Raises OSError that says so if the port is in use."""
+    """A socket bound to the address, before the model is loaded. Raises OSError that says what to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -28,8 +29,11 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
+        flag = (
+            "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
+        )
         raise OSError(
-            f"{host}:{port} cannot be listened on: {error.strerror}; choose another --port"
+            f"{host}:{port} cannot be listened on: {error.strerror}; choose another {flag}"
         ) from error
     return sock
 
@@ -49,7 +53,8 @@ def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig
         timeout_keep_alive=server.config.timeout_keep_alive, server_header=False, lifespan="off",
     )  # fmt: skip
     process = Process(options, server)
-    log.info("serving %s at http://%s:%d/v1", server.model_name, host, port)
+    address = f"[{host}]" if ":" in host else host
+    log.info("serving %s at http://%s:%d/v1", server.model_name, address, port)
     process.run(sockets=[sock])
     return 1 if server.llm.dead is not None else 0
 

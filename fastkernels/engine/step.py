@@ -71,7 +71,8 @@ class StepInput:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """token_ids, logprobs: [n, K + 1], the token in question first, then the K most likely; ranks: [n], from 1."""
+    """Of n positions. token_ids [n, K + 1] int64 and logprobs [n, K + 1] float32: the token in question first, then the
+    K most likely, K the most that a row asked for; ranks [n] int64, from 1."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -99,4 +100,6 @@ class Pending(Protocol):
 class Executor(Protocol):
     """Runs steps: one ModelRunner, or several in processes of their own (executor.py). Steps run in launch order."""
 
-    def launch(self, step: StepInput) -> Pending: ...
+    def launch(self, step: StepInput) -> Pending:
+        """Start a step without waiting for it. At most two may be under way."""
+        ...

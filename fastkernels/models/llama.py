@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., arXiv 2302.13971) and models of its shape: Llama 2 and 3, SmolLM2, Mistral without windows.
+"""Llama (Touvron et al., arXiv 2302.13971) and what has its architecture: Llama 2 and 3, SmolLM2.
 
 Contract of every language model here: model(input_ids [T], positions [T]) gives hidden states [T, H],
 model.compute_logits(hidden [B, H]) gives [B, V]; what else a step needs is in fastkernels.forward_context.

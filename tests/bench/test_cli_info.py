@@ -48,6 +48,21 @@ def test_list_signatures(capsys: pytest.CaptureFixture[str], only: bool) -> None
     assert all(r["difference"] for r in rows if not r["exact"])
 
 
+@pytest.mark.parametrize(
+    ("what", "key", "some"),
+    [
+        ("ops", "op", {"fused_experts", "sampling", "qwen3_decoder_layer"}),
+        ("models", "architecture", {"LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM"}),
+    ],
+)
+def test_list_says_what_each_is(
+    capsys: pytest.CaptureFixture[str], what: str, key: str, some: set[str]
+) -> None:
+    status, out, _ = run(capsys, "list", what)
+    rows = last(out)[what]
+    assert status == 0 and some <= {r[key] for r in rows} and all(r["about"] for r in rows)
+
+
 def test_list_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     rows = last(run(capsys, "list", "hosts")[1])["hosts"]
     assert {r["host"] for r in rows} == set(compare.hosts()) >= {"vllm", "sglang"}

@@ -41,6 +41,7 @@ def test_scheduler_only(tmp_path: Path) -> None:
 def test_a_host_that_does_not_start_says_why(tmp_path: Path) -> None:
     done = fk_bench("e2e", "--hosts", "sglang", "--out", tmp_path / "run")  # not in this environment
     assert done.returncode == 1 and "No module named 'sglang'" in done.stderr and "Traceback" in done.stderr
+    assert "ended with status 1" in done.stderr
     assert (tmp_path / "run" / "sglang.log").is_file()
 
 

@@ -47,6 +47,8 @@ def test_smollm2_is_transformers(greedy):
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
     assert "Paris" in answer.text and answer.finish_reason == "stop"
+    with pytest.raises(ValueError, match="messages must be a list"):
+        llm.chat("What is the capital of France?")
 
 
 def test_seed_does_not_depend_on_the_batch(llm):
@@ -187,3 +189,19 @@ def test_cuda_graphs_give_the_eager_tokens(tiny):
     eager, graphs = (LLM(str(tiny), enforce_eager=e, **settings) for e in (True, False))
     for n in (1, 3, 4):
         assert tokens(graphs.generate(PROMPTS[:n], GREEDY)) == tokens(eager.generate(PROMPTS[:n], GREEDY))
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_after_a_step_that_failed_nothing_of_it_is_in_the_cache(tiny, monkeypatch, failure):
+    llm = LLM(str(tiny), device="cpu", max_model_len=512)
+    expected = tokens(LLM(str(tiny), device="cpu", max_model_len=512).generate(PROMPTS, GREEDY))
+
+    def fail(step):
+        raise failure("no step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine.executor, "launch", fail)
+        with pytest.raises(failure):
+            llm.generate(PROMPTS, GREEDY)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected

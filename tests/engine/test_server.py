@@ -113,6 +113,9 @@ def test_echo_and_prompt_logprobs(client, url):
     assert only["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(
         choice.logprobs.token_logprobs[1:5], abs=1e-4
     )
+    one = post(url, prompt=[7], echo=True, max_tokens=2, logprobs=1, prompt_logprobs=1).json()["choices"][0]
+    assert one["prompt_logprobs"] == [None] and one["logprobs"]["token_logprobs"][0] is None
+    assert len(one["logprobs"]["tokens"]) == 3
     given = post(url, prompt="Hello", prompt_logprobs=0, max_tokens=1).json()["choices"][0]["prompt_logprobs"]
     values = [next(iter(entry.values()))["logprob"] for entry in given[1:]]
     assert given[0] is None and values == pytest.approx(choice.logprobs.token_logprobs[1:5], abs=1e-4)

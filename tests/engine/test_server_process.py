@@ -90,7 +90,12 @@ def test_bad_starts_say_why_and_show_no_traceback(tiny, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        cases = [([str(tiny), "--port", port], port), ([str(tmp_path), "--port", "0"], "config.json")]
+        cases = [
+            ([str(tiny), "--port", port], "choose another --port"),
+            ([str(tiny), "--port", "99999"], "less than or equal to 65535"),
+            ([str(tiny), "--host", "192.0.2.1"], "choose another --host"),
+            ([str(tmp_path), "--port", "0"], "config.json"),
+        ]
         for args, message in cases:
             done = subprocess.run([*FK_BENCH, *args], capture_output=True, text=True, timeout=90)
             assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
