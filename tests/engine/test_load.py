@@ -24,7 +24,7 @@ from traffic import CONTEXT, Clients, Reference, asks
 MIB = 2**20
 SOAK = float(os.environ.get("FASTKERNELS_SOAK_SECONDS", 600))
 # Fewer blocks than the running sequences want, and a queue that 64 clients can fill: some are preempted, some refused.
-TIGHT = tuple("--max-num-seqs 48 --num-blocks 64 --max-waiting 84 --max-num-batched-tokens 256".split())
+TIGHT = ["--max-num-seqs=48", "--num-blocks=64", "--max-waiting=84", "--max-num-batched-tokens=256"]
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,10 @@ def test_under_load_answers_are_right_and_nothing_is_left(
             assert clients.ends[end], end
         assert preemptions and metric(url, "vllm:prefix_cache_hits_total")
         assert metric(url, "fastkernels:failed_steps_total") == 0
-        (_, before), (first, _), (second, after) = levels
-        assert after <= before and second - first < 4
+        (warm, before), (first, _), (second, after) = levels
+        assert (
+            after <= before and second - max(warm, first) < 4
+        )  # the allocator gives back and takes a few MiB
     assert "Traceback" not in log_of(tmp_path)
 
 
