@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
 import httpx
 import psutil
 import pytest
+from server_process import FK_BENCH, ended, start
 
-FK_BENCH = [sys.executable, "-m", "fk_bench.cli", "serve"]
 LONG = {"prompt": [5], "ignore_eos": True, "stream": True}
-
-
-def start(folder, *args, env=None):
-    """(process, url) of a server that answers."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [*FK_BENCH, str(folder), "--port", str(port), "--device", "cpu", "--num-blocks", "200", *args]
-    process = subprocess.Popen(
-        command, env={**os.environ, **(env or {})}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    url = f"http://127.0.0.1:{port}"
-    until = time.monotonic() + 90
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return process, url
-        except httpx.TransportError:
-            time.sleep(0.1)
-    process.kill()
-    raise AssertionError(process.communicate()[1])
 
 
 class Reader(threading.Thread):
@@ -62,14 +39,6 @@ class Reader(threading.Thread):
         self.join(40)
         assert self.lines[-1] == "data: [DONE]"
         return json.loads(self.lines[-2][6:])
-
-
-def ended(process, seconds=20):
-    """(exit status, standard error); nothing that it started is left."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    status = process.wait(seconds)
-    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
-    return status, process.stderr.read()
 
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(tiny, tmp_path):

@@ -1,0 +1,58 @@
+"""`fk-bench serve` as a process of its own: how a test starts it, and how it checks its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import psutil
+
+FK_BENCH = [sys.executable, "-m", "fk_bench.cli", "serve"]
+
+
+def start(
+    folder: Path, *args: str, env: dict[str, str] | None = None, log: IO[str] | None = None
+) -> tuple[subprocess.Popen[str], str]:
+    """(process, url) of a server that answers. log: where its output goes, a pipe (64 KiB!) if there is none."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [*FK_BENCH, str(folder), "--port", str(port), "--device", "cpu", "--num-blocks", "200", *args]
+    out: Any = subprocess.PIPE if log is None else log
+    process = subprocess.Popen(command, env={**os.environ, **(env or {})}, stderr=out, stdout=out, text=True)
+    url = f"http://127.0.0.1:{port}"
+    until = time.monotonic() + 90
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return process, url
+        except httpx.TransportError:
+            time.sleep(0.1)
+    process.kill()
+    raise AssertionError(process.communicate()[1] or f"no server: see {log and log.name}")
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
+    """(exit status, standard error if it is a pipe); nothing that it started is left."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    status = process.wait(seconds)
+    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+    return status, process.stderr.read() if process.stderr is not None else ""
+
+
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """Every process on the machine that has this in its environment, whoever its parent is now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(name) == value:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
