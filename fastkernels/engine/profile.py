@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,6 @@ from .step import NewRow, PromptTargets, StepInput
 if TYPE_CHECKING:
     from .runner import ModelRunner
 
-WARM = (1, 3, 17, 32, 65, 300, 520, 777, 1040, 1531, 2048, 3001, 4096, 6001)  # tokens of warm_up's steps
 SLACK = 1 << 30  # bytes left free beside the measured peak: allocator slack and graphs
 
 
@@ -37,24 +35,6 @@ def largest_step(max_num_seqs: int, max_tokens: int, max_model_len: int, logprob
         np.arange(rows), lens, lens, np.zeros(rows, dtype=np.int64), ids, decodes,
         np.empty((0, 3), dtype=np.int32), new, [targets],
     )  # fmt: skip
-
-
-def warm_up(runner: ModelRunner) -> None:
-    """Run steps of many sizes once, so that no request waits while a kernel is compiled or loaded. CUDA only.
-
-    Graphs have run the small ones by now. Everything is written to block 0 and to slots that nobody has yet.
-    """
-    config, length = runner.config, runner.limits.max_model_len
-    greedy = SamplingParams(temperature=0)
-    for tokens in (*(n for n in WARM if n < config.max_num_batched_tokens), config.max_num_batched_tokens):
-        rows = max(1, min(config.max_num_seqs, tokens // 200 + 1))
-        step = largest_step(rows, tokens, length, 0)
-        # Half of the sizes as most requests are, the others with every way of sampling.
-        if tokens % 2:
-            step = replace(
-                step, new_rows=[replace(row, params=greedy) for row in step.new_rows], prompt_targets=()
-            )
-        runner.launch(step).result()
 
 
 def activation_bytes(runner: ModelRunner) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from .config import EngineConfig
 from .graphs import Graphs
 from .input_batch import InputBatch, Inputs
 from .kv_cache import Limits
-from .profile import activation_bytes, warm_up
+from .profile import activation_bytes
 from .sampler import Sampler
 from .sampler_state import LogprobsTensors
 from .step import PromptTargets, StepInput, StepOutput, TokenLogprobs
@@ -82,8 +82,6 @@ class ModelRunner:
         self.limits = kv_cache.limits(self.config, self.max_model_len, num_blocks)
         self._bind(num_blocks, self.limits.max_model_len)
         self.capture()
-        if self.device.type == "cuda":
-            warm_up(self)
 
     def capture(self) -> None:
         """Capture CUDA graphs (again): needed after every change of the model's code. Does nothing on the CPU."""
