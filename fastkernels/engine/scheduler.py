@@ -59,9 +59,8 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_waiting = max_waiting
         self.running: list[Request] = []  # by key
-        self._waiting: list[
-            tuple[tuple[float, str, int], Request]
-        ] = []  # a heap; who has left stays until he surfaces
+        # A heap; what has been removed stays in it until it comes to the top.
+        self._waiting: list[tuple[tuple[float, str, int], Request]] = []
         self.num_waiting = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._planned: dict[Request, int] = {}  # tokens of the step that is being scheduled, decodes first
