@@ -3,7 +3,7 @@ PYTHON ?= python3
 LANES ?= vllm,vllm+fk,sglang,sglang+fk,fastkernels
 DEMO_ARGS ?= --concurrency 1,8 --num-prompts 2,8 --rounds 3 --input-len 128 --output-len 32 --agreement-prompts 4
 BIN := .venv/bin
-# two workers, a file at a time; the real hosts, which take longest, first
+# two workers, a file at a time, in the order of tests/conftest.py
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 # the host environments that the lanes need: a part of "own vllm sglang"
 comma := ,
@@ -20,7 +20,7 @@ demo:
 	  $(foreach h,$(HOSTS),--python $(h)=.venv-$(h)/bin/python) $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(SHARED) -m "not slow and not gpu" tests/hosts tests
+	$(BIN)/python -m pytest $(SHARED) -m "not slow and not gpu"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" || test $$? -eq 5  # 5: there is none yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -79,7 +80,9 @@ def test_exported_files_run_alone(host: str, version: str, tmp_path: Path) -> No
     classes = {name: ns.classes for name, ns in namespaces.items()}
     torch.save({"host": host, "classes": classes, "inputs": inputs}, tmp_path / "inputs.pt")
     command = [sys.executable, "-I", str(RUNNER), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/")
+    # Sums over a row depend on how many threads share it.
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/", env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     theirs = torch.load(tmp_path / "outputs.pt", weights_only=False)
     ours = runner.run(namespaces, inputs)

@@ -279,7 +279,7 @@ def test_layers_use_their_scales(tiny, full) -> None:
     [
         ({"max_model_len": 4096}, "4096 is more than the model's 2048"),
         ({"num_blocks": 5, "max_model_len": 64}, "max_model_len 64 does not fit: the KV cache has 5 blocks"),
-        ({"num_blocks": None, "kv_cache_memory": 1}, "0 blocks and holds 0 tokens"),
+        ({"num_blocks": None, "kv_cache_memory": 1}, "the KV cache has 0 blocks.*holds 0 tokens"),
         ({"attention_backend": "flashinfer"}, "flashinfer.*runs on cuda, not on cpu"),
         ({"attention_backend": "fa3"}, "'fa3' cannot be used: fa3 runs on cuda"),
     ],
