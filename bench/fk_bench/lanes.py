@@ -172,6 +172,9 @@ def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing)
     else:
         made = [lane.python, "-m", "fk_bench.cli", "serve", model, *where, "--served-model-name", served_name]
         made += ["--max-model-len", str(sizing.max_model_len), "--dtype", sizing.dtype]
+        # 16 tokens a block, our default too; one block is kept for padding
+        made += ["--num-blocks", str(sizing.kv_tokens // 16 + 1), "--max-num-seqs", str(sizing.max_num_seqs)]
+        made += ["--tensor-parallel-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else []
     return [*made, *lane.args]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -42,3 +43,13 @@ def test_fastkernels_lane(tiny: Path, tmp_path: Path) -> None:
     assert agreement.case["unit"] == "tokens"
     done = fk_bench("diff", tmp_path / "run", tmp_path / "run", "--fail-under", "0.98")
     assert done.returncode == 0 and last_json(done)["ok"]
+
+
+def test_our_server_is_as_large_as_the_hosts() -> None:
+    from fk_bench.lanes import Lane, Sizing, command
+
+    sizing = Sizing(max_model_len=256, max_num_seqs=9, kv_tokens=1024, residents=1, tensor_parallel=2)
+    made = command(Lane("fastkernels", "fastkernels", False, "python"), "MODEL", "name", 1, sizing)
+    given = dict(itertools.pairwise(made))
+    assert given["--num-blocks"] == "65"  # 64 of 16 tokens, and the one that is kept for padding
+    assert (given["--max-num-seqs"], given["--tensor-parallel-size"]) == ("9", "2")
