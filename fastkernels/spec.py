@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,13 @@ class OpSpec:
     calls         other ops that the modules of this file call by name
     batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
                   split or schedule is chosen by the batch. Others are off where a host promises that
+    dims_of       dims_of(*args) -> the dims of the case that these arguments (of `inputs`' kind) are a call of
+    vary          vary(case, rng) -> the same kind of call with other sizes: shapes that no author has seen
+    activations   positions of the arguments whose values may be of any size: where adversarial values go
+    extremes      name: edit(args), which puts in place what only this op may meet (empty experts, masked logits)
+    build         build(cls, args) -> call(): an instance of cls, a class of `targets` or a candidate's with its
+                  name, that has its weights from args; call() runs it on the rest and returns what `reference`
+                  returns. Building is not timed
     """
 
     name: str
@@ -102,6 +110,11 @@ class OpSpec:
     calls: tuple[str, ...] = ()
     baseline: str = "reference"
     batch_invariant: bool = False
+    dims_of: Callable[..., dict[str, Any]] | None = None
+    vary: Callable[[Case, random.Random], Case] | None = None
+    activations: tuple[int, ...] = (0,)
+    extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
+    build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
 
     def targets_for(self, host: str, version: str | None = None) -> list[Target]:
         """The targets of `host`; with a version, only those whose header is for it."""

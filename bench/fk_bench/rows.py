@@ -26,6 +26,12 @@ class Status(str, Enum):
     WRONG = "wrong"  # the output is not right
     UNSUPPORTED = "unsupported"
     SKIPPED = "skipped"
+    # of a candidate's kernel
+    REJECTED = "rejected"  # the static scan found what no kernel needs
+    COMPILE_ERROR = "compile_error"  # it does not import, or its first call raised
+    SIGNATURE_MISMATCH = "signature_mismatch"  # other names, arguments, shapes or dtypes than the op's
+    CRASH = "crash"  # its process ended by a signal or by itself
+    OOM = "oom"
 
 
 class Machine(BaseModel):
