@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 from dataclasses import dataclass
+from typing import Any
 
 from . import linux, mounts
 
@@ -57,6 +58,12 @@ class CageOptions:
     tmp_bytes: int = 2 << 30
     shm_bytes: int = 1 << 30
     threads: int = 1
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> CageOptions:
+        """From JSON, which has lists where we have tuples."""
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return cls(**values)
 
 
 Report = dict[str, str]

@@ -134,9 +134,7 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
     os.dup2(null, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    request["options"] = options = cage.CageOptions(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in request["options"].items()}
-    )
+    options = request["options"] = cage.CageOptions.of(request["options"])
     number = cage.slot(zygote, request["number"])
     report = cage.leave(options)
     own_pids = report["pid"] == "on"
