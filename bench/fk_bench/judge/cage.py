@@ -20,6 +20,7 @@ from . import linux, mounts
 
 _FIRST_ID = 1_000_000_000  # far above the ids of people, of services and of containers
 _IDS_PER_ZYGOTE = 1000
+_CHILDREN = "/proc/thread-self/children"
 PRIVATE = {  # environment of the caged process: all that is written goes to its own /tmp
     "HOME": "home", "TMPDIR": "", "XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions", "CUDA_CACHE_PATH": "cuda",
@@ -77,28 +78,33 @@ def _step(report: Report, name: str, asked: bool) -> bool:
 def leave(options: CageOptions) -> Report:
     """Supervisor: the namespaces. Its next child is process 1 of the new PID namespace."""
     report: Report = {}
-    root = os.geteuid() == 0
     wanted = [n for n in ("net", "ipc", "uts", "mounts", "pid") if _step(report, n, getattr(options, n))]
-    if root:
-        for name in wanted:
-            try:
-                linux.unshare(linux.CLONE[name])
-            except OSError as error:
-                report[name] = f"off: {error.strerror} (root without CAP_SYS_ADMIN?)"
-    elif wanted:
-        flags = sum(linux.CLONE[name] for name in wanted)
-        ids = os.geteuid(), os.getegid()
+    refused: dict[str, OSError] = {}
+    for name in wanted if os.geteuid() == 0 else ():
         try:
-            linux.unshare(linux.CLONE["user"] | flags)
-            _map_ids(*ids)
-            report["user"] = "on"
+            linux.unshare(linux.CLONE[name])
         except OSError as error:
-            for name in wanted:
-                report[name] = f"off: not root, and no user namespace: {error.strerror}"
+            refused[name] = error
+            report[name] = f"off: {error.strerror} (root without CAP_SYS_ADMIN?)"
+    if wanted and (os.geteuid() != 0 or len(refused) == len(wanted)):
+        _user_namespace(wanted, report)
+    if _step(report, "memory", options.memory is not None) and not os.path.exists(_CHILDREN):
+        report["memory"] = "off: this kernel does not list the children of a process"
     return report
 
 
-def _map_ids(uid: int, gid: int) -> None:
+def _user_namespace(wanted: list[str], report: Report) -> None:
+    """Without CAP_SYS_ADMIN: the same namespaces inside a user namespace, where the id stays what it is."""
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        linux.unshare(linux.CLONE["user"] | sum(linux.CLONE[name] for name in wanted))
+    except OSError as error:
+        for name in wanted:
+            report[name] = f"off: no CAP_SYS_ADMIN, and no user namespace: {error.strerror}"
+        return
+    report |= dict.fromkeys(wanted, "on")
+    if uid != 0:
+        report["user"] = "on"
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)

@@ -256,6 +256,7 @@ def _runner(
     if not report.pop("settled", ""):
         cage.settle(options, report, request["room"])
     parent = os.getppid()
+    os.setsid()  # a signal to its own group reaches nobody else
     _keep_open(0, 1, 2, channel, *extra)
     cage.lock(options, report, request["room"], number)
     linux.die_with_parent(parent, signal.SIGKILL)  # the change of user has cleared it
