@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -11,6 +13,7 @@ from torch import nn
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import silu_and_mul
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
+from fastkernels.shapes import rows_of
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -124,6 +127,10 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [*silu_and_mul.SPEC.inputs(case, device, generator), case.dims["approximate"]]
 
 
+def _dims(x: torch.Tensor, approximate: str = "none") -> dict[str, Any]:
+    return {**rows_of(x, "inner"), "d": x.shape[-1] // 2, "approximate": approximate}
+
+
 def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight: float, tag: str) -> Case:
     return Case(name, {**dims, "approximate": approximate}, dtype, weight, (tag,))
 
@@ -145,6 +152,7 @@ SPEC = OpSpec(
         _case("erf_batched", {"tokens": 2, "inner": 7, "d": 63}, "none", "float32", 1, "odd"),
     ),
     inputs=_inputs,
+    dims_of=_dims,
     bytes_moved=silu_and_mul.SPEC.bytes_moved,
     flops=lambda case: 2 * silu_and_mul.SPEC.flops(case),
     targets=(

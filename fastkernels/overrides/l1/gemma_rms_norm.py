@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from torch import nn
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import rms_norm
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.shapes import optional, rows_of, unless
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -172,6 +175,13 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [x, weight - 1, eps, residual]
 
 
+def _dims(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> dict[str, Any]:
+    more = optional(residual=residual is not None, eps=unless(eps, 1e-5))
+    return {**rows_of(x), "hidden": x.shape[-1], **more}
+
+
 _SGLANG = "sglang.srt.layers.layernorm:"
 
 SPEC = OpSpec(
@@ -192,6 +202,7 @@ SPEC = OpSpec(
         Case("wide", {"tokens": 7, "hidden": 576, "residual": True}, dtype="float32", tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
     bytes_moved=rms_norm.SPEC.bytes_moved,
     flops=lambda case: rms_norm.SPEC.flops(case) + case.dims["hidden"],
     targets=(

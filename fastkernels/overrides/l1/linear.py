@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import optional
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -207,6 +208,11 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     ]
 
 
+def _dims(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> dict[str, Any]:
+    sizes = {"tokens": tuple(x.shape[:-1]), "in": weight.shape[1], "out": weight.shape[0]}
+    return {**sizes, **optional(bias=bias is not None)}
+
+
 def _bytes(case: Case) -> int:
     d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
     m = math.prod(d["tokens"])
@@ -239,6 +245,7 @@ SPEC = OpSpec(
         Case("empty", {"tokens": (0,), "in": 64, "out": 33}, tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
     bytes_moved=_bytes,
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     tolerance={

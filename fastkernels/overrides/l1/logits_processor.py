@@ -15,6 +15,7 @@ from torch import nn
 from fastkernels import parallel
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import linear as gemm
+from fastkernels.shapes import optional
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -271,6 +272,22 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [randn(d["tokens"], d["hidden"]).to(dtype), weight, bias, *tail]
 
 
+def _dims(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    scale_first: bool = False,
+    float32: bool = False,
+) -> dict[str, Any]:
+    sizes = {"tokens": hidden.shape[:-1].numel(), "hidden": weight.shape[1], "vocab": weight.shape[0]}
+    return {
+        **sizes, "scale": scale,
+        **optional(bias=bias is not None, soft_cap=soft_cap, scale_first=scale_first, float32=float32),
+    }  # fmt: skip
+
+
 def _bytes(case: Case) -> int:
     d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
     out = 4 if d.get("float32") else size
@@ -309,6 +326,7 @@ SPEC = OpSpec(
         Case("to_float32", {"tokens": 7, "hidden": 64, "vocab": 31, "float32": True}, tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["hidden"] * case.dims["vocab"],
     tolerance=gemm.SPEC.tolerance,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import rows_of
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -120,6 +121,10 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [x.to(getattr(torch, case.dtype))]
 
 
+def _dims(x: torch.Tensor) -> dict[str, Any]:
+    return {**rows_of(x, "inner"), "d": x.shape[-1] // 2}
+
+
 def _elements(case: Case) -> int:
     return case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["d"]
 
@@ -140,6 +145,7 @@ SPEC = OpSpec(
         Case("smollm2", {"tokens": 5, "d": 1536}, tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
     bytes_moved=lambda case: 3 * _elements(case) * torch.finfo(getattr(torch, case.dtype)).bits // 8,
     flops=lambda case: 5 * _elements(case),
     targets=(

@@ -202,6 +202,11 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [logits.to(getattr(torch, case.dtype)), d["topk"], d.get("renormalize", True)]
 
 
+def _dims(gating_output: torch.Tensor, topk: int, renormalize: bool = False) -> dict[str, Any]:
+    tokens, experts = gating_output.shape
+    return {"tokens": tokens, "experts": experts, "topk": topk, "renormalize": renormalize}
+
+
 def _bytes(case: Case) -> int:
     d = case.dims
     size = torch.finfo(getattr(torch, case.dtype)).bits // 8
@@ -236,6 +241,7 @@ SPEC = OpSpec(
         _case("most_odd", 3, 511, 15, "odd", renormalize=False),
     ),
     inputs=_inputs,
+    dims_of=_dims,
     bytes_moved=_bytes,
     flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],
     # In any dtype of the logits the weights are float32, and the ids exact.
