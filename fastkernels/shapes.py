@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,36 +47,44 @@ def near_size(n: int, rng: random.Random) -> int:
     return max(rng.randint(-(-n // 2), max(n * 5 // 4, 7)) // step, 1) * step
 
 
+def drawn(
+    case: Case, rng: random.Random, counts: Sequence[str] = (), widths: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Others for those of the case's dims that are there, numbers or tuples of them: `near` and `near_size`."""
+    names = [(n, near) for n in counts if n in case.dims] + [(n, near_size) for n in widths if n in case.dims]
+    return {name: _other(case.dims[name], rng, pick) for name, pick in names}
+
+
+def _other(value: Any, rng: random.Random, pick: Callable[[int, random.Random], int]) -> Any:
+    return tuple(pick(n, rng) for n in value) if isinstance(value, (tuple, list)) else pick(value, rng)
+
+
 def varied(
     case: Case,
     draw: Callable[[], Mapping[str, Any]],
     bytes_moved: Callable[[Case], int],
     flops: Callable[[Case], int],
 ) -> Case:
-    """The case with the dims that draw() changes, the first that costs at most twice as much, or next to nothing.
-
-    The name says the new sizes. The case's own dims stay where no draw is cheap enough.
+    """The case with the dims that draw() gives (None: without that one), the first that costs at most twice as much, or
+    next to nothing. The name says the new sizes. The case's own dims stay where no draw is cheap enough.
     """
+    # 100 operations a byte: with fewer, memory decides.
+    most = max(2 * bytes_moved(case), SMALL), max(2 * flops(case), 100 * SMALL)
     for _ in range(64):
         new = dict(draw())
-        made = dataclasses.replace(
-            case, name=_name(case.name, new), dims={**case.dims, **new}, tags=("held-out",)
-        )
-        # 100 operations a byte: with fewer, memory decides.
-        if bytes_moved(made) <= max(2 * bytes_moved(case), SMALL) and flops(made) <= max(
-            2 * flops(case), 100 * SMALL
-        ):
+        dims = {name: value for name, value in {**case.dims, **new}.items() if value is not None}
+        made = dataclasses.replace(case, name=_name(case.name, new), dims=dims, tags=("held-out",))
+        if dims != case.dims and bytes_moved(made) <= most[0] and flops(made) <= most[1]:
             return made
     return dataclasses.replace(case, tags=("held-out",))
 
 
 def _name(old: str, dims: Mapping[str, Any]) -> str:
-    parts = [f"{name}{_size(value)}" for name, value in dims.items() if not isinstance(value, (bool, str))]
-    return "-".join([old, *parts])
+    sizes = {n: v for n, v in dims.items() if v is not None and not isinstance(v, (bool, str, float))}
+    return "-".join([old, *(f"{name}{_size(value)}" for name, value in sizes.items())])
 
 
 def _size(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        same = len(set(value)) <= 1 or len(value) > 4
-        return f"{len(value)}x{max(value, default=0)}" if same else "x".join(map(str, value))
-    return str(value)
+    if not isinstance(value, (list, tuple)):
+        return str(value)
+    return "x".join(map(str, value)) if len(value) <= 3 else f"{len(value)}x{max(value)}"

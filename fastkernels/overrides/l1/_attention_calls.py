@@ -12,11 +12,12 @@ dims of a case
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 
-from fastkernels.shapes import dtype_name, optional, unless
+from fastkernels.shapes import dtype_name, near, near_size, optional, unless, varied
 from fastkernels.spec import Case
 
 FP8 = torch.float8_e4m3fn
@@ -118,3 +119,36 @@ def _shared(lens: list[int], block_table: torch.Tensor, block_size: int) -> int 
         for i in range(-(-n // block_size)):
             used[row[i]] = max(used.get(row[i], 0), min(n - i * block_size, block_size))
     return unless(sum(used.values()), sum(lens))
+
+
+def vary(case: Case, rng: random.Random) -> Case:
+    """Other sequences with about as many keys in all; where a case has whole prompts, others have whole prompts."""
+    d, lens = case.dims, case.dims["seq_lens"]
+
+    def draw() -> dict[str, Any]:
+        parts = [rng.uniform(0.3, 1.0) for _ in range(near(len(lens), rng))]
+        total = near(sum(lens), rng)
+        keys = [max(int(total * part / sum(parts)), 1) for part in parts]
+        if 0 in lens and len(keys) > 1:
+            keys[rng.randrange(len(keys))] = 0
+        group = d["heads"] // d["kv_heads"]
+        kv_heads = near(d["kv_heads"], rng)
+        new: dict[str, Any] = {
+            "seq_lens": keys, "kv_heads": kv_heads, "heads": kv_heads * (near(group, rng) if group > 1 else 1),
+            "head_size": rng.choice((64, 128)) if d["head_size"] in (64, 128) else near_size(d["head_size"], rng),
+            "block_size": rng.choice((16, 32, 64)) if d["block_size"] % 16 == 0 else near(d["block_size"], rng),
+        }  # fmt: skip
+        if "q_lens" in d:
+            whole = list(d["q_lens"]) == list(lens)
+            new["q_lens"] = keys if whole else [rng.randint(1, n) if n else 0 for n in keys]
+        if d.get("max_seqlen_k", 0) > max(
+            lens, default=0
+        ):  # as where a CUDA graph is for the longest sequences
+            new["max_seqlen_k"] = max(keys) + near(d["max_seqlen_k"] - max(lens, default=0), rng)
+        return {**{name: None for name in _OF_A_HOST if name in d}, **new}
+
+    return varied(case, draw, bytes_moved, flops)
+
+
+# What a captured case has and another batch has not.
+_OF_A_HOST = ("blocks", "max_blocks", "kv_tokens", "max_seqlen_q", "max_seqlen_k", "padding", "scale")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 
-from fastkernels.shapes import dtype_name, optional, unless
+from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case
 
 WHOLE = (0, -1, 0, 0, 0)  # the weight has the rows of all ids
@@ -49,3 +50,13 @@ def dims_of(
             vocab=max(org_end, added_end) if org_end >= 0 else None,
         ),
     }  # fmt: skip
+
+
+def vary(case: Case, rng: random.Random) -> Case:
+    rows = () if "shard" in case.dims else ("rows",)  # a shard's ranges are for its rows
+    return varied(
+        case,
+        lambda: {**drawn(case, rng, ("tokens", *rows), ("dim",)), "distinct": None},
+        bytes_moved,
+        lambda case: 0,
+    )

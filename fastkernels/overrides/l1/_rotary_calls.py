@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 
 from fastkernels.overrides.l1._rope_tables import cos_sin_table, inverse_frequencies
-from fastkernels.shapes import dtype_name, optional, unless
+from fastkernels.shapes import drawn, dtype_name, near, optional, unless, varied
 from fastkernels.spec import Case
 
 
@@ -45,6 +46,10 @@ def rotated(case: Case) -> int:
     return d["tokens"] * (d["heads"] + d["kv_heads"]) * d.get("rotary_dim", d["head_size"])
 
 
+def flops(case: Case) -> int:
+    return 3 * rotated(case)
+
+
 def bytes_moved(case: Case) -> int:
     d = case.dims
     rows = d.get("distinct", min(d["tokens"], d.get("max_positions", 4096))) * d.get(
@@ -78,3 +83,17 @@ def dims_of(
             positions=unless(dtype_name(positions.dtype), "int64"),
         ),
     }  # fmt: skip
+
+
+def vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "heads"), ("head_size", "rotary_dim", "max_positions"))
+        size = max(new["head_size"] // 2 * 2, 2)
+        partial = max(min(new.get("rotary_dim", size), size) // 2 * 2, 2)
+        whole = case.dims.get("rotary_dim", case.dims["head_size"]) == case.dims["head_size"]
+        heads = near(case.dims["kv_heads"], rng) if case.dims["kv_heads"] else 0
+        return {
+            **new, "head_size": size, "rotary_dim": size if whole else partial, "kv_heads": heads, "distinct": None
+        }  # fmt: skip
+
+    return varied(case, draw, bytes_moved, flops)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 
-from fastkernels.shapes import optional
+from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case
 
 _DEFAULTS: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -39,6 +40,10 @@ def bytes_moved(case: Case) -> int:
     return d["rows"] * (d["vocab"] * getattr(torch, case.dtype).itemsize + 40)
 
 
+def flops(case: Case) -> int:
+    return 8 * case.dims["rows"] * case.dims["vocab"]
+
+
 def dims_of(logits: torch.Tensor, *each: torch.Tensor) -> dict[str, Any]:
     """temperature, top_k, top_p and min_p are those of the first rows, or one value that all rows have."""
     dims: dict[str, Any] = {"rows": logits.shape[0], "vocab": logits.shape[1]}
@@ -48,3 +53,12 @@ def dims_of(logits: torch.Tensor, *each: torch.Tensor) -> dict[str, Any]:
             dims[name] = found[0] if len(set(found)) == 1 else tuple(found)
     offsets = each[5]
     return {**dims, **optional(offset=int(offsets[0]) or None if offsets.numel() else None)}
+
+
+def vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case,
+        lambda: {**drawn(case, rng, ("rows", "vocab")), "offset": rng.randrange(1 << 40)},
+        bytes_moved,
+        flops,
+    )

@@ -352,6 +352,7 @@ SPEC = OpSpec(
     bytes_moved=calls.bytes_moved,
     flops=calls.flops,
     dims_of=_dims,
+    vary=calls.vary,
     dtype_arg=1,  # the cache's
     tolerance=FP8_TOLERANCE,
     baseline="fa3",

@@ -367,6 +367,7 @@ SPEC = OpSpec(
     bytes_moved=_embedding_calls.bytes_moved,
     flops=lambda case: 0,
     dims_of=_embedding_calls.dims_of,
+    vary=_embedding_calls.vary,
     targets=(
         Target("vllm", _VLLM_METHOD, "VllmUnquantizedEmbeddingMethod", "quant_method"),
         Target("sglang", _SGLANG_METHOD, "SGLangUnquantizedEmbeddingMethod", "quant_method"),

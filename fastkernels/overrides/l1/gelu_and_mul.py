@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import silu_and_mul
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
-from fastkernels.shapes import rows_of
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -135,6 +136,10 @@ def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight:
     return Case(name, {**dims, "approximate": approximate}, dtype, weight, (tag,))
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), SPEC.bytes_moved, SPEC.flops)
+
+
 SPEC = OpSpec(
     name="gelu_and_mul",
     level=1,
@@ -153,6 +158,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=silu_and_mul.SPEC.bytes_moved,
     flops=lambda case: 2 * silu_and_mul.SPEC.flops(case),
     targets=(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import rms_norm
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.shapes import optional, rows_of, unless
+from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -182,6 +183,12 @@ def _dims(
     return {**rows_of(x), "hidden": x.shape[-1], **more}
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens", "heads"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
+    )
+
+
 _SGLANG = "sglang.srt.layers.layernorm:"
 
 SPEC = OpSpec(
@@ -203,6 +210,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=rms_norm.SPEC.bytes_moved,
     flops=lambda case: rms_norm.SPEC.flops(case) + case.dims["hidden"],
     targets=(

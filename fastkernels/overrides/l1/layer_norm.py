@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.shapes import dtype_name, optional, rows_of, unless
+from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -192,6 +193,12 @@ def _bytes(case: Case) -> int:
     )
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens", "heads"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
+    )
+
+
 _VLLM, _SGLANG = "vllm.model_executor.layers.layernorm:LayerNorm", "sglang.srt.layers.layernorm:LayerNorm"
 _FLOAT32 = {"parameters": "float32"}
 
@@ -215,6 +222,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 8 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
     targets=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.shapes import optional
+from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -219,6 +220,10 @@ def _bytes(case: Case) -> int:
     return size * (m * d["in"] + d["in"] * d["out"] + m * d["out"] + (d["out"] if d.get("bias") else 0))
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
+
+
 def _model(name: str, m: int, k: int, n: int, weight: float) -> Case:
     return Case(name, {"tokens": (m,), "in": k, "out": n}, weight=weight, tags=("model",))
 
@@ -246,6 +251,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     tolerance={

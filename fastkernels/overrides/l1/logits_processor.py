@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from fastkernels import parallel
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import linear as gemm
-from fastkernels.shapes import optional
+from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -294,6 +295,12 @@ def _bytes(case: Case) -> int:
     return size * d["hidden"] * (d["tokens"] + d["vocab"]) + out * d["tokens"] * d["vocab"]
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens",), ("hidden", "vocab")), SPEC.bytes_moved, SPEC.flops
+    )
+
+
 _VLLM = "vllm.model_executor.layers.logits_processor:LogitsProcessor"
 _SGLANG = "sglang.srt.layers.logits_processor:LogitsProcessor"
 _NOTE = (
@@ -327,6 +334,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["hidden"] * case.dims["vocab"],
     tolerance=gemm.SPEC.tolerance,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.shapes import dtype_name, optional, unless
+from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -320,6 +321,15 @@ def _case(name: str, tokens: int, experts: int, topk: int, block: int, tag: str,
     return Case(name, dims, "float32", tags=(tag,))
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "experts", "topk"))
+        block = rng.choice((8, 16, 32, 48, 64, 128))
+        return {**new, "topk": min(new["topk"], new["experts"]), "block": block, "capacity": None}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
 _NOTE = (
     "the hosts' MoE kernels bind the function by name when they are imported: for forks and for our engine"
 )
@@ -347,6 +357,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["topk"],
     tolerance={"float32": Tolerance(0.0, 0.0)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.shapes import optional, rows_of, unless
+from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -332,6 +333,14 @@ def _bytes(case: Case) -> int:
     return (passes * rows + 1) * d["hidden"] * size
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "heads"), ("hidden", "var_hidden"))
+        return {**new, "var_hidden": min(new["var_hidden"], new["hidden"])} if "var_hidden" in new else new
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
 SPEC = OpSpec(
     name="rms_norm",
     level=1,
@@ -352,6 +361,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
     targets=(

@@ -355,8 +355,9 @@ SPEC = OpSpec(
     ),
     inputs=_rotary_calls.inputs,
     bytes_moved=_rotary_calls.bytes_moved,
-    flops=lambda case: 3 * _rotary_calls.rotated(case),
+    flops=_rotary_calls.flops,
     dims_of=_rotary_calls.dims_of,
+    vary=_rotary_calls.vary,
     targets=(
         Target("vllm", _VLLM_ROPE + "base:RotaryEmbedding", "VllmRotaryEmbedding", "leaf"),
         Target("vllm", _VLLM_ROPE + "llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding", "leaf"),

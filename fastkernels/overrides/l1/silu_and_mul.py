@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.shapes import rows_of
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -129,6 +130,10 @@ def _elements(case: Case) -> int:
     return case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["d"]
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), SPEC.bytes_moved, SPEC.flops)
+
+
 SPEC = OpSpec(
     name="silu_and_mul",
     level=1,
@@ -146,6 +151,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=lambda case: 3 * _elements(case) * torch.finfo(getattr(torch, case.dtype)).bits // 8,
     flops=lambda case: 5 * _elements(case),
     targets=(

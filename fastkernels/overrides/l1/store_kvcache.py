@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.shapes import dtype_name, optional, unless
+from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Tolerance
 
 
@@ -229,6 +230,14 @@ def _bytes(case: Case) -> int:
     return stored * 2 * d["kv_heads"] * d["head_size"] * (size + read) + 8 * d["tokens"]
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "kv_heads"), ("head_size",))
+        return {**new, "block_size": rng.choice((1, 5, 16, 32, 64)), "blocks": None, "stored": None}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
 _LLAMA = {"kv_heads": 8, "head_size": 128, "block_size": 16}
 _EXACT = Tolerance(0.0, 0.0)
 SPEC = OpSpec(
@@ -268,6 +277,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     dtype_arg=2,  # the cache's
     bytes_moved=_bytes,
     flops=lambda case: 0,

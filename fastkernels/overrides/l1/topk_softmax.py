@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 MAX_EXPERTS, MAX_TOPK = 1024, 32
@@ -219,6 +221,14 @@ def _case(
     return Case(name, {"tokens": tokens, "experts": experts, "topk": topk, **more}, dtype, tags=(tag,))
 
 
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "experts", "topk"))
+        return {**new, "topk": min(new["topk"], new["experts"], MAX_TOPK)}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
 _NOTE = "the hosts' routers bind the function by name when they are imported: for forks and for our engine"
 _VLLM = "vllm.model_executor.layers.fused_moe.router.fused_topk_router:fused_topk"
 
@@ -242,6 +252,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],
     # In any dtype of the logits the weights are float32, and the ids exact.
