@@ -20,7 +20,13 @@ from fastkernels.dispatch import Provider
 Function = Callable[..., Any]
 AGAINST = ("production", "host", "reference")
 HALF = (torch.float16, torch.bfloat16)
-_ADAPTERS = ("production_vllm", "production_sglang", "production_flashinfer", "production_torch")
+_ADAPTERS = (
+    "production_vllm",
+    "production_sglang",
+    "production_flashinfer",
+    "production_fp8",
+    "production_torch",
+)
 
 
 @dataclass(frozen=True)

