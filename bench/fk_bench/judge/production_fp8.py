@@ -71,7 +71,7 @@ def _no_dynamic(
         return "a scale is given"
     if group_size <= 0 and (min_absmax != MIN_ABSMAX or ue8m0):
         return "vLLM's least scale of a tensor or token is its own, and no power of two"
-    if group_size == 0 and scale_ub is not None or group_size > 0 and scale_ub is not None:
+    if group_size >= 0 and scale_ub is not None:
         return "vLLM bounds the scales of tokens only"
     if column_major and (group_size <= 0 or x.dim() != 2):
         return "vLLM's column-major scales are those of groups in two dimensions"
@@ -109,9 +109,9 @@ def _no_sgl(
 ) -> str | None:  # fmt: skip
     if scale is not None or scale_ub is not None or ue8m0:
         return "sgl_kernel is used without given scales, bounds and powers of two"
-    if group_size == 0 or group_size > 0 and group_size not in (16, 32, 64, 128):
+    if group_size == 0 or (group_size > 0 and group_size not in (16, 32, 64, 128)):
         return f"sgl_kernel has groups of 16 to 128 and tokens, got {group_size}"
-    if x.dim() != 2 or group_size < 0 and x.shape[-1] % 16:
+    if x.dim() != 2 or (group_size < 0 and x.shape[-1] % 16):
         return f"sgl_kernel takes [T, N] with N a multiple of 16, got {tuple(x.shape)}"
     return first(half(x), dense(x), filled(x))
 
