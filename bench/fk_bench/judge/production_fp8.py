@@ -71,7 +71,7 @@ def _no_dynamic(
         return "a scale is given"
     if group_size <= 0 and (min_absmax != MIN_ABSMAX or ue8m0):
         return "vLLM's least scale of a tensor or token is its own, and no power of two"
-    if (group_size == 0 and scale_ub is not None) or (group_size > 0 and scale_ub is not None):
+    if group_size >= 0 and scale_ub is not None:
         return "vLLM bounds the scales of tokens only"
     if column_major and (group_size <= 0 or x.dim() != 2):
         return "vLLM's column-major scales are those of groups in two dimensions"

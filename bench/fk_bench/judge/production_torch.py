@@ -169,6 +169,7 @@ COMPILED = (
     "quick_gelu", "relu2", "l2_norm", "t5_layer_norm", "moe_sum", "merge_state", "quantize_fp8", "silu_mul_quant_fp8",
     "rms_norm_quant_fp8", "grouped_topk",
 )  # fmt: skip
+_VLLM_FLA = "vllm.third_party.flash_linear_attention.ops"
 _LIBRARIES: dict[str, tuple[Baseline, ...]] = {
     "linear": _gemm(_linear),
     "logits_processor": _gemm(_logits),
@@ -177,7 +178,7 @@ _LIBRARIES: dict[str, tuple[Baseline, ...]] = {
     "sampling": (Baseline("torch", "library", _sampling, refuses=no_sampling, differs="it draws with other noise"),),
     "l2_norm": (
         Baseline("fla", "library", _l2_norm("fla.modules.l2norm"), ("fla",), refuses=_dense),
-        Baseline("vllm", "host", _l2_norm("vllm.third_party.flash_linear_attention.ops.l2norm"), ("vllm",), refuses=_dense),
+        Baseline("vllm", "host", _l2_norm(f"{_VLLM_FLA}.l2norm"), ("vllm",), refuses=_dense),
     ),
     "gelu": _torch(_gelu),
     "t5_layer_norm": (Baseline("transformers", "host", _t5_layer_norm, ("transformers",), BOTH),),
