@@ -21,6 +21,7 @@ COMMANDS = {
         "listing:list_command",
         "ops, hosts or models; --signatures: how exactly each op matches each host version",
     ),
+    "stubs": ("stubs:stubs_command", "for each op a candidate file that works, to start from"),
     "export": ("export:export_command", "an op as one self-contained file for a fork"),
     "serve": ("serve:serve_command", "an OpenAI-compatible server on our own engine"),
     "serve-compare": (
