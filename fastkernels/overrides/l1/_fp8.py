@@ -76,8 +76,8 @@ def empty_outputs(
     device: torch.device,
     per_tensor: bool,
     group_size: int,
-    column_major: bool,
-    tma_aligned: bool,
+    column_major: bool = False,
+    tma_aligned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values [..., N] float8, scales float32): [1] per tensor, else [..., N / group_size].
 
@@ -99,8 +99,8 @@ def laid_out(
     found: tuple[torch.Tensor, torch.Tensor],
     per_tensor: bool,
     group_size: int,
-    column_major: bool,
-    tma_aligned: bool,
+    column_major: bool = False,
+    tma_aligned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What quantize_rows found, in the memory and types of an op's outputs."""
     values, scales = found
