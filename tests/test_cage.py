@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 from fk_bench.judge import forkserver, seccomp
-from fk_bench.judge.cage import CageOptions
+from fk_bench.judge.cage import STEPS, CageOptions
 from fk_bench.judge.zygote import OUTPUT_KEPT, Child, Exit, Zygote, ZygoteError
 
 SUPPORT = Path(__file__).parent / "support"
 OPTIONS = CageOptions(readable=(str(SUPPORT / "caged.py"),))
 CAP_SYS_ADMIN = 21
-OPEN = dict.fromkeys(("net", "pid", "mounts", "ipc", "uts", "user", "seccomp"), False)
+OPEN = dict.fromkeys(STEPS, False)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
 
@@ -308,7 +308,7 @@ say("alive")
     said, end = run(zygote, code, pids=[os.getpid(), pid])
     assert end.code == 0 and said[-1] == "alive" and zygote.info["pid"] == pid
     assert said[2:4] == ["ProcessLookupError"] * 2
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and steps["user"] == "on":
         assert said[:2] == ["PermissionError"] * 2
 
 
@@ -350,7 +350,7 @@ def test_it_reads_no_file_of_the_judge(zygote: Zygote, steps: dict[str, str], tm
     code = "import os\nsay([p for p in config['paths'] if os.path.exists(p)])"
     (seen,), _ = run(zygote, code, paths=[str(p) for p in paths])
     assert seen == []
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and steps["user"] == "on":
         (tried,), _ = run(zygote, "try: say(open('/etc/shadow').read())\nexcept OSError: say('refused')")
         assert tried == "refused"
 
@@ -407,7 +407,7 @@ say([int(p) for p in os.listdir("/proc") if p.isdigit()], read("/proc/1/environ"
     assert memory in ("PermissionError", "OSError") and judge == "FileNotFoundError"
     assert "a-secret" not in environ + json.dumps(own)
     assert own["HOME"].startswith("/tmp") and own["TRITON_CACHE_DIR"].startswith("/tmp")
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and steps["user"] == "on":
         assert environ == "PermissionError"
 
 
@@ -473,7 +473,7 @@ def test_an_interpreter_that_lacks_a_module_is_said() -> None:
 
 JUDGE_DIES = """
 import os, sys, time
-from fk_bench.judge.cage import CageOptions
+from fk_bench.judge.cage import STEPS, CageOptions
 from fk_bench.judge.zygote import Zygote
 zygote = Zygote(entry="caged:main", preload=("json",), env={"PYTHONPATH": sys.argv[1]})
 child = zygote.spawn({"code": "import time; say('up'); time.sleep(1000)"}, CageOptions(readable=(sys.argv[1],)))

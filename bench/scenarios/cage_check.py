@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fk_bench.judge.cage import CageOptions
+from fk_bench.judge.cage import STEPS, CageOptions
 
 try:
     import triton
@@ -37,7 +37,6 @@ except ImportError:
     triton = None
 
 N = 8 << 20  # 32 MiB of float32: an allocation of its own in the caching allocator
-STEPS = ("net", "pid", "mounts", "ipc", "uts", "user", "seccomp")
 WORKS = "works"
 
 

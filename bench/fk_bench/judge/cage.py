@@ -18,6 +18,7 @@ from typing import Any
 
 from . import linux, mounts
 
+STEPS = ("net", "pid", "mounts", "ipc", "uts", "user", "seccomp")
 _FIRST_ID = 1_000_000_000  # far above the ids of people, of services and of containers
 _IDS_PER_ZYGOTE = 1000
 _CHILDREN = "/proc/thread-self/children"

@@ -161,7 +161,7 @@ class Zygote:
         python: str = sys.executable,
         preload: Sequence[str] = ("torch", "triton", "fastkernels"),
         env: Mapping[str, str] | None = None,
-        entry: str = "fk_bench.judge.runner:main",
+        entry: str = "fk_bench.judge.start:main",
         start_timeout_s: float = 180.0,
     ):
         self.python, self.preload, self.entry = python, tuple(preload), entry
