@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ class Baseline:
     differs: str = ""
     graph: bool = True
     device: str = "cuda"
+
+    @cached_property
+    def fn(self) -> Function:
+        """What `make` returns, made once."""
+        return self.make()
 
     def available(self) -> str | None:
         """Why it cannot run here; None if its modules are there, which are not imported to find out."""
