@@ -12,8 +12,10 @@ import torch
 
 from fastkernels.spec import Case, OpSpec
 
+from .slots import scalable
+
 SOURCES = ("captured", "random", "held-out", "extreme")
-CPU_BYTES, CPU_FLOPS = 8 << 20, 2e8  # what a CPU does in milliseconds; larger cases are for a GPU
+CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # what a CPU does in milliseconds; larger cases are for a GPU
 HELD_OUT = 4
 
 
@@ -100,9 +102,9 @@ def _extremes(spec: OpSpec, here: list[Trial], device: str) -> list[Trial]:
 def _on_activations(spec: OpSpec, change: Callable[[torch.Tensor], None]) -> Callable[[list[Any]], None]:
     def edit(args: list[Any]) -> None:
         for i in spec.activations:
-            if i < len(args) and isinstance(args[i], torch.Tensor) and args[i].is_floating_point():
-                if args[i].element_size() > 1 and args[i].numel():
-                    change(args[i])
+            t = args[i] if i < len(args) else None
+            if isinstance(t, torch.Tensor) and scalable(t) and t.numel():
+                change(t)
 
     return edit
 

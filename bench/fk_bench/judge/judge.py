@@ -34,6 +34,7 @@ class Options:
     cases     sources of cases, of judge.cases.SOURCES
     names     only the cases of these names
     rounds    interleaved rounds, each with N and 2N calls of each side
+    seconds   that the timed rounds of a case should take at most; three are made in any case
     batch_s   seconds that a batch of N calls should last
     timeout   seconds that a side has for one command (its first call compiles)
     scan      reject what the static scan finds
@@ -48,6 +49,7 @@ class Options:
     names: tuple[str, ...] = ()
     rounds: int = 10
     timed: bool = True
+    seconds: float = 1.0
     batch_s: float = 2e-3
     timeout: float = 120.0
     scan: bool = True
@@ -231,7 +233,7 @@ class Pair:
             self._lost(error, loading=True)
             return self._row(trial, error.status, str(error))
         plan = Plan(
-            self.options.device, self.options.rounds, self.options.batch_s,
+            self.options.device, self.options.rounds, self.options.seconds, self.options.batch_s,
             1024 if self.options.device == "cuda" else 16, self.options.memory,
         )  # fmt: skip
         case = CaseJudge(
@@ -244,6 +246,8 @@ class Pair:
             self.compiled = True
             if trial.timed and self.options.timed:
                 timed = case.time(checked)
+                if timing.unsteady(timed.candidate, timed.baseline, timed.again):
+                    timed = case.time(checked)  # once more: something else was running
         except Wrong as error:
             status, reason = Status.WRONG, str(error)
         except SideError as error:
@@ -291,8 +295,10 @@ class Pair:
         floor = timing.floor_s(
             size, work, trial.case.dtype, row.machine.gpu if self.options.device == "cuda" else None
         )
-        problem = timing.invalid(timed.candidate, timed.baseline, floor)
+        problem = timing.unsteady(timed.candidate, timed.baseline, timed.again)
         if problem:
+            row.reason = problem
+        elif problem := timing.invalid(timed.candidate, timed.baseline, floor):
             row.status, row.reason = Status.INVALID, problem
         row.metrics |= {f"time_us_{k}": v for k, v in timed.candidate.percentiles().items()}
         row.metrics |= {f"baseline_us_{k}": v for k, v in timed.baseline.percentiles().items()}
@@ -310,6 +316,10 @@ class Pair:
         row.metrics |= {"gb_per_s": size / seconds / 1e9, "tflops": work / seconds / 1e12}
         if floor:
             row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, bool, str)) else repr(value)[:200]
 
 
 def _rejected(files: Mapping[str, Path]) -> str:

@@ -81,6 +81,7 @@ class Runner:
         self.spec: OpSpec
         self.cls: type | None = None
         self.baselines: dict[str, Any] = {}
+        self.made: dict[str, Callable[..., Any]] = {}
         self.device = "cpu"
         self.mapping = ipc.Mapping()
         self.free()
@@ -132,28 +133,43 @@ class Runner:
         """Baselines of the op; of a module, of the ops that it calls, each with the first there is."""
         from .baselines import baselines
 
-        if self.spec.op is not None:
-            self.baselines = {
-                b.name: b for b in baselines(self.spec.name, against, self.device) if b.available() is None
-            }
+        def there(name: str) -> list[Any]:
+            return [
+                b for b in baselines(name, against, self.device)
+                if b.available() is None and (b.graph or self.device == "cpu")
+            ]  # fmt: skip
+
+        if self.cls is None:
+            self.baselines = {b.name: b for b in there(self.spec.name)}
             return
         names = []
-        for name in registry.calls(self.spec.name):
-            for b in baselines(name, against, self.device):
-                if b.available() is None:
-                    OPS[name].set_candidate(b.fn, b.name)
+        for name in registry.calls(self.spec.name) if self.spec.op is None else [self.spec.name]:
+            for b in there(name):
+                if self._made(name, b):
                     names.append(f"{name}={b.name}")
                     break
         self.baselines = {"our module on " + ", ".join(names): None}
 
+    def _made(self, op: str, baseline: Any) -> bool:
+        """Whether a baseline could be made and put in."""
+        try:
+            fn = baseline.make()
+        except Exception:  # another version of the library: the next one is asked
+            return False
+        OPS[op].set_candidate(fn, baseline.name)
+        return True
+
     def do_use(self, baseline: str) -> dict[str, Any]:
         """Call this baseline from now on. Says why it cannot serve the case at hand, if it cannot."""
         chosen = self.baselines[baseline]
-        if chosen is not None:
-            self.spec.op.set_candidate(chosen.fn, baseline)
-            if self.args and (reason := chosen.supports(*self.args[0])) is not None:
-                return {"unsupported": reason}
-        return {}
+        if chosen is None:
+            return {}
+        if self.args and (reason := chosen.supports(*self.args[0])) is not None:
+            return {"unsupported": reason}
+        if baseline not in self.made:
+            self.made[baseline] = chosen.make()
+        OPS[self.spec.name].set_candidate(self.made[baseline], baseline)
+        return {"differs": chosen.differs}
 
     # -- a case
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from fk_bench.rows import Status
@@ -47,8 +48,8 @@ class Side:
             raise self._dead(Status.INVALID, f"its process sent {error}") from None
         except ChannelClosed:
             ended = self.child.wait(5.0)
-            status = Status.OOM if self.child.out_of_memory else Status.CRASH
-            raise self._dead(status, f"its process ended: {_how(ended)}") from None
+            status = Status.OOM if ended is not None and ended.oom else Status.CRASH
+            raise self._dead(status, f"its process ended: {ended or 'it closed its channel'}") from None
 
     def _dead(self, status: Status, reason: str) -> SideError:
         self.child.kill()
@@ -56,14 +57,6 @@ class Side:
         return SideError(status, reason + (f"; its last output: {tail}" if tail else ""), fatal=True)
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(ChannelClosed, ChannelTimeout):
             self.channel.send({"do": "bye"}, 1.0)
-        except (ChannelClosed, ChannelTimeout):
-            pass
-        self.child.kill()
-
-
-def _how(ended: int | None) -> str:
-    if ended is None:
-        return "it closed its channel"
-    return f"signal {-ended}" if ended < 0 else f"exit status {ended}"
+        self.child.close()

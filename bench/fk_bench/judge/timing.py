@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from . import roofline
+
 APART = 0.05  # the judge's clock and the runner's events may differ so much, beside noise
 
 
@@ -49,6 +51,14 @@ class Samples:
         return {"p20": 1e6 * float(p20), "p50": 1e6 * float(p50), "p80": 1e6 * float(p80)}
 
 
+def unsteady(candidate: Samples, baseline: Samples, again: Samples) -> str:
+    """Why no time can be told from these batches; '' if it can. No credit is given for what is unsteady."""
+    for who, s in (("the baseline's", baseline), ("the baseline's", again), ("the candidate's", candidate)):
+        if s.spread > 0.3 * abs(s.time):
+            return f"{who} times scatter too much here: {1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us a call"
+    return ""
+
+
 def invalid(candidate: Samples, baseline: Samples, floor_s: float) -> str:
     """Why the candidate's time must not be used; '' if it may.
 
@@ -57,8 +67,8 @@ def invalid(candidate: Samples, baseline: Samples, floor_s: float) -> str:
     time, noise = candidate.time, 3 * candidate.spread
     if time <= 0:
         return f"twice the calls take no longer ({1e6 * time:.2f} us a call): the clock sees none of the work"
-    if floor_s and time < floor_s:
-        return f"{1e6 * time:.2f} us a call, and reading the inputs alone takes {1e6 * floor_s:.2f} us"
+    if problem := roofline.too_fast(1e6 * time, 1e6 * floor_s or None):
+        return problem
     extra = candidate.intercept - max(baseline.intercept, 0.0)
     if extra / candidate.n > 0.1 * time + noise + 3 * baseline.spread and extra > 0.1 * max(
         baseline.intercept, 2e-4
@@ -101,8 +111,4 @@ def geomean(values: list[tuple[float, float]]) -> float | None:
 
 def floor_s(size: int, work: int, dtype: str, gpu: str | None) -> float:
     """Seconds that no correct call is faster than on this GPU; 0 where that is not known."""
-    if gpu is None:
-        return 0.0
-    from .roofline import floor_us
-
-    return 1e-6 * (floor_us(size, work, dtype, gpu) or 0.0)
+    return 1e-6 * (roofline.floor_us(size, work, dtype, roofline.peaks(gpu)) or 0.0)
