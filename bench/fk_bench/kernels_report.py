@@ -101,6 +101,21 @@ def cells(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
+def line(row: Row) -> str:
+    """A case in one line, for those who watch it run."""
+    op, name, source, status, baseline, time, _, ratio, significant, *_ = cells(row)
+    said = f"{op:<20} {name:<16} {source:<9} {status:<8}"
+    if time:
+        said += f" {time} us, {ratio or 'no speed-up'} over {baseline}" + (
+            ", significant" if significant == "yes" else ""
+        )
+    return said + (f" {_first_line(row.reason)}" if row.reason else "")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
 def show(found: Sequence[Row]) -> None:
     """Print the cases, what went wrong, and the means."""
     cases = latest(found)
@@ -108,8 +123,9 @@ def show(found: Sequence[Row]) -> None:
     table(f"kernels{note}", COLUMNS, [cells(r) for r in cases])
     for row in cases:
         if row.reason:
-            reason = row.reason.strip().splitlines()[0]
-            print(f"{row.subject.op} {row.case.get('name', '')}: {row.status.value}: {reason}")
+            print(
+                f"{row.subject.op} {row.case.get('name', '')}: {row.status.value}: {_first_line(row.reason)}"
+            )
     ops, all_cases = scores(found)
     lines = [score_cells(s) for s in (*ops, *([all_cases] if len(ops) > 1 else []))]
     table(f"speed-up, geometric mean weighted by production's calls{note}", SCORE_COLUMNS, lines)
@@ -126,7 +142,7 @@ def score_cells(s: Score) -> list[str]:
 
 
 def render(run: Path, found: Sequence[Row] | None = None, warnings: Sequence[str] = ()) -> Path:
-    """Write RUN/report.html. Raises ConfigError when there is no case to show."""
+    """Write RUN/report.html from RUN/rows.jsonl. Raises ConfigError when there is no case to show."""
     if found is None:
         file = run / "rows.jsonl"
         if not file.is_file():
@@ -134,6 +150,11 @@ def render(run: Path, found: Sequence[Row] | None = None, warnings: Sequence[str
         found, warnings = rows.read(file)
     if not latest(found):
         raise ConfigError(f"{run / 'rows.jsonl'} has no judged case")
+    return write(run, found, warnings)
+
+
+def write(run: Path, found: Sequence[Row], warnings: Sequence[str] = ()) -> Path:
+    """Write RUN/report.html from these rows, one or more."""
     path = run / "report.html"
     partial = path.with_suffix(".partial")
     partial.write_text(html(found, warnings, run))

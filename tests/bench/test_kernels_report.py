@@ -102,6 +102,14 @@ def test_the_table_shows_every_case_and_why_it_failed(capsys):
     assert "more" not in out and "CPU timer" not in out
 
 
+def test_a_case_in_one_line():
+    said = kernels_report.line(case("rms_norm", "decode", 1.25))
+    assert "rms_norm" in said and "10 [9.5-11] us, 1.250 (1.230 to 1.270) over vllm, significant" in said
+    assert kernels_report.line(case("silu", "x", None, status=Status.OOM, reason="16 GiB\nmore")).endswith(
+        "oom      16 GiB"
+    )
+
+
 def test_the_page_has_everything_and_loads_nothing(tmp_path):
     source = tmp_path / "rms_norm.py"
     source.write_text("def rms_norm(x):\n    return x < 1  # <script>alert(1)</script>\n")

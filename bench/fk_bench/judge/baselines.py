@@ -42,6 +42,7 @@ class Baseline:
     refuses     refuses(*op_args) -> None if it takes the case, else the reason; may synchronize, so not when timed
     overwrites  positions of arguments that it may write over though the op does not (the hosts no longer need them)
     differs     why its right outputs may be others than the oracle's ('' if they may not): other noise, other order
+    unchecked   positions of the outputs for which that is so: these are not compared
     graph       whether calls can be captured in a CUDA graph
     """
 
@@ -53,6 +54,7 @@ class Baseline:
     refuses: Callable[..., str | None] | None = None
     overwrites: tuple[int, ...] = ()
     differs: str = ""
+    unchecked: tuple[int, ...] = ()
     graph: bool = True
     device: str = "cuda"
 

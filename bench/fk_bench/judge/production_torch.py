@@ -175,7 +175,9 @@ _LIBRARIES: dict[str, tuple[Baseline, ...]] = {
     "logits_processor": _gemm(_logits),
     "embedding": _torch(_embedding, _no_embedding),
     "layer_norm": _torch(_layer_norm, _no_layer_norm),
-    "sampling": (Baseline("torch", "library", _sampling, refuses=no_sampling, differs="it draws with other noise"),),
+    "sampling": (
+        Baseline("torch", "library", _sampling, refuses=no_sampling, differs="it draws with other noise", unchecked=(0,)),
+    ),
     "l2_norm": (
         Baseline("fla", "library", _l2_norm("fla.modules.l2norm"), ("fla",), refuses=_dense),
         Baseline("vllm", "host", _l2_norm(f"{_VLLM_FLA}.l2norm"), ("vllm",), refuses=_dense),
