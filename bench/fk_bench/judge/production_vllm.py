@@ -295,6 +295,8 @@ def _sampling() -> Function:
 def _no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
     from .production_torch import no_sampling
 
+    if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
+        return "a row without top_k has the vocabulary's size there"
     return no_sampling(logits, temperature, top_k, top_p, min_p)
 
 
