@@ -251,7 +251,8 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
         ids[-1:], e = -1, here
     return [
         randn(t, h), randn(e, 2 * i, h, scale=1 / math.sqrt(h)), randn(e, h, i, scale=1 / math.sqrt(i)),
-        weights / weights.sum(dim=-1, keepdim=True), ids.to(getattr(torch, d.get("ids", "int32"))), expert_map, d.get("on_input", False),
+        weights / weights.sum(dim=-1, keepdim=True), ids.to(getattr(torch, d.get("ids", "int32"))), expert_map,
+        d.get("on_input", False),
     ]  # fmt: skip
 
 
