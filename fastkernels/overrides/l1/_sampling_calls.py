@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from fastkernels import assemble
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case
 
@@ -62,3 +65,15 @@ def vary(case: Case, rng: random.Random) -> Case:
         bytes_moved,
         flops,
     )
+
+
+def build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    logits, temperature, top_k, top_p, min_p, seeds, offsets = args
+    if not assemble.takes(cls.forward, "sampling_info"):  # type: ignore[attr-defined]
+        raise ValueError(f"{cls.__name__} draws its seeds from torch's generators: it cannot be given them")
+    info = SimpleNamespace(
+        is_all_greedy=False, temperatures=temperature[:, None], top_ks=top_k, top_ps=top_p, min_ps=min_p,
+        sampling_seed=seeds, has_custom_logit_processor=False,
+    )  # fmt: skip
+    output, module = SimpleNamespace(next_token_logits=logits), assemble.make(cls, logits)
+    return lambda: module(output, info, False, [], [], offsets).long()

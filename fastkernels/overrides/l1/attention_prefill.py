@@ -352,6 +352,7 @@ SPEC = OpSpec(
     flops=calls.flops,
     dims_of=_dims,
     vary=calls.vary,
+    activations=(2,),  # of values, which the result is linear in
     dtype_arg=1,  # the cache's
     tolerance=FP8_TOLERANCE,
     baseline="fa3",

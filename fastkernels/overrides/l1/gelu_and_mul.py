@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,6 +160,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=lambda cls, args: partial(cls(*args[1:]), args[0]) if args[1:] else partial(cls("none"), *args),
     bytes_moved=silu_and_mul.SPEC.bytes_moved,
     flops=lambda case: 2 * silu_and_mul.SPEC.flops(case),
     targets=(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,6 +226,13 @@ def _vary(case: Case, rng: random.Random) -> Case:
     return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, *bias = args
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return partial(cls().apply, layer, x, *bias)
+
+
 def _model(name: str, m: int, k: int, n: int, weight: float) -> Case:
     return Case(name, {"tokens": (m,), "in": k, "out": n}, weight=weight, tags=("model",))
 
@@ -252,6 +261,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=_build,
     bytes_moved=_bytes,
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     tolerance={

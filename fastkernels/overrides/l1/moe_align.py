@@ -358,6 +358,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    activations=(),
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["topk"],
     tolerance={"float32": Tolerance(0.0, 0.0)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,6 +153,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=lambda cls, args: partial(cls(), *args),
     bytes_moved=lambda case: 3 * _elements(case) * torch.finfo(getattr(torch, case.dtype)).bits // 8,
     flops=lambda case: 5 * _elements(case),
     targets=(

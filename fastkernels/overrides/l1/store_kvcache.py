@@ -278,6 +278,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    activations=(0, 1),
     dtype_arg=2,  # the cache's
     bytes_moved=_bytes,
     flops=lambda case: 0,

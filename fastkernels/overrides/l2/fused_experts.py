@@ -351,6 +351,7 @@ SPEC = OpSpec(
     flops=_flops,
     dims_of=_dims,
     vary=vary,
+    activations=(0,),
     calls=("moe_align", "silu_and_mul"),
     targets=(
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
