@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,9 +42,8 @@ def load(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> nn.Mo
         old = getattr(owner, attribute)
         if tensor is None or old is None:
             if old is not tensor:
-                raise ValueError(
-                    f"{kind} has {'no ' if old is None else ''}{name}, the arguments are for the opposite"
-                )
+                has, given = ("none", "one") if old is None else ("one", "none")
+                raise ValueError(f"{name}: {kind} has {has}, the arguments have {given}")
             continue
         if old.shape != tensor.shape:
             raise ValueError(f"{kind} has {name} {tuple(old.shape)}, the argument is {tuple(tensor.shape)}")
@@ -53,6 +52,11 @@ def load(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> nn.Mo
         if name not in tensors:
             raise ValueError(f"{kind} has a parameter {name}, which the op's arguments do not give")
     return module
+
+
+def filled(args: Sequence[Any], count: int, *defaults: Any) -> tuple[Any, ...]:
+    """All `count` arguments of an op: those that were left out have the last of these defaults."""
+    return (*args, *defaults[len(defaults) - (count - len(args)) :])
 
 
 def refuse(cls: type, **given: Any) -> None:

@@ -75,7 +75,8 @@ def build(cls: type, args: list[Any]) -> Callable[[], Any]:
     if not issubclass(cls, nn.Module):  # a method object
         layer = nn.Module()
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        return partial(cls().embedding, layer, input_ids)
+        method: Any = cls()
+        return partial(method.embedding, layer, input_ids)
     if assemble.takes(cls, "bias"):
         raise ValueError(f"{cls.__name__} looks nothing up: it is called through the logits processor")
     module = assemble.make(cls, weight, *weight.shape, padding_size=1)

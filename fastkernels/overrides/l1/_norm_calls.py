@@ -18,7 +18,7 @@ def _with_residual(module: Any, x: torch.Tensor, residual: torch.Tensor | None) 
 
 
 def build_rms_norm(cls: type, args: list[Any]) -> Callable[[], Any]:
-    x, weight, eps, residual, var_hidden, cast_first = (*args, *(None, None, True)[len(args) - 3 :])
+    x, weight, eps, residual, var_hidden, cast_first = assemble.filled(args, 6, None, None, True)
     more: dict[str, Any] = {}
     if assemble.takes(cls, "cast_x_before_out_mul"):
         more["cast_x_before_out_mul"] = cast_first
@@ -36,7 +36,7 @@ def build_rms_norm(cls: type, args: list[Any]) -> Callable[[], Any]:
 
 
 def build_gemma_rms_norm(cls: type, args: list[Any]) -> Callable[[], Any]:
-    x, weight, eps, residual = (*args, None)[:4]
+    x, weight, eps, residual = assemble.filled(args, 4, None)
     if not assemble.takes(cls.forward, "residual"):  # type: ignore[attr-defined]
         assemble.refuse(cls, residual=residual)
     module = assemble.load(assemble.make(cls, x, x.shape[-1], eps=eps), {"weight": weight})

@@ -103,9 +103,8 @@ def vary(case: Case, rng: random.Random) -> Case:
 
 
 def build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    positions, query, key, head_size, table, neox, cast_cache, round_products = (
-        *args,
-        *(True, False)[len(args) - 6 :],
+    positions, query, key, head_size, table, neox, cast_cache, round_products = assemble.filled(
+        args, 8, True, False
     )
     # vLLM rounds the table and not the products; SGLang does both on the CPU and neither on a GPU.
     sglang = assemble.takes(cls.forward, "offsets")  # type: ignore[attr-defined]

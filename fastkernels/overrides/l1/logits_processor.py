@@ -299,7 +299,9 @@ def _bytes(case: Case) -> int:
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    hidden, weight, bias, scale, soft_cap, scale_first, float32 = (*args, *_DEFAULTS[len(args) - 2 :])
+    hidden, weight, bias, scale, soft_cap, scale_first, float32 = assemble.filled(
+        args, 7, None, 1.0, None, False, False
+    )
     head: Any = nn.Module()
     head.weight, head.bias = nn.Parameter(weight, requires_grad=False), None
     head.tp_size, head.quant_method = 1, VllmUnquantizedEmbeddingMethod()
@@ -316,9 +318,6 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         raise ValueError(f"{cls.__name__} gives the hidden states' dtype and scales last")
     module = assemble.make(cls, hidden, rows, scale=scale, soft_cap=soft_cap)
     return partial(module, head, hidden, bias)
-
-
-_DEFAULTS = (None, 1.0, None, False, False)
 
 
 def _vary(case: Case, rng: random.Random) -> Case:

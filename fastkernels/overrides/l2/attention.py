@@ -280,8 +280,11 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [query, key, value, *step, *calls.scalars(case)]
 
 
+_SCALARS = (-1, 0.0, 1.0, 1.0)  # the defaults behind scale
+
+
 def _dims(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> dict[str, Any]:
-    step, scalars = rest[:8], (*rest[8:], *(-1, 0.0, 1.0, 1.0)[len(rest) - 9 :])
+    step, scalars = rest[:8], assemble.filled(rest[8:], 5, *_SCALARS)
     tokens, heads, size = query.shape
     return {**_paged_step.step_dims(heads, query.dtype, step, tokens), **calls.scalar_dims(size, *scalars)}
 
@@ -292,7 +295,7 @@ def _bytes(case: Case) -> int:
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     query, key, value, *step = args[:11]
-    scale, window_left, softcap, k_scale, v_scale = (*args[11:], *(-1, 0.0, 1.0, 1.0)[len(args) - 12 :])
+    scale, window_left, softcap, k_scale, v_scale = assemble.filled(args[11:], 5, *_SCALARS)
     _, heads, size = query.shape
     if assemble.takes(cls, "per_layer_sliding_window"):
         window = None if window_left < 0 else window_left + 1

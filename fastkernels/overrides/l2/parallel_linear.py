@@ -264,7 +264,7 @@ def _target(host: str, name: str, versions: str, suffix: str = "") -> Target:
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    x, weight, bias = (*args, None)[:3]
+    x, weight, bias = assemble.filled(args, 3, None)
     rows, columns = weight.shape
     sizes: tuple[Any, ...] = (columns, rows)
     if assemble.takes(cls, "output_sizes") and not assemble.takes(cls, "output_size"):

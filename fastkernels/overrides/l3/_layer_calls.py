@@ -80,7 +80,8 @@ def layer_reference(
             rotary_emb.reference(positions, t.contiguous(), None, size, cos_sin_cache, True)[0]
             for t in (q, k)
         )
-        out, *new = _paged_step.reference(q, k, v, *step, size**-0.5)
+        arguments: tuple[Any, ...] = (q, k, v, *step, size**-0.5)
+        out, *new = _paged_step.reference(*arguments)
         caches.extend(new)
         return (out.flatten(1).to(acc) @ o_proj.to(acc).t()).to(h.dtype)
 
