@@ -67,3 +67,15 @@ def counted(name: str) -> list[Op]:
 
     names = [name] if name in OPS else get(name).calls
     return [OPS[n] for n in names if n in OPS]
+
+
+def calls(name: str) -> list[str]:
+    """The functional ops that run inside the op of this name, in modules of modules too; without itself."""
+    found: list[str] = []
+    waiting = list(get(name).calls)
+    while waiting:
+        inner = waiting.pop(0)
+        if inner not in found:
+            found.append(inner)
+            waiting += get(inner).calls
+    return [n for n in found if get(n).op is not None]

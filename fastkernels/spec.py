@@ -132,6 +132,11 @@ class OpSpec:
     dtype_arg: int | None = None
     mutates: tuple[int, ...] = ()
 
+    def tolerance_for(self, case: Case, dtype: Any) -> Tolerance:
+        """For an output of that torch dtype: a float8 has its own where `tolerance` names it, others the case's."""
+        name = str(dtype).rpartition(".")[2]
+        return self.tolerance[name if name.startswith("float8") and name in self.tolerance else case.dtype]
+
     def targets_for(self, host: str, version: str | None = None) -> list[Target]:
         """The targets of `host`; with a version, only those whose header is for it."""
         found = [t for t in self.targets if t.host == host]
