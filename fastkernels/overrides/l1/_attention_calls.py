@@ -154,3 +154,14 @@ def draw_batch(case: Case, rng: random.Random) -> dict[str, Any]:
 
 # What a captured case has and another batch has not.
 _OF_A_HOST = ("blocks", "max_blocks", "kv_tokens", "max_seqlen_q", "max_seqlen_k", "padding", "scale")
+
+
+def _huge_key(args: list[Any]) -> None:
+    args[1][:1, :1] = (args[1][:1, :1].float() * 32).to(args[1].dtype)
+
+
+def _equal_keys(args: list[Any]) -> None:
+    args[1].copy_(args[1][:1, :1].clone().expand_as(args[1]))
+
+
+EXTREMES = {"huge_key": _huge_key, "equal_keys": _equal_keys}

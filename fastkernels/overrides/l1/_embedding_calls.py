@@ -81,3 +81,15 @@ def build(cls: type, args: list[Any]) -> Callable[[], Any]:
         raise ValueError(f"{cls.__name__} looks nothing up: it is called through the logits processor")
     module = assemble.make(cls, weight, *weight.shape, padding_size=1)
     return partial(assemble.load(module, {"weight": weight}), input_ids)
+
+
+def _repeated(args: list[Any]) -> None:
+    args[0].copy_(args[0].flatten()[:1].expand(args[0].numel()).view(args[0].shape))
+
+
+def _ends(args: list[Any]) -> None:
+    args[0].zero_()
+    args[0].view(-1)[::2] = args[1].shape[0] - 1
+
+
+EXTREMES = {"repeated": _repeated, "first_and_last": _ends}

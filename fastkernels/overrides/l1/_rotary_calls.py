@@ -120,3 +120,14 @@ def build(cls: type, args: list[Any]) -> Callable[[], Any]:
     module = assemble.make(cls, table, *sizes, neox, query.dtype, *scaling)
     assemble.load(module, {"cos_sin_cache": table})
     return partial(module, positions, query, key)
+
+
+def _first(args: list[Any]) -> None:
+    args[0].zero_()
+
+
+def _last(args: list[Any]) -> None:
+    args[0].fill_(args[4].shape[0] - 1)
+
+
+EXTREMES = {"first_position": _first, "last_position": _last}

@@ -154,6 +154,7 @@ SPEC = OpSpec(
         _case("one", {"tokens": 1, "d": 1}, "none", "float32", 1, "odd"),
         _case("tanh_1000", {"tokens": 63, "d": 1000}, "tanh", "bfloat16", 1, "odd"),
         _case("erf_1128", {"tokens": 3, "d": 1128}, "none", "float16", 1, "odd"),
+        _case("erf_narrow", {"tokens": 130, "d": 7}, "none", "bfloat16", 1, "odd"),
         _case("tanh_batched", {"tokens": 2, "inner": 7, "d": 63}, "tanh", "float32", 1, "odd"),
         _case("erf_batched", {"tokens": 2, "inner": 7, "d": 63}, "none", "float32", 1, "odd"),
     ),

@@ -212,6 +212,7 @@ SPEC = OpSpec(
     dims_of=_dims,
     vary=_vary,
     activations=(0, 3),
+    extremes={"cancelled": _norm_calls.cancel},
     build=_norm_calls.build_gemma_rms_norm,
     bytes_moved=rms_norm.SPEC.bytes_moved,
     flops=lambda case: rms_norm.SPEC.flops(case) + case.dims["hidden"],

@@ -256,6 +256,8 @@ SPEC = OpSpec(
         Case("odd_63", {"tokens": (63,), "in": 100, "out": 130, "bias": True}, tags=("odd",)),
         Case("odd_3d", {"tokens": (3, 5), "in": 63, "out": 17}, dtype="float16", tags=("odd",)),
         Case("odd_1128", {"tokens": (70,), "in": 72, "out": 1128 // 8}, dtype="float32", tags=("odd",)),
+        Case("narrow", {"tokens": (1,), "in": 1000, "out": 3, "bias": True}, dtype="float16", tags=("odd",)),
+        Case("smollm2", {"tokens": (7,), "in": 576, "out": 192}, tags=("odd",)),
         Case("empty", {"tokens": (0,), "in": 64, "out": 33}, tags=("odd",)),
     ),
     inputs=_inputs,

@@ -355,6 +355,8 @@ SPEC = OpSpec(
             {"tokens": 2, "hidden": 40, "vocab": 65, "soft_cap": 1.5, "scale": 0.5, "scale_first": True},
             dtype="float32", tags=("odd",),
         ),
+        Case("smollm2", {"tokens": 1, "hidden": 576, "vocab": 800}, tags=("odd",)),
+        Case("scaled", {"tokens": 9, "hidden": 33, "vocab": 257, "scale": 0.125}, dtype="float16", tags=("odd",)),
         Case("to_float32", {"tokens": 7, "hidden": 64, "vocab": 31, "float32": True}, tags=("odd",)),
     ),
     inputs=_inputs,

@@ -364,6 +364,7 @@ SPEC = OpSpec(
     dims_of=_dims,
     vary=_vary,
     activations=(0, 3),
+    extremes={"cancelled": _norm_calls.cancel},
     build=_norm_calls.build_rms_norm,
     bytes_moved=_bytes,
     flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],

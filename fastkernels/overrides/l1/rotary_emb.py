@@ -358,6 +358,7 @@ SPEC = OpSpec(
     flops=_rotary_calls.flops,
     dims_of=_rotary_calls.dims_of,
     vary=_rotary_calls.vary,
+    extremes=_rotary_calls.EXTREMES,
     activations=(1, 2),
     build=_rotary_calls.build,
     targets=(

@@ -343,6 +343,7 @@ SPEC = OpSpec(
     bytes_moved=_sampling_calls.bytes_moved,
     dims_of=_sampling_calls.dims_of,
     vary=_sampling_calls.vary,
+    extremes=_sampling_calls.EXTREMES,
     build=_sampling_calls.build,
     flops=_sampling_calls.flops,
     tolerance={name: Tolerance(0.0, 0.0) for name in ("float32", "float16", "bfloat16")},

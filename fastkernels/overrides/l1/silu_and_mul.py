@@ -148,6 +148,7 @@ SPEC = OpSpec(
         Case("odd_1000", {"tokens": 63, "d": 1000}, tags=("odd",)),
         Case("odd_1128", {"tokens": 3, "d": 1128}, dtype="float16", tags=("odd",)),
         Case("batched", {"tokens": 2, "inner": 7, "d": 63}, dtype="float32", tags=("odd",)),
+        Case("narrow", {"tokens": 130, "d": 7}, dtype="float16", tags=("odd",)),
         Case("smollm2", {"tokens": 5, "d": 1536}, tags=("odd",)),
     ),
     inputs=_inputs,

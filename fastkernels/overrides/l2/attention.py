@@ -293,6 +293,15 @@ def _bytes(case: Case) -> int:
     return prefill.SPEC.bytes_moved(case) + _paged_step.stored_bytes(case)
 
 
+def _huge_key(args: list[Any]) -> None:
+    args[1][:1].mul_(32)
+
+
+def _equal_keys(args: list[Any]) -> None:
+    for keys in (args[1], args[3]):
+        keys.copy_(args[1][:1].clone().expand_as(keys))
+
+
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     query, key, value, *step = args[:11]
     scale, window_left, softcap, k_scale, v_scale = assemble.filled(args[11:], 5, *_SCALARS)
@@ -336,6 +345,7 @@ SPEC = OpSpec(
     flops=prefill.SPEC.flops,
     dims_of=_dims,
     vary=lambda case, rng: varied(case, lambda: calls.draw_batch(case, rng), _bytes, prefill.SPEC.flops),
+    extremes={"huge_key": _huge_key, "equal_keys": _equal_keys},
     activations=(2, 4),  # of values, which the result is linear in
     build=_build,
     mutates=(3, 4),

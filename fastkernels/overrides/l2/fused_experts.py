@@ -296,6 +296,18 @@ def vary(case: Case, rng: random.Random) -> Case:
     return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
+def _one_expert(args: list[Any]) -> None:
+    args[4].zero_()
+
+
+def _empty_experts(args: list[Any]) -> None:
+    args[4].remainder_(max(args[1].shape[0] // 2, 1))
+
+
+def _no_weight(args: list[Any]) -> None:
+    args[3].zero_()
+
+
 def _bytes(case: Case) -> int:
     """Every expert that has a token is read once; with few tokens not all have one."""
     d, size = case.dims, getattr(torch, case.dtype).itemsize
@@ -351,6 +363,7 @@ SPEC = OpSpec(
     flops=_flops,
     dims_of=_dims,
     vary=vary,
+    extremes={"one_expert": _one_expert, "empty_experts": _empty_experts, "no_weight": _no_weight},
     activations=(0,),
     calls=("moe_align", "silu_and_mul"),
     targets=(

@@ -217,5 +217,7 @@ def layer_cases(model: dict[str, int], small: dict[str, int]) -> tuple[Case, ...
         step_case("prefill_odd", [9, 1, 5], [9, 1, 5], "odd", **small),
         step_case("chunked_odd", [3, 7], [40, 7], "odd", **{**small, "block_size": 5}),
         step_case("decode_odd", [1] * 3, [70, 3, 19], "odd", **small),
+        step_case("whole_blocks", [16, 32], [32, 32], "odd", **small),
+        step_case("mixed_odd", [1, 1, 13], [65, 2, 13], "odd", **{**small, "kv_heads": small["heads"]}),
         step_case("long_odd", [1, 17], [130, 33], "odd", **small),
     )
