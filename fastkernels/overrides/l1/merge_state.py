@@ -270,7 +270,7 @@ def _no_key(args: list[Any]) -> None:
         (0, slice(2, None, 6)),
         (2, slice(2, None, 6)),
     ):
-        args[side][tokens] = math.nan
+        args[side][tokens] = 3e4
         args[side + 1][tokens] = -math.inf
     args[1][::6] = math.inf
 
