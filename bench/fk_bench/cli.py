@@ -31,6 +31,10 @@ COMMANDS = {
         "e2e:e2e_command",
         "whole models offline, host beside host; --scheduler-only: what a step costs on the CPU",
     ),
+    "capture": (
+        "capture:capture_command",
+        "record what a model asks of each op, in our engine or in a host: shapes, routing, block tables",
+    ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
 }

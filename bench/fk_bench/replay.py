@@ -92,7 +92,7 @@ def _stand_in(argument: Argument, values: Mapping[str, Any]) -> Any:
     if argument.shape is None:
         return _value(argument)
     dtype = getattr(torch, argument.dtype or "")
-    return torch.empty_strided(argument.shape, argument.strides, dtype=dtype, device="meta")
+    return torch.empty_strided(argument.shape, argument.strides or [], dtype=dtype, device="meta")
 
 
 def _value(argument: Argument) -> Any:

@@ -7,7 +7,7 @@ import json
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -23,6 +23,21 @@ class Modules:
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+        self._stock: Any = None
+
+    def start(self) -> None:
+        """Record every module that is constructed in this process from here on, of any host."""
+        self._stock = stock = nn.Module.__init__
+
+        def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            frame = inspect.currentframe()
+            self.see(module, frame.f_back if frame is not None else None)
+            stock(module, *args, **kwargs)
+
+        nn.Module.__init__ = __init__  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        nn.Module.__init__ = self._stock  # type: ignore[method-assign]
 
     def see(self, module: nn.Module, frame: FrameType | None) -> None:
         """`frame` is of the code that called nn.Module.__init__: the constructors of module's class are up from it."""
@@ -54,27 +69,11 @@ class Modules:
 def record_modules() -> Iterator[Modules]:
     """Record every module that is constructed in this process until the block ends, of any host."""
     modules = Modules()
-    stop = start(modules)
+    modules.start()
     try:
         yield modules
     finally:
-        stop()
-
-
-def start(modules: Modules) -> Callable[[], None]:
-    """Record into `modules` from here on; the function that is returned ends it."""
-    stock = nn.Module.__init__
-
-    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        modules.see(self, inspect.currentframe().f_back)  # type: ignore[union-attr]
-        stock(self, *args, **kwargs)
-
-    nn.Module.__init__ = __init__  # type: ignore[method-assign]
-
-    def stop() -> None:
-        nn.Module.__init__ = stock  # type: ignore[method-assign]
-
-    return stop
+        modules.stop()
 
 
 def _constructs(frame: FrameType, module: nn.Module) -> bool:
