@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+LAYER_NUMBERS = ("layer_id", "layer_idx")  # the layers of a model count as one
 PLAIN = (bool, int, float, type(None))
 
 
@@ -87,17 +88,19 @@ def _arguments(frame: FrameType) -> dict[str, Any]:
     given = {name: found.locals.get(name) for name in found.args[1:]}
     if found.keywords:
         given.update(found.locals.get(found.keywords) or {})
-    return {name: plain(value) for name, value in given.items()}
+    return {name: "*" if name in LAYER_NUMBERS else plain(value) for name, value in given.items()}
 
 
 def plain(value: Any) -> Any:
     """The value as JSON; an object that has no such form as {'object': its class}."""
     if isinstance(value, str):
-        return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", value)  # layers.17.mlp: the layers count as one
+        return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", value)  # layers.17.mlp: the same
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
+    if isinstance(value, type):
+        return {"class": f"{value.__module__}:{value.__qualname__}"}
     if isinstance(value, (list, tuple, torch.Size)) and len(value) <= 64:
         return [plain(v) for v in value]
     if isinstance(value, dict) and len(value) <= 64 and all(isinstance(k, str) for k in value):
