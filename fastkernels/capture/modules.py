@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -31,8 +32,7 @@ class Modules:
         self._stock = stock = nn.Module.__init__
 
         def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            frame = inspect.currentframe()
-            self.see(module, frame.f_back if frame is not None else None)
+            self.see(module, sys._getframe(1))
             stock(module, *args, **kwargs)
 
         nn.Module.__init__ = __init__  # type: ignore[method-assign, assignment]
