@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fastkernels.registry import UnknownName, check_names
 
-from . import lanes, machine
+from . import machine
 from .captures import Capture, load
 from .config import comma_list
 from .e2e import HOSTS, Host, HostFailed
@@ -115,10 +115,12 @@ def _resolved(model: str) -> str:
 
 
 def _check_installed(host: str, python: str) -> None:
-    try:
-        lanes.parse(["fastkernels" if host == "fastkernels" else f"{host}+fk"], python={host: python})
-    except lanes.LaneError as error:
-        raise ValueError(str(error)) from None
+    """Raises ValueError for an interpreter that does not run, or that has not got the host and us."""
+    found = machine.interpreter(python)
+    for module, package in ((host, host), ("fastkernels", "fastkernels")):
+        if module not in found.modules:
+            hint = f"give {host}'s own interpreter with --python PATH, or install {package} there"
+            raise ValueError(f"{module} is not installed in {python}: {hint}")
 
 
 def _sizes(waves: list[list[dict[str, Any]]]) -> dict[str, Any]:

@@ -172,7 +172,9 @@ def _make(spec: OpSpec, captured: CapturedCase, device: str, generator: torch.Ge
             args.append(captured.values.get(argument.name, _value(argument)))
             continue
         content = captured.values.get(argument.name)
-        if content is None:
+        if content is not None:
+            content = content.clone()
+        else:
             content = made[i] if i < len(made) else None
             if not isinstance(content, torch.Tensor) or list(content.shape) != argument.shape:
                 content = _random(argument, device, generator)
@@ -205,6 +207,8 @@ def _placed(argument: Argument, content: torch.Tensor, whole: Mapping[int, torch
     """The content in the captured layout."""
     shape, strides, dtype = argument.shape or [], argument.strides or [], getattr(torch, argument.dtype or "")
     offset = 0
+    if argument.storage is None and content.dtype == dtype and list(content.stride()) == strides:
+        return content
     if argument.storage is not None:
         flat, offset = whole[argument.storage[0]], argument.storage[1]
     else:
