@@ -36,6 +36,10 @@ COMMANDS = {
         "kernels:kernels_command",
         "ops judged case by case: a candidate, or ours, against what production runs",
     ),
+    "capture": (
+        "capture:capture_command",
+        "record what a model asks of each op, in our engine or in a host: shapes, routing, block tables",
+    ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
 }
