@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -11,6 +14,7 @@ from torch import nn
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import silu_and_mul
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -124,8 +128,16 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [*silu_and_mul.SPEC.inputs(case, device, generator), case.dims["approximate"]]
 
 
+def _dims(x: torch.Tensor, approximate: str = "none") -> dict[str, Any]:
+    return {**rows_of(x, "inner"), "d": x.shape[-1] // 2, "approximate": approximate}
+
+
 def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight: float, tag: str) -> Case:
     return Case(name, {**dims, "approximate": approximate}, dtype, weight, (tag,))
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), SPEC.bytes_moved, SPEC.flops)
 
 
 SPEC = OpSpec(
@@ -145,6 +157,8 @@ SPEC = OpSpec(
         _case("erf_batched", {"tokens": 2, "inner": 7, "d": 63}, "none", "float32", 1, "odd"),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
     bytes_moved=silu_and_mul.SPEC.bytes_moved,
     flops=lambda case: 2 * silu_and_mul.SPEC.flops(case),
     targets=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -207,10 +209,19 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     ]
 
 
+def _dims(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> dict[str, Any]:
+    sizes = {"tokens": tuple(x.shape[:-1]), "in": weight.shape[1], "out": weight.shape[0]}
+    return {**sizes, **optional(bias=bias is not None)}
+
+
 def _bytes(case: Case) -> int:
     d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
     m = math.prod(d["tokens"])
     return size * (m * d["in"] + d["in"] * d["out"] + m * d["out"] + (d["out"] if d.get("bias") else 0))
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
 
 
 def _model(name: str, m: int, k: int, n: int, weight: float) -> Case:
@@ -239,6 +250,8 @@ SPEC = OpSpec(
         Case("empty", {"tokens": (0,), "in": 64, "out": 33}, tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     tolerance={

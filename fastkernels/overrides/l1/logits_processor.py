@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from fastkernels import parallel
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import linear as gemm
+from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -271,10 +273,32 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [randn(d["tokens"], d["hidden"]).to(dtype), weight, bias, *tail]
 
 
+def _dims(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    scale_first: bool = False,
+    float32: bool = False,
+) -> dict[str, Any]:
+    sizes = {"tokens": hidden.shape[:-1].numel(), "hidden": weight.shape[1], "vocab": weight.shape[0]}
+    return {
+        **sizes, "scale": scale,
+        **optional(bias=bias is not None, soft_cap=soft_cap, scale_first=scale_first, float32=float32),
+    }  # fmt: skip
+
+
 def _bytes(case: Case) -> int:
     d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
     out = 4 if d.get("float32") else size
     return size * d["hidden"] * (d["tokens"] + d["vocab"]) + out * d["tokens"] * d["vocab"]
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens",), ("hidden", "vocab")), SPEC.bytes_moved, SPEC.flops
+    )
 
 
 _VLLM = "vllm.model_executor.layers.logits_processor:LogitsProcessor"
@@ -309,6 +333,8 @@ SPEC = OpSpec(
         Case("to_float32", {"tokens": 7, "hidden": 64, "vocab": 31, "float32": True}, tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["hidden"] * case.dims["vocab"],
     tolerance=gemm.SPEC.tolerance,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Tolerance
 
 
@@ -188,19 +191,51 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
 
     kv = randn(tokens, 2 * heads * size)  # key and value are slices of one packed tensor, as in the models
     key, value = (t.view(tokens, heads, size) for t in kv.split(heads * size, dim=-1))
-    blocks = -(-tokens // block_size) + 3
+    blocks = d.get("blocks", -(-tokens // block_size) + 3)
     slots = torch.randperm(blocks * block_size, generator=generator, device=device)[:tokens]
+    slots = slots.to(getattr(torch, d.get("slots", "int64")))
     if d.get("padded"):
         slots[:: d["padded"]] = -1
     caches = [randn(blocks, block_size, heads, size).to(cache_dtype) for _ in range(2)]
     return [key, value, *caches, slots, *d.get("scales", ())]
 
 
+def _dims(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> dict[str, Any]:
+    blocks, block_size, heads, size = key_cache.shape
+    stored = int((slot_mapping >= 0).sum())
+    missing = key.shape[0] - stored
+    return {
+        "tokens": key.shape[0], "kv_heads": heads, "head_size": size, "block_size": block_size, "blocks": blocks,
+        "stored": stored,
+        **optional(
+            padded=-(-key.shape[0] // missing) if missing else None,
+            slots=unless(dtype_name(slot_mapping.dtype), "int64"), scales=unless((k_scale, v_scale), (1.0, 1.0)),
+        ),
+    }  # fmt: skip
+
+
 def _bytes(case: Case) -> int:
     d = case.dims
     size = getattr(torch, case.dtype).itemsize
     read = max(size, 2)  # keys and values are not fp8 where the cache is
-    return d["tokens"] * (2 * d["kv_heads"] * d["head_size"] * (size + read) + 8)
+    stored = d.get("stored", d["tokens"] - (-(-d["tokens"] // d["padded"]) if d.get("padded") else 0))
+    return stored * 2 * d["kv_heads"] * d["head_size"] * (size + read) + 8 * d["tokens"]
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "kv_heads"), ("head_size",))
+        return {**new, "block_size": rng.choice((1, 5, 16, 32, 64)), "blocks": None, "stored": None}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 _LLAMA = {"kv_heads": 8, "head_size": 128, "block_size": 16}
@@ -241,6 +276,9 @@ SPEC = OpSpec(
         ),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    dtype_arg=2,  # the cache's
     bytes_moved=_bytes,
     flops=lambda case: 0,
     # e4m3 has three bits of fraction, and steps of 2^-9 near zero.

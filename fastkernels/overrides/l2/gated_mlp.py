@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fastkernels.overrides.l2.parallel_linear import (
     VllmMergedColumnParallelLinear,
     VllmRowParallelLinear,
 )
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -230,6 +232,16 @@ def _bytes(case: Case) -> int:
     return size * d["hidden"] * (2 * d["tokens"] + 3 * d["intermediate"])
 
 
+def _dims(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Any]:
+    return {"tokens": x.shape[:-1].numel(), "hidden": down.shape[0], "intermediate": down.shape[1]}
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens",), ("hidden", "intermediate")), SPEC.bytes_moved, SPEC.flops
+    )
+
+
 def _case(name: str, tokens: int, hidden: int, intermediate: int, tag: str, dtype: str = "bfloat16") -> Case:
     return Case(name, {"tokens": tokens, "hidden": hidden, "intermediate": intermediate}, dtype, tags=(tag,))
 
@@ -254,6 +266,8 @@ SPEC = OpSpec(
         _case("odd_5", 5, 100, 63, "odd", "float32"),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
     bytes_moved=_bytes,
     flops=lambda case: 6 * case.dims["tokens"] * case.dims["hidden"] * case.dims["intermediate"],
     calls=("linear", "silu_and_mul"),
