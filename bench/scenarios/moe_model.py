@@ -28,10 +28,10 @@ class Sizes:
     eps: float = 1e-5
 
 
-# By the models whose numbers of experts and of choices they have.
+# The numbers of experts and choices are those of Mixtral-8x7B and of Qwen3-30B-A3B, the sizes are small.
 PRESETS = {
-    "mixtral": Sizes(),  # Mixtral-8x7B: 8 experts, 2 a token
-    "qwen3": Sizes(inner=32, layers=4, experts=128, top_k=8),  # Qwen3-30B-A3B: 128 experts, 8 a token
+    "e8k2": Sizes(),
+    "e128k8": Sizes(inner=32, layers=4, experts=128, top_k=8),
     "tiny": Sizes(64, 32, 2, 2, 1, 32, 16, 2, 512),
 }
 

@@ -1,12 +1,13 @@
 """Train small mixture-of-experts language models for less than a minute each, on text that this machine has.
 
-    python bench/scenarios/train_moe.py --out FOLDER [--presets mixtral,qwen3] [--seconds 60] [--device cuda]
+    python bench/scenarios/train_moe.py --out FOLDER [--presets e8k2,e128k8] [--seconds 60] [--device cuda]
 
 For routing that is skewed as a trained router's is; these are small routers trained for a minute, not production's.
-Architecture: transformers' MixtralForCausalLM, with the numbers of experts and choices of the model that the preset
-is called after. The balancing loss is Switch Transformers' (per layer, over the whole batch), with the coefficient of
-Mixtral-8x7B's config.json, 0.02. FOLDER gets: PRESET/ (a checkpoint with its tokenizer), held_out.json (texts that
-were not trained on) and rows.jsonl (the loss as it fell, held-out loss, and each layer's load over held-out text).
+Architecture: transformers' MixtralForCausalLM; e8k2 has the experts and choices of Mixtral-8x7B (8, 2), e128k8 those
+of Qwen3-30B-A3B (128, 8). The balancing loss is Switch Transformers' (per layer, over the whole batch), with the
+coefficient of Mixtral-8x7B's config.json, 0.02. FOLDER gets: PRESET/ (a checkpoint with its tokenizer),
+held_out.json (texts that were not trained on) and rows.jsonl (the loss as it fell, held-out loss, and each layer's
+load over held-out text).
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def one(
     def row(kind: str, metrics: dict[str, float], **more: Any) -> None:
         made = Row(
             run_id="train_moe", command="train_moe", machine=machine.machine(), commit=machine.commit(),
-            versions={"torch": torch.__version__}, subject=Subject(model=f"small-moe-{name}"),
+            versions={"torch": torch.__version__}, subject=Subject(model=f"small-moe-trained-{name}"),
             case={"kind": kind, **settings, **more}, metrics=metrics,
         )  # fmt: skip
         append(options.out / "rows.jsonl", [made])
@@ -227,7 +228,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--presets", default="mixtral,qwen3", help=f"of {', '.join(PRESETS)}")
+    parser.add_argument("--presets", default="e8k2,e128k8", help=f"of {', '.join(PRESETS)}")
     parser.add_argument("--seconds", type=float, default=50.0, help="of training, for each preset")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=128, help="sequences of a batch")
