@@ -31,6 +31,10 @@ COMMANDS = {
         "e2e:e2e_command",
         "whole models offline, host beside host; --scheduler-only: what a step costs on the CPU",
     ),
+    "routing": (
+        "routing:routing_command",
+        "captured routing beside uniform-random: load, hot experts, and the time of fused_experts",
+    ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
 }
