@@ -34,6 +34,9 @@ COMMANDS = {
     "routing": (
         "routing:routing_command",
         "captured routing beside uniform-random: load, hot experts, and the time of fused_experts",
+    "capture": (
+        "capture:capture_command",
+        "record what a model asks of each op, in our engine or in a host: shapes, routing, block tables",
     ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
