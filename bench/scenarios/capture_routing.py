@@ -171,8 +171,8 @@ def main() -> None:
         length = min(2048, max(16, (options.kib << 10) // each // 16 * 16))
         llm = LLM(
             str(model), device=options.device, dtype="bfloat16" if options.device == "cuda" else "float32",
-            enforce_eager=True, enable_prefix_caching=False, async_scheduling=False, max_model_len=4096, max_num_seqs=max(BATCHES),
-            max_num_batched_tokens=max(BATCHES) * CONTEXT, num_blocks=2048,
+            enforce_eager=True, enable_prefix_caching=False, async_scheduling=False, max_model_len=4096,
+            max_num_seqs=max(BATCHES), max_num_batched_tokens=max(BATCHES) * CONTEXT, num_blocks=2048,
         )  # fmt: skip
         kept = run(llm, texts, options.prompts, length)
         llm.shutdown()
