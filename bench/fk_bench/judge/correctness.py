@@ -115,8 +115,10 @@ def _compare(
     rms, rms_own = (
         float(torch.where(e.isfinite(), e, 0.0).pow(2).mean().sqrt()) / scale for e in (error, own)
     )
-    # half a unit in the last place is nobody's error: one rounding of the result, uniform over the unit
-    floor = torch.finfo(got.dtype).eps / 12**0.5
+    # Nobody's error: one rounding of the result, uniform over a unit in the last place; float32 kernels approximate
+    # square roots and exponentials to a few units; and the mean over a handful of values says little.
+    floor = torch.finfo(got.dtype).eps / 12**0.5 * (4 if got.dtype is torch.float32 else 1)
+    floor *= 2 if got.numel() < 64 else 1
     limit = RMS_FACTOR * max(rms_own, allowed or 0.0, floor)
     problem = ""
     if rms > limit:
