@@ -29,6 +29,7 @@ HEADER = struct.Struct(">Q")
 MAX_FDS = 64
 FAILED = 70  # exit status of a child that could not be set up, or whose entry raised
 _WATCH_S = 0.2
+_PRIORITY = -10  # of a supervisor (root): it works little, and must get a turn beside a fork bomb
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -145,6 +146,8 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
         _guarded(run, request, report, number, channel, extra, write)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # the machine's, whatever becomes of /proc
     _keep_open(0, 1, 2, status, read, proc)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     end = _watch(first, options, proc)
     if own_pids:
         with contextlib.suppress(ValueError):

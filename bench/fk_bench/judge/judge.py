@@ -201,9 +201,13 @@ class Judge:
         return side
 
     def _cage(self, files: Sequence[str]) -> CageOptions:
-        memory = self.options.memory + (16 << 30)  # the slots are shared memory, and count
+        machines = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = min(
+            self.options.memory + (16 << 30), machines * 3 // 5
+        )  # slots are shared memory, and count
         options = CageOptions(readable=tuple(files), packages=PACKAGES, memory=memory)
-        return options if self.options.cage else replace(options, **dict.fromkeys(cage.STEPS, False))
+        off: dict[str, Any] = {} if self.options.cage else dict.fromkeys(cage.STEPS, False)
+        return replace(options, **off)
 
 
 class Pair:

@@ -106,7 +106,7 @@ class Child:
         if self.wait(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
-            if self.wait(10.0) is None:
+            if self.wait(3.0) is None:  # its supervisor gets no time: the kernel ends the tree after it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
                 self.wait(10.0)
