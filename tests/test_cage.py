@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -90,16 +91,33 @@ def test_a_step_that_is_not_asked_for_is_reported(zygote: Zygote) -> None:
 
 COMPILES = """
 import torch
-f = torch.compile(lambda x: torch.nn.functional.gelu(x) * 2, fullgraph=True)
+f = torch.compile(lambda x: torch.nn.functional.gelu(x) * 2, fullgraph=True, backend=config["backend"])
 x = torch.randn(63, 1000)
 say((f(x) - torch.nn.functional.gelu(x) * 2).abs().max().item())
 """
 
 
-@pytest.mark.timeout(180)
-def test_torch_compile_works_in_the_cage(zygote: Zygote) -> None:
-    (error,), _ = run(zygote, COMPILES)
-    assert error < 1e-5
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_torch_compile_works_in_the_cage(zygote: Zygote, backend: str) -> None:
+    with zygote.spawn({"code": COMPILES, "backend": backend}, OPTIONS) as child:
+        (error,) = hear(child, 240.0)
+        assert error < 1e-5
+
+
+BUILDS = """
+import ctypes, subprocess
+with open("/tmp/code.c", "w") as file:
+    file.write("int twice(int x) { return 2 * x; }")
+done = subprocess.run(["gcc", "-shared", "-fPIC", "-o", "/tmp/code.so", "/tmp/code.c"], capture_output=True, text=True)
+say(done.stderr, ctypes.CDLL("/tmp/code.so").twice(21))
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_compiler_works_in_the_cage(zygote: Zygote) -> None:
+    """Triton builds its launchers so."""
+    assert run(zygote, BUILDS)[0] == ["", 42]
 
 
 KERNEL = """
