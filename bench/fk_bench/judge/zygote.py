@@ -189,7 +189,7 @@ class Zygote:
         roots = [p for p in roots if Path(p).name not in ("site-packages", "dist-packages")]
         paths = dict.fromkeys([*roots, *kept.get("PYTHONPATH", "").split(os.pathsep)])
         kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
-        return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/"}
+        return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "OPENBLAS_NUM_THREADS": "1"}
 
     def start(self) -> None:
         """Raises ZygoteError when a module of `preload` does not import, or that takes too long."""
