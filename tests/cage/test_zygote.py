@@ -91,6 +91,42 @@ def test_a_hang_is_ended_with_its_daemons(zygote: Zygote, weak: bool) -> None:
         assert time.monotonic() - start < 3
 
 
+COUNTS = """
+import mmap, os, time
+memory = mmap.mmap(fds["count"], 16)
+for place in (0, 8):
+    if place == 8 or os.fork() == 0:
+        while True:
+            memory[place:place + 8] = (int.from_bytes(memory[place:place + 8], "big") + 1).to_bytes(8, "big")
+            time.sleep(0.0005)
+"""
+
+
+def test_a_paused_child_does_nothing(zygote: Zygote) -> None:
+    fd = os.memfd_create("count")
+    os.ftruncate(fd, 16)
+    with mmap.mmap(fd, 16) as memory, zygote.spawn({"code": COUNTS}, OPTIONS, {"count": fd}) as child:
+
+        def moves() -> list[bool]:
+            before = memory[:]
+            time.sleep(0.2)
+            return [memory[i : i + 8] != before[i : i + 8] for i in (0, 8)]
+
+        until = time.monotonic() + 20
+        while not (any(memory[:8]) and any(memory[8:])) and time.monotonic() < until:
+            time.sleep(0.01)
+        for _ in range(3):
+            start = time.monotonic()
+            child.pause()
+            assert time.monotonic() - start < 0.1
+            assert moves() == [False, False]
+            child.resume()
+            assert moves() == [True, True]
+        child.pause()
+        assert child.kill().killed  # a stopped one too
+    os.close(fd)
+
+
 @pytest.mark.parametrize("weak", [False, True])
 def test_daemons_end_with_their_child(zygote: Zygote, weak: bool) -> None:
     code = HANGS.replace("while True:\n    time.sleep(1)", "os._exit(0)")

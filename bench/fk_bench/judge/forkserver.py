@@ -171,7 +171,7 @@ def _watch(first: int, options: cage.CageOptions, proc: int) -> dict[str, Any]:
             os.kill(first, signal.SIGKILL)
         if options.memory is None or end.get("oom"):
             continue
-        tree = [first, *_descendants(first, proc)]
+        tree = [first, *descendants(first, proc)]
         used = sum(_memory(p, proc, "status", ("RssAnon:", "RssShmem:")) for p in tree)
         if used > options.memory and len(tree) > 1:  # pages that a fork shares count once
             used = sum(_memory(p, proc, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for p in tree)
@@ -190,7 +190,7 @@ def _read(proc: int, name: str) -> str:
         return ""  # it has ended meanwhile
 
 
-def _descendants(pid: int, proc: int) -> list[int]:
+def descendants(pid: int, proc: int) -> list[int]:
     found, todo = [], [pid]
     while todo:
         parent = todo.pop()
@@ -220,7 +220,7 @@ def _sweep(number: int, proc: int) -> None:
     """Without a PID namespace: end what the child left behind, wherever it went."""
     until = time.monotonic() + 5.0
     while time.monotonic() < until:
-        left = _descendants(os.getpid(), proc)
+        left = descendants(os.getpid(), proc)
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

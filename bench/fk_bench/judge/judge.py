@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import time
@@ -103,7 +104,7 @@ class Judge:
         self._on_row = on_row or (lambda row: None)
         self._run_id = uuid4().hex[:12]
         self._zygotes: dict[str, Any] = {}
-        self._arena = os.memfd_create("fk-judge") if options.device == "cpu" else -1
+        self._arena = _memory() if options.device == "cpu" else -1
 
     def __enter__(self) -> Judge:
         return self
@@ -332,6 +333,13 @@ class Pair:
         row.metrics |= {"gb_per_s": size / seconds / 1e9, "tflops": work / seconds / 1e12}
         if floor:
             row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
+
+
+def _memory() -> int:
+    """A memfd that can only grow: a side that made it shorter would end the judge with SIGBUS."""
+    fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
 
 
 def _plain(value: Any) -> Any:

@@ -113,6 +113,26 @@ class Child:
         self.exit = self.exit or Exit(killed=True)
         return self.exit
 
+    def pause(self) -> None:
+        """Stop the child and all that it started, so that nothing of it runs beside another's batch."""
+        self._each(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._each(signal.SIGCONT)
+
+    def _each(self, number: signal.Signals) -> None:
+        """To the whole tree but its supervisor: the reaper ignores it; again until there is nobody new."""
+        seen: set[int] = set()
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            while new := set(forkserver.descendants(self.pid, proc)) - seen:
+                for pid in new:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                seen |= new
+        finally:
+            os.close(proc)
+
     def output_tail(self, limit: int = OUTPUT_KEPT) -> str:
         """The last `limit` bytes of its standard output and error."""
         if self.exit is not None:
@@ -194,11 +214,14 @@ class Zygote:
     def start(self) -> None:
         """Raises ZygoteError when a module of `preload` does not import, or that takes too long."""
         self._stop()
+        python = shutil.which(self.python)
+        if python is None:
+            raise ZygoteError(f"there is no interpreter {self.python}")
         ours, theirs = socket.socketpair()
         name = self.dir / "zygote.log"
         with theirs, open(name, "wb") as out:
             self._process = subprocess.Popen(
-                [self.python, "-m", "fk_bench.judge.forkserver", str(theirs.fileno()), str(os.getpid()),
+                [os.path.abspath(python), "-m", "fk_bench.judge.forkserver", str(theirs.fileno()), str(os.getpid()),
                  ",".join(self.preload)],
                 env=self._environment(), cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 pass_fds=[theirs.fileno()], start_new_session=True,
