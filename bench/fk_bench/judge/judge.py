@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import time
@@ -110,7 +111,7 @@ class Judge:
         self._run_id = uuid4().hex[:12]
         self._zygotes: dict[str, Zygote] = {}
         self._sides: dict[str, Side] = {}
-        self._arena = os.memfd_create("fk-judge") if options.device == "cpu" else -1
+        self._arena = _memory() if options.device == "cpu" else -1
 
     def __enter__(self) -> Judge:
         return self
@@ -217,7 +218,7 @@ class Judge:
         if files and self.options.cage:
             cuda = self.options.device == "cuda"
             cage = CageOptions(
-                readable=tuple(str(f.resolve()) for f in files), memory=None if cuda else CPU_MEMORY,
+                readable=tuple(str(f.resolve()) for f in files), packages=PACKAGES, memory=None if cuda else CPU_MEMORY,
             )  # fmt: skip
         else:
             cage = CageOptions(**dict.fromkeys(STEPS, False), memory=None)
@@ -369,6 +370,13 @@ class Pair:
         row.metrics |= {"gb_per_s": size / seconds / 1e9, "tflops": work / seconds / 1e12}
         if floor:
             row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
+
+
+def _memory() -> int:
+    """A memfd that can only grow: a side that made it shorter would end the judge with SIGBUS."""
+    fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
 
 
 def _plain(value: Any) -> Any:
