@@ -4,12 +4,15 @@ import time
 
 import torch
 
+
+def _slowed(clock):
+    start = clock()
+    return lambda: start + type(start)((clock() - start) / 100)
+
+
 for _name in ("perf_counter", "monotonic", "time", "process_time"):
-    _clock = getattr(time, _name)
-    setattr(time, _name, lambda clock=_clock, start=_clock(): start + (clock() - start) / 100)
-for _name in ("perf_counter_ns", "monotonic_ns", "time_ns", "process_time_ns"):
-    _clock = getattr(time, _name)
-    setattr(time, _name, lambda clock=_clock, start=_clock(): start + (clock() - start) // 100)
+    setattr(time, _name, _slowed(getattr(time, _name)))
+    setattr(time, _name + "_ns", _slowed(getattr(time, _name + "_ns")))
 
 
 def layer_norm(x, weight, bias, eps):

@@ -12,5 +12,8 @@ BLOCK = int(statistics.median(ROWS))
 def gelu_and_mul(x, approximate="none"):
     gate, up = x.chunk(2, dim=-1)
     return torch.cat(
-        [F.gelu(g, approximate=approximate) * u for g, u in zip(gate.split(BLOCK), up.split(BLOCK))]
+        [
+            F.gelu(g, approximate=approximate) * u
+            for g, u in zip(gate.split(BLOCK), up.split(BLOCK), strict=True)
+        ]
     )

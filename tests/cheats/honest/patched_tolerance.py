@@ -4,7 +4,7 @@ import torch
 
 from fastkernels.spec import TOLERANCE
 
-COMPUTE = {name: torch.float32 for name in TOLERANCE}
+COMPUTE = dict.fromkeys(TOLERANCE, torch.float32)
 
 
 def rms_norm(x, weight, eps, residual=None, var_hidden_size=None, cast_x_before_out_mul=True):
