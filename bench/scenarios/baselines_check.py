@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, described, mapped, outputs, precise, produced, written
+from common import Results, described, mapped, outputs, precise, produced, tolerance, written
 from fk_bench.judge.baselines import Baseline, baselines
 from fk_bench.rows import Status
 
@@ -77,9 +77,9 @@ def wrong(
             if not torch.equal(g.long(), w.long()):
                 return f"output {i} differs in {int((g.long() != w.long()).sum())} of {g.numel()}", worst
             continue
-        tolerance = spec.tolerance[case.dtype]
+        limit = tolerance(spec, case, g)
         error = (g.double() - w.double()).abs()
-        allowed = tolerance.atol + tolerance.rtol * w.double().abs()
+        allowed = limit.atol + limit.rtol * w.double().abs()
         share = torch.where(error == 0, 0.0, error / allowed).nan_to_num(torch.inf, torch.inf).max().item()
         worst = max(worst, share)
         if share > WIDER:

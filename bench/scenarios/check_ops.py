@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, described, mapped, outputs, precise, produced
+from common import Results, described, mapped, outputs, precise, produced, tolerance
 from triton.testing import do_bench
 
 from fastkernels import registry
@@ -29,14 +29,14 @@ def check(spec: OpSpec, case: Case, provider: Any, args: list[Any], want: list[t
     if len(got) != len(want):
         return f"{len(got)} outputs, the reference has {len(want)}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        tolerance = spec.tolerance[case.dtype] if g.is_floating_point() else None
-        if tolerance is None:
+        if not g.is_floating_point():
             if not torch.equal(g, w.to(g.dtype)):
                 return f"output {i} differs"
             continue
-        gap = (g.double() - w.double()).abs() - tolerance.rtol * w.double().abs()
-        if not bool((gap <= tolerance.atol).all()):
-            return f"output {i}: error {(g.double() - w.double()).abs().max().item():.3g} over {tolerance}"
+        limit = tolerance(spec, case, g)
+        gap = (g.double() - w.double()).abs() - limit.rtol * w.double().abs()
+        if not bool((gap <= limit.atol).all()):
+            return f"output {i}: error {(g.double() - w.double()).abs().max().item():.3g} over {limit}"
     return ""
 
 

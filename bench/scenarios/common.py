@@ -10,7 +10,7 @@ import torch
 from fk_bench import machine as machine_module
 from fk_bench.rows import Row, Status, Subject, append
 
-from fastkernels.spec import Case, OpSpec
+from fastkernels.spec import Case, OpSpec, Tolerance
 
 
 def mapped(args: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
@@ -42,6 +42,12 @@ def produced(spec: OpSpec, args: list[Any], result: Any) -> list[torch.Tensor]:
     results = [] if result is None else list(result) if isinstance(result, (tuple, list)) else [result]
     changed = [args[i] for i in written(spec) if i < len(args) and isinstance(args[i], torch.Tensor)]
     return [*results, *changed]
+
+
+def tolerance(spec: OpSpec, case: Case, output: torch.Tensor) -> Tolerance:
+    """That of the output's dtype where it is fp8, otherwise of the case's."""
+    own = str(output.dtype).removeprefix("torch.")
+    return spec.tolerance.get(own if own.startswith("float8") else case.dtype) or spec.tolerance[case.dtype]
 
 
 def described(case: Case) -> dict[str, Any]:
