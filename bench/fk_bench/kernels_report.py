@@ -97,7 +97,8 @@ def cells(row: Row) -> list[str]:
     significant = "" if known is None else "yes" if known else "no"
     return [
         str(row.subject.op), str(row.case.get("name", "")), str(row.case.get("source", "")), row.status.value,
-        row.baseline or "", f"{times[0]} [{times[1]}-{times[2]}]" if times[0] else "", number(m.get("baseline_us_p50")) if steady else "",
+        row.baseline or "", f"{times[0]} [{times[1]}-{times[2]}]" if times[0] else "",
+        number(m.get("baseline_us_p50")) if steady else "",
         speedup(m.get("speedup"), row.ci95.get("speedup")), significant,
         number(m.get("gb_per_s")), number(m.get("tflops")), number(m.get("roofline_pct")),
     ]  # fmt: skip
