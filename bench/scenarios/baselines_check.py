@@ -34,7 +34,7 @@ from fastkernels.spec import Case, OpSpec
 CALLS, REPLAYS, WIDER = 20, 7, 4.0
 # A process for each, all at a time: one that dies, or breaks its CUDA context, takes only its own names with it.
 GROUPS = (
-    "vllm,vllm-static,fa3",
+    "vllm,vllm-static,vllm-weighted,fa3",
     "cublas,torch,transformers,fla,deepgemm,reference",
     "sgl_kernel",
     "inductor",
