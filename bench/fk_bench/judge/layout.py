@@ -74,14 +74,19 @@ def describe(args: list[Any], share_from: int, written: set[int] = frozenset()) 
 
 
 def bind(layout: dict[str, Any], arena: torch.Tensor, slot: int, slots: int) -> list[Any]:
-    """The arguments of a slot, as views of the arena (uint8, Layout.arena_bytes long)."""
+    """The arguments of a slot, in the memory of the arena (uint8, Layout.arena_bytes long), which must outlive them."""
+
+    # A storage for each region, and no views of the arena: torch.compile takes neither two arguments of one storage
+    # and two dtypes nor views of another dtype, and in a model there are none.
+    storages = []
+    for region in layout["regions"]:
+        start = slots * layout["stride"] if region["shared"] else slot * layout["stride"]
+        raw = arena[start + region["offset"] :][: region["nbytes"]]
+        storages.append((torch.from_dlpack(raw) if len(raw) else torch.empty_like(raw)).untyped_storage())
 
     def tensor(t: dict[str, Any]) -> torch.Tensor:
-        region = layout["regions"][t["region"]]
-        start = slots * layout["stride"] if region["shared"] else slot * layout["stride"]
-        dtype = getattr(torch, t["dtype"])
-        raw = arena[start + region["offset"] :][: region["nbytes"]].view(dtype)
-        return raw.as_strided(t["shape"], t["stride"], raw.storage_offset() + t["offset"])
+        empty = torch.empty(0, dtype=getattr(torch, t["dtype"]), device=arena.device)
+        return empty.set_(storages[t["region"]], t["offset"], t["shape"], t["stride"])
 
     return [_decode(a, tensor) for a in layout["args"]]
 
