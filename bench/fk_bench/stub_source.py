@@ -64,15 +64,15 @@ class Stub:
         made = [self.cls(c) for c in classes]
         parts += [*self.helpers.values(), *made]
         about = (self.module.__doc__ or name).partition("\n")[0].strip()
-        what = "the function runs wherever the op does" if self.spec.op is not None else ""
-        where = "a class where a model has a module of its name" if made else ""
+        runs = ["The function runs wherever the op does."] if self.spec.op is not None else []
+        runs += ["A class runs where a model has a module of its name."] if made else []
         lines = [
-            f"{about}",
+            about,
             "",
-            f"A candidate for the op {name}; judge it with: fk-bench kernels {name} --candidate {judge}",
-            f"It is right as it stands, and slow. {' and '.join(filter(None, (what, where)))}.".replace(
-                ". the", ". The"
-            ).replace(". a ", ". A "),
+            f"A candidate for the op {name}; judge it with:",
+            f"    fk-bench kernels {name} --candidate {judge}",
+            "It is right as it stands, and slow.",
+            " ".join(runs),
             "Change the bodies; names, arguments, shapes and dtypes stay as they are.",
         ]
         doc = _docstring(lines, "")
@@ -126,7 +126,7 @@ class Stub:
             lines += [f"Here, the new values of {news} are written in place, and not returned.", ""]
         dims = ", ".join(f"{k}={v!r}" for k, v in case.dims.items())
         lines += textwrap.wrap(f"In the case {case.name} ({dims}):", WIDTH - 4)
-        width = max(len(a.name) for a in schema.arguments) + 2
+        width = max(len(name) for name in ("returns", *(a.name for a in schema.arguments))) + 2
         given = [*arguments, *(a.default_value for a in schema.arguments[len(arguments) :])]
         for argument, value in zip(schema.arguments, given, strict=True):
             mark = ", written in place" if _is_mutated(argument) and value is not None else ""
@@ -155,7 +155,7 @@ class Stub:
         owner = _owner(ours, name)
         assert owner is not None, f"{ours.__name__} has no {name}"
         found = vars(owner)[name]
-        function = found.__func__ if isinstance(found, staticmethod) else found
+        function: Any = found.__func__ if isinstance(found, staticmethod) else found
         source = _Source(function)
         if function.__code__.co_freevars:  # super(), which a subclass would not reach as it stands
             self._bind(source.signature_names(), function)
@@ -206,7 +206,7 @@ class Stub:
 
 
 class _Source:
-    """A function's source, in three parts: all of it, its head up to the colon, its parameters as a call passes them."""
+    """A function's source: all of it, its head up to the colon, its parameters as a call passes them on."""
 
     def __init__(self, function: FunctionType):
         self.text = textwrap.dedent(inspect.getsource(function)).rstrip("\n")

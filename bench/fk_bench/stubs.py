@@ -104,5 +104,6 @@ def stubs_command(
     if not json_only:
         table(f"Candidates in {out}", ["op", "level", "function", "host", "classes", "file"], rows)
         if kept:
-            print(f"{kept} files were there and are kept as they are; --force writes over them\n")
+            were = "1 file was there and is" if kept == 1 else f"{kept} files were there and are"
+            print(f"{were} kept as before; --force writes over what is there\n")
     last_line({"command": COMMAND, "ok": True, "files": len(rows) - kept, "kept": kept, "out": str(out)})

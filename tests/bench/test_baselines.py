@@ -43,9 +43,9 @@ def test_every_baseline_that_is_here_is_the_op(name):
             got, written = _outputs(spec, used, fn(*used))
             want, _ = _outputs(spec, wanted, reference(*wanted))
             assert len(got) == len(want)
-            for g, w in zip(got, want, strict=True):
+            for i, (g, w) in enumerate(zip(got, want, strict=True)):
                 assert g.shape == w.shape and g.dtype == w.dtype
-                if not baseline.differs:
+                if i not in baseline.unchecked:
                     tolerance = spec.tolerance[case.dtype] if g.is_floating_point() else None
                     atol, rtol = (2 * tolerance.atol, 2 * tolerance.rtol) if tolerance else (0, 0)
                     torch.testing.assert_close(g.double(), w.double(), atol=atol, rtol=rtol, equal_nan=True)
@@ -64,6 +64,7 @@ def test_every_op_has_a_baseline_on_a_gpu_that_is_more_than_the_reference(name):
     assert any(b.kind != "reference" for b in found)
     assert all(b.device == "cuda" and "cuda" in b.devices for b in found)
     assert len({b.name for b in found}) == len(found)
+    assert all(bool(b.differs) == bool(b.unchecked) for b in found)
 
 
 def test_against_says_whose():
@@ -86,11 +87,10 @@ def test_what_is_missing_is_named():
     assert "float16 or bfloat16" in reason and "float32" in reason
 
 
-def test_the_runner_imports_neither_libraries_nor_what_reads_results():
+def test_no_library_is_imported_before_it_is_called():
     code = (
         "import sys, fk_bench.judge.baselines as b; b.baselines('rms_norm', 'production', 'cuda')\n"
-        "print([m for m in ('vllm', 'sglang', 'sgl_kernel', 'flashinfer', 'fla', 'transformers', 'pydantic', 'rich',"
-        " 'typer') if m in sys.modules])"
+        "print([m for m in ('vllm', 'sglang', 'sgl_kernel', 'flashinfer', 'fla', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr

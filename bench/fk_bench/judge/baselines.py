@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Baseline:
     refuses     refuses(*op_args) -> None if it takes the case, else the reason; may synchronize, so not when timed
     overwrites  positions of arguments that it may write over though the op does not (the hosts no longer need them)
     differs     why its right outputs may be others than the oracle's ('' if they may not): other noise, other order
+    unchecked   positions of the outputs for which that is so: these are not compared
     graph       whether calls can be captured in a CUDA graph
     """
 
@@ -52,8 +54,14 @@ class Baseline:
     refuses: Callable[..., str | None] | None = None
     overwrites: tuple[int, ...] = ()
     differs: str = ""
+    unchecked: tuple[int, ...] = ()
     graph: bool = True
     device: str = "cuda"
+
+    @cached_property
+    def fn(self) -> Function:
+        """What `make` returns, made once."""
+        return self.make()
 
     def available(self) -> str | None:
         """Why it cannot run here; None if its modules are there, which are not imported to find out."""

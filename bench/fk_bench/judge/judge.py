@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,13 +16,26 @@ from fastkernels.spec import OpSpec
 from fk_bench import machine
 from fk_bench.rows import Row, Status, Subject
 
-from . import timing
+from . import cage, timing
+from .cage import CageOptions
 from .cases import SOURCES, Trial, trials
 from .side import Side, SideError
 from .trial import CaseJudge, Checked, Plan, Timed, Wrong
+from .zygote import Zygote
 
 DEATHS = 3  # a candidate whose process ended so often is not started again for the op's other cases
 OURS = "fastkernels"
+PACKAGES = (
+    "fastkernels",
+    "fk_bench",
+    "fk_integrations",
+    "vllm",
+    "sglang",
+    "sgl_kernel",
+    "flashinfer",
+    "deep_gemm",
+    "fla",
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,7 @@ class Judge:
         """Judge all cases of an op. Everything that goes wrong becomes a row."""
         spec = registry.get(name)
         found = trials(spec, self.options.cases, self.options.device, self.options.names)
-        mine = {n: p for n, p in self.candidates.items() if n == name or n in registry.calls(name)}
+        mine = {n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name)}
         if self.options.scan and (reason := _rejected(mine)):
             self._add(self._row(spec, None, Status.REJECTED, reason))
             return
@@ -177,22 +190,20 @@ class Judge:
 
     # -- processes
 
-    def spawn(self, who: str) -> Side:
-        """A process for one side, in a cage."""
-        from .zygote import Zygote
-
+    def spawn(self, who: str, files: Sequence[str] = ()) -> Side:
+        """A process for one side, in a cage where it sees these files of candidates."""
         python = self.options.python.get(who, sys.executable)
         if python not in self._zygotes:
             self._zygotes[python] = Zygote(python)
         fds = {"arena": self._arena} if self._arena >= 0 else {}
-        side = Side(self._zygotes[python].spawn({}, self._cage(who), fds), who, self.options.timeout)
+        side = Side(self._zygotes[python].spawn({}, self._cage(files), fds), who, self.options.timeout)
         side.greet()
         return side
 
-    def _cage(self, who: str) -> Any:
-        from .cage import CageOptions
-
-        return CageOptions()
+    def _cage(self, files: Sequence[str]) -> CageOptions:
+        memory = self.options.memory + (16 << 30)  # the slots are shared memory, and count
+        options = CageOptions(readable=tuple(files), packages=PACKAGES, memory=memory)
+        return options if self.options.cage else replace(options, **dict.fromkeys(cage.STEPS, False))
 
 
 class Pair:
@@ -214,8 +225,9 @@ class Pair:
     def _side(self, who: str) -> Side:
         if who in self.sides:
             return self.sides[who]
-        side = self.sides[who] = self._judge.spawn(who)
-        mine = {n: str(p) for n, p in self.candidates.items()} if who == "candidate" else {}
+        files = [str(p.resolve()) for p in self.candidates.values()] if who == "candidate" else []
+        side = self.sides[who] = self._judge.spawn(who, files)
+        mine = {n: str(p.resolve()) for n, p in self.candidates.items()} if who == "candidate" else {}
         against = self.options.against if who == "baseline" else None
         self.loaded[who] = side.ask(
             "load", op=self.spec.name, device=self.options.device, candidates=mine, against=against,

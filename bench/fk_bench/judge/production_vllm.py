@@ -295,10 +295,13 @@ def _sampling() -> Function:
 def _no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
     from .production_torch import no_sampling
 
+    if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
+        return "a row without top_k has the vocabulary's size there"
     return no_sampling(logits, temperature, top_k, top_p, min_p)
 
 
 _FA3 = ("vllm.vllm_flash_attn",)
+_ORDER = "the order of an expert's tokens is not fixed, nor what is behind the last block"
 _NOISE = "it draws with other noise"
 ADAPTERS: dict[str, tuple[Baseline, ...]] = {
     "rms_norm": (_vllm(_rms_norm, _no_rms_norm, overwrites=(0,), devices=ELEMENTWISE),),
@@ -311,9 +314,9 @@ ADAPTERS: dict[str, tuple[Baseline, ...]] = {
     "rotary_emb": (_vllm(_rotary_emb, _no_rotary),),
     "store_kvcache": (_vllm(_store_kvcache, _no_store),),
     "topk_softmax": (_vllm(_topk_softmax, filled),),
-    "moe_align": (_vllm(_moe_align, _no_align, differs="the order of an expert's tokens is not fixed"),),
+    "moe_align": (_vllm(_moe_align, _no_align, differs=_ORDER, unchecked=(0, 1)),),
     "fused_experts": (_vllm(_fused_experts, _no_experts),),
     "attention_decode": (Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),),
     "attention_prefill": (Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),),
-    "sampling": (_vllm(_sampling, _no_sampling, differs=_NOISE),),
+    "sampling": (_vllm(_sampling, _no_sampling, differs=_NOISE, unchecked=(0,)),),
 }

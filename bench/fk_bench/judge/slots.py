@@ -89,8 +89,8 @@ class Slots:
         self.masters = [self.make(self._generator())]
         first = self.masters[0]
         written = set(written_arguments(self.spec)) if self.mode == "op" else set(range(len(first)))
-        if self.mode == "module":  # what a module may write to: its activations, never its weights
-            written = set(self.spec.activations)
+        if self.mode == "module":  # what a module may write to: its activations and caches, never its weights
+            written = {*self.spec.activations, *self.spec.mutates}
         self.may_change = written
         # What is larger than the cache is cold in every call, in one place as in many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)

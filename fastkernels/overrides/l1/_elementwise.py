@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 
 from fastkernels.overrides.l1._rows import rows
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case
 
 TILE = 1024  # with 4 warps, 16 bytes a thread of what is 2 bytes wide
@@ -63,9 +63,8 @@ def dims_of(x: torch.Tensor, *_: Any) -> dict[str, Any]:
 
 
 def vary(case: Case, rng: random.Random) -> Case:
-    """The case with other numbers of tokens and columns, at most twice as large."""
-    sizes = {k: rng.randint(1, 2 * case.dims[k]) for k in ("tokens", "inner", "d") if k in case.dims}
-    return replace(case, dims={**case.dims, **sizes})
+    """The case with other numbers of tokens and columns."""
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), bytes_moved, elements)
 
 
 def build(cls: type, args: list[Any]) -> Callable[[], Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import FLOATS, rows, unsupported_rows
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -133,9 +133,9 @@ def _dims_of(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | Non
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    names = ("batch", "tokens", "heads", "head_dim")
-    sizes = {k: rng.randint(1, 2 * case.dims[k]) for k in names if k in case.dims}
-    return replace(case, dims={**case.dims, **sizes})
+    return varied(
+        case, lambda: drawn(case, rng, ("batch", "tokens", "heads"), ("head_dim",)), _bytes, _elements
+    )
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -143,8 +143,7 @@ def _dims_of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> dict[str, Any
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    sizes = {k: rng.randint(1, 2 * case.dims[k]) for k in ("tokens", "inner", "hidden") if k in case.dims}
-    return replace(case, dims={**case.dims, **sizes})
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("hidden",)), _bytes, _elements)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -195,5 +194,6 @@ SPEC = OpSpec(
     batch_invariant=True,  # a program a row, its tile chosen by the hidden size
     dims_of=_dims_of,
     vary=_vary,
+    dtype_arg=1,  # the weight's
     build=_build,
 )
