@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.op_cases import call, make_args, mismatch, oracle
-
-from fastkernels import candidate, registry
 from fk_bench.judge.cheats import FOLDER, Cheat, catalogue, run_cheats, try_cheat
 from fk_bench.judge.judge import Judge, Options
 from fk_bench.judge.scan import REJECT, scan
 from fk_bench.rows import Status, read
+from support.op_cases import call, make_args, mismatch, oracle
+
+from fastkernels import candidate, registry
 
 CHEATS = catalogue()
 HERE = [c for c in CHEATS if c.device == "cpu"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fk_bench.judge.scan import REJECT, WARN, rejections, scan
 
 import fastkernels
-from fk_bench.judge.scan import REJECT, WARN, rejections, scan
 
 OVERRIDES = sorted((Path(fastkernels.__file__).parent / "overrides").rglob("*.py"))
 # What our own files do that a candidate may not: they hold the baselines, and tables that depend on a configuration.
@@ -17,7 +17,11 @@ OWN = {
     "_rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
     "_rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
 }
-HEAD = "import torch, time, os, sys, functools, statistics\nimport numpy as np\nTABLE, CALLS, STATE = {}, 0, {'n': 0}\n\n"
+HEAD = """import torch, time, os, sys, functools, statistics
+import numpy as np
+TABLE, CALLS, STATE = {}, 0, {"n": 0}
+
+"""
 
 REJECTED = [
     ("torch.cuda.synchronize = lambda: None", "patching"),
@@ -92,17 +96,17 @@ PASSED = [
     "@functools.lru_cache(maxsize=None)\ndef config(hidden: int, dtype: torch.dtype):\n    return hidden // 2",
     "import triton\n@triton.autotune([triton.Config({'BLOCK': 64})], key=['H'])\n@triton.jit\ndef k(x, H):\n    pass",
     "LIB = torch.library.Library('mine', 'DEF')\nLIB.define('f(Tensor x) -> Tensor')",
-    "@torch.library.custom_op('mine::f', mutates_args=())\ndef f(x: torch.Tensor) -> torch.Tensor:\n    return x.clone()",
+    "@torch.library.custom_op('mine::f', mutates_args=())\ndef f(x: torch.Tensor) -> torch.Tensor:\n    return x",
     "def f(x, input, compile):\n    return input(x) + compile(x)",
     "import re\nP = re.compile('a')\ng = torch.compile(torch.relu)",
     "def f(x):\n    assert x.data_ptr() % 16 == 0, x.data_ptr()",
     "def f(x, y):\n    return x.data_ptr() == y.data_ptr()",
     "def f():\n    global TABLE\n    if TABLE is None:\n        TABLE = 1",
     "def f(x, s: torch.cuda.Stream | None = None):\n    return torch.cuda.current_stream().cuda_stream",
-    "def f(x):\n    try:\n        return g(x)\n    except Exception as error:\n        raise ValueError('no') from error",
+    "def f(x):\n    try:\n        return g(x)\n    except Exception as error:\n        raise ValueError from error",
     "INTERPRET = os.environ.get('TRITON_INTERPRET') == '1'",
     "def f(x, case):\n    return x.to(getattr(torch, case.dtype))",
-    "class M(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.weight = torch.nn.Parameter()",
+    "class M(torch.nn.Module):\n    def load(self):\n        self.weight = torch.nn.Parameter()",
     "def f(table, i):\n    return table[i[0].item()]",
     "def f():\n    '''Reads /proc/self/maps? No.'''",
     "n = 0\nfor i in range(3):\n    n += i",

@@ -60,7 +60,7 @@ def catalogue(folder: Path = FOLDER) -> list[Cheat]:
 
 @dataclass
 class Verdict:
-    """What the judge said of a cheat (without the scan) and of its twin (with it); problems are empty if all is well."""
+    """What was said of a cheat (without the scan) and of its twin (with it), and what is wrong with that, or ''."""
 
     cheat: Cheat
     said: str = ""

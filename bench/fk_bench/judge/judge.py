@@ -24,6 +24,8 @@ from .trial import CaseJudge, Checked, Plan, Timed, Wrong
 from .zygote import Zygote
 
 DEATHS = 3  # a candidate whose process ended so often is not started again for the op's other cases
+# What every process of a side needs, imported once before they are forked; torch.compile alone takes seconds to import.
+PRELOAD = ("torch", "triton", "fastkernels", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd")
 OURS = "fastkernels"
 PACKAGES = (
     "fastkernels",
@@ -194,7 +196,7 @@ class Judge:
         """A process for one side, in a cage where it sees these files of candidates."""
         python = self.options.python.get(who, sys.executable)
         if python not in self._zygotes:
-            self._zygotes[python] = Zygote(python)
+            self._zygotes[python] = Zygote(python, PRELOAD)
         fds = {"arena": self._arena} if self._arena >= 0 else {}
         side = Side(self._zygotes[python].spawn({}, self._cage(files), fds), who, self.options.timeout)
         side.greet()
