@@ -25,7 +25,13 @@ from .zygote import Zygote
 
 DEATHS = 3  # a candidate whose process ended so often is not started again for the op's other cases
 # What every process of a side needs, imported once before they are forked; torch.compile alone takes seconds to import.
-PRELOAD = ("torch", "triton", "fastkernels", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd")
+PRELOAD = (
+    "torch",
+    "triton",
+    "fastkernels",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+)
 OURS = "fastkernels"
 PACKAGES = (
     "fastkernels",

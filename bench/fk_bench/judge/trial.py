@@ -153,7 +153,7 @@ class CaseJudge:
         slots, live = self.slots, {}
         slots.poison()
         for s in (0, 1):
-            live = side.ask("call", slot=s, out=s)["live"]
+            live = side.ask("call", slot=s, out=s, again=0 if s else None)["live"]
         errors = self._verdict(0, slots.output_views(0), allowed)
         return errors.worse(self._verdict(1, slots.output_views(1), allowed)), live
 
