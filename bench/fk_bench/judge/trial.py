@@ -81,7 +81,8 @@ class CaseJudge:
         return args
 
     def _open(self, count: int, out_slots: int) -> Slots:
-        slots = Slots(self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena)
+        rolls = self.trial.source in ("random", "held-out")
+        slots = Slots(self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena, rolls)
         for side in (self.candidate, self.baseline):
             self._hand_over(side, slots)
         return slots
