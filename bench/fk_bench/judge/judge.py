@@ -26,10 +26,18 @@ from .trial import CaseJudge, Checked, Plan, Timed, Wrong
 from .zygote import Zygote
 
 DEATHS = 3  # a candidate whose process ended so often is not started again for the op's other cases
+# What every process of a side needs, imported once before they are forked; torch.compile alone takes seconds to import.
+PRELOAD = (
+    "torch",
+    "triton",
+    "fastkernels",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+    "fk_bench.judge.runner",
+)
 OURS = "fastkernels"
 CPU_MEMORY = 6 << 30  # bytes of a candidate's process
 MAX_CALLS = {"cpu": 16, "cuda": 3000}  # of a batch, N
-PRELOAD = ("torch", "triton", "fastkernels", "fk_bench.judge.runner")
 PACKAGES = (
     "fastkernels",
     "fk_bench",

@@ -194,7 +194,7 @@ class Runner:
         self.free()
         memory = self._map(arena)
         self.out_metas = outs
-        self.args = [layout.bind(plan, memory, s, slots) for s in range(slots)]
+        self.args = [layout.bind(plan, memory, s, slots, apart=True) for s in range(slots)]
         self.calls = [self._call(a) for a in self.args]
         out_start = arena["outputs"]
         size = sum(o["nbytes"] for o in outs)
@@ -211,6 +211,7 @@ class Runner:
     def free(self) -> None:
         """Forget the last case."""
         self.args, self.calls, self.graphs, self.kept, self.out_slots = [], [], [], [], []
+        self.held: dict[int, list[torch.Tensor]] = {}
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -243,16 +244,21 @@ class Runner:
                 )
         return values
 
-    def do_call(self, slot: int, out: int, label: str = "") -> dict[str, Any]:
-        """One eager call into an output slot. Counters show which ops ran."""
+    def do_call(self, slot: int, out: int, again: int | None = None) -> dict[str, Any]:
+        """One eager call into an output slot. Counters show which ops ran.
+
+        again  an output slot that gets its call's outputs once more: are they what they were, now that this one ran?
+        """
         before = {name: op.calls for name, op in OPS.items()}
         start = _clock()
         result = self._outputs(self.calls[slot]())
         self._sync()
         seconds = _clock() - start
         self.metas(result)
-        for view, value in zip(self.out_slots[out], result, strict=False):
-            _copy(view, value)
+        self.held[out] = result
+        for at in (out,) if again is None else (out, again):
+            for view, value in zip(self.out_slots[at], self.held[at], strict=False):
+                _copy(view, value)
         self._sync()
         live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
         inputs = layout.tensors(self.args[slot])

@@ -90,7 +90,8 @@ class CaseJudge:
         return args
 
     def _open(self, count: int, out_slots: int) -> Slots:
-        slots = Slots(self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena)
+        rolls = self.trial.source in ("random", "held-out")
+        slots = Slots(self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena, rolls)
         plan, outs = slots.layout.to_json(), [o.to_json() for o in slots.outs]
         self._both("case", plan=plan, slots=count, arena=slots.place, outs=outs)
         return slots
@@ -166,7 +167,7 @@ class CaseJudge:
         slots, live = self.slots, {}
         slots.poison()
         for s in (0, 1):
-            live = side.ask("call", slot=s, out=s)["live"]
+            live = side.ask("call", slot=s, out=s, again=0 if s else None)["live"]
         errors = self._verdict(0, slots.output_views(0), allowed)
         return errors.worse(self._verdict(1, slots.output_views(1), allowed)), live
 
