@@ -93,7 +93,7 @@ def capture_command(
     ok = bool(capture.ops) and not capture.problems
     if not json_only:
         _show(capture, off)
-    size = sum(f.stat().st_size for f in folder.iterdir() if f.name != "host.log")
+    size = sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".log")
     last_line({
         "command": COMMAND, "ok": ok, "ops": len(capture.ops), "signatures": capture.signatures,
         "calls": capture.calls, "bytes": size, "out": str(folder),
