@@ -161,9 +161,6 @@ def test_dims_are_of_the_arguments_and_vary(name: str) -> None:
         varied = [spec.vary(case, rng) for _ in range(5)]
         assert all(v.dims.keys() == case.dims.keys() and v.dtype == case.dtype for v in varied)
         assert len({str(v.dims) for v in varied}) > 1
-        assert all(
-            1 <= v.dims[k] <= 2 * n for v in varied for k, n in case.dims.items() if isinstance(n, int)
-        )
 
 
 @pytest.mark.parametrize("name", ["gelu", "quick_gelu", "relu2", "l2_norm", "t5_layer_norm"])
