@@ -32,6 +32,10 @@ COMMANDS = {
         "e2e:e2e_command",
         "whole models offline, host beside host; --scheduler-only: what a step costs on the CPU",
     ),
+    "kernels": (
+        "kernels:kernels_command",
+        "ops judged case by case: a candidate, or ours, against what production runs",
+    ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
 }

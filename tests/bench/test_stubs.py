@@ -17,7 +17,7 @@ from support_bench import fk_bench, last_json
 from torch import nn
 
 from fastkernels import candidate, registry
-from fastkernels.models.ops import model_names, ops_of
+from fastkernels.models.ops import model_names, ops_of_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from op_cases import call, make_args, mutated
@@ -183,7 +183,7 @@ def test_the_text_is_in_our_style(written: Path) -> None:
     ],
 )
 def test_the_ops_of_a_model(model: str, layer: str, others: set[str]) -> None:
-    found = ops_of(model)
+    found = ops_of_model(model)
     assert {
         layer,
         "rms_norm",
@@ -194,7 +194,7 @@ def test_the_ops_of_a_model(model: str, layer: str, others: set[str]) -> None:
         "embedding",
     } <= set(found)
     assert not others & set(found)
-    assert ops_of(model_names()[model]) == found
+    assert ops_of_model(model_names()[model]) == found
     if model == "mixtral":
         assert {"sparse_moe", "fused_experts", "moe_align", "topk_softmax"} <= set(found)
 
@@ -214,7 +214,7 @@ def test_command_writes_and_never_over_what_is_there(
     status, text, error = run(capsys, "--level", "1", "--model", "llama", "--out", out)
     assert status == 0, error
     files = {f.stem for f in out.glob("*.py")}
-    assert files == {n for n in ops_of("llama") if registry.get(n).level == 1}
+    assert files == {n for n in ops_of_model("llama") if registry.get(n).level == 1}
     line = {"command": "stubs", "ok": True, "files": len(files), "kept": 0, "out": str(out)}
     assert json.loads(text.splitlines()[-1]) == line
     mine = out / "rms_norm.py"
