@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 
 from fastkernels.overrides.l1._rows import rows
-from fastkernels.shapes import drawn, varied
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import FLOATS, rows, unsupported_rows
-from fastkernels.shapes import drawn, varied
 from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -125,11 +125,11 @@ def _bytes(case: Case) -> int:
 
 
 def _dims(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    *batch, tokens, heads = (
-        (*x.shape[:-1], None) if x.dim() == 2 else x.shape[:-1] if x.dim() > 2 else (1, None)
-    )
+    lead = list(x.shape[:-1]) or [1]
+    heads = lead.pop() if len(lead) > 1 else None
+    tokens = lead.pop()
     more = optional(
-        batch=torch.Size(batch).numel() if batch else None,
+        batch=torch.Size(lead).numel() if lead else None,
         heads=heads,
         eps=unless(eps, 1e-6),
         output_dtype=None if output_dtype is None else dtype_name(output_dtype),

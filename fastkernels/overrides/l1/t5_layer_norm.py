@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 from fastkernels import assemble
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.shapes import drawn, varied
 from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -196,7 +196,6 @@ SPEC = OpSpec(
     ),
     batch_invariant=True,  # a program a row, its tile chosen by the hidden size
     dims_of=_dims,
-    dtype_arg=1,
     vary=_vary,
     dtype_arg=1,  # the weight's
     build=_build,
