@@ -49,6 +49,7 @@ class Environment:
     disable     FASTKERNELS_DISABLE      ops that are off
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
     report      FASTKERNELS_REPORT       folder that every patched process writes its report to
+    capture     FASTKERNELS_CAPTURE=1    hosts note how their modules are constructed, for `fk-bench capture`
     cache       FASTKERNELS_CACHE        folder for converted models and environments
     interpret   TRITON_INTERPRET=1       Triton's own: run Triton kernels on the CPU
     """
@@ -60,6 +61,7 @@ class Environment:
     disable: tuple[str, ...] = ()
     strict: bool = False
     report: str | None = None
+    capture: bool = False
     cache: str = ""
     interpret: bool = False
 
@@ -76,6 +78,7 @@ class Environment:
             disable=_names(e.get("FASTKERNELS_DISABLE")),
             strict=_flag(e.get("FASTKERNELS_STRICT")),
             report=e.get("FASTKERNELS_REPORT") or None,
+            capture=_flag(e.get("FASTKERNELS_CAPTURE")),
             cache=e.get("FASTKERNELS_CACHE") or default_cache,
             interpret=_flag(e.get("TRITON_INTERPRET")),
         )

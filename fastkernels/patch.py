@@ -34,6 +34,7 @@ class Request:
     ops         op names, None for all that are on by default for the host
     candidates  {op: file}
     strict      a fallback, an unknown host version or an unsupported module is an error
+    options     of 'record_start' and 'record_stop' (fk_integrations.recording)
     """
 
     action: str
@@ -41,6 +42,7 @@ class Request:
     candidates: Mapping[str, str] = field(default_factory=dict)
     disable: tuple[str, ...] = ()
     strict: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -51,7 +53,7 @@ class Request:
         ops = raw.get("ops")
         return cls(
             raw["action"], None if ops is None else tuple(ops), raw.get("candidates") or {},
-            tuple(raw.get("disable") or ()), bool(raw.get("strict")),
+            tuple(raw.get("disable") or ()), bool(raw.get("strict")), raw.get("options") or {},
         )  # fmt: skip
 
     @classmethod

@@ -69,13 +69,13 @@ def counted(name: str) -> list[Op]:
     return [OPS[n] for n in names if n in OPS]
 
 
-def calls(name: str) -> list[str]:
-    """The functional ops that run inside the op of this name, in modules of modules too; without itself."""
-    found: list[str] = []
-    waiting = list(get(name).calls)
-    while waiting:
-        inner = waiting.pop(0)
-        if inner not in found:
-            found.append(inner)
-            waiting += get(inner).calls
-    return [n for n in found if get(n).op is not None]
+def reached(name: str) -> set[str]:
+    """The ops that the modules of this op call by name, and what those call."""
+    found: set[str] = set()
+    todo = list(get(name).calls)
+    while todo:
+        called = todo.pop()
+        if called not in found:
+            found.add(called)
+            todo += get(called).calls
+    return found

@@ -7,7 +7,6 @@ strides and dtype. A part that is damaged is named in `problems`, and the rest i
 from __future__ import annotations
 
 import json
-import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fastkernels.capture import SCHEMA
 from fastkernels.capture.calls import digest
 
-log = logging.getLogger("fk_bench")
 SHIPPED = Path(__file__).with_name("captures_data")
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
@@ -124,6 +122,23 @@ def folders(folder: Path | str | None = None) -> list[Path]:
     return found
 
 
+def load_all(folder: Path | str | None = None) -> tuple[list[Capture], list[str]]:
+    """The captures in a folder (see `folders`), and what of them cannot be used.
+
+    Raises CaptureError if none can.
+    """
+    captures, problems = [], []
+    for path in folders(folder):
+        try:
+            captures.append(load(path))
+            problems += captures[-1].problems
+        except CaptureError as error:
+            problems.append(str(error))
+    if not captures:
+        raise CaptureError("; ".join(problems))
+    return captures, problems
+
+
 def load(folder: Path | str) -> Capture:
     """One capture. What is damaged is left out and named in `problems`, file and part.
 
@@ -148,7 +163,10 @@ def _load(folder: Path, *stamps: int) -> Capture:
     if schema != SCHEMA:
         raise CaptureError(f"{file} has schema {schema!r}, this version reads {SCHEMA!r}")
     problems: list[str] = []
-    ops = raw.get("ops") if isinstance(raw.get("ops"), dict) else {}
+    ops = raw.get("ops")
+    if not isinstance(ops, dict):
+        problems.append(f"{file}: ops is {type(ops).__name__}, not an object; there are no calls in it")
+        ops = {}
     kept = {name: _op(f"{file}: ops.{name}", op, problems) for name, op in ops.items()}
     modules = _valid(Module, f"{file}: modules", raw.get("modules"), problems)
     head = {
@@ -165,8 +183,6 @@ def _load(folder: Path, *stamps: int) -> Capture:
         folder / "values.safetensors", {v for v in wanted if isinstance(v, str)}, problems
     )
     capture.problems = problems
-    for problem in problems:
-        log.warning("%s", problem)
     return capture
 
 

@@ -36,6 +36,14 @@ COMMANDS = {
         "kernels:kernels_command",
         "ops judged case by case: a candidate, or ours, against what production runs",
     ),
+    "routing": (
+        "routing:routing_command",
+        "captured routing beside uniform-random: load, hot experts, and the time of fused_experts",
+    ),
+    "capture": (
+        "capture:capture_command",
+        "record what a model asks of each op, in our engine or in a host: shapes, routing, block tables",
+    ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
 }

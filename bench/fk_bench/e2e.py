@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import random
 import statistics
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
@@ -36,20 +37,25 @@ class HostFailed(RuntimeError):
 
 
 class Host:
-    """One host's engine in its own process, with the candidates of a folder or without; `log` keeps what it prints."""
+    """One host's engine in its own process, which runs `script` of this folder; `log` keeps what it prints.
+
+    candidate  a folder of candidates, which its engine is patched with
+    """
 
     def __init__(
-        self, name: str, python: str, settings: dict[str, Any], folder: Path, candidate: str | None = None
-    ):
+        self, name: str, python: str, settings: dict[str, Any], folder: Path, candidate: str | None = None,
+        script: str = "offline.py", env: Mapping[str, str] | None = None,
+    ):  # fmt: skip
         self.name, self.python, self.candidate = name, python, candidate
         self.lane = name + (WITH if candidate else "")
         log = self.log = folder / f"{self.lane}.log"
         settings = {**settings, "candidate": candidate}
-        script = Path(__file__).with_name("offline.py")
+        file = Path(__file__).with_name(script)
         with open(log, "wb") as out:
             self.process = subprocess.Popen(
-                [python, str(script), json.dumps({"host": name, **settings})],
+                [python, str(file), json.dumps({"host": name, **settings})],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True,
+                env={**os.environ, **(env or {})},
             )  # fmt: skip
         self._answers: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -74,13 +80,14 @@ class Host:
             raise HostFailed(f"{self.lane}: {what}; the end of {self.log}:\n{tail}")
         return json.loads(line)
 
-    def generate(self, prompts: Sequence[Sequence[int]], output_len: int, timeout: float) -> dict[str, Any]:
+    def tell(self, work: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len}) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # answer() says why
+            self.process.stdin.write(json.dumps(work) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # answer() says why
+
+    def generate(self, prompts: Sequence[Sequence[int]], output_len: int, timeout: float) -> dict[str, Any]:
+        self.tell({"prompts": prompts, "output_len": output_len})
         return self.answer(timeout)
 
     def stop(self, grace_s: float = 30.0) -> None:

@@ -180,5 +180,5 @@ def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: 
     if levels:
         return [n for n in names if registry.get(n).level in levels]
     if candidates and not ops and not model:
-        return [n for n in names if n in candidates or set(registry.calls(n)) & set(candidates)]
+        return [n for n in names if n in candidates or registry.reached(n) & set(candidates)]
     return names

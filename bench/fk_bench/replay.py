@@ -14,7 +14,7 @@ from fastkernels import registry
 from fastkernels.capture import extent
 from fastkernels.spec import Case, OpSpec
 
-from .captures import Argument, Call, Capture, folders, load
+from .captures import Argument, Call, Capture, load_all
 
 CACHE_BYTES = 4 << 20
 CACHES = ("key_cache", "value_cache")
@@ -42,14 +42,24 @@ class CapturedCase:
 def captured_cases(op: str, folder: Path | str | None = None) -> list[CapturedCase]:
     """The captured calls of an op, most frequent first: from the captures in `folder`, or from those that are shipped.
 
-    A capture's `problems` (fk_bench.captures.load) say what of it could not be used. Raises UnknownName, CaptureError.
+    What cannot be used is left out; `problems` says what and why. Raises UnknownName, CaptureError.
     """
+    return _collect(op, folder)[0]
+
+
+def problems(op: str, folder: Path | str | None = None) -> list[str]:
+    """What of the captures `captured_cases` leaves out, file and part."""
+    return _collect(op, folder)[1]
+
+
+def _collect(op: str, folder: Path | str | None) -> tuple[list[CapturedCase], list[str]]:
     spec = registry.get(op)
-    found = [case for path in folders(folder) for case in _cases(spec, load(path))]
-    return sorted(found, key=lambda c: -c.case.weight)
+    captures, wrong = load_all(folder)
+    found = [case for capture in captures for case in _cases(spec, capture, wrong)]
+    return sorted(found, key=lambda c: -c.case.weight), wrong
 
 
-def _cases(spec: OpSpec, capture: Capture) -> Iterator[CapturedCase]:
+def _cases(spec: OpSpec, capture: Capture, wrong: list[str]) -> Iterator[CapturedCase]:
     recorded = capture.ops.get(spec.name)
     if recorded is None or spec.dims_of is None:
         return
@@ -57,9 +67,16 @@ def _cases(spec: OpSpec, capture: Capture) -> Iterator[CapturedCase]:
         sets = list(_values(call, capture))
         seen = sum(count for count, _ in sets)
         for j, (count, values) in enumerate(sets):
-            arguments, replayed = compact(tuple(call.args), values)
             name = f"{capture.name}/{i}" + (f".{j}" if len(sets) > 1 else "")
-            dims = spec.dims_of(*(_stand_in(a, replayed) for a in arguments))
+            try:
+                arguments, replayed = compact(tuple(call.args), values)
+                dims = spec.dims_of(*(_stand_in(a, replayed) for a in arguments))
+            except (AttributeError, IndexError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}"
+                wrong.append(
+                    f"{capture.folder}: {spec.name} {name} is not a call of the op ({why}); left out"
+                )
+                continue
             case = Case(name, dims, _dtype(arguments), call.count * count / seen, tags=("captured",))
             yield CapturedCase(spec.name, capture.name, case, arguments, replayed)
 
@@ -69,8 +86,11 @@ def _values(call: Call, capture: Capture) -> Iterator[tuple[int, dict[str, Any]]
     needed = {a.name for a in call.args if a.dynamic or (a.dtype is not None and not _is_float(a.dtype))}
     if not needed and not call.values:
         yield call.count, {}
+    dtypes = {a.name: getattr(torch, a.dtype) for a in call.args if a.dtype is not None}
     for each in call.values:
         values = {k: capture.tensors.get(v) if isinstance(v, str) else v for k, v in each.args.items()}
+        # A capture may keep ids in int8 and weights in float16, to be small.
+        values = {k: v.to(dtypes.get(k)) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         if needed <= values.keys() and not any(v is None for v in values.values()):
             yield each.count, values
 
@@ -92,7 +112,7 @@ def _stand_in(argument: Argument, values: Mapping[str, Any]) -> Any:
     if argument.shape is None:
         return _value(argument)
     dtype = getattr(torch, argument.dtype or "")
-    return torch.empty_strided(argument.shape, argument.strides, dtype=dtype, device="meta")
+    return torch.empty_strided(argument.shape, argument.strides or [], dtype=dtype, device="meta")
 
 
 def _value(argument: Argument) -> Any:
@@ -125,6 +145,8 @@ def compact(
         table = torch.where(read, table, 0)
         used = table[read]
     kept = torch.cat([used.new_zeros(1), used]).unique()
+    if int(kept[-1]) >= blocks:
+        raise ValueError(f"block {int(kept[-1])} is used, and the cache has {blocks}")
     size = math.prod(cache.shape) * getattr(torch, cache.dtype or "").itemsize
     if size <= CACHE_BYTES or 2 * len(kept) >= blocks:
         return arguments, dict(values)
@@ -153,7 +175,9 @@ def _make(spec: OpSpec, captured: CapturedCase, device: str, generator: torch.Ge
             args.append(captured.values.get(argument.name, _value(argument)))
             continue
         content = captured.values.get(argument.name)
-        if content is None:
+        if content is not None:
+            content = content.clone()
+        else:
             content = made[i] if i < len(made) else None
             if not isinstance(content, torch.Tensor) or list(content.shape) != argument.shape:
                 content = _random(argument, device, generator)
@@ -186,6 +210,8 @@ def _placed(argument: Argument, content: torch.Tensor, whole: Mapping[int, torch
     """The content in the captured layout."""
     shape, strides, dtype = argument.shape or [], argument.strides or [], getattr(torch, argument.dtype or "")
     offset = 0
+    if argument.storage is None and content.dtype == dtype and list(content.stride()) == strides:
+        return content
     if argument.storage is not None:
         flat, offset = whole[argument.storage[0]], argument.storage[1]
     else:

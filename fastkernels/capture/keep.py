@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ class Limits:
 
     budget      bytes of tensors in all; each op has an equal share, and what one does not need the others have
     tensor      bytes of one tensor; of a longer one no values are kept
-    signatures  of one op, the most frequent
+    signatures  of one op, the most frequent and a few large ones
     values      sets of values of one signature, spread over the run
     """
 
@@ -54,8 +55,28 @@ class Calls:
         self.kept[values] = {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def frequent(calls: Mapping[str, Calls], most: int) -> list[Calls]:
-    return sorted(calls.values(), key=lambda c: -c.count)[:most]
+def choose(calls: Mapping[str, Calls], most: int) -> list[Calls]:
+    """Three quarters: the most frequent. The rest: those with most rows in all, as prompts are few but long."""
+    ordered = sorted(calls.values(), key=lambda c: -c.count)
+    if len(ordered) <= most:
+        return ordered
+    frequent = _first(ordered, most - most // 4)
+    taken = {id(c) for c in frequent}
+    others = sorted((c for c in ordered if id(c) not in taken), key=lambda c: -c.count * _elements(c))
+    return frequent + others[: most // 4]
+
+
+def _first(ordered: Sequence[Calls], most: int) -> list[Calls]:
+    """The first `most`; of those that are as frequent as the last of them, some from all over the run."""
+    last = ordered[most - 1].count
+    above, equal = [c for c in ordered if c.count > last], [c for c in ordered if c.count == last]
+    room = most - len(above)
+    return above + [equal[i * len(equal) // room] for i in range(room)]
+
+
+def _elements(calls: Calls) -> int:
+    """Of the first tensor: what a call works on."""
+    return next((math.prod(a["shape"]) for a in calls.args if "shape" in a), 1)
 
 
 def within(

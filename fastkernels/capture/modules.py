@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+LAYER_NUMBERS = ("layer_id", "layer_idx")  # the layers of a model count as one
 PLAIN = (bool, int, float, type(None))
 
 
@@ -23,6 +25,20 @@ class Modules:
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+        self._stock: Any = None
+
+    def start(self) -> None:
+        """Record every module that is constructed in this process from here on, of any host."""
+        self._stock = stock = nn.Module.__init__
+
+        def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self.see(module, sys._getframe(1))
+            stock(module, *args, **kwargs)
+
+        nn.Module.__init__ = __init__  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        nn.Module.__init__ = self._stock  # type: ignore[method-assign]
 
     def see(self, module: nn.Module, frame: FrameType | None) -> None:
         """`frame` is of the code that called nn.Module.__init__: the constructors of module's class are up from it."""
@@ -54,27 +70,11 @@ class Modules:
 def record_modules() -> Iterator[Modules]:
     """Record every module that is constructed in this process until the block ends, of any host."""
     modules = Modules()
-    stop = start(modules)
+    modules.start()
     try:
         yield modules
     finally:
-        stop()
-
-
-def start(modules: Modules) -> Callable[[], None]:
-    """Record into `modules` from here on; the function that is returned ends it."""
-    stock = nn.Module.__init__
-
-    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        modules.see(self, inspect.currentframe().f_back)  # type: ignore[union-attr]
-        stock(self, *args, **kwargs)
-
-    nn.Module.__init__ = __init__  # type: ignore[method-assign]
-
-    def stop() -> None:
-        nn.Module.__init__ = stock  # type: ignore[method-assign]
-
-    return stop
+        modules.stop()
 
 
 def _constructs(frame: FrameType, module: nn.Module) -> bool:
@@ -88,17 +88,19 @@ def _arguments(frame: FrameType) -> dict[str, Any]:
     given = {name: found.locals.get(name) for name in found.args[1:]}
     if found.keywords:
         given.update(found.locals.get(found.keywords) or {})
-    return {name: plain(value) for name, value in given.items()}
+    return {name: "*" if name in LAYER_NUMBERS else plain(value) for name, value in given.items()}
 
 
 def plain(value: Any) -> Any:
     """The value as JSON; an object that has no such form as {'object': its class}."""
     if isinstance(value, str):
-        return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", value)  # layers.17.mlp: the layers count as one
+        return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", value)  # layers.17.mlp: the same
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
+    if isinstance(value, type):
+        return {"class": f"{value.__module__}:{value.__qualname__}"}
     if isinstance(value, (list, tuple, torch.Size)) and len(value) <= 64:
         return [plain(v) for v in value]
     if isinstance(value, dict) and len(value) <= 64 and all(isinstance(k, str) for k in value):

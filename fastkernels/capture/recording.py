@@ -17,7 +17,7 @@ from fastkernels import dispatch
 from fastkernels.dispatch import Op, Provider
 
 from .calls import describe, digest, is_dynamic, is_value
-from .keep import SCHEMA, Calls, Limits, Values, frequent, to_json, within
+from .keep import SCHEMA, Calls, Limits, Values, choose, to_json, within
 
 
 class Recording:
@@ -81,7 +81,7 @@ class Recording:
         self, meta: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What `save` writes: capture.json and the tensors of values.safetensors, within the limits."""
-        chosen = {name: frequent(calls, self.limits.signatures) for name, calls in self._ops.items()}
+        chosen = {name: choose(calls, self.limits.signatures) for name, calls in self._ops.items()}
         kept, tensors = within(chosen, self.limits.budget)
         notes = [f"{self._in_graphs} calls of a CUDA graph's capture are left out"] if self._in_graphs else []
         data = {
@@ -115,12 +115,12 @@ class Recording:
 
         meta: model, host, host_version, scenario, commit and what else a reader should know (plain JSON).
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         data, tensors = self.to_dict(meta)
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(dict(sorted(tensors.items())), folder / "values.safetensors")
+        (folder / "values.safetensors").write_bytes(save(dict(sorted(tensors.items()))))
         (folder / "capture.json").write_text(to_json(data))
         return data
 

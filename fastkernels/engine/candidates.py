@@ -216,7 +216,7 @@ def rows(runner: ModelRunner, names: tuple[str, ...] | None = None, put: Sequenc
 
     def row(op: str, name: str, modules: int) -> Row:
         reason = "candidate" if op in labels else ""
-        inside = sorted(functions & set(registry.calls(op)))
+        inside = sorted(registry.reached(op) & functions)
         return Row(
             runner.rank,
             op,

@@ -159,7 +159,7 @@ def _candidate_rows(patched: Patched) -> list[Row]:
     functions = {name for name, found in patched.candidates.items() if found.function is not None}
     active = [row for row in patched.rows if row.state == "active"]
     for row in active:
-        row.inside = sorted(functions & set(registry.calls(row.op)))
+        row.inside = sorted(registry.reached(row.op) & functions)
     rows = []
     for name, found in patched.candidates.items():
         row = Row(patched.rank, name, f"{name}()", 0, "active", candidate=f"function {found.path}")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fk_bench import cli, stub_source, stubs
+from fk_bench.judge import scan
 from fk_integrations import compare
 from support_bench import fk_bench, last_json
 from torch import nn
@@ -142,6 +143,12 @@ def test_a_class_calls_the_files_own_function(
     assert runs == {name: 1}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_judge_lets_it_run(name: str, written: Path) -> None:
+    """The static scan finds nothing: an author starts from green."""
+    assert not scan.rejections(scan.scan(written / f"{name}.py", name))
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_every_hosts_classes_can_be_had(host: str, tmp_path: Path) -> None:
     some = 0
@@ -153,6 +160,7 @@ def test_every_hosts_classes_can_be_had(host: str, tmp_path: Path) -> None:
         assert chosen == host
         (tmp_path / f"{name}.py").write_text(stubs.source(name, host))
         found = load(tmp_path, name)
+        assert not scan.rejections(scan.scan(tmp_path / f"{name}.py", name)), name
         assert set(found.classes) == {c.__name__ for c in classes}
         for ours in classes:
             for method in ("__init__", "forward"):

@@ -120,7 +120,7 @@ class Judge:
         """Judge all cases of an op. Everything that goes wrong becomes a row."""
         spec = registry.get(name)
         found = trials(spec, self.options.cases, self.options.device, self.options.names)
-        mine = {n: p for n, p in self.candidates.items() if n == name or n in registry.calls(name)}
+        mine = {n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name)}
         if self.options.scan and (reason := _rejected(mine)):
             self._add(self._row(spec, None, Status.REJECTED, reason))
             return

@@ -143,7 +143,8 @@ class Runner:
             self.baselines = {b.name: b for b in there(self.spec.name)}
             return
         names = []
-        for name in registry.calls(self.spec.name) if self.spec.op is None else [self.spec.name]:
+        inner = sorted(registry.reached(self.spec.name)) if self.spec.op is None else [self.spec.name]
+        for name in inner:
             for b in there(name):
                 if self._made(name, b):
                     names.append(f"{name}={b.name}")
