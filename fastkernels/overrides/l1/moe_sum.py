@@ -101,9 +101,10 @@ def _supports_triton(
             return f"{name} has dtype {t.dtype}, not float16, bfloat16 or float32"
         if t.stride(-1) != 1 and t.shape[-1] != 1:
             return f"{name} has strides {t.stride()}: columns must be contiguous"
-    for name, t in (("topk_weights", topk_weights), ("topk_ids", topk_ids), ("expert_map", expert_map)):
-        if t is not None and not t.is_contiguous():
-            return f"{name} has strides {t.stride()}: it must be contiguous"
+    small = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+    for name, part in small.items():
+        if part is not None and not part.is_contiguous():
+            return f"{name} has strides {part.stride()}: it must be contiguous"
     if input.dim() == 3 and input.shape[1] > 32:
         return f"{input.shape[1]} experts a token are more than 32"
     return None
