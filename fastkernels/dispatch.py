@@ -21,6 +21,7 @@ from .env import Environment
 log = logging.getLogger("fastkernels")
 LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
 OPS: dict[str, Op] = {}
+_around: Callable[[Op, Provider], Provider] | None = None
 
 
 class UnsupportedCase(RuntimeError):
@@ -144,6 +145,8 @@ class Op:
             raise UnsupportedCase(
                 f"{self.name}: no provider on {device}: " + "; ".join(r or "" for _, r in order)
             )
+        if _around is not None:
+            found = [_around(self, provider) for provider in found]
         self._order[device] = found
         return found
 
@@ -172,6 +175,17 @@ def define(schema: str, fake: Callable[..., Any], providers: Sequence[Provider])
     op.overload = getattr(torch.ops.fastkernels, name).default
     OPS[name] = op
     return op
+
+
+def observe(around: Callable[[Op, Provider], Provider] | None) -> None:
+    """Run `around(op, provider)` in place of every provider, of all ops, from here on; None: the providers themselves.
+
+    For fastkernels.capture. It is asked when an op finds its providers, so nothing is paid where it is not used.
+    """
+    global _around
+    _around = around
+    for op in OPS.values():
+        op._order.clear()
 
 
 def counters() -> dict[str, dict[str, Any]]:

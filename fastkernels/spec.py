@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,11 @@ TOLERANCE = {
 }
 
 
+# Dims that count values: distinct embedding rows, experts with a token, (token, expert) pairs whose expert is here,
+# tokens with a slot, cached tokens that are read (a prefix that sequences share is read once).
+COUNTED = ("distinct", "experts_hit", "pairs", "stored", "kv_tokens")
+
+
 @dataclass(frozen=True)
 class Case:
     """One concrete call: `dims` are the sizes the input maker reads, `weight` how often production makes it."""
@@ -88,13 +93,22 @@ class OpSpec:
     calls         other ops that the modules of this file call by name
     batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
                   split or schedule is chosen by the batch. Others are off where a host promises that
-    dims_of       dims_of(*args) -> the dims of the case that these arguments (of `inputs`' kind) are a call of
-    vary          vary(case, rng) -> the same kind of call with other sizes: shapes that no author has seen
+    dims_of       dims_of(*args) -> the dims of the case that these arguments (of `inputs`' kind) are a call of. It may
+                  read integer tensors. `inputs` makes tensors of the same shapes and dtypes from them. Keys named in
+                  COUNTED say what the values say (the experts that have a token); without them bytes_moved and flops
+                  take what `inputs` makes at most
+    dtype_arg     position of the argument whose dtype is the case's; None: the first floating-point tensor
+    mutates       positions of the arguments that the modules write to; of a functional op its schema says it
+    vary          vary(case, rng) -> the same kind of call with other sizes: shapes that no author has seen, at most
+                  twice as costly as `case` (fastkernels.shapes.varied)
     activations   positions of the arguments whose values may be of any size: where adversarial values go
     extremes      name: edit(args), which puts in place what only this op may meet (empty experts, masked logits)
     build         build(cls, args) -> call(): an instance of cls, a class of `targets` or a candidate's with its
-                  name, that has its weights from args; call() runs it on the rest and returns what `reference`
-                  returns. Building is not timed
+                  name, that has its weights from args (the same memory); call() runs it on the rest and returns what
+                  `reference` returns. Building is not timed. ValueError where cls cannot express the arguments. None
+                  for an op without classes: functions of a host are called through the functional op
+
+    Every op has dims_of and vary, and build where it has classes: tests/test_spec.py holds them to what is said here.
     """
 
     name: str
@@ -115,6 +129,8 @@ class OpSpec:
     activations: tuple[int, ...] = (0,)
     extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
     build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
+    dtype_arg: int | None = None
+    mutates: tuple[int, ...] = ()
 
     def tolerance_for(self, case: Case, dtype: Any) -> Tolerance:
         """For an output of that torch dtype: a float8 has its own where `tolerance` names it, others the case's."""
@@ -125,3 +141,21 @@ class OpSpec:
         """The targets of `host`; with a version, only those whose header is for it."""
         found = [t for t in self.targets if t.host == host]
         return found if version is None else [t for t in found if t.applies_to(version)]
+
+    def case_of(
+        self, args: Sequence[Any], name: str, weight: float = 1.0, tags: tuple[str, ...] = ()
+    ) -> Case:
+        """The case that these arguments are a call of; those left out have their defaults."""
+        assert self.dims_of is not None, f"{self.name} has no dims_of"
+        return Case(name, self.dims_of(*args), dtype_of(args, self.dtype_arg), weight, tags)
+
+
+def dtype_of(args: Sequence[Any], position: int | None = None) -> str:
+    """Case.dtype of a call: of the argument there, or of the first floating-point tensor; float32 without any."""
+    if position is not None:
+        return str(args[position].dtype).removeprefix("torch.")
+    for value in args:
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None and getattr(dtype, "is_floating_point", False):
+            return str(dtype).removeprefix("torch.")
+    return "float32"

@@ -12,6 +12,7 @@ import os
 
 def _register(name: str, title: str) -> None:
     try:
+        importlib.import_module(f"{__package__}.recording").modules_from_environment()
         importlib.import_module(f"{__package__}.{name}").register()
     except Exception as error:
         if os.environ.get("FASTKERNELS", "").strip().lower() in ("", "0", "false", "no", "off"):

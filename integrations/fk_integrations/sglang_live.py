@@ -17,7 +17,7 @@ from typing import Any
 
 from fastkernels.patch import PatchError, Request
 
-from . import reports, trace
+from . import recording, reports, trace
 from .apply import Adapter, Journal, Patched, apply
 from .sglang import installed_version
 from .sglang_attention import backends
@@ -295,7 +295,15 @@ def _trace_stop(scheduler: Any, request: Request) -> dict[str, Any]:
     return {"kernels": kernels}
 
 
+def _record_start(scheduler: Any, request: Request) -> None:
+    recording.start(dict(request.options))
+
+
+def _record_stop(scheduler: Any, request: Request) -> dict[str, Any]:
+    return recording.stop(dict(request.options), _rank_and_world()[0], _runner(scheduler).model)
+
+
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
     "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
-    "trace_start": _trace_start, "trace_stop": _trace_stop,
+    "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
 }  # fmt: skip

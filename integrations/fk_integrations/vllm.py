@@ -18,7 +18,7 @@ from fastkernels import registry
 from fastkernels.env import Environment
 from fastkernels.patch import PatchError, Request
 
-from . import reports
+from . import recording, reports
 from .apply import Adapter, Journal, Patched, apply
 from .before import BeforeConstruction
 
@@ -154,9 +154,17 @@ def _trace_stop(worker: Any, request: Request) -> dict[str, Any]:
     return {"kernels": kernels}
 
 
+def _record_start(worker: Any, request: Request) -> None:
+    recording.start(dict(request.options))
+
+
+def _record_stop(worker: Any, request: Request) -> dict[str, Any]:
+    return recording.stop(dict(request.options), _rank(worker), worker.get_model())
+
+
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
     "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
-    "trace_start": _trace_start, "trace_stop": _trace_stop,
+    "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
 }  # fmt: skip
 
 

@@ -49,6 +49,8 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     kept |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     kept |= {"TINY_LLAMA": str(model), "CHECKED_HOST": host}
     cores = "0|1" if check == "check_tensor_parallel" else None
+    if check in ("check_eager", "check_live"):
+        kept["FASTKERNELS_CAPTURE"] = "1"  # for their tests of recording
     if host == "sglang":
         return kept | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if cores else {})
     return kept | {

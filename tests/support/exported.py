@@ -51,6 +51,21 @@ def gelu_and_mul(ns: Any) -> list[Any]:
     return [ns.GeluAndMul()(randn(7, 126)), ns.GeluAndMul(approximate="none")(randn(2, 3, 126))]
 
 
+def activation(ns: Any) -> list[Any]:
+    return [getattr(ns, name)()(randn(7, 126)) for name in ns.classes]
+
+
+def l2_norm(ns: Any) -> list[Any]:
+    if ns.host == "transformers":
+        return [ns.l2norm(randn(3, 5, 63)), ns.l2norm(randn(3, 5, 63), dim=1, eps=0.1)]
+    module = [ns.L2Norm(0.1, torch.float16)(randn(5, 63))] if ns.host == "sglang" else []
+    return [ns.l2norm_fwd(randn(5, 63)), ns.l2norm_fwd(randn(2, 3, 63), 0.1, torch.float64), *module]
+
+
+def t5_layer_norm(ns: Any) -> list[Any]:
+    return [filled(getattr(ns, name)(63, eps=0.1))(randn(5, 63)) for name in ns.classes]
+
+
 def gemma_rms_norm(ns: Any) -> list[Any]:
     norm = filled(ns.GemmaRMSNorm(63, eps=1e-5))
     more = [filled(ns.Gemma3RMSNorm(63))(randn(5, 63))] if ns.host == "sglang" else []
@@ -274,9 +289,10 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
-        moe_align, fused_experts, sparse_moe, mixtral_decoder_layer,
+        moe_align, fused_experts, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
     )
 }  # fmt: skip
+EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation)
 
 
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _attention_calls as calls
 from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.overrides.l1.attention_prefill import (
     FA3_MODULES,
     FP8_TOLERANCE,
     check,
     fa3,
-    make_batch,
     supports_fa3,
     supports_triton,
     take_blocks,
@@ -243,16 +243,26 @@ attention_decode = define(
 
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    extra = (d["head_size"] ** -0.5, d.get("window_left", -1), d.get("softcap", 0.0), *d.get("scales", ()))
-    return [*make_batch(case, device, generator), d.get("max_seqlen_k", max(d["seq_lens"])), *extra]
+    longest = case.dims.get("max_seqlen_k", max(case.dims["seq_lens"], default=0))
+    return [*calls.make_batch(case, device, generator), longest, *calls.scalars(case)]
 
 
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = getattr(torch, case.dtype).itemsize
-    queries = max(size, 2) * len(d["seq_lens"]) * d["heads"]  # which are not fp8 where the cache is
-    return 2 * d["head_size"] * (queries + size * sum(d["seq_lens"]) * d["kv_heads"])
+def _dims(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> dict[str, Any]:
+    dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
+    dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
+    return {**dims, "max_seqlen_k": max_seqlen_k}
 
 
 def _case(
@@ -283,8 +293,13 @@ SPEC = OpSpec(
         _case("fp8", [5, 17, 600], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 4 * sum(case.dims["seq_lens"]) * case.dims["heads"] * case.dims["head_size"],
+    bytes_moved=calls.bytes_moved,
+    flops=calls.flops,
+    dims_of=_dims,
+    vary=calls.vary,
+    extremes={**calls.EXTREMES, "one_key": lambda args: args[3].fill_(1)},
+    activations=(2,),  # of values, which the result is linear in
+    dtype_arg=1,  # the cache's
     tolerance=FP8_TOLERANCE,
     baseline="fa3",
 )

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _attention_calls as calls
 from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
+from fastkernels.shapes import optional
 from fastkernels.spec import TOLERANCE, Case, OpSpec, Tolerance
 
 
@@ -283,45 +285,37 @@ attention_prefill = define(
 )
 
 
-def make_batch(case: Case, device: str, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """q, key_cache, value_cache, seq_lens, block_table for dims seq_lens, q_lens (default: 1 each), block_size, ..."""
-    d, dtype = case.dims, getattr(torch, case.dtype)
-    cache_dtype, dtype = dtype, torch.float16 if dtype == torch.float8_e4m3fn else dtype
-    block_size, lens = d["block_size"], d["seq_lens"]
-    n_blocks = [-(-n // block_size) for n in lens]
-    shape = (sum(n_blocks) + 2, block_size, d["kv_heads"], d["head_size"])
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device).to(dtype)
-
-    order = torch.randperm(shape[0], generator=generator, device=device).to(torch.int32)
-    table = torch.zeros(len(lens), max(*n_blocks, 1) + 1, dtype=torch.int32, device=device)
-    for i, n in enumerate(n_blocks):
-        table[i, :n] = order[sum(n_blocks[:i]) : sum(n_blocks[: i + 1])]
-    q = randn(sum(d.get("q_lens", [1] * len(lens))), d["heads"], d["head_size"])
-    caches = [randn(*shape).to(cache_dtype) for _ in range(2)]
-    return q, *caches, torch.tensor(lens, dtype=torch.int32, device=device), table
-
-
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
-    q, key_cache, value_cache, seq_lens, table = make_batch(case, device, generator)
+    q, key_cache, value_cache, seq_lens, table = calls.make_batch(case, device, generator)
     starts = torch.tensor([0, *d["q_lens"]], device=device).cumsum(0).to(torch.int32)
-    extra = (d["head_size"] ** -0.5, d.get("window_left", -1), d.get("softcap", 0.0), *d.get("scales", ()))
-    return [q, key_cache, value_cache, starts, seq_lens, table, max(d["q_lens"]), max(d["seq_lens"]), *extra]
+    longest = [
+        d.get(f"max_{name}", max(d[lens], default=0))
+        for name, lens in (("seqlen_q", "q_lens"), ("seqlen_k", "seq_lens"))
+    ]
+    return [q, key_cache, value_cache, starts, seq_lens, table, *longest, *calls.scalars(case)]
 
 
-def _pairs(case: Case) -> int:
-    """(query, key) pairs that the causal mask lets through, without the window."""
-    d = case.dims
-    return sum(n * (k - n) + n * (n + 1) // 2 for n, k in zip(d["q_lens"], d["seq_lens"], strict=True))
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = getattr(torch, case.dtype).itemsize
-    queries = max(size, 2) * sum(d["q_lens"]) * d["heads"]  # which are not fp8 where the cache is
-    return 2 * d["head_size"] * (queries + size * sum(d["seq_lens"]) * d["kv_heads"])
+def _dims(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> dict[str, Any]:
+    q_lens = cu_seqlens_q.diff().tolist()
+    dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
+    dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return {"q_lens": q_lens, **dims, **longest, **optional(padding=q.shape[0] - sum(q_lens) or None)}
 
 
 def _case(
@@ -354,8 +348,13 @@ SPEC = OpSpec(
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 4 * _pairs(case) * case.dims["heads"] * case.dims["head_size"],
+    bytes_moved=calls.bytes_moved,
+    flops=calls.flops,
+    dims_of=_dims,
+    vary=calls.vary,
+    extremes={**calls.EXTREMES, "nothing_cached": lambda args: args[4].copy_(args[3].diff())},
+    activations=(2,),  # of values, which the result is linear in
+    dtype_arg=1,  # the cache's
     tolerance=FP8_TOLERANCE,
     baseline="fa3",
 )

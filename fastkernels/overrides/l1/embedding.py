@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fastkernels import parallel
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _embedding_calls
 from fastkernels.overrides.l1._vocab import (
     Head,
     SGLangUnquantizedEmbeddingMethod,
@@ -327,24 +328,6 @@ class SGLangParallelLMHead(Head):
         )  # fmt: skip
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    shard = d.get("shard", (0, -1, 0, 0, 0))
-    vocab = d.get("vocab", d["rows"])
-    ids = torch.randint(vocab, d["tokens"], generator=generator, device=device)
-    weight = torch.randn(d["rows"], d["dim"], generator=generator, device=device)
-    return [ids.to(d.get("ids", torch.int64)), weight.to(getattr(torch, case.dtype)), *shard]
-
-
-def _tokens(case: Case) -> int:
-    return int(torch.Size(case.dims["tokens"]).numel())
-
-
-def _bytes(case: Case) -> int:
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return _tokens(case) * (8 + 2 * size * case.dims["dim"])
-
-
 _VLLM = "vllm.model_executor.layers.vocab_parallel_embedding"
 _SGLANG = "sglang.srt.layers.vocab_parallel_embedding"
 _NOTE = "live, the host's module stays and its quant_method's lookup is replaced"
@@ -372,7 +355,7 @@ SPEC = OpSpec(
         ),
         Case("one", {"tokens": (1,), "rows": 1, "dim": 1}, dtype="float32", tags=("odd",)),
         Case("odd_63", {"tokens": (63,), "rows": 1000, "dim": 1128}, tags=("odd",)),
-        Case("odd_2d", {"tokens": (3, 7), "rows": 65, "dim": 63, "ids": torch.int32}, dtype="float16", tags=("odd",)),
+        Case("odd_2d", {"tokens": (3, 7), "rows": 65, "dim": 63, "ids": "int32"}, dtype="float16", tags=("odd",)),
         Case(
             "shard", {"tokens": (100,), "vocab": 1026, "rows": 544, "dim": 72, "shard": (512, 1010, 14, 1010, 1026)},
             tags=("odd",),
@@ -380,9 +363,14 @@ SPEC = OpSpec(
         Case("wide", {"tokens": (5,), "rows": 9, "dim": 3000}, dtype="float32", tags=("odd",)),
         Case("empty", {"tokens": (0,), "rows": 9, "dim": 64}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
+    inputs=_embedding_calls.inputs,
+    bytes_moved=_embedding_calls.bytes_moved,
     flops=lambda case: 0,
+    dims_of=_embedding_calls.dims_of,
+    vary=_embedding_calls.vary,
+    extremes=_embedding_calls.EXTREMES,
+    activations=(1,),
+    build=_embedding_calls.build,
     targets=(
         Target("vllm", _VLLM_METHOD, "VllmUnquantizedEmbeddingMethod", "quant_method"),
         Target("sglang", _SGLANG_METHOD, "SGLangUnquantizedEmbeddingMethod", "quant_method"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -11,6 +15,7 @@ from torch import nn
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import silu_and_mul
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -124,8 +129,16 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [*silu_and_mul.SPEC.inputs(case, device, generator), case.dims["approximate"]]
 
 
+def _dims(x: torch.Tensor, approximate: str = "none") -> dict[str, Any]:
+    return {**rows_of(x, "inner"), "d": x.shape[-1] // 2, "approximate": approximate}
+
+
 def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight: float, tag: str) -> Case:
     return Case(name, {**dims, "approximate": approximate}, dtype, weight, (tag,))
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), SPEC.bytes_moved, SPEC.flops)
 
 
 SPEC = OpSpec(
@@ -141,10 +154,14 @@ SPEC = OpSpec(
         _case("one", {"tokens": 1, "d": 1}, "none", "float32", 1, "odd"),
         _case("tanh_1000", {"tokens": 63, "d": 1000}, "tanh", "bfloat16", 1, "odd"),
         _case("erf_1128", {"tokens": 3, "d": 1128}, "none", "float16", 1, "odd"),
+        _case("erf_narrow", {"tokens": 130, "d": 7}, "none", "bfloat16", 1, "odd"),
         _case("tanh_batched", {"tokens": 2, "inner": 7, "d": 63}, "tanh", "float32", 1, "odd"),
         _case("erf_batched", {"tokens": 2, "inner": 7, "d": 63}, "none", "float32", 1, "odd"),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    build=lambda cls, args: partial(cls(*args[1:]), args[0]) if args[1:] else partial(cls("none"), *args),
     bytes_moved=silu_and_mul.SPEC.bytes_moved,
     flops=lambda case: 2 * silu_and_mul.SPEC.flops(case),
     targets=(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1 import rms_norm
+from fastkernels.overrides.l1 import _norm_calls, rms_norm
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -172,6 +176,19 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [x, weight - 1, eps, residual]
 
 
+def _dims(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> dict[str, Any]:
+    more = optional(residual=residual is not None, eps=unless(eps, 1e-5))
+    return {**rows_of(x), "hidden": x.shape[-1], **more}
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens", "heads"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
+    )
+
+
 _SGLANG = "sglang.srt.layers.layernorm:"
 
 SPEC = OpSpec(
@@ -192,6 +209,11 @@ SPEC = OpSpec(
         Case("wide", {"tokens": 7, "hidden": 576, "residual": True}, dtype="float32", tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    activations=(0, 3),
+    extremes={"cancelled": _norm_calls.cancel},
+    build=_norm_calls.build_gemma_rms_norm,
     bytes_moved=rms_norm.SPEC.bytes_moved,
     flops=lambda case: rms_norm.SPEC.flops(case) + case.dims["hidden"],
     targets=(

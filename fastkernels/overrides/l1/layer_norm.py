@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -9,7 +12,9 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _norm_calls
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -165,7 +170,18 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     parameters = getattr(torch, d.get("parameters", case.dtype))
     weight = (1 + 0.1 * randn(d["hidden"])).to(parameters) if d.get("weight", True) else None
     bias = (0.1 * randn(d["hidden"])).to(parameters) if d.get("bias", True) else None
-    return [x, weight, bias, 1e-5]
+    return [x, weight, bias, d.get("eps", 1e-5)]
+
+
+def _dims(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> dict[str, Any]:
+    found = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
+    parameters = None if found == x.dtype else dtype_name(found)
+    return {
+        **rows_of(x), "hidden": x.shape[-1], "weight": weight is not None, "bias": bias is not None,
+        **optional(parameters=parameters, eps=unless(eps, 1e-5)),
+    }  # fmt: skip
 
 
 def _bytes(case: Case) -> int:
@@ -175,6 +191,12 @@ def _bytes(case: Case) -> int:
     return (
         2 * elements * size
         + parameters * d["hidden"] * getattr(torch, d.get("parameters", case.dtype)).itemsize
+    )
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens", "heads"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
     )
 
 
@@ -200,6 +222,9 @@ SPEC = OpSpec(
         Case("heads_odd", {"tokens": 5, "heads": 9, "hidden": 64, "weight": False}, tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    build=_norm_calls.build_layer_norm,
     bytes_moved=_bytes,
     flops=lambda case: 8 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
     targets=(

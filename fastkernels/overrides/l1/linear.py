@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -207,10 +211,26 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     ]
 
 
+def _dims(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> dict[str, Any]:
+    sizes = {"tokens": tuple(x.shape[:-1]), "in": weight.shape[1], "out": weight.shape[0]}
+    return {**sizes, **optional(bias=bias is not None)}
+
+
 def _bytes(case: Case) -> int:
     d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
     m = math.prod(d["tokens"])
     return size * (m * d["in"] + d["in"] * d["out"] + m * d["out"] + (d["out"] if d.get("bias") else 0))
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, *bias = args
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return partial(cls().apply, layer, x, *bias)
 
 
 def _model(name: str, m: int, k: int, n: int, weight: float) -> Case:
@@ -236,9 +256,14 @@ SPEC = OpSpec(
         Case("odd_63", {"tokens": (63,), "in": 100, "out": 130, "bias": True}, tags=("odd",)),
         Case("odd_3d", {"tokens": (3, 5), "in": 63, "out": 17}, dtype="float16", tags=("odd",)),
         Case("odd_1128", {"tokens": (70,), "in": 72, "out": 1128 // 8}, dtype="float32", tags=("odd",)),
+        Case("narrow", {"tokens": (1,), "in": 1000, "out": 3, "bias": True}, dtype="float16", tags=("odd",)),
+        Case("smollm2", {"tokens": (7,), "in": 576, "out": 192}, tags=("odd",)),
         Case("empty", {"tokens": (0,), "in": 64, "out": 33}, tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    build=_build,
     bytes_moved=_bytes,
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     tolerance={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -279,15 +281,33 @@ def sglang_moe_align_block_size(
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
     noise = torch.rand(d["tokens"], d["experts"], generator=generator, device=device)
-    ids = noise.argsort(dim=-1)[:, : d["topk"]].to(torch.int32)
+    ids = noise.argsort(dim=-1)[:, : d["topk"]].to(getattr(torch, d.get("ids", "int32")))
     expert_map = None
     if d.get("absent"):  # every third token has no expert, and every second expert is elsewhere
         ids[::3] = -1
         local = torch.arange(d["experts"], dtype=torch.int32, device=device)
         expert_map = torch.where(local % 2 == 0, local // 2, -1)
     first = d.get("invalid_first", False)
-    capacity = padded_size(ids.numel(), d["block"], d["experts"] + first)
+    capacity = d.get("capacity", padded_size(ids.numel(), d["block"], d["experts"] + first))
     return [ids, d["block"], d["experts"], capacity, expert_map, first]
+
+
+def _dims(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    max_num_tokens_padded: int,
+    expert_map: torch.Tensor | None = None,
+    invalid_first: bool = False,
+) -> dict[str, Any]:
+    tokens, topk = topk_ids.shape
+    return {
+        "tokens": tokens, "experts": num_experts, "topk": topk, "block": block_size, "capacity": max_num_tokens_padded,
+        **optional(
+            absent=expert_map is not None, invalid_first=invalid_first,
+            ids=unless(dtype_name(topk_ids.dtype), "int32"),
+        ),
+    }  # fmt: skip
 
 
 def _bytes(case: Case) -> int:
@@ -299,6 +319,23 @@ def _bytes(case: Case) -> int:
 def _case(name: str, tokens: int, experts: int, topk: int, block: int, tag: str, **more: bool) -> Case:
     dims = {"tokens": tokens, "experts": experts, "topk": topk, "block": block, **more}
     return Case(name, dims, "float32", tags=(tag,))
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "experts", "topk"))
+        block = rng.choice((8, 16, 32, 48, 64, 128))
+        return {**new, "topk": min(new["topk"], new["experts"]), "block": block, "capacity": None}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
+def _first_expert(args: list[Any]) -> None:
+    args[0].zero_()
+
+
+def _last_expert(args: list[Any]) -> None:
+    args[0].fill_(args[2] - 1)
 
 
 _NOTE = (
@@ -327,6 +364,10 @@ SPEC = OpSpec(
         _case("none", 0, 8, 2, 16, "odd"),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    extremes={"first_expert": _first_expert, "last_expert": _last_expert},
+    activations=(),
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["topk"],
     tolerance={"float32": Tolerance(0.0, 0.0)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ from fastkernels.overrides.l1._quantize_fp8_sglang import (
     sglang_static_quant_fp8,
 )
 from fastkernels.overrides.l1._quantize_fp8_triton import quantize_triton, supports_triton
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 __all__ = [
@@ -244,7 +244,7 @@ def _dims_of(
     tma_aligned_scales: bool = False,
     scale_ue8m0: bool = False,
 ) -> dict[str, Any]:
-    dims: dict[str, Any] = {"tokens": x.shape[:-1].numel(), "hidden": x.shape[-1]}
+    dims: dict[str, Any] = {**rows_of(x, "inner"), "hidden": x.shape[-1]}
     flags = {
         "static": scale is not None, "upper_bound": scale_ub is not None, "column_major": column_major_scales,
         "tma_aligned": tma_aligned_scales, "ue8m0": scale_ue8m0, "group": group_size,
@@ -253,11 +253,11 @@ def _dims_of(
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    width = max(d.get("group", 0), 1)
-    most = max(2 * d["hidden"] // width, 2)
-    dims = {**d, "tokens": rng.randint(1, 2 * d["tokens"] + 1), "hidden": width * rng.randint(1, most)}
-    return dataclasses.replace(case, dims=dims)
+    def draw() -> dict[str, Any]:
+        new, group = drawn(case, rng, ("tokens", "inner"), ("hidden",)), max(case.dims.get("group", 1), 1)
+        return {**new, "hidden": max(new["hidden"] // group, 1) * group}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:

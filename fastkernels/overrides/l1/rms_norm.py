@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _norm_calls
+from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -303,7 +308,22 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
 
     weight = None if d.get("weightless") else 1 + 0.1 * randn(d["hidden"])
     residual = randn(*shape) if d.get("residual") else None
-    return [randn(*shape), weight, 1e-5, residual, d.get("var_hidden"), d.get("cast_first", True)]
+    eps = d.get("eps", 1e-5)
+    return [randn(*shape), weight, eps, residual, d.get("var_hidden"), d.get("cast_first", True)]
+
+
+def _dims(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> dict[str, Any]:
+    more = optional(
+        residual=residual is not None, weightless=weight is None, var_hidden=var_hidden_size, eps=unless(eps, 1e-5)
+    )  # fmt: skip
+    return {**rows_of(x), "hidden": x.shape[-1], **more, "cast_first": cast_x_before_out_mul}
 
 
 def _bytes(case: Case) -> int:
@@ -312,6 +332,14 @@ def _bytes(case: Case) -> int:
     passes = 4 if d.get("residual") else 2
     size = torch.finfo(getattr(torch, case.dtype)).bits // 8
     return (passes * rows + 1) * d["hidden"] * size
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "heads"), ("hidden", "var_hidden"))
+        return {**new, "var_hidden": min(new["var_hidden"], new["hidden"])} if "var_hidden" in new else new
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 SPEC = OpSpec(
@@ -333,6 +361,11 @@ SPEC = OpSpec(
         Case("var_hidden", {"tokens": 5, "hidden": 1000, "var_hidden": 640}, dtype="float32", tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    activations=(0, 3),
+    extremes={"cancelled": _norm_calls.cancel},
+    build=_norm_calls.build_rms_norm,
     bytes_moved=_bytes,
     flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
     targets=(

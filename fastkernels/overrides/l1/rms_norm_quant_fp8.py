@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -25,6 +24,7 @@ from fastkernels.overrides.l1._fp8 import (
     to_fp8,
 )
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -295,7 +295,7 @@ def _dims_of(
     column_major_scales: bool = False,
     tma_aligned_scales: bool = False,
 ) -> dict[str, Any]:
-    dims: dict[str, Any] = {"tokens": x.shape[:-1].numel(), "hidden": x.shape[-1], "group": group_size}
+    dims: dict[str, Any] = {**rows_of(x, "inner"), "hidden": x.shape[-1], "group": group_size}
     flags = {
         "static": scale is not None, "residual": residual is not None, "upper_bound": scale_ub is not None,
         "column_major": column_major_scales, "tma_aligned": tma_aligned_scales,
@@ -304,12 +304,11 @@ def _dims_of(
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    width = max(d.get("group", -1), 1)
-    hidden = width * rng.randint(1, max(min(2 * d["hidden"], 16384) // width, 2))
-    return dataclasses.replace(
-        case, dims={**d, "tokens": rng.randint(1, 2 * d["tokens"] + 1), "hidden": hidden}
-    )
+    def draw() -> dict[str, Any]:
+        new, group = drawn(case, rng, ("tokens", "inner"), ("hidden",)), max(case.dims.get("group", 1), 1)
+        return {**new, "hidden": max(new["hidden"] // group, 1) * group}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 def _bytes(case: Case) -> int:

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _rotary_calls
 from fastkernels.overrides.l1._rope_rounding import host_truncates, truncate
-from fastkernels.overrides.l1._rope_tables import Llama3, RopeModule, cos_sin_table, inverse_frequencies
+from fastkernels.overrides.l1._rope_tables import Llama3, RopeModule
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -325,35 +326,6 @@ def get_rope(
     return VllmLlama3RotaryEmbedding(*args, dtype, *(p[n] for n in names))
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d, dtype = case.dims, getattr(torch, case.dtype)
-    tokens, size, n_k = d["tokens"], d["head_size"], d["kv_heads"]
-    width = (d["heads"] + 2 * n_k) * size
-    qkv = torch.randn(tokens, width, generator=generator, device=device).to(dtype)
-    query, key = qkv[:, : d["heads"] * size], qkv[:, d["heads"] * size : -n_k * size] if n_k else None
-    if not d.get("packed", True):
-        query, key = query.clone(), None if key is None else key.clone()
-    inv_freq = inverse_frequencies(500000.0, d.get("rotary_dim", size))
-    cache = cos_sin_table(inv_freq, d.get("max_positions", 4096)).to(
-        device, getattr(torch, d.get("cache", case.dtype))
-    )
-    positions = torch.randint(0, cache.shape[0], (tokens,), generator=generator, device=device)
-    flags = (d.get("cast_cache", True), d.get("round_products", False))
-    return [positions, query, key, size, cache, d.get("neox", True), *flags]
-
-
-def _rotated(case: Case) -> int:
-    d = case.dims
-    return d["tokens"] * (d["heads"] + d["kv_heads"]) * d.get("rotary_dim", d["head_size"])
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    rows = min(d["tokens"], d.get("max_positions", 4096)) * d.get("rotary_dim", d["head_size"])
-    return (2 * _rotated(case) + rows) * size + 8 * d["tokens"]
-
-
 def _odd(name: str, dtype: str = "bfloat16", **dims: Any) -> Case:
     return Case(name, {"heads": 4, "kv_heads": 2, "head_size": 64, **dims}, dtype, tags=("odd",))
 
@@ -381,9 +353,14 @@ SPEC = OpSpec(
         _odd("float32_cache", tokens=9, cache="float32", cast_cache=False),
         _odd("round_products", tokens=9, round_products=True, packed=False),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 3 * _rotated(case),
+    inputs=_rotary_calls.inputs,
+    bytes_moved=_rotary_calls.bytes_moved,
+    flops=_rotary_calls.flops,
+    dims_of=_rotary_calls.dims_of,
+    vary=_rotary_calls.vary,
+    extremes=_rotary_calls.EXTREMES,
+    activations=(1, 2),
+    build=_rotary_calls.build,
     targets=(
         Target("vllm", _VLLM_ROPE + "base:RotaryEmbedding", "VllmRotaryEmbedding", "leaf"),
         Target("vllm", _VLLM_ROPE + "llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding", "leaf"),

@@ -13,6 +13,7 @@ import triton
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _sampling_calls
 from fastkernels.overrides.l1._philox import exponential
 from fastkernels.overrides.l1._sampling_triton import LANES, RACE, pick_kernel, race_kernel, threshold_kernel
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -303,31 +304,6 @@ class SGLangSampler(SGLangSampler_0_5_16):
         return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    rows, vocab = d["rows"], d["vocab"]
-    logits = d.get("scale", 4.0) * torch.randn(rows, vocab, generator=generator, device=device)
-    if d.get("banned"):
-        logits[:, ::3] = -torch.inf
-    row = torch.arange(rows, device=device)
-
-    def each(name: str, default: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """One value for all rows, or a tuple of which the rows take turns."""
-        values = d.get(name, default)
-        values = values if isinstance(values, tuple) else (values,)
-        return torch.tensor(values, dtype=dtype, device=device)[row % len(values)]
-
-    return [
-        logits.to(getattr(torch, case.dtype)), each("temperature", 1.0), each("top_k", 0, torch.int32),
-        each("top_p", 1.0), each("min_p", 0.0), row * 0x9E3779B97F + 7, row * 3 + d.get("offset", 0),
-    ]  # fmt: skip
-
-
-def _bytes(case: Case) -> int:
-    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return d["rows"] * (d["vocab"] * size + 40)
-
-
 _LLAMA = 128256
 _MIXED = {
     "temperature": (1.0, 0.7, 0.0), "top_k": (40, 0), "top_p": (0.9, 0.5, 1.0), "min_p": (0.0, 0.05),
@@ -363,9 +339,13 @@ SPEC = OpSpec(
         Case("flat_top_p", {"rows": 1, "vocab": 5000, "top_p": 0.97, "scale": 0.1}, dtype="float32", tags=("odd",)),
         Case("banned", {"rows": 2, "vocab": 4097, "banned": True, **_MIXED}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 8 * case.dims["rows"] * case.dims["vocab"],
+    inputs=_sampling_calls.inputs,
+    bytes_moved=_sampling_calls.bytes_moved,
+    dims_of=_sampling_calls.dims_of,
+    vary=_sampling_calls.vary,
+    extremes=_sampling_calls.EXTREMES,
+    build=_sampling_calls.build,
+    flops=_sampling_calls.flops,
     tolerance={name: Tolerance(0.0, 0.0) for name in ("float32", "float16", "bfloat16")},
     targets=(
         Target("vllm", _VLLM, "VllmTopKTopPSampler", "standalone", note=_VLLM_NOTE),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -120,8 +123,16 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [x.to(getattr(torch, case.dtype))]
 
 
+def _dims(x: torch.Tensor) -> dict[str, Any]:
+    return {**rows_of(x, "inner"), "d": x.shape[-1] // 2}
+
+
 def _elements(case: Case) -> int:
     return case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["d"]
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), SPEC.bytes_moved, SPEC.flops)
 
 
 SPEC = OpSpec(
@@ -137,9 +148,13 @@ SPEC = OpSpec(
         Case("odd_1000", {"tokens": 63, "d": 1000}, tags=("odd",)),
         Case("odd_1128", {"tokens": 3, "d": 1128}, dtype="float16", tags=("odd",)),
         Case("batched", {"tokens": 2, "inner": 7, "d": 63}, dtype="float32", tags=("odd",)),
+        Case("narrow", {"tokens": 130, "d": 7}, dtype="float16", tags=("odd",)),
         Case("smollm2", {"tokens": 5, "d": 1536}, tags=("odd",)),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    build=lambda cls, args: partial(cls(), *args),
     bytes_moved=lambda case: 3 * _elements(case) * torch.finfo(getattr(torch, case.dtype)).bits // 8,
     flops=lambda case: 5 * _elements(case),
     targets=(

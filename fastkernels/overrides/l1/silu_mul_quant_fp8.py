@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -28,6 +27,7 @@ from fastkernels.overrides.l1._fp8 import (
     written,
 )
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -293,7 +293,7 @@ def _dims_of(
     column_major_scales: bool = False,
     scale_ue8m0: bool = False,
 ) -> dict[str, Any]:
-    dims: dict[str, Any] = {"tokens": x.shape[:-1].numel(), "d": x.shape[-1] // 2, "group": group_size}
+    dims: dict[str, Any] = {**rows_of(x, "inner"), "d": x.shape[-1] // 2, "group": group_size}
     flags = {
         "static": scale is not None, "upper_bound": scale_ub is not None, "column_major": column_major_scales,
         "ue8m0": scale_ue8m0,
@@ -302,14 +302,11 @@ def _dims_of(
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    width = max(d.get("group", -1), 1)
-    dims = {
-        **d,
-        "tokens": rng.randint(1, 2 * d["tokens"] + 1),
-        "d": width * rng.randint(1, max(2 * d["d"] // width, 2)),
-    }
-    return dataclasses.replace(case, dims=dims)
+    def draw() -> dict[str, Any]:
+        new, group = drawn(case, rng, ("tokens", "inner"), ("d",)), max(case.dims.get("group", 1), 1)
+        return {**new, "d": max(new["d"] // group, 1) * group}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 def _bytes(case: Case) -> int:

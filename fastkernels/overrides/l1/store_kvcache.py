@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Tolerance
 
 
@@ -188,19 +191,71 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
 
     kv = randn(tokens, 2 * heads * size)  # key and value are slices of one packed tensor, as in the models
     key, value = (t.view(tokens, heads, size) for t in kv.split(heads * size, dim=-1))
-    blocks = -(-tokens // block_size) + 3
+    blocks = d.get("blocks", -(-tokens // block_size) + 3)
     slots = torch.randperm(blocks * block_size, generator=generator, device=device)[:tokens]
+    slots = slots.to(getattr(torch, d.get("slots", "int64")))
     if d.get("padded"):
         slots[:: d["padded"]] = -1
     caches = [randn(blocks, block_size, heads, size).to(cache_dtype) for _ in range(2)]
     return [key, value, *caches, slots, *d.get("scales", ())]
 
 
+def _dims(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> dict[str, Any]:
+    blocks, block_size, heads, size = key_cache.shape
+    stored = int((slot_mapping >= 0).sum())
+    missing = key.shape[0] - stored
+    return {
+        "tokens": key.shape[0], "kv_heads": heads, "head_size": size, "block_size": block_size, "blocks": blocks,
+        "stored": stored,
+        **optional(
+            padded=-(-key.shape[0] // missing) if missing else None,
+            slots=unless(dtype_name(slot_mapping.dtype), "int64"), scales=unless((k_scale, v_scale), (1.0, 1.0)),
+        ),
+    }  # fmt: skip
+
+
 def _bytes(case: Case) -> int:
     d = case.dims
     size = getattr(torch, case.dtype).itemsize
     read = max(size, 2)  # keys and values are not fp8 where the cache is
-    return d["tokens"] * (2 * d["kv_heads"] * d["head_size"] * (size + read) + 8)
+    stored = d.get("stored", d["tokens"] - (-(-d["tokens"] // d["padded"]) if d.get("padded") else 0))
+    return stored * 2 * d["kv_heads"] * d["head_size"] * (size + read) + 8 * d["tokens"]
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "kv_heads"), ("head_size",))
+        return {**new, "block_size": rng.choice((1, 5, 16, 32, 64)), "blocks": None, "stored": None}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
+def _large(args: list[Any], factor: float = 64.0) -> None:
+    """Not beyond what an fp8 cache holds: the reference in float64 would not know where that ends."""
+    fp8 = args[2].dtype == torch.float8_e4m3fn
+    for t in args[:2]:
+        t.mul_(min(factor, 32.0) if fp8 else factor)
+
+
+def _outlier(args: list[Any]) -> None:
+    for t in args[:2]:
+        t[-1, -1, -1] = 200.0 if args[2].dtype == torch.float8_e4m3fn else 1000.0
+
+
+def _all_padding(args: list[Any]) -> None:
+    args[4].fill_(-1)
+
+
+def _one_token(args: list[Any]) -> None:
+    args[4][1:] = -1
 
 
 _LLAMA = {"kv_heads": 8, "head_size": 128, "block_size": 16}
@@ -222,6 +277,17 @@ SPEC = OpSpec(
         ),
         Case("odd_63", {"tokens": 63, "kv_heads": 3, "head_size": 64, "block_size": 16}, tags=("odd",)),
         Case(
+            "int32_slots",
+            {"tokens": 5, "kv_heads": 9, "head_size": 80, "block_size": 32, "slots": "int32", "blocks": 7},
+            dtype="float16",
+            tags=("odd",),
+        ),
+        Case(
+            "half_padding",
+            {"tokens": 33, "kv_heads": 1, "head_size": 8, "block_size": 4, "padded": 2},
+            tags=("odd",),
+        ),
+        Case(
             "padded",
             {"tokens": 17, "kv_heads": 5, "head_size": 96, "block_size": 7, "padded": 3},
             tags=("odd",),
@@ -241,6 +307,11 @@ SPEC = OpSpec(
         ),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    extremes={"all_padding": _all_padding, "one_token": _one_token, "large": _large, "outlier": _outlier},
+    activations=(0, 1),
+    dtype_arg=2,  # the cache's
     bytes_moved=_bytes,
     flops=lambda case: 0,
     # e4m3 has three bits of fraction, and steps of 2^-9 near zero.

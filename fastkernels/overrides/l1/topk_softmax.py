@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 MAX_EXPERTS, MAX_TOPK = 1024, 32
@@ -202,6 +204,11 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [logits.to(getattr(torch, case.dtype)), d["topk"], d.get("renormalize", True)]
 
 
+def _dims(gating_output: torch.Tensor, topk: int, renormalize: bool = False) -> dict[str, Any]:
+    tokens, experts = gating_output.shape
+    return {"tokens": tokens, "experts": experts, "topk": topk, "renormalize": renormalize}
+
+
 def _bytes(case: Case) -> int:
     d = case.dims
     size = torch.finfo(getattr(torch, case.dtype)).bits // 8
@@ -212,6 +219,23 @@ def _case(
     name: str, tokens: int, experts: int, topk: int, tag: str, dtype: str = "bfloat16", **more: bool
 ) -> Case:
     return Case(name, {"tokens": tokens, "experts": experts, "topk": topk, **more}, dtype, tags=(tag,))
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "experts", "topk"))
+        return {**new, "topk": min(new["topk"], new["experts"], MAX_TOPK)}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
+def _equal(args: list[Any]) -> None:
+    args[0].fill_(0.5)
+
+
+def _masked(args: list[Any]) -> None:
+    if args[0].shape[1] > 1:  # a row without any logit has no probabilities
+        args[0][:, 0] = -math.inf
 
 
 _NOTE = "the hosts' routers bind the function by name when they are imported: for forks and for our engine"
@@ -236,6 +260,9 @@ SPEC = OpSpec(
         _case("most_odd", 3, 511, 15, "odd", renormalize=False),
     ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    extremes={"equal_logits": _equal, "one_masked": _masked},
     bytes_moved=_bytes,
     flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],
     # In any dtype of the logits the weights are float32, and the ids exact.

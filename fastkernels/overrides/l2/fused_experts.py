@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -19,6 +21,7 @@ from fastkernels.overrides.l2._fused_experts_sglang import (
     sglang_fused_experts_0_5_17,
 )
 from fastkernels.overrides.l2._grouped_gemm import grouped_gemm, sum_over_experts, tiles, wide
+from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 __all__ = [
@@ -243,22 +246,80 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     weights, ids = torch.rand(t, e, generator=generator, device=device).topk(d["topk"], dim=-1)
     expert_map = None
     if d.get("elsewhere"):  # every other expert is on another rank, and a padded token has none
-        numbers = torch.arange(e, dtype=torch.int32, device=device)
-        expert_map = torch.where(numbers % 2 == 0, numbers // 2, -1)
-        ids[-1:], e = -1, (e + 1) // 2
+        numbers, here = torch.arange(e, dtype=torch.int32, device=device), _here(d)
+        expert_map = torch.where((numbers % 2 == 0) & (numbers < 2 * here), numbers // 2, -1)
+        ids[-1:], e = -1, here
     return [
         randn(t, h), randn(e, 2 * i, h, scale=1 / math.sqrt(h)), randn(e, h, i, scale=1 / math.sqrt(i)),
-        weights / weights.sum(dim=-1, keepdim=True), ids.to(torch.int32), expert_map, d.get("on_input", False),
+        weights / weights.sum(dim=-1, keepdim=True), ids.to(getattr(torch, d.get("ids", "int32"))), expert_map,
+        d.get("on_input", False),
     ]  # fmt: skip
+
+
+def _here(dims: Mapping[str, Any]) -> int:
+    """Experts of this rank."""
+    experts = dims["experts"]
+    return dims.get("here", (experts + 1) // 2 if dims.get("elsewhere") else experts)
+
+
+def _dims(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> dict[str, Any]:
+    ids, experts = topk_ids.flatten().long(), w1.shape[0] if expert_map is None else expert_map.numel()
+    ids = ids[(ids >= 0) & (ids < experts)]
+    if expert_map is not None:
+        ids = expert_map.long()[ids]
+    ids = ids[ids >= 0]
+    tokens, topk = topk_ids.shape
+    return {
+        "tokens": tokens, "experts": experts, "topk": topk, "hidden": w2.shape[1], "intermediate": w2.shape[2],
+        "experts_hit": ids.unique().numel(), "pairs": ids.numel(),
+        **optional(
+            elsewhere=expert_map is not None, here=w1.shape[0] if expert_map is not None else None,
+            on_input=apply_router_weight_on_input, ids=unless(dtype_name(topk_ids.dtype), "int32"),
+        ),
+    }  # fmt: skip
+
+
+def vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "experts", "topk"), ("hidden", "intermediate"))
+        topk = min(new["topk"], new["experts"])
+        return {**new, "topk": topk, "experts_hit": None, "pairs": None, "here": None}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
+def _one_expert(args: list[Any]) -> None:
+    args[4].zero_()
+
+
+def _empty_experts(args: list[Any]) -> None:
+    args[4].remainder_(max(args[1].shape[0] // 2, 1))
+
+
+def _no_weight(args: list[Any]) -> None:
+    args[3].zero_()
 
 
 def _bytes(case: Case) -> int:
     """Every expert that has a token is read once; with few tokens not all have one."""
-    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
-    experts = min(d["experts"], d["tokens"] * d["topk"])
+    d, size = case.dims, getattr(torch, case.dtype).itemsize
+    experts = d.get("experts_hit", min(_here(d), d["tokens"] * d["topk"]))
     return (
         size * d["hidden"] * (2 * d["tokens"] + 3 * experts * d["intermediate"]) + 8 * d["tokens"] * d["topk"]
     )
+
+
+def _flops(case: Case) -> int:
+    d = case.dims
+    return 6 * d.get("pairs", d["tokens"] * d["topk"]) * d["hidden"] * d["intermediate"]
 
 
 def _case(
@@ -299,9 +360,11 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     bytes_moved=_bytes,
-    flops=lambda case: (
-        6 * case.dims["tokens"] * case.dims["topk"] * case.dims["hidden"] * case.dims["intermediate"]
-    ),
+    flops=_flops,
+    dims_of=_dims,
+    vary=vary,
+    extremes={"one_expert": _one_expert, "empty_experts": _empty_experts, "no_weight": _no_weight},
+    activations=(0,),
     calls=("moe_align", "silu_and_mul"),
     targets=(
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from conftest import forced, generate, ids, make_engine
-from support.checks import PROMPTS, RMS_NORM_TWICE
+from support.checks import PROMPTS, RMS_NORM_TWICE, check_folder
 
 import fastkernels
 from fastkernels.patch import PatchError, Request, find_host
@@ -90,6 +90,13 @@ def test_the_prefix_cache_holds_nothing_of_the_other_kernels(engine, stock, cand
     assert generate(engine) == stock
 
 
+def test_a_folder_of_candidates(engine, stock, folder):
+    with fastkernels.patch(engine, ops=["rms_norm", "silu_and_mul"], candidates=folder) as report:
+        assert [p for _, p in generate(engine)] != [p for _, p in stock]
+        check_folder(report, folder)
+    assert generate(engine) == stock
+
+
 def test_refusals_change_nothing(engine, stock, candidate):
     with (
         fastkernels.patch(engine, ops=["rms_norm"]),
@@ -132,3 +139,28 @@ def test_a_trace_shows_our_operators(engine, stock):
         (reply,) = host.call(engine, Request("trace_stop"))
         assert any("rms_norm" in name for name in reply["kernels"])
         assert report.refresh().active[0].proof == "trace"
+
+
+def test_calls_are_recorded(engine, stock, tmp_path):
+    from fk_bench import captures, replay
+
+    host = find_host(engine)
+
+    with fastkernels.patch(engine, ops=["rms_norm", "rotary_emb", "attention"]):
+        host.call(engine, Request("record_start", options={"values": 4}))
+        generate(engine, tokens=3)
+        options = {"folder": str(tmp_path / "made"), "meta": {"model": "tiny"}}
+        (reply,) = host.call(engine, Request("record_stop", options=options))
+    found = captures.load(tmp_path / "made")
+    assert found.problems == [] and reply["recorded"] == found.calls
+    steps = 3 * len(PROMPTS)
+    assert found.ops["rms_norm"].count == 5 * steps and found.ops["rotary_emb"].count == 2 * steps
+    decodes = [c for c in replay.captured_cases("rotary_emb", tmp_path) if c.case.dims["tokens"] == 1]
+    positions = sorted(int(c.values["positions"]) for c in decodes)
+    lengths = sorted(c.case.dims["tokens"] for c in replay.captured_cases("rotary_emb", tmp_path))
+    assert positions and positions[0] in lengths  # the first decoded token follows its prompt
+    (norm,) = [m for m in found.modules if m.cls.endswith(".layernorm:RMSNorm")]
+    assert norm.count == 5 and norm.args["hidden_size"] == 128
+    stored = replay.captured_cases("store_kvcache", tmp_path)
+    assert stored and all(c.case.dims["block_size"] == 1 for c in stored)
+    assert max(len(c.case.dims["seq_lens"]) for c in replay.captured_cases("attention_decode", tmp_path)) == 1

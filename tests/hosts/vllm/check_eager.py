@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from conftest import first_logprobs, generate, make_llm
-from support.checks import RMS_NORM_BUG, RMS_NORM_TWICE
+from support.checks import PROMPTS, RMS_NORM_BUG, RMS_NORM_TWICE, check_folder
 
 import fastkernels
 from fastkernels.patch import PatchError
@@ -107,6 +107,13 @@ def test_context_manager_and_candidate(llm, stock, candidate):
     ) as report:
         assert first_logprobs(generate(llm)) != pytest.approx(first_logprobs(stock), abs=0.1)
         assert report.refresh().verified
+
+
+def test_a_folder_of_candidates(llm, stock, folder):
+    with fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"], candidates=folder) as report:
+        assert first_logprobs(generate(llm)) != pytest.approx(first_logprobs(stock), abs=0.1)
+        check_folder(report, folder)
+    assert first_logprobs(generate(llm)) == first_logprobs(stock)
 
 
 def test_reset_sets_the_counters_to_zero(llm):
@@ -242,3 +249,26 @@ def test_compile_key_differs_while_patched(llm):
             keys.add(config.compute_hash())
         assert VllmConfig.compute_hash is stock and config.compute_hash() == asleep
     assert len(keys) == 2 and asleep not in keys
+
+
+def test_calls_are_recorded(llm, stock, tmp_path):
+    from fk_bench import captures, replay
+    from fk_integrations.vllm import HOST
+
+    from fastkernels.patch import Request
+
+    with fastkernels.patch(llm, ops=LEAVES):
+        HOST.call(llm, Request("record_start", options={"values": 4}))
+        generate(llm, tokens=3)
+        options = {"folder": str(tmp_path / "made"), "meta": {"model": "tiny"}}
+        (reply,) = HOST.call(llm, Request("record_stop", options=options))
+    found = captures.load(tmp_path / "made")
+    assert found.problems == [] and reply["recorded"] == found.calls
+    steps = 3 * len(PROMPTS)
+    assert found.ops["rms_norm"].count == 5 * steps and found.ops["rotary_emb"].count == 2 * steps
+    decodes = [c for c in replay.captured_cases("rotary_emb", tmp_path) if c.case.dims["tokens"] == 1]
+    positions = sorted(int(c.values["positions"]) for c in decodes)
+    lengths = sorted(c.case.dims["tokens"] for c in replay.captured_cases("rotary_emb", tmp_path))
+    assert positions and positions[0] in lengths  # the first decoded token follows its prompt
+    (norm,) = [m for m in found.modules if m.cls.endswith(".layernorm:RMSNorm")]
+    assert norm.count == 5 and norm.args["hidden_size"] == 128

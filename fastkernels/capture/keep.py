@@ -1,0 +1,132 @@
+"""What is kept of a run: the most frequent signatures, a spread of the values, within a size."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+SCHEMA = "fastkernels.capture/1"
+Values = tuple[tuple[str, Any], ...]  # (argument, digest of its tensor, or its number) of one call
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is kept of a run.
+
+    budget      bytes of tensors in all; each op has an equal share, and what one does not need the others have
+    tensor      bytes of one tensor; of a longer one no values are kept
+    signatures  of one op, the most frequent and a few large ones
+    values      sets of values of one signature, spread over the run
+    """
+
+    budget: int = 1 << 20
+    tensor: int = 256 << 10
+    signatures: int = 32
+    values: int = 8
+
+
+@dataclass
+class Calls:
+    """The calls of one signature. `seen`: how often each set of values came; `kept`: those whose tensors are here."""
+
+    args: list[dict[str, Any]]
+    count: int = 0
+    seen: dict[Values, int] = field(default_factory=dict)
+    kept: dict[Values, dict[str, torch.Tensor]] = field(default_factory=dict)
+    too_large: set[str] = field(default_factory=set)
+
+    def add(self, values: Values, tensors: Mapping[str, torch.Tensor], most: int, rng: random.Random) -> None:
+        """One call more. Of more than `most` sets of values each has the same chance to be kept, early or late."""
+        self.count += 1
+        self.seen[values] = self.seen.get(values, 0) + 1
+        if self.seen[values] > 1 or not values:
+            return
+        if len(self.kept) >= most:
+            if rng.randrange(len(self.seen)) >= most:
+                return
+            del self.kept[rng.choice(list(self.kept))]
+        # A copy: on the CPU the tensor may be the engine's own buffer of every step.
+        self.kept[values] = {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def choose(calls: Mapping[str, Calls], most: int) -> list[Calls]:
+    """Three quarters: the most frequent. The rest: those with most rows in all, as prompts are few but long."""
+    ordered = sorted(calls.values(), key=lambda c: -c.count)
+    if len(ordered) <= most:
+        return ordered
+    frequent = _first(ordered, most - most // 4)
+    taken = {id(c) for c in frequent}
+    others = sorted((c for c in ordered if id(c) not in taken), key=lambda c: -c.count * _elements(c))
+    return frequent + others[: most // 4]
+
+
+def _first(ordered: Sequence[Calls], most: int) -> list[Calls]:
+    """The first `most`; of those that are as frequent as the last of them, some from all over the run."""
+    last = ordered[most - 1].count
+    above, equal = [c for c in ordered if c.count > last], [c for c in ordered if c.count == last]
+    room = most - len(above)
+    return above + [equal[i * len(equal) // room] for i in range(room)]
+
+
+def _elements(calls: Calls) -> int:
+    """Of the first tensor: what a call works on."""
+    return next((math.prod(a["shape"]) for a in calls.args if "shape" in a), 1)
+
+
+def within(
+    chosen: Mapping[str, list[Calls]], budget: int
+) -> tuple[set[tuple[int, Values]], dict[str, torch.Tensor]]:
+    """The (id of the signature, set of values) that fit into the budget, and their tensors by digest."""
+    kept: set[tuple[int, Values]] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    left, waiting = budget, dict(chosen)
+    while waiting:  # the op that needs least first: what it leaves, the others share
+        op = min(waiting, key=lambda name: _needed(waiting[name]))
+        left -= _take(waiting[op], left // len(waiting), kept, tensors)
+        del waiting[op]
+    return kept, tensors
+
+
+def _needed(calls: Sequence[Calls]) -> int:
+    return sum(_bytes(t) for c in calls for tensors in c.kept.values() for t in tensors.values())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _take(
+    calls: Sequence[Calls], share: int, kept: set[tuple[int, Values]], tensors: dict[str, torch.Tensor]
+) -> int:
+    """Bytes used: one set of values of each signature, then a second of each, and so on."""
+    used = 0
+    orders = [(c, [values for values in c.seen if values in c.kept]) for c in calls]
+    for turn in range(max((len(order) for _, order in orders), default=0)):
+        for each, order in orders:
+            if turn >= len(order):
+                continue
+            new = {name: t for name, t in each.kept[order[turn]].items() if name not in tensors}
+            size = sum(map(_bytes, new.values()))
+            if used + size <= share:
+                used += size
+                tensors.update(new)
+                kept.add((id(each), order[turn]))
+    return used
+
+
+def to_json(data: Mapping[str, Any]) -> str:
+    """JSON with a line for each signature and each module: small, and a difference can be read."""
+    body = json.dumps({k: v for k, v in data.items() if k not in ("ops", "modules")}, indent=1)[:-2]
+    ops = []
+    for name, op in data["ops"].items():
+        head = json.dumps({k: v for k, v in op.items() if k != "calls"})[:-1]
+        lines = ",\n   ".join(json.dumps(c) for c in op["calls"])
+        ops.append(f'  {json.dumps(name)}: {head}, "calls": [\n   {lines}]}}')
+    modules = ",\n  ".join(json.dumps(m) for m in data["modules"])
+    return f'{body},\n "ops": {{\n' + ",\n".join(ops) + f'}},\n "modules": [\n  {modules}]\n}}\n'

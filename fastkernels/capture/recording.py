@@ -1,0 +1,166 @@
+"""A recording: a wrapper around every provider of every op while it lasts, and nothing at all when none does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkernels import dispatch
+from fastkernels.dispatch import Op, Provider
+
+from .calls import describe, digest, is_dynamic, is_value
+from .keep import SCHEMA, Calls, Limits, Values, choose, to_json, within
+
+
+class Recording:
+    """What has been recorded: `calls` in all, `ops` {name: calls}; `save` writes it with `modules` (Modules.rows)."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.modules: list[dict[str, Any]] = []
+        self._ops: dict[str, dict[str, Calls]] = {}
+        self._in_graphs = 0
+        self._lock = threading.Lock()
+        self._random = random.Random(0)
+
+    @property
+    def ops(self) -> dict[str, int]:
+        return {name: sum(c.count for c in calls.values()) for name, calls in self._ops.items()}
+
+    @property
+    def calls(self) -> int:
+        return sum(self.ops.values())
+
+    def around(self, op: Op, provider: Provider) -> Provider:
+        """The provider, with every call of it recorded before it runs."""
+        fn, arguments = provider.fn, list(op.overload._schema.arguments)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._see(op.name, arguments, args, kwargs)
+            return fn(*args, **kwargs)
+
+        return dataclasses.replace(provider, fn=run)
+
+    def _see(self, op: str, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._in_graphs += 1  # nothing can be read here
+            return
+        # torch leaves out arguments at the end that have their defaults
+        given = [
+            args[i] if i < len(args) else kwargs.get(a.name, a.default_value) for i, a in enumerate(arguments)
+        ]
+        signature = describe(arguments, given)
+        tensors: dict[str, torch.Tensor] = {}
+        values: list[tuple[str, Any]] = []
+        too_large = set()
+        for argument, value in zip(arguments, given, strict=True):
+            if isinstance(value, torch.Tensor) and is_value(op, argument.name, value):
+                if value.numel() * value.element_size() > self.limits.tensor:
+                    too_large.add(argument.name)
+                    continue
+                content = value.detach().cpu().contiguous()
+                name = digest(content)
+                tensors[name] = content
+                values.append((argument.name, name))
+            elif is_dynamic(argument):
+                values.append((argument.name, value))
+        with self._lock:
+            calls = self._ops.setdefault(op, {}).setdefault(json.dumps(signature), Calls(signature))
+            calls.too_large |= too_large
+            calls.add(tuple(values), tensors, self.limits.values, self._random)
+
+    def to_dict(
+        self, meta: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What `save` writes: capture.json and the tensors of values.safetensors, within the limits."""
+        chosen = {name: choose(calls, self.limits.signatures) for name, calls in self._ops.items()}
+        kept, tensors = within(chosen, self.limits.budget)
+        notes = [f"{self._in_graphs} calls of a CUDA graph's capture are left out"] if self._in_graphs else []
+        data = {
+            "schema": SCHEMA, **(meta or {}), "calls": self.calls, "limits": dataclasses.asdict(self.limits),
+            "notes": notes, "ops": {name: self._op(name, chosen[name], kept) for name in sorted(chosen)},
+            "modules": self.modules,
+        }  # fmt: skip
+        return data, tensors
+
+    def _op(self, name: str, chosen: list[Calls], kept: set[tuple[int, Values]]) -> dict[str, Any]:
+        count, signatures = self.ops[name], len(self._ops[name])
+        rows, missing = [], 0
+        for calls in chosen:
+            sets = [
+                {"count": n, "args": dict(values)}
+                for values, n in calls.seen.items()
+                if (id(calls), values) in kept
+            ]
+            missing += len(calls.seen.keys() - {()}) - len(sets)
+            row: dict[str, Any] = {"count": calls.count, "args": calls.args, "values": sets}
+            rows.append({**row, "too_large": sorted(calls.too_large)} if calls.too_large else row)
+        dropped = {
+            "signatures": signatures - len(chosen),
+            "calls": count - sum(c.count for c in chosen),
+            "value_sets": missing,
+        }
+        return {"count": count, "signatures": signatures, "dropped": dropped, "calls": rows}
+
+    def save(self, path: str | Path, meta: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write the folder `path`: capture.json and values.safetensors. Returns what is in capture.json.
+
+        meta: model, host, host_version, scenario, commit and what else a reader should know (plain JSON).
+        """
+        from safetensors.torch import save
+
+        data, tensors = self.to_dict(meta)
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "values.safetensors").write_bytes(save(dict(sorted(tensors.items()))))
+        (folder / "capture.json").write_text(to_json(data))
+        return data
+
+
+_recording: Recording | None = None
+
+
+@contextmanager
+def record(
+    budget: int = Limits.budget,
+    tensor: int = Limits.tensor,
+    signatures: int = Limits.signatures,
+    values: int = Limits.values,
+) -> Iterator[Recording]:
+    """Record every call of our ops in this process, of all threads, until the block ends. See Limits.
+
+    Start it when the engine is built and warm. Raises RuntimeError while another recording runs.
+    """
+    recording = start(Limits(budget, tensor, signatures, values))
+    try:
+        yield recording
+    finally:
+        stop()
+
+
+def start(limits: Limits | None = None) -> Recording:
+    """As `record`, where no block can be held open; `stop` ends it."""
+    global _recording
+    if _recording is not None:
+        raise RuntimeError("calls are being recorded already: end that recording first")
+    _recording = Recording(limits or Limits())
+    dispatch.observe(_recording.around)
+    return _recording
+
+
+def stop() -> Recording:
+    """End the recording that runs, and return it. Raises RuntimeError if there is none."""
+    global _recording
+    if _recording is None:
+        raise RuntimeError("nothing is being recorded")
+    ended, _recording = _recording, None
+    dispatch.observe(None)
+    return ended
