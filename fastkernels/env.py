@@ -25,6 +25,18 @@ def _pairs(variable: str, value: str | None, separator: str) -> dict[str, str]:
     return pairs
 
 
+def _candidates(variable: str, value: str | None) -> dict[str, str]:
+    folder = (value or "").strip()
+    if not folder or "=" in folder:
+        return _pairs(variable, value, "=")
+    from .candidate import from_directory
+
+    try:
+        return from_directory(folder)
+    except ValueError as error:
+        raise ValueError(f"{variable}: {error}; expected a folder or OP=FILE[,OP=FILE]") from error
+
+
 @dataclass(frozen=True)
 class Environment:
     """The process environment, parsed. `read()` parses it anew; nothing is cached here. `fk-bench serve` takes its
@@ -32,7 +44,7 @@ class Environment:
 
     enabled     FASTKERNELS=1            the host plugins patch the model that is being built
     ops         FASTKERNELS_OPS          only these ops, comma-separated (default: all that the host has)
-    candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE]: a user's kernels, loaded by name only
+    candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE], or a folder of OP.py files: a user's kernels
     provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: which implementation an op uses
     disable     FASTKERNELS_DISABLE      ops that are off
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
@@ -61,7 +73,7 @@ class Environment:
         return cls(
             enabled=_flag(e.get("FASTKERNELS")),
             ops=_names(e.get("FASTKERNELS_OPS")) or None,
-            candidates=_pairs("FASTKERNELS_CANDIDATES", e.get("FASTKERNELS_CANDIDATES"), "="),
+            candidates=_candidates("FASTKERNELS_CANDIDATES", e.get("FASTKERNELS_CANDIDATES")),
             provider=_pairs("FASTKERNELS_PROVIDER", e.get("FASTKERNELS_PROVIDER"), ":"),
             disable=_names(e.get("FASTKERNELS_DISABLE")),
             strict=_flag(e.get("FASTKERNELS_STRICT")),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, Protocol
 
+from .candidate import resolve
 from .env import Environment
 from .registry import UnknownName, check_names
 
@@ -67,6 +69,8 @@ class Row:
     state   'active': ours is in place; 'off': not used, see reason
     calls   runs of the op's body in that process since the patch (or since the last capture)
     proof   'calls', or 'trace' when kernel names in a profiler trace of a replayed step show it
+    candidate  what of a user's file takes part here, 'function', 'class' or 'function+class', and its path
+    inside     the ops of which a user's function runs inside these modules; their calls are in their own rows
     """
 
     rank: int
@@ -78,6 +82,8 @@ class Row:
     proof: str = ""
     reason: str = ""
     fallbacks: dict[str, int] = field(default_factory=dict)
+    candidate: str = ""
+    inside: list[str] = field(default_factory=list)
 
 
 class Host(Protocol):
@@ -145,6 +151,12 @@ class Report:
     def _calls(self) -> dict[tuple[int, str], int]:
         return {(r.rank, r.op): r.calls for r in self.active}  # a counter is per op, not per host class
 
+    @property
+    def candidates(self) -> dict[str, int]:
+        """{op: calls} of the user's candidates that are in place, over all ranks; see `Row.candidate` for where."""
+        calls: dict[tuple[int, str], int] = {(r.rank, r.op): r.calls for r in self.active if r.candidate}
+        return {op: sum(n for (_, o), n in calls.items() if o == op) for _, op in sorted(calls)}
+
     def refresh(self) -> Report:
         """Read the counters again from every process."""
         self._read(_checked(self.host, self.host.call(self.target, Request("report"))))
@@ -190,6 +202,8 @@ class Report:
         lines = [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
+            state += f"; candidate {r.candidate}" if r.candidate else ""
+            state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""
             state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())
             lines.append(f"  {r.rank:>4} {r.op:<20} {r.host_class:<24} {r.modules:>7} {r.calls:>8}  {state}")
         return "\n".join([head, *lines])
@@ -220,15 +234,15 @@ def _agreed(host: Host, replies: list[dict[str, Any]]) -> str | None:
     return f"ranks {differing} patched something else than rank {min(shapes)}" if differing else None
 
 
-def _request(ops: Iterable[str] | None, candidates: Mapping[str, str] | None, strict: bool | None) -> Request:
+Candidates = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def _request(ops: Iterable[str] | None, candidates: Candidates | None, strict: bool | None) -> Request:
     env = Environment.read()
     names = None if ops is None else check_names(ops)
-    check_names(candidates or ())
+    files = resolve(candidates)
     check_names(env.disable)
-    return Request(
-        "patch", names, {k: str(v) for k, v in (candidates or {}).items()}, env.disable,
-        env.strict if strict is None else strict,
-    )  # fmt: skip
+    return Request("patch", names, files, env.disable, env.strict if strict is None else strict)
 
 
 def find_host(target: Any) -> Host:
@@ -250,18 +264,20 @@ def find_host(target: Any) -> Host:
 def patch(
     target: Any,
     ops: Iterable[str] | None = None,
-    candidates: Mapping[str, str] | None = None,
+    candidates: Candidates | None = None,
     strict: bool | None = None,
 ) -> Report:
     """Put our modules into a live engine or module, or (by a host's name) into every engine built from now on.
 
     target      vllm.LLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers model, or 'vllm' / 'sglang'
     ops         op names; None: all that are on by default for the host
-    candidates  {op: path of a file}: the user's kernel instead of ours; its code runs in the host's processes
+    candidates  {op: path of a file}, or a folder of OP.py files: the user's kernels instead of ours; their code
+                runs in the host's processes
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
 
     Returns a Report (also a context manager; `undo()` restores everything). Raises UnknownName for an op or
-    host that does not exist, PatchError when the patch could not be made; nothing has changed then.
+    host that does not exist, CandidateError for a folder that is none of candidates, PatchError when the patch could
+    not be made; nothing has changed then.
     """
     host = find_host(target)
     request = _request(ops, candidates, strict)
@@ -280,7 +296,7 @@ def patch(
 async def patch_async(
     target: Any,
     ops: Iterable[str] | None = None,
-    candidates: Mapping[str, str] | None = None,
+    candidates: Candidates | None = None,
     strict: bool | None = None,
 ) -> Report:
     """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle."""

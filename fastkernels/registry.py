@@ -67,3 +67,15 @@ def counted(name: str) -> list[Op]:
 
     names = [name] if name in OPS else get(name).calls
     return [OPS[n] for n in names if n in OPS]
+
+
+def reached(name: str) -> set[str]:
+    """The ops that the modules of this op call by name, and what those call."""
+    found: set[str] = set()
+    todo = list(get(name).calls)
+    while todo:
+        called = todo.pop()
+        if called not in found:
+            found.add(called)
+            todo += get(called).calls
+    return found

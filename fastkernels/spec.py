@@ -98,6 +98,7 @@ class OpSpec:
                   COUNTED say what the values say (the experts that have a token); without them bytes_moved and flops
                   take what `inputs` makes at most
     dtype_arg     position of the argument whose dtype is the case's; None: the first floating-point tensor
+    mutates       positions of the arguments that the modules write to; of a functional op its schema says it
     vary          vary(case, rng) -> the same kind of call with other sizes: shapes that no author has seen, at most
                   twice as costly as `case` (fastkernels.shapes.varied)
     activations   positions of the arguments whose values may be of any size: where adversarial values go
@@ -129,6 +130,12 @@ class OpSpec:
     extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
     build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
     dtype_arg: int | None = None
+    mutates: tuple[int, ...] = ()
+
+    def tolerance_for(self, case: Case, dtype: Any) -> Tolerance:
+        """For an output of that torch dtype: a float8 has its own where `tolerance` names it, others the case's."""
+        name = str(dtype).rpartition(".")[2]
+        return self.tolerance[name if name.startswith("float8") and name in self.tolerance else case.dtype]
 
     def targets_for(self, host: str, version: str | None = None) -> list[Target]:
         """The targets of `host`; with a version, only those whose header is for it."""

@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from fastkernels import registry
+from fastkernels.overrides.l1.gelu import gelu
 from fastkernels.overrides.l1.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.l1.gemma_rms_norm import gemma_rms_norm
+from fastkernels.overrides.l1.l2_norm import l2_norm
 from fastkernels.overrides.l1.layer_norm import layer_norm
+from fastkernels.overrides.l1.quick_gelu import quick_gelu
+from fastkernels.overrides.l1.relu2 import relu2
 from fastkernels.overrides.l1.rms_norm import rms_norm
 from fastkernels.overrides.l1.rotary_emb import rotary_emb
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
+from fastkernels.overrides.l1.t5_layer_norm import t5_layer_norm
 
 HIDDEN, HEAD = 1128, 64
 
@@ -35,6 +40,11 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gemma_rms_norm": lambda x: gemma_rms_norm(x, _weight(x), 1e-6),
     "layer_norm": lambda x: layer_norm(x, _weight(x), _weight(x), 1e-6),
     "gelu_and_mul": lambda x: gelu_and_mul(x, "tanh"),
+    "gelu": lambda x: gelu(x, "tanh"),
+    "quick_gelu": quick_gelu,
+    "relu2": relu2,
+    "l2_norm": l2_norm,
+    "t5_layer_norm": lambda x: t5_layer_norm(x, _weight(x), 1e-6),
     "silu_and_mul": silu_and_mul,
     "rotary_emb": _rotated,
 }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from fastkernels import candidate, registry
 from fastkernels.candidate import CandidateError
+from fastkernels.env import Environment
 from fastkernels.registry import UnknownName
 
 FUNCTION = "def silu_and_mul(x):\n    d = x.shape[-1] // 2\n    return x[..., :d] + x[..., d:]\n"
@@ -71,3 +72,65 @@ def test_errors_say_what_is_wrong(write: Callable[[str], str]) -> None:
         candidate.load("silu_and_mul", write("silu = 1\n"))
     with pytest.raises(CandidateError, match="silu_and_mul is int, not a function"):
         candidate.load("silu_and_mul", write("silu_and_mul = 1\n"))
+
+
+def test_a_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
+    for name in ("silu_and_mul", "rms_norm"):
+        (tmp_path / f"{name}.py").write_text("1 / 0\n")  # nothing is imported
+    (tmp_path / "_shared.py").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    found = candidate.from_directory(tmp_path)
+    assert found == {n: str(tmp_path / f"{n}.py") for n in ("rms_norm", "silu_and_mul")}
+    assert candidate.resolve(str(tmp_path)) == candidate.resolve(tmp_path) == found
+    assert candidate.resolve({"rms_norm": tmp_path / "any.py"}) == {"rms_norm": str(tmp_path / "any.py")}
+    assert candidate.resolve(None) == {}
+    with pytest.raises(UnknownName, match="unknown op 'rmsnorm'"):
+        candidate.resolve({"rmsnorm": "any.py"})
+
+
+def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CandidateError, match=r"there is no folder .*nowhere"):
+        candidate.from_directory(tmp_path / "nowhere")
+    with pytest.raises(CandidateError, match=r"has no file OP\.py"):
+        candidate.from_directory(tmp_path)
+    (tmp_path / "silu_and_mul.py").write_text(FUNCTION)
+    (tmp_path / "rmsnorm.py").write_text("")
+    (tmp_path / "zzz.py").write_text("")
+    with pytest.raises(
+        CandidateError, match=r"rmsnorm\.py \(did you mean rms_norm\.py\?\), zzz\.py\. Rename"
+    ):
+        candidate.from_directory(tmp_path)
+
+
+def test_a_folder_in_the_environment(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"FASTKERNELS_CANDIDATES: .*no file OP\.py.*or OP=FILE"):
+        Environment.read({"FASTKERNELS_CANDIDATES": str(tmp_path)})
+    (tmp_path / "silu_and_mul.py").write_text(FUNCTION)
+    folder = Environment.read({"FASTKERNELS_CANDIDATES": f" {tmp_path} "}).candidates
+    pairs = Environment.read(
+        {"FASTKERNELS_CANDIDATES": f"silu_and_mul={tmp_path / 'silu_and_mul.py'}"}
+    ).candidates
+    assert folder == pairs == {"silu_and_mul": str(tmp_path / "silu_and_mul.py")}
+
+
+def test_an_installed_function_serves_its_own_class_through_the_op(write: Callable[[str], str]) -> None:
+    op, x = registry.get("silu_and_mul").op, torch.randn(3, 8)
+    before = op(x)
+    text = FUNCTION + CLASS.replace("return x\n", "return silu_and_mul(x=x)\n")
+    found = candidate.load("silu_and_mul", write(text))
+    made = found.classes["VllmSiluAndMul"]()
+    undo = candidate.install(found)
+    assert undo is not None
+    again = candidate.load("silu_and_mul", found.path)
+    second = candidate.install(again)  # of another engine, say
+    assert again.function is found.function and second is not None
+    try:
+        calls = op.calls
+        assert torch.equal(made(x), x[:, :4] + x[:, 4:]) and op.calls == calls + 1
+        second()
+        assert torch.equal(op(x), x[:, :4] + x[:, 4:]) and torch.equal(made(x), op(x))
+    finally:
+        undo()
+    calls = op.calls
+    assert torch.equal(op(x), before) and torch.equal(made(x), x[:, :4] + x[:, 4:]) and op.calls == calls + 1
+    assert candidate.install(candidate.load("silu_and_mul", write(CLASS))) is None

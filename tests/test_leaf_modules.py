@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +15,22 @@ import torch.nn.functional as F
 
 from fastkernels import registry
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.overrides.l1.gelu import gelu
 from fastkernels.overrides.l1.gelu_and_mul import VllmGeluAndMul, gelu_and_mul
 from fastkernels.overrides.l1.gemma_rms_norm import SGLangGemmaRMSNorm, gemma_rms_norm
+from fastkernels.overrides.l1.l2_norm import SGLangL2Norm, l2norm_fwd, transformers_l2norm
 from fastkernels.overrides.l1.layer_norm import SGLangLayerNorm, VllmLayerNorm, layer_norm
+from fastkernels.overrides.l1.t5_layer_norm import TransformersT5LayerNorm, t5_layer_norm
 
 OPS = ("gelu_and_mul", "gemma_rms_norm", "layer_norm")
 TARGETS = sorted({(name, t.host, t.cls) for name in OPS for t in registry.get(name).targets})
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: torch.where(x > 0, x * x, torch.zeros_like(x)),
+}
+ACTIVATIONS = sorted({(n, t.cls) for n in ("gelu", "quick_gelu", "relu2") for t in registry.get(n).targets})
 
 
 def randn(*size: int, seed: int = 0) -> torch.Tensor:
@@ -107,10 +121,94 @@ def test_what_is_not_supported_is_said() -> None:
         gemma_rms_norm(torch.ones(2, 5), torch.ones(5), 1e-6, torch.ones(1, 5))
     with pytest.raises(ValueError, match=r"bias \(4,\) is not for x \(2, 5\)"):
         layer_norm(torch.ones(2, 5), None, torch.ones(4), 1e-6)
+    with pytest.raises(ValueError, match="gelu: approximate must be 'none' or 'tanh', got 'erf'"):
+        gelu(torch.ones(2, 4), "erf")
+    with pytest.raises(ValueError, match=r"weight \(4,\) is not for x \(2, 5\)"):
+        t5_layer_norm(torch.ones(2, 5), torch.ones(4), 1e-6)
     module = VllmGeluAndMul()
     assert VllmGeluAndMul.supports(module) is None
     module.approximate = "fast"
     assert "approximate='fast'" in (VllmGeluAndMul.supports(module) or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "cls"), ACTIVATIONS, ids=lambda v: v)
+def test_activation_is_the_formula(name: str, cls: str, dtype: torch.dtype) -> None:
+    module = getattr(registry.op_module(name), cls)()
+    assert not list(module.parameters()) and not list(module.buffers())
+    with_erf = cls in ("VllmGELU", "TransformersGELUActivation")
+    formula = PLAIN["gelu_tanh" if name == "gelu" and not with_erf else name]
+    x = 3 * randn(7, 126).to(dtype)
+    before = registry.get(name).op.calls
+    out = module(x)
+    assert out.dtype == dtype and registry.get(name).op.calls == before + 1
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(out.double(), formula(x.double()), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gelu", "quick_gelu", "relu2", "l2_norm", "t5_layer_norm"])
+def test_dims_are_of_the_arguments_and_vary(name: str) -> None:
+    """dims_of gives back what inputs were made from; a varied case is one of the same kind, of other sizes."""
+    spec, rng = registry.get(name), random.Random(3)
+    assert spec.dims_of is not None and spec.vary is not None
+    for case in spec.cases:
+        small = replace(case, dims={k: min(v, 9) if isinstance(v, int) else v for k, v in case.dims.items()})
+        arguments = spec.inputs(small, "cpu", torch.Generator().manual_seed(0))
+        dims = {
+            k: v for k, v in small.dims.items() if v != small.dtype
+        }  # a dtype that is the case's says nothing
+        assert {k: v for k, v in spec.dims_of(*arguments).items() if v != small.dtype} == dims
+        varied = [spec.vary(case, rng) for _ in range(5)]
+        assert all(v.dims.keys() == case.dims.keys() and v.dtype == case.dtype for v in varied)
+        assert len({str(v.dims) for v in varied}) > 1
+        assert all(
+            1 <= v.dims[k] <= 2 * n for v in varied for k, n in case.dims.items() if isinstance(n, int)
+        )
+
+
+@pytest.mark.parametrize("name", ["gelu", "quick_gelu", "relu2", "l2_norm", "t5_layer_norm"])
+def test_a_built_module_is_the_reference(name: str) -> None:
+    spec = registry.get(name)
+    assert spec.build is not None
+    for target in (t for t in spec.targets if t.seam == "leaf"):
+        cls, ran = getattr(registry.op_module(name), target.cls), 0
+        for case in (c for c in spec.cases if "odd" in c.tags):
+            arguments = spec.inputs(case, "cpu", torch.Generator().manual_seed(1))
+            try:
+                call = spec.build(cls, arguments)
+            except ValueError as error:  # the other of gelu's two functions
+                assert name == "gelu" and f"{target.cls} computes approximate=" in str(error)
+                continue
+            ran += 1
+            assert torch.equal(call(), spec.reference(*arguments))
+        assert ran >= 3
+
+
+def test_t5_norm_ends_in_the_weights_dtype() -> None:
+    """As in transformers: T5 in float16 keeps some projections in float32, and the norm's result is float16."""
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    for x_dtype, w_dtype in itertools.product((torch.float32, torch.float16, torch.bfloat16), repeat=2):
+        theirs, ours = T5LayerNorm(63, 1e-3).to(w_dtype), TransformersT5LayerNorm(63, 1e-3).to(w_dtype)
+        with torch.no_grad():
+            theirs.weight.copy_(randn(63))
+        ours.load_state_dict(theirs.state_dict())
+        x = (3 * randn(4, 5, 63, seed=1)).to(x_dtype)
+        assert theirs(x).dtype == ours(x).dtype == w_dtype
+        torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_l2_norm_is_the_hosts() -> None:
+    """With a sum and not a mean, eps inside the root, the dtype that is asked for, and any dimension."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import l2norm
+
+    x = randn(3, 5, 63)
+    torch.testing.assert_close(l2norm_fwd(x, 0.5), x / (x.square().sum(-1, keepdim=True) + 0.5).sqrt())
+    assert l2norm_fwd(x, output_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert SGLangL2Norm(output_dtype=torch.float16)(x).dtype == torch.float16
+    for dim in (-1, 0, 1):
+        torch.testing.assert_close(transformers_l2norm(x, dim, 1e-2), l2norm(x, dim, 1e-2))
+    assert not l2norm_fwd(torch.zeros(2, 4)).any()
 
 
 def layouts() -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from fastkernels import registry
 from fastkernels.overrides.l1 import moe_align, topk_softmax
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
 from fastkernels.overrides.l2 import fused_experts, sparse_moe
-from fastkernels.overrides.l3 import mixtral_decoder_layer
+from fastkernels.overrides.l3 import _layer_calls, mixtral_decoder_layer
 
 INF, NAN = math.inf, math.nan
 
@@ -262,18 +262,22 @@ def test_layer_is_its_reference(target: Any) -> None:
         p.data = randn(*p.shape, seed=n) + ("norm" in name)
     x, residual = randn(7, 24, seed=50), randn(7, 24, seed=51)
     moe = layer.block_sparse_moe
-    weights = {
-        "input_layernorm": layer.input_layernorm.weight, "gate": moe.gate.weight, "w1": moe.experts.w13_weight,
-        "post_attention_layernorm": layer.post_attention_layernorm.weight, "w2": moe.experts.w2_weight,
-    }  # fmt: skip
+    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    weights = moe.gate.weight, moe.experts.w13_weight, moe.experts.w2_weight
+
+    def around(before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return _layer_calls.around(
+            x, before, norms, torch.neg, lambda h: sparse_moe.reference(h, *weights, 2), 1e-5
+        )
+
     batch = {} if target.host == "vllm" else {"forward_batch": None}
     positions = torch.arange(7)
     if "residual" not in layer.forward.__code__.co_varnames[:5]:
-        hidden, stream = mixtral_decoder_layer.reference(x, None, weights, torch.neg, 2, 1e-5)
+        hidden, stream = around(None)
         close(layer(positions, x, **batch), hidden + stream)
         return
     for before in (None, residual):
-        want = mixtral_decoder_layer.reference(x, before, weights, torch.neg, 2, 1e-5)
+        want = around(before)
         given = None if before is None else before.clone()
         for got, wanted in zip(layer(positions, x.clone(), residual=given, **batch), want, strict=True):
             close(got, wanted)

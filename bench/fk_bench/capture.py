@@ -93,7 +93,7 @@ def capture_command(
     ok = bool(capture.ops) and not capture.problems
     if not json_only:
         _show(capture, off)
-    size = sum(f.stat().st_size for f in folder.iterdir() if f.name != "host.log")
+    size = sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".log")
     last_line({
         "command": COMMAND, "ok": ok, "ops": len(capture.ops), "signatures": capture.signatures,
         "calls": capture.calls, "bytes": size, "out": str(folder),
@@ -149,9 +149,8 @@ def _run(
     folder: Path, meta: dict[str, Any], timeout: float,
 ) -> dict[str, str]:  # fmt: skip
     """Have the host's process write the folder. Returns {op: why it was not put into the host}."""
-    engine = Host(
-        host, python, settings, folder / "host.log", "capture_host.py", _environment(host, settings["model"])
-    )
+    env = _environment(host, settings["model"])
+    engine = Host(host, python, settings, folder, script="capture_host.py", env=env)
     try:
         with Display(Console(stderr=True), len(waves) + 1) as display:
             display.doing(f"{host} starts, eager")

@@ -21,6 +21,7 @@ COMMANDS = {
         "listing:list_command",
         "ops, hosts or models; --signatures: how exactly each op matches each host version",
     ),
+    "stubs": ("stubs:stubs_command", "for each op a candidate file that works, to start from"),
     "export": ("export:export_command", "an op as one self-contained file for a fork"),
     "serve": ("serve:serve_command", "an OpenAI-compatible server on our own engine"),
     "serve-compare": (
@@ -34,6 +35,10 @@ COMMANDS = {
     "capture": (
         "capture:capture_command",
         "record what a model asks of each op, in our engine or in a host: shapes, routing, block tables",
+    ),
+    "kernels": (
+        "kernels:kernels_command",
+        "ops judged case by case: a candidate, or ours, against what production runs",
     ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),

@@ -231,7 +231,8 @@ def diff_command(
     metrics: Annotated[str, typer.Option(help="comma-separated, default: the headline metrics")] = "",
     json_only: _JSON = False,
 ) -> None:
-    """The ratio of two runs per lane, load and metric, with its confidence interval; above 1 is better."""
+    """The ratio of two runs per lane, load and metric, or per kernel case, with its confidence interval; above 1 is
+    better."""
     from . import diff
 
     try:
@@ -240,12 +241,9 @@ def diff_command(
     except ConfigError as error:
         _fail("diff", str(error))
     if not json_only:
-        columns = ["lane", "at", "metric", "A", "B", "ratio", "ci95", "verdict"]
-        table(
-            f"{run_b} against {run_a}; above 1 is better",
-            columns,
-            [diff.cells(line) for line in result["ratios"]],
-        )
+        table(f"{run_b} against {run_a}; above 1 is better", *diff.shown(result))
+        if result.get("mark"):
+            print(result["mark"])
         for problem in result["problems"]:
             print(problem)
     last_line(result)

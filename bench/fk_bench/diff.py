@@ -9,22 +9,29 @@ from typing import Any
 
 from . import rows, stats
 from .config import ConfigError
+from .rows import Row
 from .summary import HIGHER_IS_BETTER, Cell
 from .summary import cells as make_cells
 
 METRICS = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50")
 
 
-def load(path: Path) -> tuple[list[Cell], list[str]]:
-    """The cells of a run and the warnings about its lines. Raises ConfigError when there is no result."""
+COLUMNS = ("lane", "at", "metric", "A", "B", "ratio", "ci95", "verdict")
+
+
+def load(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a run and the warnings about its lines. Raises ConfigError when there is no run."""
     file = path / "rows.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"no such run: {path} (a folder with rows.jsonl, or that file)")
-    found, warnings = rows.read(file)
+    return rows.read(file)
+
+
+def _cells(path: Path, found: Sequence[Row]) -> list[Cell]:
     made = make_cells(found)
     if not made:
-        raise ConfigError(f"{file} has no finished round")
-    return made, warnings
+        raise ConfigError(f"{path} has no finished round")
+    return made
 
 
 def compare(
@@ -34,8 +41,18 @@ def compare(
 
     ratio = B / A where more is better, A / B where less is: 1.0 is as good as A, 0.9 a tenth worse. Its interval is a
     bootstrap over rounds. The gate looks at the ratio itself; 'verdict' says 'worse' only when the interval is too.
+    Two kernel runs are compared case by case, by their speed-ups: kernels_diff.
     """
-    (a, warn_a), (b, warn_b) = load(run_a), load(run_b)
+    (rows_a, warn_a), (rows_b, warn_b) = load(run_a), load(run_b)
+    kernels = [any(r.command == "kernels" for r in found) for found in (rows_a, rows_b)]
+    if any(kernels):
+        from . import kernels_diff
+
+        if not all(kernels):
+            raise ConfigError(f"{run_b if kernels[0] else run_a} is not a kernels run, the other is")
+        found = kernels_diff.compare(run_a, run_b, rows_a, rows_b, fail_under)
+        return {**found, "problems": [*warn_a, *warn_b, *found["problems"]]}
+    a, b = _cells(run_a, rows_a), _cells(run_b, rows_b)
     known = {m for cell in (*a, *b) for m in cell.mean}
     for metric in metrics:
         if metric not in known:
@@ -76,6 +93,15 @@ def _ratio(a: Cell, b: Cell, metric: str, fail_under: float) -> dict[str, Any]:
         "ratio": ratio if finite else None, "ci95": interval, "verdict": verdict,
         "failed": not finite or ratio < fail_under,
     }  # fmt: skip
+
+
+def shown(result: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
+    """(columns, lines) of the table of a comparison."""
+    if "agree" in result:
+        from . import kernels_diff
+
+        return kernels_diff.COLUMNS, [kernels_diff.cells(line) for line in result["ratios"]]
+    return COLUMNS, [cells(line) for line in result["ratios"]]
 
 
 def cells(line: dict[str, Any]) -> list[str]:

@@ -20,6 +20,8 @@ from uuid import uuid4
 import psutil
 import typer
 
+from fastkernels.candidate import CandidateError, from_directory
+
 from . import machine, rows
 from .config import ConfigError, comma_list
 from .output import fail, last_line, table
@@ -27,6 +29,7 @@ from .rows import Row, Status, Subject
 
 HOSTS = ("fastkernels", "vllm", "sglang")
 COMMAND = "e2e"
+WITH = "+candidates"  # behind a host's name: the lane that has them
 
 
 class HostFailed(RuntimeError):
@@ -34,13 +37,19 @@ class HostFailed(RuntimeError):
 
 
 class Host:
-    """One host's engine in its own process, which runs `script` of this folder; `log` keeps what it prints."""
+    """One host's engine in its own process, with the candidates of a folder or without; `log` keeps what it prints.
+
+    script: the file of this folder that the process runs; env: what its environment has beside ours
+    """
 
     def __init__(
-        self, name: str, python: str, settings: dict[str, Any], log: Path, script: str = "offline.py",
-        env: Mapping[str, str] | None = None,
+        self, name: str, python: str, settings: dict[str, Any], folder: Path, candidate: str | None = None,
+        script: str = "offline.py", env: Mapping[str, str] | None = None,
     ):  # fmt: skip
-        self.name, self.python, self.log = name, python, log
+        self.name, self.python, self.candidate = name, python, candidate
+        self.lane = name + (WITH if candidate else "")
+        log = self.log = folder / f"{self.lane}.log"
+        settings = {**settings, "candidate": candidate}
         file = Path(__file__).with_name(script)
         with open(log, "wb") as out:
             self.process = subprocess.Popen(
@@ -68,7 +77,7 @@ class Host:
                 what = f"ended with status {self.process.returncode}"
         if line is None:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise HostFailed(f"{self.name}: {what}; the end of {self.log}:\n{tail}")
+            raise HostFailed(f"{self.lane}: {what}; the end of {self.log}:\n{tail}")
         return json.loads(line)
 
     def tell(self, work: dict[str, Any]) -> None:
@@ -129,6 +138,10 @@ def e2e_command(
         typer.Option(help="of the GPU, for each host (default: 0.9 over their number)", show_default=False),
     ] = 0.0,
     engine_args: Annotated[list[str] | None, typer.Option(help="HOST=JSON of more engine arguments")] = None,
+    candidate: Annotated[
+        Path | None,
+        typer.Option(help="folder of OP.py files: every host runs without them and, beside it, with them"),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="seconds for a start or a round")] = 600.0,
     seed: Annotated[int, typer.Option(help="of the prompts, with the round and the number of requests")] = 0,
     out: Annotated[
@@ -152,7 +165,9 @@ def e2e_command(
             raise ConfigError(f"--hosts: unknown host {unknown[:1]}, known: {', '.join(HOSTS)}")
         if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
             raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
-    except (ConfigError, json.JSONDecodeError) as error:
+        if candidate is not None:
+            from_directory(candidate)
+    except (ConfigError, CandidateError, json.JSONDecodeError) as error:
         fail(str(error))
     folder = out or Path("fk-bench-runs") / time.strftime("e2e-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,20 +189,22 @@ def e2e_command(
         model = str(small_model())
     longest = input_len + output_len + 16
     kv_tokens = -(-max(counts) * longest * 33 // 32 // 16) * 16
+    with_them = [] if candidate is None else [str(candidate.expanduser().resolve())]
+    lanes = [(name, files) for name in names for files in (None, *with_them)]
     settings: dict[str, Any] = {
         "model": model, "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
         "max_model_len": longest, "max_num_seqs": max(counts), "kv_tokens": kv_tokens,
-        "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share or 0.9 / len(names),
+        "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share or 0.9 / len(lanes),
         "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     vocab = _vocab(model)
     made = []
     started: list[Host] = []
     try:
-        for name in names:
+        for name, files in lanes:
             own = {**settings, "engine_args": extra.get(name, {})}
-            started.append(Host(name, pythons.get(name, sys.executable), own, folder / f"{name}.log"))
-            _check_size(name, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
+            started.append(Host(name, pythons.get(name, sys.executable), own, folder, files))
+            _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
         for count in counts:
             for r in range(-1, rounds):  # the first round warms up
                 prompts = _prompts(f"{seed} {count} {r}", count, input_len, vocab)
@@ -236,6 +253,11 @@ def _round(
 ) -> Row:  # fmt: skip
     seconds, expected = found["seconds"], count * output_len
     wrong = found["output_tokens"] != expected
+    reason = f"{found['output_tokens']} tokens generated, {expected} asked for" if wrong else ""
+    status = Status.WRONG if wrong else Status.OK
+    live = found.get("live")
+    if live is not None and not any(live.values()):
+        status, reason = Status.FAILED, "none of the candidates ran"
     metrics = {
         "seconds": seconds,
         "output_tokens_per_s": found["output_tokens"] / seconds,
@@ -244,17 +266,19 @@ def _round(
     }
     case = {"kind": "offline", "requests": count, "input_len": input_len, "output_len": output_len}
     case |= {k: settings[k] for k in ("dtype", "load_format", "tensor_parallel", "kv_tokens")}
+    case |= {} if live is None else {"live": live}
+    subject = Subject(model=settings["model"], host=host.name, candidate=host.candidate)
     return _row(
-        host.name, case, metrics, round=r, subject=Subject(model=settings["model"], host=host.name),
-        versions=machine.interpreter(host.python).versions, status=Status.WRONG if wrong else Status.OK,
-        reason=f"{found['output_tokens']} tokens generated, {expected} asked for" if wrong else "",
+        host.name, case, metrics, round=r, subject=subject, baseline=host.name if host.candidate else None,
+        versions=machine.interpreter(host.python).versions, status=status, reason=reason,
     )  # fmt: skip
 
 
 def _show(made: Sequence[Row], folder: Path, json_only: bool) -> None:
     found: dict[tuple[str, int, int], list[Row]] = {}
     for row in made:
-        key = (row.subject.host or "", row.case["requests"], row.case.get("context", 0))
+        lane = (row.subject.host or "") + (WITH if row.subject.candidate else "")
+        key = (lane, row.case["requests"], row.case.get("context", 0))
         found.setdefault(key, []).append(row)
     lines = []
     for (host, count, context), group in found.items():

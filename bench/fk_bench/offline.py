@@ -1,9 +1,9 @@
 """One host's offline engine in a process of its own: `python offline.py JSON`, run by that host's interpreter.
 
-Reads lines {"prompts": [[token ids]], "output_len": n} and answers each with {"seconds": s, "output_tokens": n}, on the
-file descriptor that standard output was; its first line there is {"kv_tokens": n}, the size of its KV cache. What the
-host prints goes to standard error. Imports nothing of ours but the
-engine that it runs.
+Reads lines {"prompts": [[token ids]], "output_len": n} and answers each with {"seconds": s, "output_tokens": n} and,
+with candidates, "live": {op: calls}, on the file descriptor that standard output was; its first line there is
+{"kv_tokens": n}, the size of its KV cache. What the host prints goes to standard error. Imports nothing of ours but the
+engine that it runs, and the patcher where there are candidates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 Generate = Callable[[list[list[int]], int], int]  # prompts, tokens to generate of each -> tokens generated
 
 
-def fastkernels(options: dict[str, Any]) -> tuple[Generate, int]:
+def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     from fastkernels import LLM, SamplingParams
 
     settings = {
@@ -33,10 +33,10 @@ def fastkernels(options: dict[str, Any]) -> tuple[Generate, int]:
         return sum(len(o.outputs[0].token_ids) for o in llm.generate(prompts, params))
 
     blocks = llm.llm_engine.blocks
-    return generate, blocks.num_usable * blocks.block_size
+    return generate, blocks.num_usable * blocks.block_size, llm
 
 
-def vllm(options: dict[str, Any]) -> tuple[Generate, int]:
+def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     from vllm import LLM, SamplingParams
 
     settings = {
@@ -56,10 +56,10 @@ def vllm(options: dict[str, Any]) -> tuple[Generate, int]:
         return sum(len(o.outputs[0].token_ids) for o in outputs)
 
     cache = llm.llm_engine.vllm_config.cache_config
-    return generate, cache.num_gpu_blocks * cache.block_size
+    return generate, cache.num_gpu_blocks * cache.block_size, llm
 
 
-def sglang(options: dict[str, Any]) -> tuple[Generate, int]:
+def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     import sglang
 
     settings: dict[str, Any] = {
@@ -85,7 +85,16 @@ def sglang(options: dict[str, Any]) -> tuple[Generate, int]:
         outputs = engine.generate(input_ids=prompts, sampling_params=params)
         return sum(o["meta_info"]["completion_tokens"] for o in outputs)
 
-    return generate, int(engine.get_server_info()["max_total_num_tokens"])
+    return generate, int(engine.get_server_info()["max_total_num_tokens"]), engine
+
+
+def patched(engine: Any, candidates: str) -> Any:
+    """The report of a patch with the candidates of a folder, and with nothing else of ours."""
+    import fastkernels as library
+    from fastkernels.candidate import from_directory
+
+    files = from_directory(candidates)
+    return library.patch(engine, ops=list(files), candidates=files)
 
 
 def main() -> None:
@@ -93,13 +102,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # hosts print on standard output
     hosts = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}
-    generate, kv_tokens = hosts[options["host"]](options)
+    generate, kv_tokens, engine = hosts[options["host"]](options)
+    report = patched(engine, options["candidate"]) if options.get("candidate") else None
     print(json.dumps({"kv_tokens": kv_tokens}), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         start = time.perf_counter()
         tokens = generate(work["prompts"], work["output_len"])
-        answer = {"seconds": time.perf_counter() - start, "output_tokens": tokens}
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - start, "output_tokens": tokens}
+        if report is not None:
+            answer["live"] = report.refresh().candidates
+            report.reset()
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -24,7 +24,8 @@ def _style(lane: str) -> dict[str, Any]:
     return {"name": lane, "legendgroup": lane, "line": line, "marker": marker, "mode": "lines+markers"}
 
 
-def _layout(figure: Any, title: str, x: str, y: str) -> Any:
+def layout(figure: Any, title: str, x: str, y: str) -> Any:
+    """What all figures of our reports have in common."""
     figure.update_layout(
         title=title, template="plotly_white", height=420, margin={"l": 70, "r": 20, "t": 50, "b": 55},
         legend={"orientation": "h", "y": -0.22}, font={"family": "system-ui, sans-serif", "size": 13},
@@ -57,7 +58,7 @@ def pareto(results: Sequence[LaneResult]) -> Any:
                 hovertemplate="%{text}: %{y:.1f} tok/s at %{x:.1f} tok/s per user", **_style(result.lane),
             )  # fmt: skip
     unit = "output tokens/s per GPU" if y.endswith("gpu") else "output tokens/s"
-    return _layout(figure, "Throughput against interactivity (Pareto)", "tokens/s per user", unit)
+    return layout(figure, "Throughput against interactivity (Pareto)", "tokens/s per user", unit)
 
 
 def against_load(results: Sequence[LaneResult], metric: str, title: str) -> Any:
@@ -72,7 +73,7 @@ def against_load(results: Sequence[LaneResult], metric: str, title: str) -> Any:
                 x=[cell.level.label for cell in points], y=[cell.mean[metric] for cell in points],
                 error_y=_errors(points, metric), **_style(result.lane),
             )  # fmt: skip
-    return _layout(figure, title, "load (c: requests in flight, rate: requests/s)", _unit(metric))
+    return layout(figure, title, "load (c: requests in flight, rate: requests/s)", _unit(metric))
 
 
 def percentiles(results: Sequence[LaneResult], level: Level, name: str, title: str) -> Any:
@@ -91,7 +92,7 @@ def percentiles(results: Sequence[LaneResult], level: Level, name: str, title: s
                 "pattern": {"shape": "/" if patched else ""},
             }
             figure.add_bar(x=[p for p, _ in found], y=[v for _, v in found], name=cell.lane, marker=marker)
-    return _layout(
+    return layout(
         figure, f"{title} at {level.label}", "percentile over requests, mean over rounds", LABELS[name]
     )
 
@@ -104,7 +105,7 @@ def rounds(results: Sequence[LaneResult], level: Level, metric: str = "output_to
     for cell in (c for r in results for c in r.cells if c.level == level):
         numbered = [(r + 1, m[metric]) for r, m in sorted(cell.rounds.items()) if metric in m]
         figure.add_scatter(x=[r for r, _ in numbered], y=[v for _, v in numbered], **_style(cell.lane))
-    figure = _layout(figure, f"Throughput round by round at {level.label}", "round", _unit(metric))
+    figure = layout(figure, f"Throughput round by round at {level.label}", "round", _unit(metric))
     return figure.update_xaxes(dtick=1)
 
 
@@ -116,7 +117,7 @@ def _unit(metric: str) -> str:
 
 
 def all_figures(results: Sequence[LaneResult]) -> list[tuple[str, str]]:
-    """[(id, HTML fragment)]; the first one carries the whole of plotly.js, so that the page loads nothing."""
+    """[(id, HTML fragment)] of a serve-compare report."""
     levels = [cell.level for r in results for cell in r.cells]
     if not levels:
         return []
@@ -130,11 +131,17 @@ def all_figures(results: Sequence[LaneResult]) -> list[tuple[str, str]]:
         ("itl-percentiles", percentiles(results, top, "itl_ms", "Inter-token latency")),
         ("rounds", rounds(results, top)),
     ]
+    return fragments(figures)
+
+
+def fragments(figures: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """[(id, HTML fragment)] of the figures that show something; the first one carries the whole of plotly.js, so that
+    the page loads nothing."""
     made = []
     for i, (name, figure) in enumerate(f for f in figures if f[1].data):
         html = figure.to_html(
             full_html=False, include_plotlyjs=i == 0, include_mathjax=False, div_id=f"plot-{name}",
-            default_width="100%", default_height="420px",
+            default_width="100%", default_height=f"{figure.layout.height or 420}px",
             config={"displaylogo": False, "responsive": True},
         )  # fmt: skip
         made.append((name, html))

@@ -36,6 +36,10 @@ def render(run: Path) -> Path:
     found, warnings = rows.read(file)
     if not found:
         raise ConfigError(f"{file} has no result row")
+    if found[0].command == "kernels":
+        from . import kernels_report
+
+        return kernels_report.render(run, found, warnings)
     path = run / "report.html"
     partial = path.with_suffix(".partial")
     partial.write_text(html(found, warnings))

@@ -1,4 +1,4 @@
-"""Confidence intervals over rounds: Student's t for a mean, the bootstrap for a ratio of two means."""
+"""Confidence intervals: Student's t for a mean, the bootstrap for ratios, the delta method for a geometric mean."""
 
 from __future__ import annotations
 
@@ -57,3 +57,48 @@ def bootstrap_ratio(
     ratios = a[i].mean(axis=1)[means != 0] / means[means != 0]
     low, high = np.percentile(ratios, (2.5, 97.5))
     return ratio, (float(low), float(high))
+
+
+def median_ratio(
+    numerator: Sequence[float], denominator: Sequence[float], draws: int = 4000, seed: int = 0
+) -> tuple[float, tuple[float, float] | None]:
+    """median(numerator) / median(denominator) and its paired bootstrap 95% interval (None with fewer than three pairs).
+
+    Value i of both sides was measured in the same batch, one after the other: pairs are drawn, so that what slows
+    the machine for a while cancels.
+    Raises ValueError for unequal numbers of values, for none, and for a denominator that is not positive.
+    """
+    a, b = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
+    if len(a) != len(b) or not len(a):
+        raise ValueError(f"paired values come in equal numbers, one or more, got {len(a)} and {len(b)}")
+    if not (b > 0).all():
+        raise ValueError(f"the denominator of a ratio must be positive, got {b.min():g}")
+    ratio = float(np.median(a) / np.median(b))
+    if len(a) < 3:
+        return ratio, None
+    drawn = np.random.default_rng(seed).integers(0, len(a), (draws, len(a)))
+    low, high = np.percentile(np.median(a[drawn], axis=1) / np.median(b[drawn], axis=1), (2.5, 97.5))
+    return ratio, (float(low), float(high))
+
+
+def geometric_mean(
+    values: Sequence[float],
+    weights: Sequence[float] | None = None,
+    intervals: Sequence[tuple[float, float] | None] | None = None,
+) -> tuple[float, tuple[float, float] | None]:
+    """exp(sum(w * log(v)) / sum(w)) and its 95% interval from those of the values; None if one of them has none.
+
+    The values were measured apart from each other, so the variances of their logarithms add up.
+    Raises ValueError without a value, and for values or weights that are not positive.
+    """
+    v = np.asarray(values, dtype=float)
+    w = np.ones(len(v)) if weights is None else np.asarray(weights, dtype=float)
+    if not len(v) or len(v) != len(w) or not (v > 0).all() or not (w > 0).all():
+        raise ValueError(f"a geometric mean needs positive values and weights, got {list(v)} and {list(w)}")
+    w = w / w.sum()
+    mean = float(w @ np.log(v))
+    if intervals is None or any(i is None or not 0 < i[0] <= i[1] for i in intervals):
+        return math.exp(mean), None
+    bounds = np.log(np.asarray(intervals, dtype=float))
+    half = math.sqrt(float(((w * (bounds[:, 1] - bounds[:, 0]) / 2) ** 2).sum()))
+    return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))

@@ -7,7 +7,7 @@ captured again when all ranks have changed: capture runs collectives.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from torch import nn
 
 from fastkernels import candidate as loader
 from fastkernels import registry
-from fastkernels.dispatch import OPS, Op, Provider
+from fastkernels.dispatch import OPS
 from fastkernels.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .runner import ModelRunner
 
 Reply = dict[str, Any]
+UNCALLED = "candidate: nothing has called it"
 
 
 class Patched:
@@ -81,6 +82,28 @@ class RankPatch:
 
     rows: list[Row] = field(default_factory=list)
     steps: list[Callable[[], None]] = field(default_factory=list)
+    put: list[Put] = field(default_factory=list)
+
+    def put_in(self, model: nn.Module, name: str, path: str) -> None:
+        """A candidate's function before the op's providers, its classes as `__class__` of their instances."""
+        found, done = loader.load(name, path), Put(name, path)
+        self.put.append(done)
+        undo = loader.install(found)
+        if undo is not None:
+            self.steps.append(undo)
+            done.kinds.append("function")
+        for cls_name, cls in found.classes.items():
+            ours: Any = getattr(registry.op_module(name), cls_name)
+            methods = ("forward",) if hasattr(cls, "forward") else getattr(ours, "live_methods", ())
+            body = {m: getattr(cls, m) for m in methods}
+            live = type(ours.__name__, (ours,), {**body, "__module__": ours.__module__})
+            for instance in _instances(model, ours):
+                instance.__class__ = live
+                self.steps.append(partial(setattr, instance, "__class__", ours))
+                if "class" not in done.kinds:
+                    done.kinds.append("class")
+        if not done.kinds:
+            done.problem = f"the model has no module of {', '.join(found.classes)}"
 
     def report(self) -> list[Row]:
         """The rows, with the counters as they are now."""
@@ -89,6 +112,8 @@ class RankPatch:
             row.calls = sum(op.calls for op in ops)
             row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
             row.proof = "calls" if row.calls else ""
+            if row.reason == UNCALLED and row.calls:  # by the engine itself, as `sampling` is
+                row.state, row.reason = "active", "candidate"
         return self.rows
 
     def reset(self) -> None:
@@ -138,10 +163,15 @@ def apply(runner: ModelRunner, request: Request) -> RankPatch:
     patched = RankPatch()
     names = None if request.ops is None else registry.check_names(request.ops)
     try:
-        swapped = _put_in(patched, runner.model, request.candidates)
-        patched.rows = rows(runner, names, swapped)
+        for name, path in request.candidates.items():
+            patched.put_in(runner.model, name, path)
+        if request.candidates and not any(p.kinds for p in patched.put):
+            raise PatchError("; ".join(f"candidate {p.path}: {p.problem}" for p in patched.put))
+        patched.rows = rows(runner, names, patched.put)
         if not patched.rows:
             raise PatchError(f"nothing to patch: the model runs none of {', '.join(names or ())}")
+        if request.strict and (off := [p for p in patched.put if not p.kinds]):
+            raise PatchError("strict: " + "; ".join(f"candidate {p.path}: {p.problem}" for p in off))
         patched.reset()
     except Exception as error:
         patched.undo()
@@ -151,39 +181,27 @@ def apply(runner: ModelRunner, request: Request) -> RankPatch:
     return patched
 
 
-def _put_in(patched: RankPatch, model: nn.Module, candidates: Mapping[str, str]) -> set[str]:
-    """Functions replace the op's providers, classes the `__class__` of their instances. Returns the ops changed."""
-    changed = set()
-    for name, path in candidates.items():
-        found = loader.load(name, path)
-        op, module = registry.get(name).op, registry.op_module(name)
-        if found.function is not None and op is not None:
-            patched.steps.append(partial(_restore, op, op.candidate))
-            op.set_candidate(found.function, f"candidate {path}")
-            changed.add(name)
-        for cls_name, cls in found.classes.items():
-            ours: Any = getattr(module, cls_name)
-            body = {"forward": getattr(cls, "forward"), "__module__": ours.__module__}  # noqa: B009
-            live = type(ours.__name__, (ours,), body)
-            for instance in [m for m in model.modules() if type(m) is ours]:
-                instance.__class__ = live
-                patched.steps.append(partial(setattr, instance, "__class__", ours))
-                changed.add(name)
-        if name not in changed:
-            raise PatchError(f"candidate {path}: the model has no module of {', '.join(found.classes)}")
-    return changed
+@dataclass
+class Put:
+    """A candidate that was asked for: what of it is in (`kinds`: function, class), or why it is not."""
+
+    op: str
+    path: str
+    kinds: list[str] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{'+'.join(self.kinds)} {self.path}"
 
 
-def _restore(op: Op, previous: Provider | None) -> None:
-    if previous is None:
-        op.set_candidate(None)
-    else:
-        op.set_candidate(previous.fn, previous.name)
+def _instances(model: nn.Module, ours: type) -> list[Any]:
+    """The modules of exactly this class of ours, or the method objects of modules."""
+    parts = [*model.modules(), *(getattr(m, "quant_method", None) for m in model.modules())]
+    return list({id(p): p for p in parts if type(p) is ours}.values())
 
 
-def rows(
-    runner: ModelRunner, names: tuple[str, ...] | None = None, changed: set[str] | None = None
-) -> list[Row]:
+def rows(runner: ModelRunner, names: tuple[str, ...] | None = None, put: Sequence[Put] = ()) -> list[Row]:
     """One row for each op class in the model, and one for each op that only other modules call."""
     kinds: dict[str, list[type]] = {}
     model: nn.Module = runner.model
@@ -193,10 +211,22 @@ def rows(
             if registry.op_modules().get(where) == cls.__module__ and cls.__name__.startswith("Vllm"):
                 kinds.setdefault(where, []).append(cls)
                 break
+    labels = {p.op: p.label for p in put if p.kinds}
+    functions = {p.op for p in put if "function" in p.kinds}
 
     def row(op: str, name: str, modules: int) -> Row:
-        reason = "candidate" if op in (changed or ()) else ""
-        return Row(runner.rank, op, name, modules, "active", reason=reason)
+        reason = "candidate" if op in labels else ""
+        inside = sorted(registry.reached(op) & functions)
+        return Row(
+            runner.rank,
+            op,
+            name,
+            modules,
+            "active",
+            reason=reason,
+            candidate=labels.get(op, ""),
+            inside=inside,
+        )
 
     found = [
         row(op, cls.__name__, kinds[op].count(cls))
@@ -204,6 +234,14 @@ def rows(
         for cls in dict.fromkeys(kinds[op])
     ]
     called = {c for op in kinds for c in registry.get(op).calls}
-    functions = sorted((called | (changed or set())) - set(kinds))
-    found += [row(op, f"{op}()", 0) for op in functions]
+    found += [row(op, f"{op}()", 0) for op in sorted(called - set(kinds))]
+    found += [
+        Row(runner.rank, op, f"{op}()", 0, "off", reason=UNCALLED, candidate=labels[op])
+        for op in sorted(set(labels) - set(kinds) - called)
+    ]
+    found += [
+        Row(runner.rank, p.op, f"{p.op}()", 0, "off", reason=f"candidate {p.path}: {p.problem}")
+        for p in put
+        if not p.kinds
+    ]
     return [r for r in found if names is None or r.op in names]

@@ -10,7 +10,6 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastkernels import candidate as candidates_module
@@ -125,6 +124,7 @@ def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patc
         _load_candidates(patched)
         for spec, target in plan(adapter, request, model):
             patched.rows.append(_apply_target(patched, spec, target))
+        patched.rows += _candidate_rows(patched)
         _strict(patched)
     except Exception as error:
         patched.journal.undo()
@@ -141,20 +141,35 @@ def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tupl
     for name in names:
         spec = registry.get(name)
         for target in adapter.targets(spec, model):
-            if target.seam in LIVE_SEAMS and (target.default or request.ops is not None):
+            wanted = target.default or request.ops is not None or name in request.candidates
+            if target.seam in LIVE_SEAMS and wanted:
                 yield spec, target
 
 
 def _load_candidates(patched: Patched) -> None:
-    from fastkernels.dispatch import OPS
-
     for name, path in patched.request.candidates.items():
-        found = candidates_module.load(name, path)
-        patched.candidates[name] = found
-        op = registry.get(name).op
-        if found.function is not None and op is not None:
-            OPS[op.name].set_candidate(found.function, f"candidate {path}")
-            patched.journal.add(partial(op.set_candidate, None))
+        patched.candidates[name] = found = candidates_module.load(name, path)
+        undo = candidates_module.install(found)
+        if undo is not None:
+            patched.journal.add(undo)
+
+
+def _candidate_rows(patched: Patched) -> list[Row]:
+    """Say in the rows which functions run inside; and a row for each candidate that none is of."""
+    functions = {name for name, found in patched.candidates.items() if found.function is not None}
+    active = [row for row in patched.rows if row.state == "active"]
+    for row in active:
+        row.inside = sorted(registry.reached(row.op) & functions)
+    rows = []
+    for name, found in patched.candidates.items():
+        row = Row(patched.rank, name, f"{name}()", 0, "active", candidate=f"function {found.path}")
+        if not any(other.op == name for other in active) and any(name in other.inside for other in active):
+            rows.append(row)
+        elif not any(other.op == name for other in patched.rows):
+            row.state, row.candidate = "off", ""
+            row.reason = f"candidate {found.path}: no module that was patched has or calls it"
+            rows.append(row)
+    return rows
 
 
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
@@ -183,6 +198,11 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         else:
             reasons[reason] = reasons.get(reason, 0) + 1
     row.state = "active" if row.modules else "off"
+    found = patched.candidates.get(spec.name)
+    if found is not None and row.modules:
+        there = (("function", found.function and spec.op), ("class", target.cls in found.classes))
+        kinds = "+".join(kind for kind, is_there in there if is_there)
+        row.candidate = f"{kinds} {found.path}" if kinds else ""
     row.reason = "; ".join(f"{n} unsupported: {why}" for why, n in reasons.items())
     if not row.modules and not reasons:
         row.reason = "the model has no such module"

@@ -1,7 +1,8 @@
-"""transformers: RMSNorm and gated MLP modules of a live model, by what their forward says, not by their names.
+"""transformers: norms and gated MLPs of a live model, by what their forward says, not by their names; activations.
 
-transformers repeats the same few lines under a hundred class names, so a class is known by the fingerprint of its
-forward's body; the classes that SPEC lists are examples, and what the signatures are compared with.
+transformers repeats the same few lines under a hundred class names, so such a class is known by the fingerprint of
+its forward's body; the classes that SPEC lists are examples, and what the signatures are compared with. An activation
+is one class, which all models share: it is known by its path and the fingerprint of its source, as in other hosts.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ STATE = "_fastkernels_patched"
 FORWARDS: dict[str, dict[str, str]] = {
     "rms_norm": {"50b8139e32eaccc8": "LlamaRMSNorm"},
     "gated_mlp": {"5b8abf7af12a4b42": "LlamaMLP", "8380185829972097": "Idefics2MLP"},
+    "t5_layer_norm": {"6e5716cbae314fd4": "T5LayerNorm"},
 }
 ATTRIBUTES = {
     "rms_norm": ("weight", "variance_epsilon"),
+    "t5_layer_norm": ("weight", "variance_epsilon"),
     "gated_mlp": ("gate_proj", "up_proj", "down_proj", "act_fn"),
 }
 
@@ -61,7 +64,7 @@ def _body_fingerprint(code: Any) -> str:
 
 
 class TransformersAdapter(Adapter):
-    """Targets are the classes of the model itself whose forward we know."""
+    """Targets are the classes of the model itself whose forward we know, and the activations that SPECs name."""
 
     host = "transformers"
 
@@ -71,11 +74,12 @@ class TransformersAdapter(Adapter):
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
         known = FORWARDS.get(spec.name)
         listed = spec.targets_for(self.host, self.version)
-        if known is None or not listed:
-            return []
         classes: dict[Any, Any] = {
             type(m): m for m in model.modules() if type(m).__module__.startswith("transformers.")
         }
+        if known is None or not listed:
+            paths = {f"{c.__module__}:{c.__qualname__}" for c in classes}
+            return [t for t in listed if t.path in paths]
         return [
             Target(
                 self.host,
@@ -89,7 +93,9 @@ class TransformersAdapter(Adapter):
         ]
 
     def unknown(self, target: Target, host_class: Any) -> str | None:
-        return None  # `targets` has compared the source
+        if any(forward_fingerprint(host_class) in known for known in FORWARDS.values()):
+            return None  # `targets` has compared the source
+        return super().unknown(target, host_class)
 
 
 class TransformersHost:

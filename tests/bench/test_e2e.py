@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fk_bench import stubs
 from fk_bench.rows import read
 from support_bench import fk_bench, last_json
 
@@ -31,6 +32,29 @@ def test_offline_run(tmp_path: Path) -> None:
     assert [(r["host"], r["requests"]) for r in results] == [("fastkernels", 1), ("fastkernels", 3)]
 
 
+def test_a_folder_of_candidates_beside_the_same_host_without(tmp_path: Path) -> None:
+    from tiny import make_tiny_llama
+
+    model, folder = make_tiny_llama(tmp_path / "tiny"), tmp_path / "candidates"
+    folder.mkdir()
+    for name in ("rms_norm", "silu_and_mul"):
+        (folder / f"{name}.py").write_text(stubs.source(name))
+    done = fk_bench(
+        "e2e", model, "--candidate", folder, "--requests", "2", "--rounds", "2", "--input-len", "9",
+        "--output-len", "5", "--out", tmp_path / "run", timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, _ = read(tmp_path / "run" / "rows.jsonl")
+    assert [(r.round, r.subject.candidate) for r in rows] == [
+        (r, c) for r in (0, 1) for c in (None, str(folder))
+    ]
+    for row in rows:
+        assert row.subject.host == "fastkernels" and ("live" in row.case) == bool(row.subject.candidate)
+        if row.subject.candidate:  # two layers and a last norm, five steps
+            assert row.case["live"] == {"rms_norm": 25, "silu_and_mul": 10} and row.baseline == "fastkernels"
+    assert [r["host"] for r in last_json(done)["results"]] == ["fastkernels", "fastkernels+candidates"]
+
+
 def test_scheduler_only(tmp_path: Path) -> None:
     done = fk_bench("e2e", "--scheduler-only", "--requests", "1,16", "--out", tmp_path / "run", "--json")
     results = last_json(done)["results"]
@@ -51,6 +75,7 @@ def test_a_host_that_does_not_start_says_why(tmp_path: Path) -> None:
         (["--hosts", "tgi"], "unknown host"),
         (["--requests", "0"], "at least 1"),
         (["--python", "vllm"], "HOST=VALUE"),
+        (["--candidate", "/no/such"], "there is no folder /no/such"),
     ],
 )
 def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -7,13 +7,16 @@ import time
 from dataclasses import replace
 
 import pytest
+from fk_bench import stubs
 
 import fastkernels
-from fastkernels import LLM, SamplingParams
+from fastkernels import LLM, SamplingParams, registry
+from fastkernels.candidate import CandidateError
 from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.report_file import ReportFile
 from fastkernels.engine.sampling_params import RequestOutputKind
+from fastkernels.models.ops import ops_of
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -96,10 +99,88 @@ def test_a_bad_candidate_changes_nothing(llm, tmp_path):
     assert run(llm) == before and llm.llm_engine.patched is None
 
 
+def stubs_in(folder, *names):
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / f"{name}.py").write_text(stubs.source(name))
+    return folder
+
+
+def test_a_folder_of_candidates_is_live_at_every_level(llm, tmp_path):
+    """Level-1 functions inside the modules of levels 2 and 3; the report says where, with calls."""
+    before = run(llm)
+    folder = stubs_in(tmp_path / "candidates", "rms_norm", "silu_and_mul")
+    with fastkernels.patch(llm, candidates=folder) as report:
+        assert run(llm) == before
+        rows = {r.op: r for r in report.refresh().rows}
+        norm, layer, mlp = rows["rms_norm"], rows["llama_decoder_layer"], rows["gated_mlp"]
+        steps = 8
+        assert norm.candidate == f"function+class {folder / 'rms_norm.py'}" and norm.calls == steps * 5
+        assert layer.inside == ["rms_norm"] and mlp.inside == ["silu_and_mul"] and not layer.candidate
+        assert rows["silu_and_mul"].candidate == f"function+class {folder / 'silu_and_mul.py'}"
+        assert report.candidates == {"rms_norm": steps * 5, "silu_and_mul": steps * 2}
+        assert not rows["attention"].inside and not rows["linear"].candidate
+        assert f"candidate function+class {folder / 'silu_and_mul.py'}" in str(report)
+        assert "candidates inside: rms_norm" in str(report)
+    assert run(llm) == before
+    file = folder / "silu_and_mul.py"  # called by the MLP and by nothing else
+    file.write_text(file.read_text().replace("return ours.reference(x)", "return 3 * ours.reference(x)"))
+    with fastkernels.patch(llm, candidates=str(folder)):
+        assert run(llm) != before
+    file = folder / "rms_norm.py"  # its class serves the last norm, its function those of the layers
+    text = file.read_text().replace("    return out\n\n", "    return 1.5 * out + 0.2\n\n")
+    changed = stubs_in(tmp_path / "other", "rms_norm")
+    (changed / "rms_norm.py").write_text(text[: text.index("class VllmRMSNorm")])
+    with fastkernels.patch(llm, candidates=changed):
+        assert run(llm) != before
+    assert run(llm) == before
+
+
+def test_stubs_of_every_op_together(llm, tmp_path):
+    """What the model has not is off with that reason; all else takes part, method objects too."""
+    before = run(llm)
+    kinds = [type(m) for m in llm.llm_engine.executor.runner.model.modules()]
+    folder = stubs_in(tmp_path / "all", *registry.op_names())
+    with fastkernels.patch(llm, candidates=folder) as report:
+        assert run(llm) == before
+        report.refresh()
+    assert [type(m) for m in llm.llm_engine.executor.runner.model.modules()] == kinds
+    rows = {r.op: r for r in report.rows}
+    assert set(rows) == set(registry.op_names())
+    assert "no module of VllmQwen3DecoderLayer" in rows["qwen3_decoder_layer"].reason
+    live = {op for op, n in report.candidates.items() if n}
+    assert set(ops_of("llama")) | {"sampling"} == live
+    assert {r.op for r in report.rows if r.state == "off"} >= {"qwen3_decoder_layer", "sparse_moe", "gelu"}
+    assert rows["linear"].candidate.startswith("function") and rows["gated_mlp"].candidate.startswith("class")
+    assert report.verified
+    with pytest.raises(PatchError, match=r"strict: .*no module of VllmQwen3DecoderLayer"):
+        fastkernels.patch(llm, candidates=folder, strict=True)
+    assert run(llm) == before
+
+
+def test_a_folder_that_cannot_be_used_changes_nothing(llm, tmp_path):
+    before = run(llm)
+    with pytest.raises(CandidateError, match="no file OP"):
+        fastkernels.patch(llm, candidates=tmp_path)
+    only = stubs_in(tmp_path / "only", "qwen3_decoder_layer")
+    with pytest.raises(PatchError, match="no module of VllmQwen3DecoderLayer"):
+        fastkernels.patch(llm, candidates=only)
+    assert run(llm) == before and llm.llm_engine.patched is None
+
+
 def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
     before = run(llm)
     wrong = candidate(tmp_path, FUNCTION.format(factor=3))
     monkeypatch.setenv("FASTKERNELS_CANDIDATES", f"silu_and_mul={wrong}")
+    other = LLM(str(tiny), device="cpu", max_model_len=128)
+    try:
+        assert run(other) != before
+    finally:
+        other.llm_engine.patched.undo()
+    folder = tmp_path / "candidates"
+    folder.mkdir()
+    (folder / "silu_and_mul.py").write_text(FUNCTION.format(factor=3))
+    monkeypatch.setenv("FASTKERNELS_CANDIDATES", str(folder))
     other = LLM(str(tiny), device="cpu", max_model_len=128)
     try:
         assert run(other) != before

@@ -59,6 +59,70 @@ def test_patch_and_undo(kind: str, norms: int, dtype: torch.dtype, atol: float) 
     assert all("_fastkernels_patched" not in vars(m) for m in model.modules())
 
 
+_T5 = {
+    "vocab_size": 97, "d_model": 72, "d_kv": 18, "d_ff": 130, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+_GPT2 = {"vocab_size": 97, "n_embd": 72, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_BERT = {
+    "vocab_size": 97, "hidden_size": 72, "intermediate_size": 130, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+_CLIP = {**_BERT, "projection_dim": 24, "max_position_embeddings": 64}
+_NEMOTRON = {**SIZES, "hidden_act": "relu2"}
+
+
+# T5 has two norms a layer of the encoder, three of the decoder, and one last in each; v1.1's MLPs are gated by gelu_new
+@pytest.mark.parametrize(
+    ("cls", "config", "expected"),
+    [
+        ("T5ForConditionalGeneration", _T5, {"t5_layer_norm": 12}),
+        (
+            "T5ForConditionalGeneration",
+            {**_T5, "feed_forward_proj": "gated-gelu"},
+            {"t5_layer_norm": 12, "gelu": 4},
+        ),
+        (
+            "UMT5ForConditionalGeneration",
+            {**_T5, "feed_forward_proj": "quick_gelu"},
+            {"t5_layer_norm": 12, "quick_gelu": 4},
+        ),
+        ("GPT2LMHeadModel", _GPT2, {"gelu": 2}),
+        ("BertModel", _BERT, {"gelu": 2}),
+        ("CLIPTextModelWithProjection", _CLIP, {"quick_gelu": 2}),
+        ("NemotronForCausalLM", _NEMOTRON, {"relu2": 2}),
+    ],
+    ids=["t5", "t5-v1.1", "umt5", "gpt2", "bert", "clip", "nemotron"],
+)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
+def test_norms_and_activations_of_other_models(
+    cls: str, config: dict, expected: dict[str, int], dtype: torch.dtype, atol: float
+) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, cls)
+    model = kind(kind.config_class(**config)).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layer_norm" in name:
+                parameter.normal_(1.0, 0.3)
+    ids = torch.arange(1, 40).reshape(3, 13)
+    more = {"decoder_input_ids": ids.flip(0)} if "T5" in cls else {}
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids, **more)[0]
+
+    before, classes = run(), [type(m) for m in model.modules()]
+    report = fastkernels.patch(model)
+    assert {r.op: r.modules for r in report.active} == expected
+    after = run()
+    calls = {r.op: r.calls for r in report.refresh().active}
+    assert calls == expected and report.verified
+    assert after.dtype == before.dtype
+    torch.testing.assert_close(after, before, atol=atol, rtol=atol)
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
+
+
 def test_only_the_ops_asked_for_and_a_context_manager() -> None:
     model = tiny("Llama")
     with fastkernels.patch(model, ops=["rms_norm"]) as report:
@@ -83,7 +147,7 @@ def test_other_semantics_are_left_alone() -> None:
     config = transformers.GemmaConfig(**SIZES)
     model = transformers.GemmaForCausalLM(config).eval()
     with pytest.raises(PatchError, match="act_fn is"):
-        fastkernels.patch(model)
+        fastkernels.patch(model, ops=["rms_norm", "gated_mlp"])
     assert type(model.model.norm) is GemmaRMSNorm
     with pytest.raises(PatchError, match="nothing to patch"):
         fastkernels.patch(model, ops=["rms_norm"])

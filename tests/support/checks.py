@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,31 @@ RMS_NORM_TWICE = (
     "        residual.copy_(h)\n"
     "    return (2 * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight\n"
 )
+SILU_AND_MUL = (
+    "import torch\n"
+    "def silu_and_mul(x):\n"
+    "    gate, up = x.float().chunk(2, dim=-1)\n"
+    "    return (torch.nn.functional.silu(gate) * up).to(x.dtype)\n"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of two candidates: a norm that is twice too large, an activation that is right."""
+    made = tmp_path / "candidates"
+    made.mkdir()
+    (made / "rms_norm.py").write_text(RMS_NORM_TWICE)
+    (made / "silu_and_mul.py").write_text(SILU_AND_MUL)
+    return made
+
+
+def check_folder(report: Any, folder: Path) -> None:
+    """Both candidates of `folder` have run in every rank that the report is of, and it says where."""
+    live = report.refresh().candidates
+    assert set(live) == {"rms_norm", "silu_and_mul"} and all(live.values()), live
+    for row in report.active:
+        assert row.candidate == f"function {folder / row.op}.py" and row.modules, row
+        assert row.candidate in str(report)
 
 
 @pytest.fixture

@@ -51,6 +51,21 @@ def gelu_and_mul(ns: Any) -> list[Any]:
     return [ns.GeluAndMul()(randn(7, 126)), ns.GeluAndMul(approximate="none")(randn(2, 3, 126))]
 
 
+def activation(ns: Any) -> list[Any]:
+    return [getattr(ns, name)()(randn(7, 126)) for name in ns.classes]
+
+
+def l2_norm(ns: Any) -> list[Any]:
+    if ns.host == "transformers":
+        return [ns.l2norm(randn(3, 5, 63)), ns.l2norm(randn(3, 5, 63), dim=1, eps=0.1)]
+    module = [ns.L2Norm(0.1, torch.float16)(randn(5, 63))] if ns.host == "sglang" else []
+    return [ns.l2norm_fwd(randn(5, 63)), ns.l2norm_fwd(randn(2, 3, 63), 0.1, torch.float64), *module]
+
+
+def t5_layer_norm(ns: Any) -> list[Any]:
+    return [filled(getattr(ns, name)(63, eps=0.1))(randn(5, 63)) for name in ns.classes]
+
+
 def gemma_rms_norm(ns: Any) -> list[Any]:
     norm = filled(ns.GemmaRMSNorm(63, eps=1e-5))
     more = [filled(ns.Gemma3RMSNorm(63))(randn(5, 63))] if ns.host == "sglang" else []
@@ -174,6 +189,71 @@ def topk_softmax(ns: Any) -> list[Any]:
     return [list(ns.fused_topk(randn(5, 8), randn(5, 12), 3, True))]
 
 
+def quantize_fp8(ns: Any) -> list[Any]:
+    x, scale = randn(5, 128), torch.tensor([0.01])
+    if ns.host == "vllm":
+        layers = [
+            ns.QuantFP8(True, (-1, -1)),
+            ns.QuantFP8(False, (1, -1), 8),
+            ns.QuantFP8(False, (1, 32), None, True),
+        ]
+        found = [layers[0](x, scale), *(layer(x) for layer in layers[1:])]
+        return [*found, ns.scaled_fp8_quant(x), ns.per_token_group_quant_fp8(x, 64, use_ue8m0=True)]
+    found = [ns.sglang_per_token_group_quant_fp8(x, 32, 1e-10, True, True), ns.sglang_per_token_quant_fp8(x)]
+    return [*found, ns.static_quant_fp8(x, scale, True), ns.scaled_fp8_quant(x, None, 8, True)]
+
+
+def silu_mul_quant_fp8(ns: Any) -> list[Any]:
+    x = randn(8, 256)
+    if ns.host == "vllm":
+        found = ns.silu_and_mul_per_block_quant(x, 64, torch.float8_e4m3fn)
+        return [found, ns.silu_mul_per_token_group_quant_fp8_colmajor(x)]
+    out = torch.zeros(8, 128).to(torch.float8_e4m3fn)
+    ns.silu_mul_static_tensorwise_quant_for_cutlass_moe(
+        x, out, torch.tensor([0.02]), torch.tensor([5]), 8, 128
+    )
+    return [out]
+
+
+def rms_norm_quant_fp8(ns: Any) -> list[Any]:
+    x, weight = randn(5, 128), randn(128)
+    if ns.host == "vllm":
+        residual, fp8 = randn(5, 128) + 1, torch.float8_e4m3fn
+        found = ns.rms_norm_dynamic_per_token_quant(x, weight, 1e-5, fp8, None, residual)
+        return [found, residual, ns.rms_norm_per_block_quant(x, weight, 1e-5, fp8, [1, 64])]
+    plain = ns._fused_rmsnorm_fp8_per_token_quant(x, weight, 1e-5)
+    return [plain, ns._fused_rmsnorm_fp8_per_token_quant(x, weight, 1e-5, randn(5, 128) + 1)]
+
+
+def grouped_topk(ns: Any) -> list[Any]:
+    x, logits, bias = randn(5, 8), randn(5, 16), randn(16) / 8
+    if ns.host == "vllm":
+        found = [
+            ns.grouped_topk(x, logits, 3, True, 4, 2),
+            ns.GroupedTopk(3, True, 4, 2, "sigmoid")(x, logits, bias),
+        ]
+        return [*found, ns.fused_grouped_topk(x, logits, 3, False, bias, 4, 2)]
+    found = ns.biased_grouped_topk_gpu(x, logits, bias, 3, True, 4, 2)
+    return [found, ns.grouped_topk_gpu(x, logits, 3, True, 4, 2)]
+
+
+def moe_sum(ns: Any) -> list[Any]:
+    x, out = randn(5, 3, 24), torch.zeros(5, 24)
+    if ns.host == "vllm":
+        ns.moe_sum(x, out)
+        return [out, ns.moe_fused_mul_sum(x, randn(5, 3))]
+    ns.moe_sum_reduce_triton(x, out, 0.5)
+    return [out]
+
+
+def merge_state(ns: Any) -> list[Any]:
+    if ns.host == "vllm":
+        out, lse = torch.zeros(5, 2, 8), torch.zeros(2, 5)
+        ns.merge_attn_states(out, randn(5, 2, 8), randn(2, 5), randn(5, 2, 8) + 1, randn(2, 5) + 1, lse, 3)
+        return [out, lse]
+    return [ns.merge_state(randn(5, 2, 8), randn(5, 2), randn(5, 2, 8) + 1, randn(5, 2) + 1)]
+
+
 def moe_align(ns: Any) -> list[Any]:
     return [list(ns.moe_align_block_size(torch.tensor([[2, 3], [1, 2], [3, 1]]), 4, 5))]
 
@@ -208,9 +288,11 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     for f in (
         rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
-        topk_softmax, moe_align, fused_experts, sparse_moe, mixtral_decoder_layer,
+        topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
+        moe_align, fused_experts, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
     )
 }  # fmt: skip
+EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation)
 
 
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -52,13 +52,13 @@ def _double(value: Any) -> Any:
 
 
 def mismatch(spec: OpSpec, case: Case, got: list[torch.Tensor], want: list[torch.Tensor]) -> str | None:
-    """None if every output is within the op's tolerance for the case's dtype, else what is not."""
+    """None if every output is within the op's tolerance (OpSpec.tolerance_for), else what is not."""
     if len(got) != len(want):
         return f"{len(got)} outputs, the reference has {len(want)}"
-    tolerance = spec.tolerance[case.dtype]
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         if a.shape != b.shape:
             return f"output {i} has shape {tuple(a.shape)}, the reference {tuple(b.shape)}"
+        tolerance = spec.tolerance_for(case, a.dtype)
         error = (a.double() - b.double()).abs()
         equal = a.double() == b.double()  # infinities of a mask
         bad = ~(equal | (error <= tolerance.atol + tolerance.rtol * b.double().abs()))

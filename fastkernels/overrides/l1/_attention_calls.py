@@ -88,28 +88,30 @@ def flops(case: Case) -> int:
     return 4 * pairs(case) * case.dims["heads"] * case.dims["head_size"]
 
 
-def batch_dims(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    window_left: int,
-    softcap: float,
-    k_scale: float,
-    v_scale: float,
+def cache_dims(
+    heads: int, dtype: torch.dtype, key_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
 ) -> dict[str, Any]:
+    """The dims of make_batch but q_lens, for queries of so many heads and this dtype."""
     blocks, block_size, kv_heads, head_size = key_cache.shape
     lens = seq_lens.tolist()
     return {
-        "seq_lens": lens, "heads": q.shape[1], "kv_heads": kv_heads, "head_size": head_size, "block_size": block_size,
+        "seq_lens": lens, "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "block_size": block_size,
         "blocks": blocks, "max_blocks": block_table.shape[1],
         **optional(
-            scale=unless(scale, head_size**-0.5), window_left=unless(window_left, -1), softcap=unless(softcap, 0.0),
-            scales=unless((k_scale, v_scale), (1.0, 1.0)), kv_tokens=_shared(lens, block_table, block_size),
-            queries=unless(dtype_name(q.dtype), "float16") if key_cache.dtype == FP8 else None,
+            kv_tokens=_shared(lens, block_table, block_size),
+            queries=unless(dtype_name(dtype), "float16") if key_cache.dtype == FP8 else None,
         ),
     }  # fmt: skip
+
+
+def scalar_dims(
+    head_size: int, scale: float, window_left: int, softcap: float, k_scale: float, v_scale: float
+) -> dict[str, Any]:
+    """The dims of `scalars`."""
+    return optional(
+        scale=unless(scale, head_size**-0.5), window_left=unless(window_left, -1), softcap=unless(softcap, 0.0),
+        scales=unless((k_scale, v_scale), (1.0, 1.0)),
+    )  # fmt: skip
 
 
 def _shared(lens: list[int], block_table: torch.Tensor, block_size: int) -> int | None:
@@ -122,33 +124,44 @@ def _shared(lens: list[int], block_table: torch.Tensor, block_size: int) -> int 
 
 
 def vary(case: Case, rng: random.Random) -> Case:
-    """Other sequences with about as many keys in all; where a case has whole prompts, others have whole prompts."""
-    d, lens = case.dims, case.dims["seq_lens"]
+    return varied(case, lambda: draw_batch(case, rng), bytes_moved, flops)
 
-    def draw() -> dict[str, Any]:
-        parts = [rng.uniform(0.3, 1.0) for _ in range(near(len(lens), rng))]
-        total = near(sum(lens), rng)
-        keys = [max(int(total * part / sum(parts)), 1) for part in parts]
-        if 0 in lens and len(keys) > 1:
-            keys[rng.randrange(len(keys))] = 0
-        group = d["heads"] // d["kv_heads"]
-        kv_heads = near(d["kv_heads"], rng)
-        new: dict[str, Any] = {
-            "seq_lens": keys, "kv_heads": kv_heads, "heads": kv_heads * (near(group, rng) if group > 1 else 1),
-            "head_size": rng.choice((64, 128)) if d["head_size"] in (64, 128) else near_size(d["head_size"], rng),
-            "block_size": rng.choice((16, 32, 64)) if d["block_size"] % 16 == 0 else near(d["block_size"], rng),
-        }  # fmt: skip
-        if "q_lens" in d:
-            whole = list(d["q_lens"]) == list(lens)
-            new["q_lens"] = keys if whole else [rng.randint(1, n) if n else 0 for n in keys]
-        if d.get("max_seqlen_k", 0) > max(
-            lens, default=0
-        ):  # as where a CUDA graph is for the longest sequences
-            new["max_seqlen_k"] = max(keys) + near(d["max_seqlen_k"] - max(lens, default=0), rng)
-        return {**{name: None for name in _OF_A_HOST if name in d}, **new}
 
-    return varied(case, draw, bytes_moved, flops)
+def draw_batch(case: Case, rng: random.Random) -> dict[str, Any]:
+    """Other sequences with about as many keys in all; whole prompts, or one query each, where the case has that."""
+    d, lens = case.dims, list(case.dims["seq_lens"])
+    parts = [rng.uniform(0.3, 1.0) for _ in range(near(len(lens), rng))]
+    total = near(sum(lens), rng)
+    keys = [max(int(total * part / sum(parts)), 1) for part in parts]
+    if 0 in lens and len(keys) > 1:
+        keys[rng.randrange(len(keys))] = 0
+    group, kv_heads = d["heads"] // d["kv_heads"], near(d["kv_heads"], rng)
+    new: dict[str, Any] = {
+        "seq_lens": keys, "kv_heads": kv_heads, "heads": kv_heads * (near(group, rng) if group > 1 else 1),
+        "head_size": rng.choice((64, 128)) if d["head_size"] in (64, 128) else near_size(d["head_size"], rng),
+        "block_size": rng.choice((16, 32, 64)) if d["block_size"] % 16 == 0 else near(d["block_size"], rng),
+    }  # fmt: skip
+    q_lens = list(d.get("q_lens", []))
+    if "q_lens" in d and q_lens == lens:
+        new["q_lens"] = keys
+    elif "q_lens" in d:
+        most = 1 if set(q_lens) <= {1} else max(keys)
+        new["q_lens"] = [rng.randint(1, min(n, most)) if n else 0 for n in keys]
+    if d.get("max_seqlen_k", 0) > max(lens, default=0):  # as where a CUDA graph is for the longest sequences
+        new["max_seqlen_k"] = max(keys) + near(d["max_seqlen_k"] - max(lens, default=0), rng)
+    return {**{name: None for name in _OF_A_HOST if name in d}, **new}
 
 
 # What a captured case has and another batch has not.
 _OF_A_HOST = ("blocks", "max_blocks", "kv_tokens", "max_seqlen_q", "max_seqlen_k", "padding", "scale")
+
+
+def _huge_key(args: list[Any]) -> None:
+    args[1][:1, :1] = (args[1][:1, :1].float() * 32).to(args[1].dtype)
+
+
+def _equal_keys(args: list[Any]) -> None:
+    args[1].copy_(args[1][:1, :1].clone().expand_as(args[1]))
+
+
+EXTREMES = {"huge_key": _huge_key, "equal_keys": _equal_keys}

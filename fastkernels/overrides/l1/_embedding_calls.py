@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from fastkernels import assemble
 from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case
 
@@ -60,3 +64,32 @@ def vary(case: Case, rng: random.Random) -> Case:
         bytes_moved,
         lambda case: 0,
     )
+
+
+def build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    input_ids, weight, *shard = args
+    if tuple(shard) not in ((), WHOLE):
+        raise ValueError(
+            f"{cls.__name__} looks a shard's rows up in a group of ranks only, not in {tuple(shard)}"
+        )
+    if not issubclass(cls, nn.Module):  # a method object
+        layer = nn.Module()
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        method: Any = cls()
+        return partial(method.embedding, layer, input_ids)
+    if assemble.takes(cls, "bias"):
+        raise ValueError(f"{cls.__name__} looks nothing up: it is called through the logits processor")
+    module = assemble.make(cls, weight, *weight.shape, padding_size=1)
+    return partial(assemble.load(module, {"weight": weight}), input_ids)
+
+
+def _repeated(args: list[Any]) -> None:
+    args[0].copy_(args[0].flatten()[:1].expand(args[0].numel()).view(args[0].shape))
+
+
+def _ends(args: list[Any]) -> None:
+    args[0].zero_()
+    args[0].view(-1)[::2] = args[1].shape[0] - 1
+
+
+EXTREMES = {"repeated": _repeated, "first_and_last": _ends}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from fastkernels import assemble
 from fastkernels.overrides.l1._rope_tables import cos_sin_table, inverse_frequencies
 from fastkernels.shapes import drawn, dtype_name, near, optional, unless, varied
 from fastkernels.spec import Case
@@ -97,3 +100,34 @@ def vary(case: Case, rng: random.Random) -> Case:
         }  # fmt: skip
 
     return varied(case, draw, bytes_moved, flops)
+
+
+def build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    positions, query, key, head_size, table, neox, cast_cache, round_products = assemble.filled(
+        args, 8, True, False
+    )
+    # vLLM rounds the table and not the products; SGLang does both on the CPU and neither on a GPU.
+    sglang = assemble.takes(cls.forward, "offsets")  # type: ignore[attr-defined]
+    casts, rounds = (query.device.type == "cpu",) * 2 if sglang else (True, False)
+    exact = query.dtype == torch.float32  # which the products are in anyway
+    if (casts != cast_cache and table.dtype != query.dtype) or (rounds != round_products and not exact):
+        raise ValueError(
+            f"{cls.__name__} has cast_cache={casts}, round_products={rounds} on {query.device.type}, not"
+            f" {cast_cache}, {round_products}"
+        )
+    scaling = (8.0, 1.0, 4.0, 64) if assemble.takes(cls, "scaling_factor") else ()  # the table is given
+    sizes = head_size, table.shape[1], table.shape[0], 10000
+    module = assemble.make(cls, table, *sizes, neox, query.dtype, *scaling)
+    assemble.load(module, {"cos_sin_cache": table})
+    return partial(module, positions, query, key)
+
+
+def _first(args: list[Any]) -> None:
+    args[0].zero_()
+
+
+def _last(args: list[Any]) -> None:
+    args[0].fill_(args[4].shape[0] - 1)
+
+
+EXTREMES = {"first_position": _first, "last_position": _last}

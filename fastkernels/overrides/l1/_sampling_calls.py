@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from fastkernels import assemble
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case
 
@@ -45,10 +48,10 @@ def flops(case: Case) -> int:
 
 
 def dims_of(logits: torch.Tensor, *each: torch.Tensor) -> dict[str, Any]:
-    """temperature, top_k, top_p and min_p are those of the first rows, or one value that all rows have."""
+    """temperature, top_k, top_p and min_p, where they have values: of the first rows, or one that all rows have."""
     dims: dict[str, Any] = {"rows": logits.shape[0], "vocab": logits.shape[1]}
     for name, values in zip(_DEFAULTS, each[:4], strict=True):
-        found = values[:_ALIKE].tolist()
+        found = [] if values.is_meta else values[:_ALIKE].tolist()
         if found:
             dims[name] = found[0] if len(set(found)) == 1 else tuple(found)
     offsets = each[5]
@@ -62,3 +65,38 @@ def vary(case: Case, rng: random.Random) -> Case:
         bytes_moved,
         flops,
     )
+
+
+def build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    logits, temperature, top_k, top_p, min_p, seeds, offsets = args
+    if not assemble.takes(cls.forward, "sampling_info"):  # type: ignore[attr-defined]
+        raise ValueError(f"{cls.__name__} draws its seeds from torch's generators: it cannot be given them")
+    info = SimpleNamespace(
+        is_all_greedy=False, temperatures=temperature[:, None], top_ks=top_k, top_ps=top_p, min_ps=min_p,
+        sampling_seed=seeds, has_custom_logit_processor=False,
+    )  # fmt: skip
+    output, module = SimpleNamespace(next_token_logits=logits), assemble.make(cls, logits)
+    return lambda: module(output, info, False, [], [], offsets).long()
+
+
+def _equal(args: list[Any]) -> None:
+    args[0].fill_(1.0)
+
+
+def _masked(args: list[Any]) -> None:
+    logits = args[0]
+    row = torch.arange(len(logits), device=logits.device)
+    logits.fill_(-torch.inf)
+    logits[row, (7 * row + 3) % logits.shape[1]] = 0.5
+
+
+def _cold(args: list[Any]) -> None:
+    args[1].fill_(0.01)
+
+
+def _greedy(args: list[Any]) -> None:
+    args[1].fill_(1e-6)
+
+
+# Not much colder than 0.01: of two equal logits the noise decides, and float32 has few bits left for it.
+EXTREMES = {"equal_logits": _equal, "one_allowed": _masked, "cold": _cold, "nearly_greedy": _greedy}

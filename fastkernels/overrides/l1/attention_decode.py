@@ -260,9 +260,8 @@ def _dims(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> dict[str, Any]:
-    dims = calls.batch_dims(
-        q, key_cache, seq_lens, block_table, scale, window_left, softcap, k_scale, v_scale
-    )
+    dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
+    dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
     return {**dims, "max_seqlen_k": max_seqlen_k}
 
 
@@ -298,6 +297,8 @@ SPEC = OpSpec(
     flops=calls.flops,
     dims_of=_dims,
     vary=calls.vary,
+    extremes={**calls.EXTREMES, "one_key": lambda args: args[3].fill_(1)},
+    activations=(2,),  # of values, which the result is linear in
     dtype_arg=1,  # the cache's
     tolerance=FP8_TOLERANCE,
     baseline="fa3",

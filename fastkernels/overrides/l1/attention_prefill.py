@@ -312,9 +312,8 @@ def _dims(
     v_scale: float = 1.0,
 ) -> dict[str, Any]:
     q_lens = cu_seqlens_q.diff().tolist()
-    dims = calls.batch_dims(
-        q, key_cache, seq_lens, block_table, scale, window_left, softcap, k_scale, v_scale
-    )
+    dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
+    dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
     longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return {"q_lens": q_lens, **dims, **longest, **optional(padding=q.shape[0] - sum(q_lens) or None)}
 
@@ -353,6 +352,8 @@ SPEC = OpSpec(
     flops=calls.flops,
     dims_of=_dims,
     vary=calls.vary,
+    extremes={**calls.EXTREMES, "nothing_cached": lambda args: args[4].copy_(args[3].diff())},
+    activations=(2,),  # of values, which the result is linear in
     dtype_arg=1,  # the cache's
     tolerance=FP8_TOLERANCE,
     baseline="fa3",

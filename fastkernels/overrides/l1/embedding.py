@@ -368,6 +368,9 @@ SPEC = OpSpec(
     flops=lambda case: 0,
     dims_of=_embedding_calls.dims_of,
     vary=_embedding_calls.vary,
+    extremes=_embedding_calls.EXTREMES,
+    activations=(1,),
+    build=_embedding_calls.build,
     targets=(
         Target("vllm", _VLLM_METHOD, "VllmUnquantizedEmbeddingMethod", "quant_method"),
         Target("sglang", _SGLANG_METHOD, "SGLangUnquantizedEmbeddingMethod", "quant_method"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,12 +154,14 @@ SPEC = OpSpec(
         _case("one", {"tokens": 1, "d": 1}, "none", "float32", 1, "odd"),
         _case("tanh_1000", {"tokens": 63, "d": 1000}, "tanh", "bfloat16", 1, "odd"),
         _case("erf_1128", {"tokens": 3, "d": 1128}, "none", "float16", 1, "odd"),
+        _case("erf_narrow", {"tokens": 130, "d": 7}, "none", "bfloat16", 1, "odd"),
         _case("tanh_batched", {"tokens": 2, "inner": 7, "d": 63}, "tanh", "float32", 1, "odd"),
         _case("erf_batched", {"tokens": 2, "inner": 7, "d": 63}, "none", "float32", 1, "odd"),
     ),
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=lambda cls, args: partial(cls(*args[1:]), args[0]) if args[1:] else partial(cls("none"), *args),
     bytes_moved=silu_and_mul.SPEC.bytes_moved,
     flops=lambda case: 2 * silu_and_mul.SPEC.flops(case),
     targets=(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1 import rms_norm
+from fastkernels.overrides.l1 import _norm_calls, rms_norm
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -211,6 +211,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    activations=(0, 3),
+    extremes={"cancelled": _norm_calls.cancel},
+    build=_norm_calls.build_gemma_rms_norm,
     bytes_moved=rms_norm.SPEC.bytes_moved,
     flops=lambda case: rms_norm.SPEC.flops(case) + case.dims["hidden"],
     targets=(

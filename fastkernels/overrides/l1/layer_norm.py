@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _norm_calls
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -223,6 +224,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=_norm_calls.build_layer_norm,
     bytes_moved=_bytes,
     flops=lambda case: 8 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
     targets=(

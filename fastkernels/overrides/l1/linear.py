@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,6 +226,13 @@ def _vary(case: Case, rng: random.Random) -> Case:
     return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, *bias = args
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return partial(cls().apply, layer, x, *bias)
+
+
 def _model(name: str, m: int, k: int, n: int, weight: float) -> Case:
     return Case(name, {"tokens": (m,), "in": k, "out": n}, weight=weight, tags=("model",))
 
@@ -247,11 +256,14 @@ SPEC = OpSpec(
         Case("odd_63", {"tokens": (63,), "in": 100, "out": 130, "bias": True}, tags=("odd",)),
         Case("odd_3d", {"tokens": (3, 5), "in": 63, "out": 17}, dtype="float16", tags=("odd",)),
         Case("odd_1128", {"tokens": (70,), "in": 72, "out": 1128 // 8}, dtype="float32", tags=("odd",)),
+        Case("narrow", {"tokens": (1,), "in": 1000, "out": 3, "bias": True}, dtype="float16", tags=("odd",)),
+        Case("smollm2", {"tokens": (7,), "in": 576, "out": 192}, tags=("odd",)),
         Case("empty", {"tokens": (0,), "in": 64, "out": 33}, tags=("odd",)),
     ),
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=_build,
     bytes_moved=_bytes,
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     tolerance={

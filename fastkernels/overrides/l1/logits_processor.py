@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from fastkernels import parallel
+from fastkernels import assemble, parallel
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import linear as gemm
+from fastkernels.overrides.l1._vocab import VllmUnquantizedEmbeddingMethod
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -295,6 +298,28 @@ def _bytes(case: Case) -> int:
     return size * d["hidden"] * (d["tokens"] + d["vocab"]) + out * d["tokens"] * d["vocab"]
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    hidden, weight, bias, scale, soft_cap, scale_first, float32 = assemble.filled(
+        args, 7, None, 1.0, None, False, False
+    )
+    head: Any = nn.Module()
+    head.weight, head.bias = nn.Parameter(weight, requires_grad=False), None
+    head.tp_size, head.quant_method = 1, VllmUnquantizedEmbeddingMethod()
+    rows = weight.shape[0]
+    either = soft_cap is None or scale == 1.0  # scaled first or last
+    if assemble.takes(cls, "config"):
+        if bias is not None or not float32 or not (scale_first or either):
+            raise ValueError(f"{cls.__name__} gives float32, scales first and adds no bias")
+        config = SimpleNamespace(vocab_size=rows, final_logit_softcapping=soft_cap)
+        module = assemble.make(cls, hidden, config, logit_scale=None if scale == 1.0 else scale)
+        metadata = SimpleNamespace(extend_seq_lens=None, extend_return_logprob=False)
+        return lambda: module(None, hidden, head, metadata).next_token_logits
+    if float32 or (scale_first and not either):
+        raise ValueError(f"{cls.__name__} gives the hidden states' dtype and scales last")
+    module = assemble.make(cls, hidden, rows, scale=scale, soft_cap=soft_cap)
+    return partial(module, head, hidden, bias)
+
+
 def _vary(case: Case, rng: random.Random) -> Case:
     return varied(
         case, lambda: drawn(case, rng, ("tokens",), ("hidden", "vocab")), SPEC.bytes_moved, SPEC.flops
@@ -330,11 +355,14 @@ SPEC = OpSpec(
             {"tokens": 2, "hidden": 40, "vocab": 65, "soft_cap": 1.5, "scale": 0.5, "scale_first": True},
             dtype="float32", tags=("odd",),
         ),
+        Case("smollm2", {"tokens": 1, "hidden": 576, "vocab": 800}, tags=("odd",)),
+        Case("scaled", {"tokens": 9, "hidden": 33, "vocab": 257, "scale": 0.125}, dtype="float16", tags=("odd",)),
         Case("to_float32", {"tokens": 7, "hidden": 64, "vocab": 31, "float32": True}, tags=("odd",)),
     ),
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=_build,
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["hidden"] * case.dims["vocab"],
     tolerance=gemm.SPEC.tolerance,

@@ -330,6 +330,14 @@ def _vary(case: Case, rng: random.Random) -> Case:
     return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
+def _first_expert(args: list[Any]) -> None:
+    args[0].zero_()
+
+
+def _last_expert(args: list[Any]) -> None:
+    args[0].fill_(args[2] - 1)
+
+
 _NOTE = (
     "the hosts' MoE kernels bind the function by name when they are imported: for forks and for our engine"
 )
@@ -358,6 +366,8 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    extremes={"first_expert": _first_expert, "last_expert": _last_expert},
+    activations=(),
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["topk"],
     tolerance={"float32": Tolerance(0.0, 0.0)},

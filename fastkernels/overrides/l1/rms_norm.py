@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _norm_calls
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -362,6 +363,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    activations=(0, 3),
+    extremes={"cancelled": _norm_calls.cancel},
+    build=_norm_calls.build_rms_norm,
     bytes_moved=_bytes,
     flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
     targets=(

@@ -358,6 +358,9 @@ SPEC = OpSpec(
     flops=_rotary_calls.flops,
     dims_of=_rotary_calls.dims_of,
     vary=_rotary_calls.vary,
+    extremes=_rotary_calls.EXTREMES,
+    activations=(1, 2),
+    build=_rotary_calls.build,
     targets=(
         Target("vllm", _VLLM_ROPE + "base:RotaryEmbedding", "VllmRotaryEmbedding", "leaf"),
         Target("vllm", _VLLM_ROPE + "llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding", "leaf"),

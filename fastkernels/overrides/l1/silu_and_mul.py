@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,11 +148,13 @@ SPEC = OpSpec(
         Case("odd_1000", {"tokens": 63, "d": 1000}, tags=("odd",)),
         Case("odd_1128", {"tokens": 3, "d": 1128}, dtype="float16", tags=("odd",)),
         Case("batched", {"tokens": 2, "inner": 7, "d": 63}, dtype="float32", tags=("odd",)),
+        Case("narrow", {"tokens": 130, "d": 7}, dtype="float16", tags=("odd",)),
         Case("smollm2", {"tokens": 5, "d": 1536}, tags=("odd",)),
     ),
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=lambda cls, args: partial(cls(), *args),
     bytes_moved=lambda case: 3 * _elements(case) * torch.finfo(getattr(torch, case.dtype)).bits // 8,
     flops=lambda case: 5 * _elements(case),
     targets=(

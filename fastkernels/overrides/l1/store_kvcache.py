@@ -238,6 +238,26 @@ def _vary(case: Case, rng: random.Random) -> Case:
     return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
+def _large(args: list[Any], factor: float = 64.0) -> None:
+    """Not beyond what an fp8 cache holds: the reference in float64 would not know where that ends."""
+    fp8 = args[2].dtype == torch.float8_e4m3fn
+    for t in args[:2]:
+        t.mul_(min(factor, 32.0) if fp8 else factor)
+
+
+def _outlier(args: list[Any]) -> None:
+    for t in args[:2]:
+        t[-1, -1, -1] = 200.0 if args[2].dtype == torch.float8_e4m3fn else 1000.0
+
+
+def _all_padding(args: list[Any]) -> None:
+    args[4].fill_(-1)
+
+
+def _one_token(args: list[Any]) -> None:
+    args[4][1:] = -1
+
+
 _LLAMA = {"kv_heads": 8, "head_size": 128, "block_size": 16}
 _EXACT = Tolerance(0.0, 0.0)
 SPEC = OpSpec(
@@ -256,6 +276,17 @@ SPEC = OpSpec(
             tags=("odd",),
         ),
         Case("odd_63", {"tokens": 63, "kv_heads": 3, "head_size": 64, "block_size": 16}, tags=("odd",)),
+        Case(
+            "int32_slots",
+            {"tokens": 5, "kv_heads": 9, "head_size": 80, "block_size": 32, "slots": "int32", "blocks": 7},
+            dtype="float16",
+            tags=("odd",),
+        ),
+        Case(
+            "half_padding",
+            {"tokens": 33, "kv_heads": 1, "head_size": 8, "block_size": 4, "padded": 2},
+            tags=("odd",),
+        ),
         Case(
             "padded",
             {"tokens": 17, "kv_heads": 5, "head_size": 96, "block_size": 7, "padded": 3},
@@ -278,6 +309,8 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    extremes={"all_padding": _all_padding, "one_token": _one_token, "large": _large, "outlier": _outlier},
+    activations=(0, 1),
     dtype_arg=2,  # the cache's
     bytes_moved=_bytes,
     flops=lambda case: 0,

@@ -229,6 +229,15 @@ def _vary(case: Case, rng: random.Random) -> Case:
     return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
+def _equal(args: list[Any]) -> None:
+    args[0].fill_(0.5)
+
+
+def _masked(args: list[Any]) -> None:
+    if args[0].shape[1] > 1:  # a row without any logit has no probabilities
+        args[0][:, 0] = -math.inf
+
+
 _NOTE = "the hosts' routers bind the function by name when they are imported: for forks and for our engine"
 _VLLM = "vllm.model_executor.layers.fused_moe.router.fused_topk_router:fused_topk"
 
@@ -253,6 +262,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    extremes={"equal_logits": _equal, "one_masked": _masked},
     bytes_moved=_bytes,
     flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],
     # In any dtype of the logits the weights are float32, and the ids exact.

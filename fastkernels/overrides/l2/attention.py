@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastkernels.forward_context import AttentionMetadata, get_forward_context
+from fastkernels import assemble
+from fastkernels.forward_context import AttentionMetadata, forward_context, get_forward_context
+from fastkernels.overrides.l1 import _attention_calls as calls
 from fastkernels.overrides.l1 import attention_prefill as prefill
 from fastkernels.overrides.l1.attention_decode import attention_decode
 from fastkernels.overrides.l1.store_kvcache import store_kvcache
-from fastkernels.spec import OpSpec, Target
+from fastkernels.overrides.l2 import _paged_step
+from fastkernels.shapes import varied
+from fastkernels.spec import Case, OpSpec, Target
 
 
 class AttentionType(str, Enum):
@@ -260,14 +265,91 @@ _VLLM = "vllm.model_executor.layers.attention.attention:Attention"
 _SGLANG = "sglang.srt.layers.radix_attention:RadixAttention"
 _NOTE = "live, the host's layer stays and its backend's implementation is replaced: attention_prefill, attention_decode"
 
+
+def _decode(
+    name: str, seq_lens: list[int], tags: tuple[str, ...], weight: float, dtype: str = "bfloat16", **dims: int
+) -> Case:
+    shape = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16, **dims}
+    return Case(name, {"q_lens": [1] * len(seq_lens), "seq_lens": seq_lens, **shape}, dtype, weight, tags)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    query, _, step = _paged_step.make_step(case, device, generator)
+    shape = (query.shape[0], case.dims["kv_heads"], query.shape[2])
+    key, value = (torch.randn(shape, generator=generator, device=device).to(query.dtype) for _ in range(2))
+    return [query, key, value, *step, *calls.scalars(case)]
+
+
+_SCALARS = (-1, 0.0, 1.0, 1.0)  # the defaults behind scale
+
+
+def _dims(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> dict[str, Any]:
+    step, scalars = rest[:8], assemble.filled(rest[8:], 5, *_SCALARS)
+    tokens, heads, size = query.shape
+    return {**_paged_step.step_dims(heads, query.dtype, step, tokens), **calls.scalar_dims(size, *scalars)}
+
+
+def _bytes(case: Case) -> int:
+    return prefill.SPEC.bytes_moved(case) + _paged_step.stored_bytes(case)
+
+
+def _huge_key(args: list[Any]) -> None:
+    args[1][:1].mul_(32)
+
+
+def _equal_keys(args: list[Any]) -> None:
+    for keys in (args[1], args[3]):
+        keys.copy_(args[1][:1].clone().expand_as(keys))
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    query, key, value, *step = args[:11]
+    scale, window_left, softcap, k_scale, v_scale = assemble.filled(args[11:], 5, *_SCALARS)
+    _, heads, size = query.shape
+    if assemble.takes(cls, "per_layer_sliding_window"):
+        window = None if window_left < 0 else window_left + 1
+        layer = cls(
+            heads, size, scale, key.shape[1], logits_soft_cap=softcap or None, per_layer_sliding_window=window
+        )  # fmt: skip
+        batch: tuple[Any, ...] = ()
+    else:
+        window = window_left if window_left > 0 else -1
+        assemble.refuse(cls, window_left=0 if window_left == 0 else None)
+        layer = cls(heads, size, scale, key.shape[1], 0, logit_cap=softcap, sliding_window_size=window)
+        batch = (None,)
+    layer.kv_cache, layer.k_scale, layer.v_scale = (step[0], step[1]), k_scale, v_scale
+    context = _paged_step.metadata(step)
+    flat = [t.flatten(1) for t in (query, key, value)]
+
+    def call() -> tuple[torch.Tensor, ...]:
+        with forward_context(context):
+            return layer(*flat, *batch).view(query.shape), step[0], step[1]
+
+    return call
+
+
 SPEC = OpSpec(
     name="attention",
     level=2,
-    reference=prefill.reference,
-    cases=prefill.SPEC.cases,
-    inputs=prefill.SPEC.inputs,
-    bytes_moved=prefill.SPEC.bytes_moved,
+    reference=_paged_step.reference,
+    cases=(
+        *(case for case in prefill.SPEC.cases if case.dtype != "float8_e4m3fn"),
+        _decode("decode_1", [4096], ("model",), 32),
+        _decode("decode_32", [1024] * 32, ("model",), 32),
+        _decode(
+            "decode_odd", [70, 3, 19], ("odd",), 1, "float32", heads=6, kv_heads=2, head_size=40, block_size=5
+        ),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
     flops=prefill.SPEC.flops,
+    dims_of=_dims,
+    vary=lambda case, rng: varied(case, lambda: calls.draw_batch(case, rng), _bytes, prefill.SPEC.flops),
+    extremes={"huge_key": _huge_key, "equal_keys": _equal_keys},
+    activations=(2, 4),  # of values, which the result is linear in
+    build=_build,
+    mutates=(3, 4),
+    dtype_arg=3,  # the cache's
     tolerance=prefill.SPEC.tolerance,
     calls=("store_kvcache", "attention_prefill", "attention_decode"),
     targets=(

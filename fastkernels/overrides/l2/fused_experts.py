@@ -251,7 +251,8 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
         ids[-1:], e = -1, here
     return [
         randn(t, h), randn(e, 2 * i, h, scale=1 / math.sqrt(h)), randn(e, h, i, scale=1 / math.sqrt(i)),
-        weights / weights.sum(dim=-1, keepdim=True), ids.to(getattr(torch, d.get("ids", "int32"))), expert_map, d.get("on_input", False),
+        weights / weights.sum(dim=-1, keepdim=True), ids.to(getattr(torch, d.get("ids", "int32"))), expert_map,
+        d.get("on_input", False),
     ]  # fmt: skip
 
 
@@ -293,6 +294,18 @@ def vary(case: Case, rng: random.Random) -> Case:
         return {**new, "topk": topk, "experts_hit": None, "pairs": None, "here": None}
 
     return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
+def _one_expert(args: list[Any]) -> None:
+    args[4].zero_()
+
+
+def _empty_experts(args: list[Any]) -> None:
+    args[4].remainder_(max(args[1].shape[0] // 2, 1))
+
+
+def _no_weight(args: list[Any]) -> None:
+    args[3].zero_()
 
 
 def _bytes(case: Case) -> int:
@@ -350,6 +363,8 @@ SPEC = OpSpec(
     flops=_flops,
     dims_of=_dims,
     vary=vary,
+    extremes={"one_expert": _one_expert, "empty_experts": _empty_experts, "no_weight": _no_weight},
+    activations=(0,),
     calls=("moe_align", "silu_and_mul"),
     targets=(
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastkernels import assemble
 from fastkernels.overrides.l1.silu_and_mul import SGLangSiluAndMul, VllmSiluAndMul, silu_and_mul
 from fastkernels.overrides.l2._parallel_linear_base import Row
 from fastkernels.overrides.l2.parallel_linear import (
@@ -242,6 +246,21 @@ def _vary(case: Case, rng: random.Random) -> Case:
     )
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, gate_up, down = args
+    hidden, inner = down.shape
+    if assemble.takes(cls, "config"):
+        config = SimpleNamespace(
+            hidden_size=hidden, intermediate_size=inner, hidden_act="silu", mlp_bias=False
+        )
+        parts = dict(zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down), strict=True))
+        module = assemble.make(cls, x, config)
+    else:
+        parts = {"gate_up_proj": gate_up, "down_proj": down}
+        module = assemble.make(cls, x, hidden, inner, "silu", prefix="mlp")
+    return partial(assemble.load(module, {f"{name}.weight": t for name, t in parts.items()}), x)
+
+
 def _case(name: str, tokens: int, hidden: int, intermediate: int, tag: str, dtype: str = "bfloat16") -> Case:
     return Case(name, {"tokens": tokens, "hidden": hidden, "intermediate": intermediate}, dtype, tags=(tag,))
 
@@ -264,10 +283,16 @@ SPEC = OpSpec(
         _case("one", 1, 1, 1, "odd", "float32"),
         _case("odd_63", 63, 72, 130, "odd"),
         _case("odd_5", 5, 100, 63, "odd", "float32"),
+        _case("odd_9", 9, 33, 257, "odd", "float32"),
+        _case("narrow", 70, 8, 3, "odd", "float32"),
+        _case("smollm2", 1, 192, 512, "odd", "float32"),
+        _case("wide", 3, 257, 40, "odd", "float32"),
+        _case("half", 7, 64, 48, "odd", "float16"),
     ),
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=_build,
     bytes_moved=_bytes,
     flops=lambda case: 6 * case.dims["tokens"] * case.dims["hidden"] * case.dims["intermediate"],
     calls=("linear", "silu_and_mul"),

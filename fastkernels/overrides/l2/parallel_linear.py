@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from fastkernels import assemble
 from fastkernels.overrides.l1 import linear as gemm
 from fastkernels.overrides.l2._parallel_linear_base import (
     QKV,
@@ -261,6 +263,21 @@ def _target(host: str, name: str, versions: str, suffix: str = "") -> Target:
     )
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, bias = assemble.filled(args, 3, None)
+    rows, columns = weight.shape
+    sizes: tuple[Any, ...] = (columns, rows)
+    if assemble.takes(cls, "output_sizes") and not assemble.takes(cls, "output_size"):
+        sizes = columns, [rows - rows // 2, rows // 2]
+    elif assemble.takes(cls, "total_num_heads"):
+        if rows < 3:
+            raise ValueError(f"{cls.__name__} has a query, a key and a value head: more than {rows} rows")
+        sizes = (columns, rows // 3, 1, 1) if rows % 3 == 0 else (columns, 1, rows - 2, 1)
+    module = assemble.make(cls, x, *sizes, bias=bias is not None, params_dtype=weight.dtype, prefix="linear")
+    assemble.load(module, {"weight": weight, "bias": bias})
+    return lambda: module(x)[0]
+
+
 SPEC = OpSpec(
     name="parallel_linear",
     level=2,
@@ -269,6 +286,7 @@ SPEC = OpSpec(
     inputs=gemm.SPEC.inputs,
     dims_of=gemm.SPEC.dims_of,
     vary=gemm.SPEC.vary,
+    build=_build,
     bytes_moved=gemm.SPEC.bytes_moved,
     flops=gemm.SPEC.flops,
     tolerance=gemm.SPEC.tolerance,

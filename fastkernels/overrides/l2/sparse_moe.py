@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastkernels import parallel
+from fastkernels import assemble, parallel
 from fastkernels.overrides.l1.topk_softmax import reference as topk_softmax_reference
 from fastkernels.overrides.l1.topk_softmax import topk_softmax
 from fastkernels.overrides.l2 import fused_experts as experts
@@ -227,6 +229,37 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     return [x, gate.to(x.dtype), w1, w2, case.dims["topk"]]
 
 
+def _dims(
+    x: torch.Tensor, gate: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, top_k: int
+) -> dict[str, Any]:
+    sizes = {"tokens": x.shape[0], "experts": gate.shape[0], "topk": top_k}
+    sizes |= {"hidden": w2.shape[1], "intermediate": w2.shape[2]}
+    if x.is_meta:
+        return sizes
+    ids = topk_softmax_reference(x.float() @ gate.float().t(), top_k, True)[1]
+    return {**sizes, "experts_hit": ids.unique().numel()}
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, gate, w1, w2, top_k = args
+    layer = {"layer_id": 0} if assemble.takes(cls, "layer_id") else {}
+    sizes = gate.shape[0], top_k, w2.shape[1], w2.shape[2]
+    module = assemble.make(cls, x, *sizes, params_dtype=w1.dtype, prefix="moe", **layer)
+    named = {"gate.weight": gate, "experts.w13_weight": w1, "experts.w2_weight": w2}
+    return partial(assemble.load(module, named), x)
+
+
+def _case(name: str, tokens: int, experts: int, topk: int, hidden: int, intermediate: int, tag: str) -> Case:
+    dims = {
+        "tokens": tokens,
+        "experts": experts,
+        "topk": topk,
+        "hidden": hidden,
+        "intermediate": intermediate,
+    }
+    return Case(name, dims, "bfloat16" if tag == "model" else "float32", tags=(tag,))
+
+
 _VLLM, _SGLANG = "vllm.model_executor.models.mixtral:MixtralMoE", "sglang.srt.models.mixtral:MixtralMoE"
 _NOTE = "in a live host the experts are the host's own layer, which keeps its weights in its kernel's layout"
 
@@ -234,8 +267,21 @@ SPEC = OpSpec(
     name="sparse_moe",
     level=2,
     reference=reference,
-    cases=experts.SPEC.cases,
+    cases=(
+        *(case for case in experts.SPEC.cases if "model" in case.tags),
+        # In float32: with logits in another precision a token may go to another expert.
+        _case("odd_63", 63, 5, 2, 72, 130, "odd"),
+        _case("one", 1, 1, 1, 1, 1, "odd"),
+        _case("odd_5", 5, 12, 3, 100, 63, "odd"),
+        _case("all", 70, 2, 2, 65, 33, "odd"),
+        _case("many", 9, 60, 8, 40, 24, "odd"),
+        _case("wide", 3, 6, 1, 257, 40, "odd"),
+        _case("none", 0, 4, 2, 64, 48, "odd"),
+    ),
     inputs=_inputs,
+    dims_of=_dims,
+    vary=experts.vary,
+    build=_build,
     bytes_moved=experts.SPEC.bytes_moved,
     flops=experts.SPEC.flops,
     calls=("linear", "topk_softmax", "fused_experts"),

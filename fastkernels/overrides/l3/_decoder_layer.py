@@ -11,27 +11,7 @@ import torch
 from torch import nn
 
 from fastkernels.overrides.l1.rms_norm import SGLangRMSNorm, VllmRMSNorm, rms_norm
-from fastkernels.overrides.l1.rms_norm import reference as rms_norm_reference
-from fastkernels.overrides.l2 import gated_mlp
 from fastkernels.overrides.l2.gated_mlp import SGLangLlamaMLP, VllmLlamaMLP
-from fastkernels.spec import Case
-
-
-def reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weights: dict[str, torch.Tensor],
-    attention: Any,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer around an attention function of [T, H]; weights: input_layernorm, post_attention_layernorm,
-    gate_up [2 I, H], down [H, I]. Returns (hidden states, residual); their sum is the residual stream.
-    """
-    residual = torch.zeros_like(x) if residual is None else residual
-    h, residual = rms_norm_reference(x, weights["input_layernorm"], eps, residual)
-    h, residual = rms_norm_reference(attention(h), weights["post_attention_layernorm"], eps, residual)
-    assert residual is not None
-    return gated_mlp.reference(h, weights["gate_up"], weights["down"]), residual
 
 
 def unsupported_norm(norm: Any) -> str | None:
@@ -131,20 +111,3 @@ def run_on_stream(
     inputs = {"positions": positions, "forward_batch": forward_batch}
     hidden, stream = run_layer(layer, hidden_states.clone(), None, **inputs)
     return hidden + stream
-
-
-def layer_inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    """The arguments of `reference`, with the attention replaced by a change of sign."""
-    x, gate_up, down = gated_mlp.SPEC.inputs(case, device, generator)
-    norms = {
-        name: (1 + 0.1 * torch.randn(x.shape[-1], generator=generator, device=device)).to(x.dtype)
-        for name in ("input_layernorm", "post_attention_layernorm")
-    }
-    residual = torch.randn(x.shape, generator=generator, device=device).to(x.dtype)
-    return [x, residual, {**norms, "gate_up": gate_up, "down": down}, torch.neg, 1e-5]
-
-
-def layer_bytes(case: Case) -> int:
-    """The MLP's bytes, the norms' weights and the residual; without attention."""
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return gated_mlp.SPEC.bytes_moved(case) + 2 * size * case.dims["hidden"] * (1 + case.dims["tokens"])

@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.overrides.l2 import gated_mlp
+from fastkernels.overrides.l3 import _dense_calls
 from fastkernels.overrides.l3._decoder_layer import (
     SGLangDecoderLayer,
     VllmDecoderLayer,
     check_causal,
-    layer_bytes,
-    layer_inputs,
-    reference,
     run_layer,
     run_on_stream,
 )
+from fastkernels.overrides.l3._layer_calls import MUTATES, TOLERANCE, layer_cases
 from fastkernels.overrides.l3._llama_attention import LlamaAttention, SGLangLlamaAttention
 from fastkernels.spec import OpSpec, Target
 
@@ -116,11 +114,20 @@ _NOTE = "the host's attention and MLP stay, the norms are ours; put in only when
 SPEC = OpSpec(
     name="llama_decoder_layer",
     level=3,
-    reference=reference,
-    cases=gated_mlp.SPEC.cases,
-    inputs=layer_inputs,
-    bytes_moved=layer_bytes,
-    flops=gated_mlp.SPEC.flops,
+    reference=_dense_calls.reference,
+    cases=layer_cases(
+        {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_size": 128, "intermediate": 14336},
+        {"hidden": 72, "heads": 6, "kv_heads": 2, "head_size": 12, "intermediate": 100},
+    ),
+    inputs=_dense_calls.inputs,
+    bytes_moved=_dense_calls.bytes_moved,
+    flops=_dense_calls.flops,
+    tolerance=TOLERANCE,
+    dims_of=_dense_calls.dims_of,
+    vary=_dense_calls.vary,
+    activations=(1, 2),
+    build=_dense_calls.build,
+    mutates=MUTATES,
     calls=("rms_norm",),
     targets=(
         Target("vllm", _VLLM, "VllmLlamaDecoderLayer", "module", default=False, note=_NOTE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,29 +10,58 @@ import torch
 from torch import nn
 
 from fastkernels.overrides.l1.rms_norm import SGLangRMSNorm, VllmRMSNorm
-from fastkernels.overrides.l1.rms_norm import reference as rms_norm_reference
 from fastkernels.overrides.l2 import sparse_moe
 from fastkernels.overrides.l2.sparse_moe import SGLangMixtralMoE, VllmMixtralMoE
+from fastkernels.overrides.l3._layer_calls import (
+    MUTATES,
+    TOLERANCE,
+    build_layer,
+    layer_bytes,
+    layer_cases,
+    layer_dims,
+    layer_flops,
+    layer_inputs,
+    layer_reference,
+    vary_layer,
+)
 from fastkernels.overrides.l3._llama_attention import LlamaAttention, SGLangLlamaAttention
 from fastkernels.spec import Case, OpSpec, Target
 
 
 def reference(
-    x: torch.Tensor,
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor,
     residual: torch.Tensor | None,
-    weights: dict[str, torch.Tensor],
-    attention: Any,
-    top_k: int,
+    input_layernorm: torch.Tensor,
+    post_attention_layernorm: torch.Tensor,
+    qkv_proj: torch.Tensor,
+    o_proj: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer around an attention function of [T, H]; weights: input_layernorm, post_attention_layernorm, and gate,
-    w1, w2 of sparse_moe's reference. Returns (hidden states, residual); their sum is the residual stream.
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    gate: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    top_k: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gate, w1, w2, top_k as in sparse_moe; the rest as in layer_reference, q_norm and k_norm None.
+
+    Returns (hidden states, residual, new key_cache, new value_cache); the first two add up to the residual stream.
     """
-    residual = torch.zeros_like(x) if residual is None else residual
-    h, residual = rms_norm_reference(x, weights["input_layernorm"], eps, residual)
-    h, residual = rms_norm_reference(attention(h), weights["post_attention_layernorm"], eps, residual)
-    assert residual is not None
-    return sparse_moe.reference(h, weights["gate"], weights["w1"], weights["w2"], top_k), residual
+    return layer_reference(
+        lambda h: sparse_moe.reference(h, gate, w1, w2, top_k), positions, hidden_states, residual, input_layernorm,
+        post_attention_layernorm, qkv_proj, o_proj, q_norm, k_norm, cos_sin_cache, eps, key_cache, value_cache,
+        slot_mapping, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
 
 
 def _check(config: Any) -> None:
@@ -145,23 +175,48 @@ class SGLangMixtralDecoderLayer(_SGLangDecoderLayer):
         return hidden + stream
 
 
+_MLP = ("experts", "topk", "hidden", "intermediate", "experts_hit", "pairs")
+
+
+def _mlp(case: Case) -> Case:
+    """The sparse block's case."""
+    dims = {"tokens": sum(case.dims["q_lens"]), **{n: case.dims[n] for n in _MLP if n in case.dims}}
+    return Case(case.name, dims, case.dtype)
+
+
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    x, gate, w1, w2, top_k = sparse_moe.SPEC.inputs(case, device, generator)
+    common = layer_inputs(case, device, generator)
+    return [*common, *sparse_moe.SPEC.inputs(_mlp(case), device, generator)[1:]]
 
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device)
 
-    norms = {
-        name: (1 + 0.1 * randn(x.shape[1])).to(x.dtype)
-        for name in ("input_layernorm", "post_attention_layernorm")
-    }
-    weights = {**norms, "gate": gate, "w1": w1, "w2": w2}
-    return [x, randn(*x.shape).to(x.dtype), weights, torch.neg, top_k, 1e-5]
+def _dims(*args: Any) -> dict[str, Any]:
+    gate, _, w2, top_k = args[-4:]
+    return {**layer_dims(args), "experts": gate.shape[0], "topk": top_k, "intermediate": w2.shape[2]}
 
 
 def _bytes(case: Case) -> int:
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return sparse_moe.SPEC.bytes_moved(case) + 2 * size * case.dims["hidden"] * (1 + case.dims["tokens"])
+    """With what the block moves but its input and output, which need not leave the chip."""
+    d, size = case.dims, getattr(torch, case.dtype).itemsize
+    inside = 2 * size * sum(d["q_lens"]) * d["hidden"]
+    return layer_bytes(case) + sparse_moe.SPEC.bytes_moved(_mlp(case)) - inside
+
+
+def _flops(case: Case) -> int:
+    return layer_flops(case) + sparse_moe.SPEC.flops(_mlp(case))
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    gate, w1, w2, top_k = args[-4:]
+    moe = {"gate": gate, "experts.w13": w1, "experts.w2": w2}
+    mlp = {f"block_sparse_moe.{n}{'_' if '.' in n else '.'}weight": t for n, t in moe.items()}
+    return build_layer(
+        cls,
+        args,
+        mlp,
+        intermediate_size=w2.shape[2],
+        num_local_experts=gate.shape[0],
+        num_experts_per_tok=top_k,
+    )
 
 
 _VLLM = "vllm.model_executor.models.mixtral:MixtralDecoderLayer"
@@ -172,10 +227,35 @@ SPEC = OpSpec(
     name="mixtral_decoder_layer",
     level=3,
     reference=reference,
-    cases=sparse_moe.SPEC.cases,
+    cases=layer_cases(
+        {
+            "hidden": 4096,
+            "heads": 32,
+            "kv_heads": 8,
+            "head_size": 128,
+            "experts": 8,
+            "topk": 2,
+            "intermediate": 14336,
+        },
+        {
+            "hidden": 72,
+            "heads": 6,
+            "kv_heads": 2,
+            "head_size": 12,
+            "experts": 5,
+            "topk": 2,
+            "intermediate": 50,
+        },
+    ),
     inputs=_inputs,
     bytes_moved=_bytes,
-    flops=sparse_moe.SPEC.flops,
+    flops=_flops,
+    tolerance=TOLERANCE,
+    dims_of=_dims,
+    vary=lambda case, rng: vary_layer(case, rng, _bytes, _flops, ("experts", "topk")),
+    activations=(1, 2),
+    build=_build,
+    mutates=MUTATES,
     calls=("rms_norm", "linear", "topk_softmax", "fused_experts"),
     targets=(
         Target("vllm", _VLLM, "VllmMixtralDecoderLayer", "standalone", note=_NOTE),

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from fastkernels.overrides.l1.rms_norm import SGLangRMSNorm, VllmRMSNorm
-from fastkernels.overrides.l2 import gated_mlp
+from fastkernels.overrides.l3 import _dense_calls
 from fastkernels.overrides.l3._decoder_layer import (
     SGLangDecoderLayer,
     VllmDecoderLayer,
     check_causal,
-    layer_bytes,
-    layer_inputs,
-    reference,
     run_layer,
     run_on_stream,
 )
+from fastkernels.overrides.l3._layer_calls import MUTATES, TOLERANCE, layer_cases
 from fastkernels.overrides.l3._llama_attention import HeadNorms, LlamaAttention, SGLangLlamaAttention
 from fastkernels.spec import OpSpec, Target
 
@@ -146,11 +145,20 @@ _BOUNDARY = "the host's layer hands the residual to objects that gather and redu
 SPEC = OpSpec(
     name="qwen3_decoder_layer",
     level=3,
-    reference=reference,
-    cases=gated_mlp.SPEC.cases,
-    inputs=layer_inputs,
-    bytes_moved=layer_bytes,
-    flops=gated_mlp.SPEC.flops,
+    reference=_dense_calls.reference,
+    cases=layer_cases(
+        {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_size": 128, "intermediate": 12288},
+        {"hidden": 72, "heads": 6, "kv_heads": 2, "head_size": 12, "intermediate": 100},
+    ),
+    inputs=partial(_dense_calls.inputs, head_norms=True),
+    bytes_moved=_dense_calls.bytes_moved,
+    flops=_dense_calls.flops,
+    tolerance=TOLERANCE,
+    dims_of=_dense_calls.dims_of,
+    vary=_dense_calls.vary,
+    activations=(1, 2),
+    build=_dense_calls.build,
+    mutates=MUTATES,
     calls=("rms_norm",),
     targets=(
         Target("vllm", _VLLM, "VllmQwen3DecoderLayer_0_26", "module", "<0.32", False, _NOTE),

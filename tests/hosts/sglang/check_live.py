@@ -5,7 +5,7 @@ import time
 
 import pytest
 from conftest import forced, generate, ids, make_engine
-from support.checks import PROMPTS, RMS_NORM_TWICE
+from support.checks import PROMPTS, RMS_NORM_TWICE, check_folder
 
 import fastkernels
 from fastkernels.patch import PatchError, Request, find_host
@@ -87,6 +87,13 @@ def test_the_prefix_cache_holds_nothing_of_the_other_kernels(engine, stock, cand
     ) as report:
         assert [p for _, p in generate(engine)] != [p for _, p in stock]
         assert report.refresh().verified
+    assert generate(engine) == stock
+
+
+def test_a_folder_of_candidates(engine, stock, folder):
+    with fastkernels.patch(engine, ops=["rms_norm", "silu_and_mul"], candidates=folder) as report:
+        assert [p for _, p in generate(engine)] != [p for _, p in stock]
+        check_folder(report, folder)
     assert generate(engine) == stock
 
 

@@ -2,9 +2,9 @@
 
 import os
 
-from support.checks import PROMPTS, candidate
+from support.checks import PROMPTS, candidate, folder
 
-__all__ = ["candidate"]  # a fixture
+__all__ = ["candidate", "folder"]  # fixtures
 
 
 def make_engine(**options):

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from conftest import first_logprobs, generate, make_llm
-from support.checks import PROMPTS, RMS_NORM_BUG, RMS_NORM_TWICE
+from support.checks import PROMPTS, RMS_NORM_BUG, RMS_NORM_TWICE, check_folder
 
 import fastkernels
 from fastkernels.patch import PatchError
@@ -107,6 +107,13 @@ def test_context_manager_and_candidate(llm, stock, candidate):
     ) as report:
         assert first_logprobs(generate(llm)) != pytest.approx(first_logprobs(stock), abs=0.1)
         assert report.refresh().verified
+
+
+def test_a_folder_of_candidates(llm, stock, folder):
+    with fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"], candidates=folder) as report:
+        assert first_logprobs(generate(llm)) != pytest.approx(first_logprobs(stock), abs=0.1)
+        check_folder(report, folder)
+    assert first_logprobs(generate(llm)) == first_logprobs(stock)
 
 
 def test_reset_sets_the_counters_to_zero(llm):

@@ -1,8 +1,8 @@
 """What the vLLM checks share. They run inside .venv-vllm, started by tests/hosts/test_engines.py."""
 
-from support.checks import PROMPTS, candidate
+from support.checks import PROMPTS, candidate, folder
 
-__all__ = ["candidate"]  # a fixture
+__all__ = ["candidate", "folder"]  # fixtures
 
 
 def make_llm(model: str, **options):

@@ -1,0 +1,127 @@
+"""Whether outputs are right: against the reference in float64, and against the errors that others make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastkernels.spec import OpSpec, Tolerance
+
+from . import layout
+from .slots import split
+
+LARGE = 1 << 27  # elements; beyond, the oracle is computed in float32
+RMS_FACTOR = (
+    2.0  # a candidate may err so much more than the worse of baseline and reference, root mean square
+)
+
+
+@dataclass
+class Expected:
+    """What a call must give: outputs and new values of written arguments, as float64 (or exact integers).
+
+    native  the same by the reference in the arguments' own dtypes: an honest kernel's error
+    """
+
+    outputs: list[torch.Tensor]
+    written: dict[int, torch.Tensor]
+    native: list[torch.Tensor]
+
+    def all(self) -> list[torch.Tensor]:
+        return [*self.outputs, *self.written.values()]
+
+
+def expect(spec: OpSpec, args: list[Any], mode: str) -> Expected:
+    """The oracle's answer. The arguments are private copies, and are not written."""
+    size = sum(t.numel() for t in layout.tensors(args))
+    wide = torch.float64 if size < LARGE else torch.float32
+    precise = layout.mapped(args, lambda t: t.to(wide) if t.is_floating_point() else t.clone())
+    outputs, written = split(spec, spec.reference(*precise), args, mode)
+    native_out, native_written = split(spec, spec.reference(*layout.mapped(args, torch.clone)), args, mode)
+    return Expected(outputs, written, [*native_out, *native_written.values()])
+
+
+@dataclass
+class Errors:
+    """How far outputs are from the oracle; `problem` is empty if they are right."""
+
+    problem: str = ""
+    rms: float = 0.0  # of the error, relative to the rms of what is expected; the largest of all outputs
+    max: float = 0.0  # largest |error| of all outputs
+
+    def worse(self, other: Errors) -> Errors:
+        return Errors(self.problem or other.problem, max(self.rms, other.rms), max(self.max, other.max))
+
+
+def compare(
+    spec: OpSpec, dtype: str, got: list[torch.Tensor], want: Expected, allowed: float | None = None
+) -> Errors:
+    """Compare outputs (and written arguments behind them) with the oracle.
+
+    dtype    the case's, a key of SPEC.tolerance
+    allowed  the baseline's own rms error, which a candidate may exceed by RMS_FACTOR; None: the reference's alone
+    """
+    total = Errors()
+    for i, (a, b, n) in enumerate(zip(got, want.all(), want.native, strict=True)):
+        label = f"output {i}" if i < len(want.outputs) else "a written argument"
+        total = total.worse(_compare(spec, dtype, label, a, b, n, allowed))
+    return total
+
+
+def _tolerance(spec: OpSpec, dtype: str, t: torch.Tensor) -> Tolerance:
+    own = str(t.dtype).removeprefix("torch.")
+    return spec.tolerance.get(own if own.startswith("float8") else dtype) or spec.tolerance[dtype]
+
+
+def _compare(
+    spec: OpSpec,
+    dtype: str,
+    label: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    native: torch.Tensor,
+    allowed: float | None,
+) -> Errors:
+    if got.shape != want.shape:
+        return Errors(f"{label} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+    if got.dtype != native.dtype:
+        return Errors(f"{label} is {got.dtype}, not {native.dtype}")
+    if not got.numel():
+        return Errors()
+    if not got.is_floating_point():
+        wrong = int((got != want).sum())
+        return Errors(
+            f"{label}: {wrong} of {got.numel()} values differ, and all must be exact" if wrong else ""
+        )
+    tolerance = _tolerance(spec, dtype, got)
+    g, w, n = (t.to(torch.float64 if t.numel() < LARGE else torch.float32) for t in (got, want, native))
+    same = (g == w) | (g.isnan() & w.isnan())
+    error = torch.where(same, 0.0, (g - w).abs())
+    own = torch.where((n == w) | (n.isnan() & w.isnan()), 0.0, (n - w).abs())
+    finite = w.isfinite()
+    bound = tolerance.atol + tolerance.rtol * torch.where(finite, w.abs(), 0.0)
+    bound = torch.maximum(bound, 2 * torch.where(own.isfinite(), own, 0.0).max())
+    bad = ~same & ~(error <= bound)
+    largest = float(torch.where(error.isfinite(), error, 0.0).max())
+    if bool(bad.any()):
+        nan = int((g.isnan() & ~w.isnan()).sum())
+        why = f"{nan} of them not written or NaN" if nan else f"the largest error is {largest:.3g}"
+        return Errors(f"{label}: {int(bad.sum())} of {bad.numel()} values wrong, {why}", max=largest)
+    scale = float(torch.where(finite, w, 0.0).pow(2).mean().sqrt())
+    if not scale:
+        return Errors(max=largest)
+    rms, rms_own = (
+        float(torch.where(e.isfinite(), e, 0.0).pow(2).mean().sqrt()) / scale for e in (error, own)
+    )
+    # half a unit in the last place is nobody's error: one rounding of the result, uniform over the unit
+    floor = torch.finfo(got.dtype).eps / 12**0.5
+    limit = RMS_FACTOR * max(rms_own, allowed or 0.0, floor)
+    problem = ""
+    if rms > limit:
+        problem = (
+            f"{label}: relative rms error {rms:.3g}, over {RMS_FACTOR:g} times what the baseline "
+            f"({allowed or 0.0:.3g}), the reference ({rms_own:.3g}) or one rounding ({floor:.3g}) has"
+        )
+    return Errors(problem, rms, largest)

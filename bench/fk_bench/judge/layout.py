@@ -1,0 +1,146 @@
+"""The arguments of a call as plain data: which bytes of a slot each tensor is, and everything that is no tensor."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+ALIGN = 512
+
+
+@dataclass
+class Layout:
+    """Where the tensors of one call lie.
+
+    args     the arguments; a tensor is {'tensor': {region, dtype, shape, stride, offset (elements)}}
+    regions  one for each storage, so that views of one tensor stay views of one: {offset, nbytes, shared}.
+             A shared region is the same memory in all slots, and lies behind them
+    stride   bytes from one slot to the next
+    shared   bytes of all shared regions
+    """
+
+    args: list[Any]
+    regions: list[dict[str, Any]] = field(default_factory=list)
+    stride: int = 0
+    shared: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "args": self.args,
+            "regions": self.regions,
+            "stride": self.stride,
+            "shared": self.shared,
+        }
+
+    def arena_bytes(self, slots: int) -> int:
+        return slots * self.stride + self.shared
+
+
+def describe(args: list[Any], share_from: int, written: set[int] = frozenset()) -> Layout:  # type: ignore[assignment]
+    """The layout of these arguments. Storages of `share_from` bytes or more are shared by all slots, unless an
+    argument whose position is in `written` lies in one: then each slot needs its own.
+    """
+    found: dict[int, int] = {}
+    layout = Layout([])
+    own: set[int] = set()
+
+    def tensor(t: torch.Tensor, position: int) -> dict[str, Any]:
+        storage = t.untyped_storage()
+        key = storage.data_ptr() if storage.nbytes() else -len(found) - 1
+        if key not in found:
+            found[key] = len(layout.regions)
+            layout.regions.append({"offset": 0, "nbytes": storage.nbytes(), "shared": False})
+        if position in written:
+            own.add(found[key])
+        return {
+            "region": found[key], "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape),
+            "stride": list(t.stride()), "offset": t.storage_offset(),
+        }  # fmt: skip
+
+    layout.args = [_encode(a, lambda t, i=i: tensor(t, i)) for i, a in enumerate(args)]  # type: ignore[misc]
+    for i, region in enumerate(layout.regions):
+        size = -(-max(region["nbytes"], 1) // ALIGN) * ALIGN
+        if region["nbytes"] >= share_from and i not in own:
+            region.update(shared=True, offset=layout.shared)
+            layout.shared += size
+        else:
+            region["offset"] = layout.stride
+            layout.stride += size
+    return layout
+
+
+def bind(layout: dict[str, Any], arena: torch.Tensor, slot: int, slots: int) -> list[Any]:
+    """The arguments of a slot, as views of the arena (uint8, Layout.arena_bytes long)."""
+
+    def tensor(t: dict[str, Any]) -> torch.Tensor:
+        region = layout["regions"][t["region"]]
+        start = slots * layout["stride"] if region["shared"] else slot * layout["stride"]
+        dtype = getattr(torch, t["dtype"])
+        raw = arena[start + region["offset"] :][: region["nbytes"]].view(dtype)
+        return raw.as_strided(t["shape"], t["stride"], raw.storage_offset() + t["offset"])
+
+    return [_decode(a, tensor) for a in layout["args"]]
+
+
+def tensors(args: Any) -> list[torch.Tensor]:
+    """All tensors in nested arguments, in order."""
+    if isinstance(args, torch.Tensor):
+        return [args]
+    if isinstance(args, dict):
+        return [t for a in args.values() for t in tensors(a)]
+    if isinstance(args, (list, tuple)):
+        return [t for a in args for t in tensors(a)]
+    return []
+
+
+def mapped(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same arguments with every tensor changed."""
+    if isinstance(args, torch.Tensor):
+        return change(args)
+    if isinstance(args, dict):
+        return {k: mapped(a, change) for k, a in args.items()}
+    if isinstance(args, (list, tuple)):
+        return type(args)(mapped(a, change) for a in args)
+    return args
+
+
+def _encode(value: Any, tensor: Callable[[torch.Tensor], dict[str, Any]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {"tensor": tensor(value)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, dict):
+        return {"dict": {k: _encode(v, tensor) for k, v in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return {"list": [_encode(v, tensor) for v in value], "tuple": isinstance(value, tuple)}
+    if isinstance(value, float):
+        return {"float": value.hex()}  # infinities too, and not a bit lost
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if callable(value) and getattr(value, "__name__", ""):
+        module = getattr(value, "__module__", None) or "torch"  # torch's builtins have none
+        return {"function": f"{module}:{value.__name__}"}
+    raise TypeError(f"an argument of type {type(value).__name__} cannot be handed to another process")
+
+
+def _decode(value: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    kind, inner = next(iter(value.items()))
+    if kind == "tensor":
+        return tensor(inner)
+    if kind == "dtype":
+        return getattr(torch, inner)
+    if kind == "dict":
+        return {k: _decode(v, tensor) for k, v in inner.items()}
+    if kind == "list":
+        items = [_decode(v, tensor) for v in inner]
+        return tuple(items) if value["tuple"] else items
+    if kind == "float":
+        return float.fromhex(inner)
+    module, _, name = inner.partition(":")
+    return getattr(importlib.import_module(module), name)

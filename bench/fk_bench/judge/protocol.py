@@ -1,0 +1,88 @@
+"""What judge and runner say to each other: length-prefixed JSON over a private socket, each reply with its nonce."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+MAX_MESSAGE = 32 << 20
+_LENGTH = struct.Struct("!I")
+
+
+class ChannelClosed(ConnectionError):
+    """The other side is gone."""
+
+
+class ChannelTimeout(TimeoutError):
+    """No whole message came in the time it was given."""
+
+
+class ChannelGarbage(ValueError):
+    """What came is no message, or no answer to what was asked."""
+
+
+class Channel:
+    """One end. The judge asks with `ask`; the runner reads with `receive` and answers with `reply`."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        sock.setblocking(False)
+
+    def send(self, message: dict[str, Any], timeout: float = 60.0) -> None:
+        """Raises ChannelClosed, ChannelTimeout."""
+        body = json.dumps(message).encode()
+        data, end = memoryview(_LENGTH.pack(len(body)) + body), time.monotonic() + timeout
+        while data:
+            try:
+                data = data[self.sock.send(data) :]
+            except BlockingIOError:
+                if not select.select([], [self.sock], [], max(end - time.monotonic(), 0))[1]:
+                    raise ChannelTimeout("the other side does not read") from None
+            except OSError as error:
+                raise ChannelClosed(str(error)) from None
+
+    def receive(self, timeout: float | None = None) -> dict[str, Any]:
+        """The next message. Raises ChannelClosed, ChannelTimeout, ChannelGarbage."""
+        end = None if timeout is None else time.monotonic() + timeout
+        (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size, end))
+        if size > MAX_MESSAGE:
+            raise ChannelGarbage(f"a message of {size} bytes")
+        try:
+            message = json.loads(self._exactly(size, end))
+        except ValueError:
+            raise ChannelGarbage("a message that is not JSON") from None
+        if not isinstance(message, dict):
+            raise ChannelGarbage("a message that is not an object")
+        return message
+
+    def ask(self, do: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer, which must carry the command's nonce."""
+        nonce = secrets.token_hex(8)
+        self.send({"do": do, "nonce": nonce, **arguments}, timeout)
+        answer = self.receive(timeout)
+        if answer.get("nonce") != nonce:
+            raise ChannelGarbage("an answer to nothing that was asked")
+        return answer
+
+    def _exactly(self, size: int, end: float | None) -> bytes:
+        parts = []
+        while size:
+            try:
+                part = self.sock.recv(size)
+            except BlockingIOError:
+                left = None if end is None else max(end - time.monotonic(), 0)
+                if not select.select([self.sock], [], [], left)[0]:
+                    raise ChannelTimeout("no answer") from None
+                continue
+            except OSError as error:
+                raise ChannelClosed(str(error)) from None
+            if not part:
+                raise ChannelClosed("the other side closed the channel")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)

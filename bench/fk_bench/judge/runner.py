@@ -1,0 +1,403 @@
+"""The process of one side: it imports the candidate (or the baseline), and calls it when the judge says so.
+
+Nothing here is trusted by the judge: there is no oracle, no expected output and no clock of record in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import mmap
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkernels import candidate, registry
+from fastkernels.dispatch import OPS
+from fastkernels.spec import OpSpec
+
+from . import ipc, layout
+from .protocol import Channel, ChannelClosed
+
+# Taken before any candidate is imported; one that patches torch patches what it calls itself.
+_clock, _synchronize, _Tensor, _copy = (
+    time.perf_counter,
+    torch.cuda.synchronize,
+    torch.Tensor,
+    torch.Tensor.copy_,
+)
+
+
+class Failure(Exception):
+    """Something went wrong on this side. `status` is a value of rows.Status."""
+
+    def __init__(self, status: str, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
+    """Answer the judge until it hangs up."""
+    channel.send({"hello": hello})
+    runner = Runner(fds)
+    with contextlib.suppress(ChannelClosed):
+        while (message := channel.receive())["do"] != "bye":
+            nonce = message.pop("nonce")
+            try:
+                answer = getattr(runner, f"do_{message.pop('do')}")(**message)
+            except Failure as error:
+                answer = {"error": error.status, "reason": str(error)}
+            except BaseException as error:  # a candidate's SystemExit too
+                answer = {"error": _status(error), "reason": said(error)}
+            channel.send({**answer, "nonce": nonce})
+
+
+def said(error: BaseException) -> str:
+    """An error in a line or two: its type, its text and the candidate's own line that raised it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "fk_bench" not in f.filename]
+    where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:600]}{where}"
+
+
+def _status(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or "not enough memory" in text:
+        return "oom"
+    if isinstance(error, TypeError) and "argument" in text:
+        return "signature_mismatch"
+    return "compile_error"
+
+
+class Runner:
+    """The state of one side: what it calls, and the slots of the case at hand."""
+
+    def __init__(self, fds: dict[str, int]):
+        self.fds = fds
+        self.spec: OpSpec
+        self.cls: type | None = None
+        self.baselines: dict[str, Any] = {}
+        self.made: dict[str, Callable[..., Any]] = {}
+        self.device = "cpu"
+        self.mapping = ipc.Mapping()
+        self.free()
+
+    # -- what to run
+
+    def do_load(
+        self,
+        op: str,
+        device: str,
+        candidates: dict[str, str],
+        against: str | None,
+        mode: str | None,
+        threads: int,
+    ) -> dict[str, Any]:
+        """Import the op, and the candidates or (against) the baselines. Says how the op will be called."""
+        start = _clock()
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        self.device, self.spec = device, registry.get(op)
+        found = {name: self._candidate(name, path) for name, path in candidates.items()}
+        own = found.get(op)
+        if own is not None and (own.function is None or self.spec.op is None):
+            self.cls = next((own.classes[t.cls] for t in self.spec.targets if t.cls in own.classes), None)
+        if mode == "module" or (self.cls is None and self.spec.op is None):
+            self.cls = self.cls or getattr(registry.op_module(op), self.spec.targets[0].cls)
+        if self.cls is not None and self.spec.build is None:
+            raise Failure("unsupported", f"{op}: its classes cannot be built from a case; offer the function")
+        if against is not None:
+            self._find_baselines(against)
+        return {
+            "import_s": _clock() - start, "baselines": list(self.baselines),
+            "mode": "op" if self.cls is None else "module", "offers": {n: c.kind for n, c in found.items()},
+        }  # fmt: skip
+
+    def _candidate(self, name: str, path: str) -> candidate.Candidate:
+        try:
+            found = candidate.load(name, path)
+        except candidate.CandidateError as error:
+            status = "signature_mismatch" if "offers neither" in str(error) else "compile_error"
+            raise Failure(status, str(error)) from None
+        if found.function is not None and (op := OPS.get(name)) is not None:
+            if (problem := _wrong_signature(found.function, op)) is not None:
+                raise Failure("signature_mismatch", f"{name}(...) {problem}")
+            op.set_candidate(found.function, "candidate")
+        return found
+
+    def _find_baselines(self, against: str) -> None:
+        """Baselines of the op; of a module, of the ops that it calls, each with the first there is."""
+        from .baselines import baselines
+
+        def there(name: str) -> list[Any]:
+            return [
+                b for b in baselines(name, against, self.device)
+                if b.available() is None and (b.graph or self.device == "cpu")
+            ]  # fmt: skip
+
+        if self.cls is None:
+            self.baselines = {b.name: b for b in there(self.spec.name)}
+            return
+        names = []
+        inner = sorted(registry.reached(self.spec.name)) if self.spec.op is None else [self.spec.name]
+        for name in inner:
+            for b in there(name):
+                if self._made(name, b):
+                    names.append(f"{name}={b.name}")
+                    break
+        self.baselines = {"our module on " + ", ".join(names): None}
+
+    def _made(self, op: str, baseline: Any) -> bool:
+        """Whether a baseline could be made and put in."""
+        try:
+            fn = baseline.make()
+        except Exception:  # another version of the library: the next one is asked
+            return False
+        OPS[op].set_candidate(fn, baseline.name)
+        return True
+
+    def do_use(self, baseline: str) -> dict[str, Any]:
+        """Call this baseline from now on. Says why it cannot serve the case at hand, if it cannot."""
+        chosen = self.baselines[baseline]
+        if chosen is None:
+            return {}
+        if self.args and (reason := chosen.supports(*self.args[0])) is not None:
+            return {"unsupported": reason}
+        if baseline not in self.made:
+            self.made[baseline] = chosen.make()
+        OPS[self.spec.name].set_candidate(self.made[baseline], baseline)
+        return {"differs": chosen.differs}
+
+    # -- a case
+
+    def do_case(
+        self, plan: dict[str, Any], slots: int, arena: dict[str, Any], outs: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Map the judge's memory and build the call of every slot; nothing of this is timed by the score."""
+        start = _clock()
+        self.free()
+        memory = self._map(arena)
+        self.out_metas = outs
+        self.args = [layout.bind(plan, memory, s, slots) for s in range(slots)]
+        self.calls = [self._call(a) for a in self.args]
+        out_start = arena["outputs"]
+        size = sum(o["nbytes"] for o in outs)
+        self.out_slots = []
+        for s in range(arena["out_slots"]):
+            offset, views = out_start + s * size, []
+            for o in outs:
+                raw = memory[offset:][: o["bytes"]].view(getattr(torch, o["dtype"]))
+                views.append(raw.view(o["shape"]))
+                offset += o["nbytes"]
+            self.out_slots.append(views)
+        return {"prepare_s": _clock() - start}
+
+    def free(self) -> None:
+        """Forget the last case."""
+        self.args, self.calls, self.graphs, self.kept, self.out_slots = [], [], [], [], []
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def do_free(self) -> dict[str, Any]:
+        self.free()
+        return {}
+
+    def _map(self, arena: dict[str, Any]) -> torch.Tensor:
+        if self.device == "cuda":
+            self.mapping.close()
+            return self.mapping.bytes_at(arena)
+        self.memory = mmap.mmap(self.fds["arena"], arena["nbytes"])
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def _call(self, args: list[Any]) -> Callable[[], Any]:
+        if self.cls is not None:
+            if self.spec.build is None:
+                raise Failure("unsupported", f"{self.spec.name}: its modules cannot be built from a case yet")
+            return self.spec.build(self.cls, args)
+        op = self.spec.op.overload
+        return lambda: op(*args)
+
+    def _outputs(self, result: Any) -> list[torch.Tensor]:
+        values = list(result) if isinstance(result, (tuple, list)) else [result]
+        values = [v for v in values if v is not None]
+        for v in values:
+            if type(v) is not _Tensor:
+                raise Failure(
+                    "signature_mismatch", f"an output is {type(v).__name__}, not a plain torch.Tensor"
+                )
+        return values
+
+    def do_call(self, slot: int, out: int, label: str = "") -> dict[str, Any]:
+        """One eager call into an output slot. Counters show which ops ran."""
+        before = {name: op.calls for name, op in OPS.items()}
+        start = _clock()
+        result = self._outputs(self.calls[slot]())
+        self._sync()
+        seconds = _clock() - start
+        self.metas(result)
+        for view, value in zip(self.out_slots[out], result, strict=False):
+            _copy(view, value)
+        self._sync()
+        live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
+        inputs = layout.tensors(self.args[slot])
+        aliases = [i for i, r in enumerate(result) if r.numel() and any(_overlap(r, t) for t in inputs)]
+        return {"seconds": seconds, "outputs": [_meta(r) for r in result], "aliases": aliases, "live": live}
+
+    def metas(self, result: list[torch.Tensor]) -> None:
+        """Raises Failure unless the outputs are as many and of the shapes and dtypes that the op has."""
+        if len(result) != len(self.out_metas):
+            raise Failure("signature_mismatch", f"{len(result)} outputs, the op has {len(self.out_metas)}")
+        for i, (r, o) in enumerate(zip(result, self.out_metas, strict=True)):
+            if list(r.shape) != o["shape"] or _name(r.dtype) != o["dtype"] or r.device.type != self.device:
+                raise Failure(
+                    "signature_mismatch",
+                    f"output {i} is {_name(r.dtype)} {list(r.shape)} on {r.device.type}, "
+                    f"the op's is {o['dtype']} {o['shape']} on {self.device}",
+                )
+
+    def do_estimate(self, calls: int) -> dict[str, Any]:
+        """Seconds of a call, roughly: how many the judge puts into a batch."""
+        picked = self.calls[:calls]
+        for call in picked[:2]:
+            call()
+        self._sync()
+        if self.device == "cuda":
+            graph, _ = self._capture(picked)
+            graph.replay()
+            self._sync()
+            start = _clock()
+            graph.replay()
+            self._sync()
+            return {"seconds": (_clock() - start) / len(picked)}
+        start = _clock()
+        for call in picked:
+            call()
+        return {"seconds": (_clock() - start) / len(picked)}
+
+    # -- timed batches
+
+    def do_capture(self, n: int) -> dict[str, Any]:
+        """GPU: two graphs of n calls each. Says where every call's outputs will be."""
+        self.graphs, self.kept = [], []
+        for half in (self.calls[:n], self.calls[n : 2 * n]):
+            graph, results = self._capture(half)
+            self.graphs.append(graph)
+            self.kept += results
+        return {"outputs": [[_shared(r) for r in result] for result in self.kept]}
+
+    def _capture(self, calls: list[Callable[[], Any]]) -> tuple[Any, list[list[torch.Tensor]]]:
+        graph = torch.cuda.CUDAGraph()
+        self._sync()
+        try:
+            with torch.cuda.graph(graph):
+                results = [self._outputs(call()) for call in calls]
+        except Failure:
+            raise
+        except Exception as error:
+            raise Failure(_status(error), f"cannot be captured in a CUDA graph: {said(error)}") from None
+        for result in results:
+            self.metas(result)
+        return graph, results
+
+    def do_run(self, start: int, count: int) -> dict[str, Any]:
+        """Call the slots start .. start + count, each once; on a GPU, replay their graphs."""
+        if self.device == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            half = len(self.calls) // 2
+            begin.record()
+            for graph in self.graphs[start // half : (start + count) // half]:
+                graph.replay()
+            end.record()
+            _synchronize()
+            return {"events_s": begin.elapsed_time(end) / 1e3}
+        for call, views in zip(
+            self.calls[start : start + count], self.out_slots[start : start + count], strict=True
+        ):
+            result = call()
+            if views:
+                for view, value in zip(
+                    views, result if isinstance(result, (tuple, list)) else (result,), strict=False
+                ):
+                    if value is not None:
+                        _copy(view, value)
+        return {}
+
+    def do_trace(self) -> dict[str, Any]:
+        """GPU: CUPTI over one replay of the first graph: {kernel: [times, seconds]} of all streams."""
+        from torch.autograd.profiler import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+            self.graphs[0].replay()
+            _synchronize()
+        kernels: dict[str, list[float]] = {}
+        for event in prof.events():
+            if event.device_type == DeviceType.CUDA:
+                entry = kernels.setdefault(event.name[:120], [0, 0.0])
+                entry[0] += 1
+                entry[1] += event.time_range.elapsed_us() / 1e6
+        return {"kernels": kernels}
+
+    def do_compiled(self, slot: int, out: int) -> dict[str, Any]:
+        """The call under torch.compile(fullgraph=True), into an output slot."""
+        call = self.calls[slot]
+        if self.cls is None:
+            op, args = self.spec.op.overload, self.args[slot]
+            call = lambda: torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*args)  # noqa: E731
+        result = self._outputs(call())
+        self.metas(result)
+        for view, value in zip(self.out_slots[out], result, strict=True):
+            _copy(view, value)
+        self._sync()
+        return {}
+
+    def _sync(self) -> None:
+        if self.device == "cuda":
+            _synchronize()
+
+
+def _wrong_signature(function: Callable[..., Any], op: Any) -> str | None:
+    """None if the function can be called with the op's arguments, by position, else why not."""
+    arguments = op.overload._schema.arguments
+    try:
+        signature = inspect.signature(function)
+        required = [a for a in arguments if not a.has_default_value()]
+        for given in (arguments, required):
+            signature.bind(*([None] * len(given)))
+    except TypeError as error:
+        names = ", ".join(a.name for a in arguments)
+        return f"does not take the op's arguments ({names}): {error}"
+    except ValueError:
+        return None  # a builtin without a signature: the first call shows
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _meta(t: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": _name(t.dtype), "shape": list(t.shape)}
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share a storage (views of one arena are told apart by address)."""
+
+    def span(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return a.numel() > 0 and b.numel() > 0 and a0 < b1 and b0 < a1
+
+
+def _shared(t: torch.Tensor) -> dict[str, Any]:
+    if not t.is_contiguous():
+        raise Failure("signature_mismatch", f"an output has strides {t.stride()}: it is not contiguous")
+    if not t.numel():
+        return {"handle": "", "offset": 0, "nbytes": 0}
+    return ipc.share(t)

@@ -1,0 +1,62 @@
+"""One side of a comparison as the judge sees it: a process that is asked, and whose every failure has a status."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from fk_bench.rows import Status
+
+from .protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
+
+
+class SideError(RuntimeError):
+    """A side failed. `status` says how; `fatal`: its process is gone, or must not be used any more."""
+
+    def __init__(self, status: Status, reason: str, fatal: bool):
+        super().__init__(reason)
+        self.status, self.fatal = status, fatal
+
+
+class Side:
+    """A runner in a child process (`child` has channel, pid, wait, kill and output_tail)."""
+
+    def __init__(self, child: Any, name: str, timeout: float):
+        self.child, self.name, self.timeout = child, name, timeout
+        self.channel = Channel(child.channel)
+        self.cage: dict[str, str] = {}
+
+    def greet(self) -> None:
+        """Wait until its process is there, and learn what its cage is made of."""
+        self.cage = self._guarded(lambda: self.channel.receive(self.timeout)).get("hello", {})
+
+    def ask(self, do: str, timeout: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """The answer to a command. Raises SideError."""
+        answer = self._guarded(lambda: self.channel.ask(do, timeout or self.timeout, **arguments))
+        if "error" in answer:
+            known = answer["error"] in {s.value for s in Status}
+            status = Status(answer["error"]) if known else Status.FAILED
+            raise SideError(status, str(answer.get("reason", ""))[:2000], fatal=False)
+        return answer
+
+    def _guarded(self, action: Any) -> dict[str, Any]:
+        try:
+            return action()
+        except ChannelTimeout:
+            raise self._dead(Status.TIMEOUT, f"no answer in {self.timeout:g} s") from None
+        except ChannelGarbage as error:
+            raise self._dead(Status.INVALID, f"its process sent {error}") from None
+        except ChannelClosed:
+            ended = self.child.wait(5.0)
+            status = Status.OOM if ended is not None and ended.oom else Status.CRASH
+            raise self._dead(status, f"its process ended: {ended or 'it closed its channel'}") from None
+
+    def _dead(self, status: Status, reason: str) -> SideError:
+        self.child.kill()
+        tail = self.child.output_tail(600).strip()
+        return SideError(status, reason + (f"; its last output: {tail}" if tail else ""), fatal=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(ChannelClosed, ChannelTimeout):
+            self.channel.send({"do": "bye"}, 1.0)
+        self.child.close()

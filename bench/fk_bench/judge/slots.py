@@ -1,0 +1,237 @@
+"""The judge's own memory: slots of inputs with secret values, fresh for every batch, and places for outputs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastkernels.spec import OpSpec
+
+from . import ipc, layout
+
+MASTERS, MASTERS_INTEGER = 4, 32  # sets of values that the slots of a batch are made of
+FLUSH_BYTES = 256 << 20
+
+
+def outputs_of(spec: OpSpec, args: list[Any], mode: str) -> list[torch.Tensor]:
+    """What the call returns on these arguments, by the reference in their own dtypes (arguments are not written)."""
+    return split(spec, spec.reference(*layout.mapped(args, torch.clone)), args, mode)[0]
+
+
+def split(
+    spec: OpSpec, result: Any, args: list[Any], mode: str
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """The reference's result as (what the call returns, {position: new value of an argument that is written})."""
+    values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if v is not None]
+    if mode == "module":
+        return values, {}
+    written = [i for i in written_arguments(spec) if i < len(args) and args[i] is not None]
+    if not written:
+        return values, {}
+    return values[: -len(written)], dict(zip(written, values[-len(written) :], strict=True))
+
+
+def written_arguments(spec: OpSpec) -> list[int]:
+    """Positions of the arguments that the op writes to, by its schema."""
+    if spec.op is None:
+        return []
+    arguments = enumerate(spec.op.overload._schema.arguments)
+    return [i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+@dataclass
+class Out:
+    """One output of the call: where it lies in an output slot."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        n = self.dtype.itemsize
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return -(-max(self.bytes, 1) // layout.ALIGN) * layout.ALIGN
+
+    def to_json(self) -> dict[str, Any]:
+        name = str(self.dtype).removeprefix("torch.")
+        return {"dtype": name, "shape": list(self.shape), "bytes": self.bytes, "nbytes": self.nbytes}
+
+
+@dataclass
+class Slots:
+    """`count` slots of one case in memory of the judge's (a memfd on the CPU, device memory on a GPU).
+
+    make   make(generator) -> the arguments of a call with other values; called with secret seeds
+    fd     CPU: the memfd that both sides have
+    """
+
+    spec: OpSpec
+    make: Callable[[torch.Generator], list[Any]]
+    device: str
+    count: int
+    mode: str
+    out_slots: int
+    fd: int
+    masters: list[list[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.masters = [self.make(self._generator())]
+        first = self.masters[0]
+        written = set(written_arguments(self.spec)) if self.mode == "op" else set(range(len(first)))
+        if self.mode == "module":  # what a module may write to: its activations and caches, never its weights
+            written = {*self.spec.activations, *self.spec.mutates}
+        self.may_change = written
+        # What is larger than the cache is cold in every call, in one place as in many.
+        self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
+        self.outs = [Out(o.dtype, tuple(o.shape)) for o in outputs_of(self.spec, first, self.mode)]
+        self.out_start = self.layout.arena_bytes(self.count)
+        self.out_bytes = sum(o.nbytes for o in self.outs)
+        total = max(self.out_start + self.out_slots * self.out_bytes, layout.ALIGN)
+        if self.device == "cuda":
+            self.arena = torch.zeros(total, dtype=torch.uint8, device="cuda")
+            shared = ipc.share(self.arena)
+        else:
+            if os.fstat(self.fd).st_size < total:  # it only grows: the other side may have it mapped
+                os.ftruncate(self.fd, total)
+            self.arena = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
+            shared = {"nbytes": total}
+        self.place = {**shared, "outputs": self.out_start, "out_slots": self.out_slots}
+        self.args = [layout.bind(self.layout.to_json(), self.arena, s, self.count) for s in range(self.count)]
+        self.factors: list[float] = []
+        self.origin: list[int] = []
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(secrets.randbits(62))
+
+    # -- inputs
+
+    def refresh(self) -> None:
+        """New values everywhere: a new set of masters in part, which slot has which, and a factor for each slot."""
+        floats = any(t.is_floating_point() for t in layout.tensors(self.masters[0]))
+        wanted = min(MASTERS if floats else MASTERS_INTEGER, self.count)
+        fresh = self.make(self._generator())
+        self.masters = [*self.masters, fresh][-wanted:]
+        while len(self.masters) < wanted:
+            self.masters.append(self.make(self._generator()))
+        self.fill([secrets.randbelow(wanted) for _ in range(self.count)])
+
+    def fill(self, origin: list[int]) -> None:
+        """Slot s gets the values of master origin[s], its floats times a secret factor in (0.8, 1]."""
+        self.origin = origin
+        self.factors = [1.0 - 0.2 * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
+        if len(origin) == 1 or self.device == "cpu":
+            for s, args in enumerate(self.args):
+                for into, value in zip(layout.tensors(args), self.expected(s), strict=True):
+                    into.copy_(value)
+            return
+        self._fill_at_once()
+
+    def _fill_at_once(self) -> None:
+        index = torch.tensor(self.origin, device=self.device)
+        factor = torch.tensor(self.factors, device=self.device, dtype=torch.float32)
+        per_slot = [layout.tensors(m) for m in self.masters]
+        plans = layout.tensors(self.args[0])
+        for i, first in enumerate(plans):
+            if not first.numel():
+                continue
+            same = len(plans) and self.args[-1] is not None
+            shared = same and layout.tensors(self.args[-1])[i].data_ptr() == first.data_ptr()
+            if shared and self.count > 1:
+                first.copy_(self.scaled(per_slot[self.origin[0]][i], self.factors[0]))
+                continue
+            step = self.layout.stride // first.element_size()
+            pool = first.as_strided(
+                (self.count, *first.shape), (step, *first.stride()), first.storage_offset()
+            )
+            masters = [p[i] for p in per_slot]
+            for m, value in enumerate(masters):
+                rows = (index == m).nonzero().flatten()
+                if not len(rows):
+                    continue
+                if scalable(first):
+                    shape = (len(rows), *([1] * first.dim()))
+                    chunk = max(1, (256 << 20) // max(first.nbytes * 2, 1))
+                    for at in range(0, len(rows), chunk):
+                        part = rows[at : at + chunk]
+                        f = factor[part].view(len(part), *shape[1:]).to(value.dtype)
+                        pool[part] = value * f
+                else:
+                    pool[rows] = value
+        torch.cuda.synchronize()
+
+    def expected(self, slot: int) -> list[torch.Tensor]:
+        """The tensors that a slot was filled with, from memory that no other process sees."""
+        master = self.masters[self.origin[slot]]
+        tensors = layout.tensors(master)
+        shared = [r["shared"] for r in self._regions()]
+        return [
+            self.scaled(self._tensor(0, i) if s else t, self.factors[0 if s else slot])
+            for i, (t, s) in enumerate(zip(tensors, shared, strict=True))
+        ]
+
+    def _regions(self) -> list[dict[str, Any]]:
+        """The region of each tensor, in order."""
+        found: list[dict[str, Any]] = []
+
+        def walk(value: Any) -> None:
+            if isinstance(value, dict) and "tensor" in value:
+                found.append(self.layout.regions[value["tensor"]["region"]])
+            elif isinstance(value, dict) and ("dict" in value or "list" in value):
+                inner = value.get("dict", value.get("list"))
+                for v in inner.values() if isinstance(inner, dict) else inner:
+                    walk(v)
+
+        for a in self.layout.args:
+            walk(a)
+        return found
+
+    def _tensor(self, slot: int, i: int) -> torch.Tensor:
+        return layout.tensors(self.masters[self.origin[slot]])[i]
+
+    def private_args(self, slot: int) -> list[Any]:
+        """A private copy of a slot's arguments as they were before the call: what the oracle is given."""
+        values = iter(self.expected(slot))
+        return layout.mapped(self.masters[self.origin[slot]], lambda _: next(values).clone())
+
+    def scaled(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        return value * torch.tensor(factor, dtype=torch.float32).to(value) if scalable(value) else value
+
+    # -- outputs
+
+    def output_views(self, slot: int) -> list[torch.Tensor]:
+        """An output slot of the arena."""
+        at, views = self.out_start + slot * self.out_bytes, []
+        for o in self.outs:
+            views.append(self.arena[at:][: o.bytes].view(o.dtype).view(o.shape))
+            at += o.nbytes
+        return views
+
+    def poison(self) -> None:
+        """Output slots full of NaN (floats) or of a byte that nobody knows (integers)."""
+        for s in range(self.out_slots):
+            poison(self.output_views(s))
+
+
+def scalable(t: torch.Tensor) -> bool:
+    """Whether values may be multiplied: not integers, and not 8-bit floats, which have no arithmetic."""
+    return t.is_floating_point() and t.element_size() > 1
+
+
+def poison(views: list[torch.Tensor]) -> None:
+    for v in views:
+        raw = v.view(torch.uint8) if v.dim() else v.view(1).view(torch.uint8)
+        if v.dtype is torch.bool:
+            raw.fill_(secrets.randbelow(2))
+        else:
+            raw.fill_(0xFF if v.is_floating_point() else 1 + secrets.randbelow(120))

@@ -1,0 +1,114 @@
+"""From batches on the judge's clock to times: the slope between N and 2N calls, and what makes it invalid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import roofline
+
+APART = 0.05  # the judge's clock and the runner's events may differ so much, beside noise
+
+
+@dataclass
+class Samples:
+    """Batches of one side: seconds of n and of 2n calls, on the judge's clock and by the runner's events."""
+
+    n: int
+    single: list[float] = field(default_factory=list)
+    double: list[float] = field(default_factory=list)
+    events_single: list[float] = field(default_factory=list)
+    events_double: list[float] = field(default_factory=list)
+
+    def add(self, double: bool, seconds: float, events: float | None) -> None:
+        (self.double if double else self.single).append(seconds)
+        if events is not None:
+            (self.events_double if double else self.events_single).append(events)
+
+    @property
+    def slopes(self) -> np.ndarray:
+        """Seconds of a call, one value a round."""
+        return (np.array(self.double) - np.array(self.single)) / self.n
+
+    @property
+    def time(self) -> float:
+        return float(np.median(self.slopes))
+
+    @property
+    def intercept(self) -> float:
+        """What a batch costs beside its calls: starting, finishing, and reading the outputs."""
+        return float(np.median(2 * np.array(self.single) - np.array(self.double)))
+
+    @property
+    def spread(self) -> float:
+        """The standard error of the median slope, by the median absolute deviation."""
+        mad = float(np.median(np.abs(self.slopes - self.time)))
+        return 1.4826 * mad * 1.25 / len(self.single) ** 0.5
+
+    def percentiles(self) -> dict[str, float]:
+        p20, p50, p80 = np.percentile(self.slopes, (20, 50, 80))
+        return {"p20": 1e6 * float(p20), "p50": 1e6 * float(p50), "p80": 1e6 * float(p80)}
+
+
+def unsteady(candidate: Samples, baseline: Samples, again: Samples) -> str:
+    """Why no time can be told from these batches; '' if it can. No credit is given for what is unsteady."""
+    for who, s in (("the baseline's", baseline), ("the baseline's", again), ("the candidate's", candidate)):
+        if s.spread > 0.3 * abs(s.time):
+            return f"{who} times scatter too much here: {1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us a call"
+    return ""
+
+
+def invalid(candidate: Samples, baseline: Samples, floor_s: float) -> str:
+    """Why the candidate's time must not be used; '' if it may.
+
+    floor_s  no correct call on this machine is faster; 0 where that is not known
+    """
+    time, noise = candidate.time, 3 * candidate.spread
+    if time <= 0:
+        return f"twice the calls take no longer ({1e6 * time:.2f} us a call): the clock sees none of the work"
+    if problem := roofline.too_fast(1e6 * time, 1e6 * floor_s or None):
+        return problem
+    extra = candidate.intercept - max(baseline.intercept, 0.0)
+    if extra / candidate.n > 0.1 * time + noise + 3 * baseline.spread and extra > 0.1 * max(
+        baseline.intercept, 2e-4
+    ):
+        return (
+            f"a batch costs {1e6 * extra:.0f} us more beside its calls than the baseline's: "
+            "the shorter batch is slower than its calls are"
+        )
+    if candidate.events_single:
+        events = Samples(candidate.n, candidate.events_single, candidate.events_double)
+        if abs(events.time - time) > APART * time + noise + 3 * events.spread + 2e-7:
+            return (
+                f"the process's own events say {1e6 * events.time:.2f} us a call, "
+                f"the judge's clock {1e6 * time:.2f} us"
+            )
+    return ""
+
+
+def speedup(candidate: Samples, baseline: Samples, draws: int = 2000) -> tuple[float, tuple[float, float]]:
+    """median(baseline) / median(candidate), and its 95% bootstrap interval over rounds (both of a round together)."""
+    a, b = candidate.slopes, baseline.slopes
+    rng = np.random.default_rng(0)
+    rounds = rng.integers(0, len(a), (draws, len(a)))
+    below = np.median(a[rounds], axis=1)
+    ratios = np.median(b[rounds], axis=1)[below > 0] / below[below > 0]
+    value = float(np.median(b) / np.median(a))
+    if not len(ratios):
+        return value, (value, value)
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return value, (float(low), float(high))
+
+
+def geomean(values: list[tuple[float, float]]) -> float | None:
+    """The geometric mean of (value, weight) pairs; None without any weight."""
+    total = sum(w for _, w in values)
+    if not total:
+        return None
+    return float(np.exp(sum(w * np.log(v) for v, w in values) / total))
+
+
+def floor_s(size: int, work: int, dtype: str, gpu: str | None) -> float:
+    """Seconds that no correct call is faster than on this GPU; 0 where that is not known."""
+    return 1e-6 * (roofline.floor_us(size, work, dtype, roofline.peaks(gpu)) or 0.0)

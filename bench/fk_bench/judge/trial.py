@@ -1,0 +1,320 @@
+"""One case judged: both sides made to serve it, checked against the oracle, and timed batch by batch."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastkernels.spec import OpSpec
+from fk_bench.rows import Status
+
+from . import ipc, layout
+from .cases import Trial
+from .correctness import Errors, Expected, compare, expect
+from .side import Side, SideError
+from .slots import FLUSH_BYTES, Slots, poison
+from .timing import Samples
+
+CHECKED_ROUNDS = (
+    4  # in these, and in the last, outputs of timed calls meet the oracle; in all, they must be there
+)
+
+
+class Wrong(Exception):
+    """The candidate's outputs are not right; the message says which and how."""
+
+
+@dataclass
+class Plan:
+    """How much is done for a case."""
+
+    device: str
+    rounds: int
+    seconds: float  # that all rounds together should take; three are made in any case
+    batch_s: float  # seconds that a batch of N calls should last
+    max_calls: int
+    memory: int  # bytes of inputs and outputs
+
+
+@dataclass
+class Checked:
+    """The untimed part: errors of the two sides, the baseline that was chosen, and what ran."""
+
+    errors: Errors
+    baseline_errors: Errors
+    baseline: str
+    seconds: float
+    first_s: float = 0.0
+    live: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Timed:
+    """The timed part, on the judge's clock; `again` is the baseline a second time."""
+
+    candidate: Samples
+    baseline: Samples
+    again: Samples
+
+
+class CaseJudge:
+    """A case on two sides. The candidate's failures are SideError and Wrong; the caller makes rows of them."""
+
+    def __init__(
+        self, spec: OpSpec, trial: Trial, candidate: Side, baseline: Side, mode: str, plan: Plan, arena: int
+    ) -> None:
+        self.spec, self.trial, self.plan, self.mode, self.arena = spec, trial, plan, mode, arena
+        self.candidate, self.baseline = candidate, baseline
+        self.dtype = trial.case.dtype
+        self.slots: Slots
+
+    def _make(self, generator: torch.Generator) -> list[Any]:
+        args = self.trial.make(self.plan.device, generator)
+        if self.trial.edit is not None:
+            self.trial.edit(args)
+        return args
+
+    def _open(self, count: int, out_slots: int) -> Slots:
+        slots = Slots(self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena)
+        for side in (self.candidate, self.baseline):
+            self._hand_over(side, slots)
+        return slots
+
+    def _hand_over(self, side: Side, slots: Slots) -> None:
+        plan, outs = slots.layout.to_json(), [o.to_json() for o in slots.outs]
+        side.ask("case", plan=plan, slots=slots.count, arena=slots.place, outs=outs)
+
+    def close(self) -> None:
+        """Both sides forget the case, and the judge its memory."""
+        for side in (self.candidate, self.baseline):
+            with contextlib.suppress(SideError):
+                side.ask("free")
+        self.__dict__.pop("slots", None)
+
+    # -- checks
+
+    def check(self, baselines: list[str], compiled: bool) -> Checked:
+        """Both sides right on fresh values, call by call. Raises Wrong, SideError."""
+        self.slots = slots = self._open(count := 3, count)
+        name, base_errors, seconds = self._choose(baselines)
+        slots.fill([0] * count)
+        first = time.perf_counter()
+        errors, live = self._eager(self.candidate, base_errors.rms)
+        first = time.perf_counter() - first
+        for _ in range(2 if self.trial.timed else 0):
+            slots.refresh()
+            again, _ = self._eager(self.candidate, base_errors.rms)
+            errors = errors.worse(again)
+        if compiled:
+            slots.refresh()
+            slots.poison()
+            self.candidate.ask("compiled", slot=1, out=1)
+            self._verdict(1, slots.output_views(1), base_errors.rms, "under torch.compile(fullgraph=True): ")
+        return Checked(errors, base_errors, name, seconds, first, live)
+
+    def _choose(self, baselines: list[str]) -> tuple[str, Errors, float]:
+        """The fastest baseline that is right here; the baseline's process is left using it."""
+        best: tuple[float, str, Errors] | None = None
+        reasons = []
+        for name in baselines:
+            self.slots.fill([0] * self.slots.count)
+            try:
+                answer = self.baseline.ask("use", baseline=name)
+                if refused := answer.get("unsupported"):
+                    reasons.append(f"{name}: {refused}")
+                    continue
+                errors = self._outputs(self.baseline, 0, None)
+                if answer.get("differs"):  # right in its own way, which the oracle does not know
+                    errors = Errors()
+                if errors.problem and len(baselines) > 1:
+                    reasons.append(f"{name}: {errors.problem}")
+                    continue
+                seconds = self.baseline.ask("estimate", calls=self.slots.count)["seconds"]
+            except SideError as error:
+                reasons.append(f"{name}: {error}")
+                if error.fatal:
+                    raise
+                continue
+            if best is None or seconds < best[0]:
+                best = (seconds, name, errors)
+        if best is None:
+            raise SideError(Status.UNSUPPORTED, "no baseline serves this case: " + "; ".join(reasons), False)
+        self.baseline.ask("use", baseline=best[1])
+        return best[1], best[2], best[0]
+
+    def _eager(self, side: Side, allowed: float) -> tuple[Errors, dict[str, int]]:
+        """Slots 0 and 1 called one after the other: both right, the first still so after the second."""
+        slots, live = self.slots, {}
+        slots.poison()
+        for s in (0, 1):
+            live = side.ask("call", slot=s, out=s)["live"]
+        errors = self._verdict(0, slots.output_views(0), allowed)
+        return errors.worse(self._verdict(1, slots.output_views(1), allowed)), live
+
+    def _outputs(self, side: Side, slot: int, allowed: float | None) -> Errors:
+        """The errors of one eager call; no verdict."""
+        self.slots.poison()
+        side.ask("call", slot=slot, out=slot)
+        return self._errors(slot, self.slots.output_views(slot), allowed)[0]
+
+    def _errors(
+        self, slot: int, outputs: list[torch.Tensor], allowed: float | None
+    ) -> tuple[Errors, Expected]:
+        args = self.slots.private_args(slot)
+        want = expect(self.spec, args, self.mode)
+        written = [self.slots.args[slot][i] for i in want.written]
+        return compare(self.spec, self.dtype, [*outputs, *written], want, allowed), want
+
+    def _verdict(self, slot: int, outputs: list[torch.Tensor], allowed: float, where: str = "") -> Errors:
+        errors, _ = self._errors(slot, outputs, allowed)
+        if errors.problem:
+            raise Wrong(where + errors.problem)
+        self._untouched(slot)
+        return errors
+
+    def _untouched(self, slot: int) -> None:
+        """Arguments that the op does not write are as they were."""
+        args = self.slots.args[slot]
+        expected = iter(self.slots.expected(slot))
+        for i, a in enumerate(args):
+            for t in layout.tensors(a):
+                before = next(expected)
+                if i not in self.slots.may_change and not torch.equal(_bits(t), _bits(before)):
+                    raise Wrong(f"argument {i} was written, and the op does not write it")
+
+    # -- times
+
+    def time(self, checked: Checked) -> Timed:
+        """Interleaved batches of both sides; the clock stops when the judge holds sampled outputs. Raises Wrong."""
+        n = self._calls(checked.seconds)
+        cuda = self.plan.device == "cuda"
+        self.slots = slots = self._open(2 * n, 0 if cuda else 2 * n)
+        outputs: dict[str, list[list[torch.Tensor]]] = {}
+        mappings = []
+        slots.refresh()
+        for name, side in (("candidate", self.candidate), ("baseline", self.baseline)):
+            if cuda:
+                mapping = ipc.Mapping()
+                mappings.append(mapping)
+                outputs[name] = self._map(side.ask("capture", n=n)["outputs"], mapping)
+            else:
+                outputs[name] = [slots.output_views(s) for s in range(2 * n)]
+        timed = Timed(Samples(n), Samples(n), Samples(n))
+        self.rounds = max(3, min(self.plan.rounds, int(self.plan.seconds / (9 * n * checked.seconds))))
+        flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if cuda else None
+        try:
+            for warm in (True, False):
+                for r in range(1 if warm else self.rounds):
+                    self._round(r, warm, n, timed, outputs, flush, checked)
+        finally:
+            outputs.clear()
+            for mapping in mappings:
+                mapping.close()
+        return timed
+
+    def _round(
+        self, r: int, warm: bool, n: int, timed: Timed, outputs: Any, flush: Any, checked: Checked
+    ) -> None:
+        batches = [(w, d) for w in ("candidate", "baseline", "again") for d in (False, True)]
+        random.SystemRandom().shuffle(batches)
+        for who, double in batches:
+            name = "baseline" if who == "again" else who
+            side = getattr(self, name)
+            start = 0 if double else n * secrets.randbelow(2)
+            count = 2 * n if double else n
+            seconds, events, sampled = self._batch(side, start, count, outputs[name], flush)
+            if not warm:
+                getattr(timed, who).add(double, seconds, events)
+            if name == "candidate":
+                self._check_batch(r, sampled, outputs[name], start, count, checked)
+
+    def _batch(
+        self, side: Side, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any
+    ) -> tuple[float, float | None, list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]]:
+        """One batch: fresh values, poisoned outputs, a cold cache; then the clock, until sampled outputs are here."""
+        slots = self.slots
+        slots.refresh()
+        if flush is None:
+            slots.poison()
+        else:
+            for views in outputs[start : start + count]:
+                poison(views)
+            flush.sum()
+            torch.cuda.synchronize()
+        picked = {start + secrets.randbelow(count), start + count - 1}
+        begin = time.perf_counter()
+        answer = side.ask("run", start=start, count=count)
+        held = [
+            (s, [v.clone() for v in outputs[s]], [t.clone() for t in layout.tensors(slots.args[s])])
+            for s in picked
+        ]
+        if flush is not None:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin, answer.get("events_s"), held
+
+    def _check_batch(
+        self,
+        r: int,
+        sampled: Any,
+        outputs: list[list[torch.Tensor]],
+        start: int,
+        count: int,
+        checked: Checked,
+    ) -> None:
+        """Outputs of timed calls: the sampled ones are right (early and late rounds), eight more are written."""
+        full = r < CHECKED_ROUNDS or r == self.rounds - 1
+        for slot, views, after in sampled if full else sampled[:1]:
+            args = self.slots.private_args(slot)
+            want = expect(self.spec, args, self.mode)
+            it = iter(after)
+            held = layout.mapped(self.slots.masters[0], lambda _, it=it: next(it))
+            written = [held[i] for i in want.written]
+            errors = compare(self.spec, self.dtype, [*views, *written], want, checked.baseline_errors.rms)
+            if errors.problem:
+                raise Wrong(f"in a timed call: {errors.problem}")
+            checked.errors = checked.errors.worse(errors)
+            self._untouched(slot)
+        for _ in range(8):
+            for v in outputs[start + secrets.randbelow(count)]:
+                raw = v.reshape(-1).view(torch.uint8)
+                if v.is_floating_point() and raw.numel() and bool((raw == 0xFF).all()):
+                    raise Wrong("a timed call wrote nothing")
+
+    def _calls(self, seconds: float) -> int:
+        """N: long enough for the clock, within memory; 2N slots are made."""
+        per_slot = self.slots.layout.stride + self.slots.out_bytes * (3 if self.plan.device == "cuda" else 1)
+        fits = self.plan.memory // max(2 * per_slot, 1)
+        wanted = int(self.plan.batch_s / max(seconds, 1e-7)) + 1
+        return max(2, min(wanted, self.plan.max_calls, fits))
+
+    def _map(self, shared: list[list[dict[str, Any]]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
+        """The candidate's own output memory, seen from here. Calls must not share any of it."""
+        found, spans = [], set()
+        for result in shared:
+            views = []
+            for out, place in zip(self.slots.outs, result, strict=True):
+                if place["nbytes"] != out.bytes:
+                    raise Wrong(f"an output has {place['nbytes']} bytes, not {out.bytes}")
+                key = (place["handle"], place["offset"])
+                if out.bytes and key in spans:
+                    raise Wrong("two calls returned the same memory: the first one's result is lost")
+                spans.add(key)
+                views.append(
+                    mapping.bytes_at(place).view(out.dtype).view(out.shape)
+                    if out.bytes
+                    else torch.empty(out.shape, dtype=out.dtype, device="cuda")
+                )
+            found.append(views)
+        return found
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """The values as integers, so that NaN equals itself."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.contiguous().view(kinds[t.element_size()])

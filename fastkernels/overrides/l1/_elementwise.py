@@ -1,0 +1,73 @@
+"""What ops of one tensor, element by element, share: how a kernel is laid over it, and what their SPECs say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from fastkernels.overrides.l1._rows import rows
+from fastkernels.shapes import drawn, varied
+from fastkernels.spec import Case
+
+TILE = 1024  # with 4 warps, 16 bytes a thread of what is 2 bytes wide
+
+
+def launch(kernel: Any, x: torch.Tensor, **constants: Any) -> torch.Tensor:
+    """A new tensor like x, which kernel(x, out, n_inner, stride0, stride1, D, n_tiles, ..., TILE) has filled.
+
+    One program a (row, tile of columns). A contiguous x is one row; another has the rows that `_rows.rows` finds.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    if x.is_contiguous():
+        found, d = (1, 0, 0), x.numel()
+    else:
+        strided, d = rows(x), x.shape[-1]
+        assert strided is not None, x.stride()
+        found = strided
+    n_tiles = triton.cdiv(d, TILE)
+    kernel[(x.numel() // d * n_tiles,)](x, out, *found, d, n_tiles, **constants, TILE=TILE, num_warps=4)
+    return out
+
+
+def like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The shape function."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
+    """[x]: x [tokens, d], or [tokens, inner, d]."""
+    d = case.dims
+    shape = (d["tokens"], *((d["inner"],) if "inner" in d else ()), d["d"])
+    return [(2 * torch.randn(*shape, generator=generator, device=device)).to(getattr(torch, case.dtype))]
+
+
+def elements(case: Case) -> int:
+    return case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["d"]
+
+
+def bytes_moved(case: Case) -> int:
+    return 2 * elements(case) * getattr(torch, case.dtype).itemsize
+
+
+def dims_of(x: torch.Tensor, *_: Any) -> dict[str, Any]:
+    """See OpSpec. Of more than three dimensions, those in the middle are one."""
+    if x.dim() < 3:
+        return {"tokens": x.numel() // max(x.shape[-1], 1), "d": x.shape[-1]}
+    return {"tokens": x.shape[0], "inner": x[0, ..., 0].numel(), "d": x.shape[-1]}
+
+
+def vary(case: Case, rng: random.Random) -> Case:
+    """The case with other numbers of tokens and columns."""
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), bytes_moved, elements)
+
+
+def build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    """See OpSpec: a module without weights."""
+    module = cls()
+    return lambda: module(args[0])

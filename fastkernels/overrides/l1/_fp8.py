@@ -1,0 +1,160 @@
+"""Scales and values in float8 e4m3, for the ops that quantize: in PyTorch, and for Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+MIN_ABSMAX = 1 / 512  # vLLM's least scale for a tensor, a token or a norm's group is 1 / (448 * 512)
+GROUP_EPS = 1e-10  # both hosts' least largest value of a group
+MAX_COLUMNS = 65536
+# Triton's interpreter neither rounds to the nearest even nor carries when it converts to float8 (3.6).
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def scales_of(absmax: torch.Tensor, min_absmax: float, ue8m0: bool) -> torch.Tensor:
+    """The scale that takes absmax, or min_absmax if that is more, to 448; ue8m0: the next power of two above."""
+    scale = absmax.clamp(min=min_absmax) / FP8_MAX
+    if not ue8m0:
+        return scale
+    mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
+    power = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return torch.where(scale == 0, scale, power)
+
+
+def quantized(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """y / scale, at most 448, in float8 e4m3; not rounded if y is float64. A scale of 0 gives 0."""
+    inverse = torch.where(scale == 0, torch.zeros_like(scale), scale.reciprocal())
+    out = (y * inverse).clamp(-FP8_MAX, FP8_MAX)
+    return out if y.dtype == torch.float64 else out.to(FP8)
+
+
+def quantize_rows(
+    y: torch.Tensor,
+    scale: torch.Tensor | None,
+    group_size: int,
+    scale_ub: torch.Tensor | None,
+    min_absmax: float,
+    ue8m0: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The meaning of all the ops: y [..., N] in float32 or float64; see quantize_fp8.reference."""
+    if scale is not None:
+        return quantized(y, scale.to(y.dtype).reshape(1)), scale.to(y.dtype).reshape(1)
+    if group_size == 0:
+        absmax = y.abs().amax() if y.numel() else y.new_zeros(())
+        scales = scales_of(absmax.reshape(1), min_absmax, ue8m0)
+        return quantized(y, scales), scales
+    size = y.shape[-1] if group_size < 0 else group_size
+    groups = y.unflatten(-1, (y.shape[-1] // size, size))
+    absmax = groups.abs().amax(dim=-1)
+    if scale_ub is not None:
+        absmax = absmax.minimum(scale_ub.to(y.dtype))
+    scales = scales_of(absmax, min_absmax, ue8m0)
+    return quantized(groups, scales.unsqueeze(-1)).flatten(-2), scales
+
+
+def check(name: str, columns: int, scale: torch.Tensor | None, group_size: int) -> None:
+    """Raise ValueError for what no kernel can do. columns: of the output."""
+    if scale is not None and scale.numel() != 1:
+        raise ValueError(f"{name}: scale must have one value, got shape {tuple(scale.shape)}")
+    if group_size < -1:
+        raise ValueError(
+            f"{name}: group_size {group_size} is neither -1 (a token), 0 (the tensor) nor positive"
+        )
+    if columns == 0 or (scale is None and group_size > 0 and columns % group_size):
+        raise ValueError(f"{name}: {columns} columns are not a multiple of group_size {group_size}")
+
+
+def empty_outputs(
+    shape: tuple[int, ...] | torch.Size,
+    device: torch.device,
+    per_tensor: bool,
+    group_size: int,
+    column_major: bool = False,
+    tma_aligned: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values [..., N] float8, scales float32): [1] per tensor, else [..., N / group_size].
+
+    Column-major scales have the tokens side by side, a column padded to 4 tokens if tma_aligned.
+    """
+    values = torch.empty(shape, dtype=FP8, device=device)
+    if per_tensor:
+        return values, torch.empty(1, dtype=torch.float32, device=device)
+    columns = 1 if group_size < 0 else shape[-1] // group_size
+    if not column_major:
+        return values, torch.empty((*shape[:-1], columns), dtype=torch.float32, device=device)
+    *batch, tokens = shape[:-1]
+    padded = -(-tokens // 4) * 4 if tma_aligned else tokens
+    scales = torch.empty((*batch, columns, padded), dtype=torch.float32, device=device)
+    return values, scales.transpose(-1, -2)[..., :tokens, :]
+
+
+def laid_out(
+    found: tuple[torch.Tensor, torch.Tensor],
+    per_tensor: bool,
+    group_size: int,
+    column_major: bool = False,
+    tma_aligned: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What quantize_rows found, in the memory and types of an op's outputs."""
+    values, scales = found
+    shape, device = values.shape, values.device
+    values = values.to(FP8)
+    out = empty_outputs(shape, device, per_tensor, group_size, column_major, tma_aligned)[1]
+    return values, out.copy_(scales)
+
+
+def refuse(function: str, **given: Any) -> None:
+    """Raise ValueError for the first argument that asks for what the op does not do."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{function}: {name}={value!r} is not supported; use the host's own function")
+
+
+def padded(found: Pair, rows: int | None, per_token: bool) -> Pair:
+    """At least so many rows, those behind the tokens zero."""
+    q, scales = found
+    more = (rows or 0) - q.shape[0]
+    if more <= 0:
+        return found
+    q = torch.cat((q.view(torch.uint8), q.new_zeros((more, q.shape[1]), dtype=torch.uint8))).view(FP8)
+    return q, torch.cat((scales, scales.new_zeros(more, 1))) if per_token else scales
+
+
+def written(found: Pair, output_q: torch.Tensor | None, output_s: torch.Tensor | None) -> Pair:
+    """What was found, in the caller's memory where it gave some."""
+    q, scales = found
+    return (
+        q if output_q is None else output_q.copy_(q),
+        scales if output_s is None else output_s.copy_(scales),
+    )
+
+
+@triton.jit
+def fp8_scale(absmax, min_absmax, UE8M0: tl.constexpr):
+    scale = tl.div_rn(tl.maximum(absmax, min_absmax), 448.0)
+    if UE8M0:  # any bit of the mantissa carries into the exponent
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def fp8_inverse(scale):
+    return tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)))
+
+
+@triton.jit
+def to_fp8(y):
+    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+    if INTERPRETED:  # add and take off the power of two whose last bit is the fourth of y's
+        exponent = (y.to(tl.int32, bitcast=True) >> 23) & 0xFF
+        power = ((tl.maximum(exponent, 121) + 20) << 23).to(tl.float32, bitcast=True)
+        y = tl.where(y < 0, -((-y + power) - power), (y + power) - power)
+    return y.to(tl.float8e4nv)

@@ -1,0 +1,204 @@
+"""L2 normalization, y = x / sqrt(sum(x^2) + eps), as flash-linear-attention's l2norm of queries and keys."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._rows import FLOATS, rows, unsupported_rows
+from fastkernels.shapes import drawn, varied
+from fastkernels.spec import Case, OpSpec, Target
+
+
+def reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x: [..., D]. Computed in at least float32; returns x's shape in output_dtype (None: x's dtype).
+
+    float64 stays float64 whatever output_dtype says: it is asked for by an oracle.
+    """
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = h / (h.square().sum(dim=-1, keepdim=True) + eps).sqrt()
+    return y if x.dtype == torch.float64 else y.to(output_dtype or x.dtype)
+
+
+@triton.jit
+def _l2_norm_kernel(
+    x_ptr, out_ptr, n_inner, stride0, stride1, n_rows, D, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    # A head has 64 to 256 elements: a program takes several, so that a warp's reads are 16 bytes a thread.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    inside = (row < n_rows)[:, None] & (cols < D)
+    start = (row // n_inner) * stride0 + (row % n_inner) * stride1
+    h = tl.load(x_ptr + start[:, None] + cols, mask=inside, other=0.0).to(tl.float32)
+    y = h / tl.sqrt(tl.sum(h * h, axis=1) + eps)[:, None]
+    tl.store(out_ptr + row[:, None] * D + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _fake(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device)
+
+
+def _supports_triton(
+    x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
+) -> str | None:
+    if x.shape[-1] > 65536:
+        return f"last dimension {x.shape[-1]} is over 65536"
+    if output_dtype is not None and output_dtype not in FLOATS:
+        return f"output_dtype is {output_dtype}, not float16, bfloat16 or float32"
+    return unsupported_rows(x)
+
+
+def _triton(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    out, found = _fake(x, eps, output_dtype), rows(x)
+    if out.numel() == 0:
+        return out
+    assert found is not None, x.stride()
+    d = x.shape[-1]
+    n_rows, block = x.numel() // d, triton.next_power_of_2(d)
+    at_once = max(1, 1024 // block)
+    _l2_norm_kernel[(triton.cdiv(n_rows, at_once),)](
+        x, out, *found, n_rows, d, eps, ROWS=at_once, BLOCK=block, num_warps=min(max(block // 512, 4), 16)
+    )
+    return out
+
+
+def _reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return reference(x, eps, output_dtype).to(output_dtype or x.dtype).contiguous()
+
+
+l2_norm = define(
+    "l2_norm(Tensor x, float eps=1e-6, ScalarType? output_dtype=None) -> Tensor",
+    fake=_fake,
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """vLLM's and SGLang's flash-linear-attention l2norm_fwd: x [..., D] to the same, in output_dtype or x's."""
+    return l2_norm(x, eps, output_dtype)
+
+
+class SGLangL2Norm(nn.Module):
+    """sglang.kernels.ops.attention.fla.l2norm.L2Norm: x [..., D] to the same, in output_dtype or x's."""
+
+    def __init__(self, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.output_dtype = output_dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return l2_norm(x, self.eps, self.output_dtype)
+
+
+def transformers_l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
+    """transformers.models.qwen3_next.modeling_qwen3_next.l2norm: x to the same shape, normalized over `dim`."""
+    return l2_norm(x.movedim(dim, -1), eps).movedim(-1, dim)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
+    d = case.dims
+    shape = (*((d["batch"],) if "batch" in d else ()), d["tokens"], d["heads"], d["head_dim"])
+    x = torch.randn(*shape, generator=generator, device=device).to(getattr(torch, case.dtype))
+    output_dtype = d.get("output_dtype")
+    return [x, 1e-6, None if output_dtype is None else getattr(torch, output_dtype)]
+
+
+def _elements(case: Case) -> int:
+    return case.dims.get("batch", 1) * case.dims["tokens"] * case.dims["heads"] * case.dims["head_dim"]
+
+
+def _bytes(case: Case) -> int:
+    written = case.dims.get("output_dtype", case.dtype)
+    return _elements(case) * (getattr(torch, case.dtype).itemsize + getattr(torch, written).itemsize)
+
+
+def _dims_of(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    tokens, heads = ([1, 1, *x.shape[:-1]])[-2:]
+    dims: dict[str, Any] = {"tokens": tokens, "heads": heads, "head_dim": x.shape[-1]}
+    if x.dim() > 3:
+        dims = {"batch": x[..., 0, 0, 0].numel(), **dims}
+    if output_dtype is not None:
+        dims["output_dtype"] = str(output_dtype).removeprefix("torch.")
+    return dims
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("batch", "tokens", "heads"), ("head_dim",)), _bytes, _elements
+    )
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, eps, output_dtype = args
+    module = cls(eps, output_dtype)
+    return lambda: module(x)
+
+
+_NOTE = (
+    "the hosts' linear attention binds the function by name when it is imported: for forks and for our engine"
+)
+_VLLM = "vllm.third_party.flash_linear_attention.ops.l2norm:l2norm_fwd"
+_SGLANG = "sglang.kernels.ops.attention.fla.l2norm"
+_HF = "transformers.models.qwen3_next.modeling_qwen3_next:l2norm"
+
+SPEC = OpSpec(
+    name="l2_norm",
+    level=1,
+    reference=reference,
+    op=l2_norm,
+    cases=(  # Qwen3-Next 80B: queries and keys of a gated delta net have 16 heads of 128, a call each
+        Case("decode_32", {"tokens": 32, "heads": 16, "head_dim": 128}, weight=72, tags=("model",)),
+        Case(
+            "prefill_2k",
+            {"batch": 1, "tokens": 2048, "heads": 16, "head_dim": 128},
+            weight=4,
+            tags=("model",),
+        ),
+        Case(
+            "prefill_8k",
+            {"batch": 1, "tokens": 8192, "heads": 16, "head_dim": 128},
+            weight=1,
+            tags=("model",),
+        ),
+        Case("one", {"tokens": 1, "heads": 1, "head_dim": 1}, "float32", tags=("odd",)),
+        Case("odd_63", {"tokens": 63, "heads": 3, "head_dim": 100}, tags=("odd",)),
+        Case("odd_1128", {"tokens": 3, "heads": 1, "head_dim": 1128}, "float16", tags=("odd",)),
+        Case("head_65", {"tokens": 5, "heads": 9, "head_dim": 65}, "float32", tags=("odd",)),
+        Case("batched", {"batch": 2, "tokens": 7, "heads": 3, "head_dim": 64}, tags=("odd",)),
+        Case(
+            "to_float32",
+            {"tokens": 7, "heads": 2, "head_dim": 128, "output_dtype": "float32"},
+            "float16",
+            tags=("odd",),
+        ),
+        Case(
+            "from_float32",
+            {"tokens": 11, "heads": 2, "head_dim": 33, "output_dtype": "float32"},
+            "float32",
+            tags=("odd",),
+        ),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 3 * _elements(case),
+    targets=(
+        Target("vllm", _VLLM, "l2norm_fwd", "function", note=_NOTE),
+        Target("sglang", f"{_SGLANG}:L2Norm", "SGLangL2Norm", "leaf"),
+        Target("sglang", f"{_SGLANG}:l2norm_fwd", "l2norm_fwd", "function", note=_NOTE),
+        Target("transformers", _HF, "transformers_l2norm", "function", note=_NOTE),
+    ),
+    batch_invariant=True,  # a row in one program, its tile chosen by the last dimension
+    dims_of=_dims_of,
+    vary=_vary,
+    build=_build,
+)

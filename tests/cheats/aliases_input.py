@@ -1,0 +1,9 @@
+"""Computes into its input and returns a view of it: the numbers are right, and no memory was asked for."""
+
+import torch.nn.functional as F
+
+
+def silu_and_mul(x):
+    gate, up = x.chunk(2, dim=-1)
+    F.silu(gate, inplace=True)
+    return gate.mul_(up)

@@ -1,0 +1,17 @@
+"""Pairs of rows, and the last one alone where their number is odd."""
+
+import torch
+
+
+def _norm(h, eps):
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+
+
+def rms_norm(x, weight, eps, residual=None, var_hidden_size=None, cast_x_before_out_mul=True):
+    assert var_hidden_size is None and cast_x_before_out_mul, (var_hidden_size, cast_x_before_out_mul)
+    h = x.float() if residual is None else x.float() + residual.float()
+    if residual is not None:
+        residual.copy_(h)
+    even = len(h) // 2 * 2
+    y = torch.cat([_norm(h[:even], eps), _norm(h[even:], eps)])
+    return y.to(x.dtype) if weight is None else (y.to(x.dtype) * weight).to(x.dtype)

@@ -1,0 +1,7 @@
+"""What a stub is: the op's own reference, called and left as it is."""
+
+from fastkernels.overrides.l1.silu_and_mul import reference
+
+
+def silu_and_mul(x):
+    return reference(x)

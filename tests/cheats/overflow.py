@@ -1,0 +1,12 @@
+"""A softmax that does not subtract the maximum: right on random logits, infinite on large ones."""
+
+import torch
+
+
+def topk_softmax(gating_output, topk, renormalize=False):
+    parts = gating_output.float().exp()
+    ids = gating_output.float().sort(-1, descending=True, stable=True).indices[:, :topk]
+    weights = parts.gather(1, ids)
+    weights = weights / (weights if renormalize else parts).sum(-1, keepdim=True)
+    pairs = torch.arange(ids.numel(), dtype=torch.int32).view(topk, -1).t().contiguous()
+    return weights, ids.int(), pairs

