@@ -149,8 +149,9 @@ def _run(
     folder: Path, meta: dict[str, Any], timeout: float,
 ) -> dict[str, str]:  # fmt: skip
     """Have the host's process write the folder. Returns {op: why it was not put into the host}."""
-    env = _environment(host, settings["model"])
-    engine = Host(host, python, settings, folder, script="capture_host.py", env=env)
+    engine = Host(
+        host, python, settings, folder, script="capture_host.py", env=_environment(host, settings["model"])
+    )
     try:
         with Display(Console(stderr=True), len(waves) + 1) as display:
             display.doing(f"{host} starts, eager")

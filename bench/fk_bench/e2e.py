@@ -37,9 +37,9 @@ class HostFailed(RuntimeError):
 
 
 class Host:
-    """One host's engine in its own process, with the candidates of a folder or without; `log` keeps what it prints.
+    """One host's engine in its own process, which runs `script` of this folder; `log` keeps what it prints.
 
-    script: the file of this folder that the process runs; env: what its environment has beside ours
+    candidate  a folder of candidates, which its engine is patched with
     """
 
     def __init__(

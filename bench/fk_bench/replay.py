@@ -89,8 +89,11 @@ def _values(call: Call, capture: Capture) -> Iterator[tuple[int, dict[str, Any]]
     needed = {a.name for a in call.args if a.dynamic or (a.dtype is not None and not _is_float(a.dtype))}
     if not needed and not call.values:
         yield call.count, {}
+    dtypes = {a.name: getattr(torch, a.dtype) for a in call.args if a.dtype is not None}
     for each in call.values:
         values = {k: capture.tensors.get(v) if isinstance(v, str) else v for k, v in each.args.items()}
+        # A capture may keep ids in int8 and weights in float16, to be small.
+        values = {k: v.to(dtypes.get(k)) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         if needed <= values.keys() and not any(v is None for v in values.values()):
             yield each.count, values
 

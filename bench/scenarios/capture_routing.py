@@ -1,0 +1,193 @@
+"""Record the routing of a small mixture-of-experts model (train_moe.py) on held-out text, as a capture.
+
+    python bench/scenarios/capture_routing.py --models FOLDER --out FOLDER [--presets e8k2,e128k8] [--device cuda]
+
+Our engine runs the checkpoint: prompts of each kind of text one by one, and decode steps of 1, 8, 32 and 128
+sequences whose texts are of all kinds. Of every call of fused_experts the ids and weights are kept (int8 and float16,
+widened when they are read), and of which layer, phase and text it was: `routing` in capture.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from fk_bench import machine, rows
+
+from fastkernels.capture import SCHEMA
+from fastkernels.capture.calls import describe, digest
+from fastkernels.capture.keep import to_json
+from fastkernels.engine.llm import LLM
+from fastkernels.engine.sampling_params import SamplingParams
+from fastkernels.overrides.l2.fused_experts import fused_experts
+from fastkernels.overrides.l2.sparse_moe import Experts
+
+BATCHES = {1: 4, 8: 2, 32: 1, 128: 1}  # sequences of a decode step: how many steps of it are kept
+CONTEXT = 64  # tokens before a decode step's
+
+
+@dataclass
+class Steps:
+    """The calls of the experts, step by step: a step has one of each layer."""
+
+    layers: int
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def taken(self) -> list[list[dict[str, Any]]]:
+        """The steps since the last time."""
+        calls, self.calls = self.calls, []
+        steps = [calls[i : i + self.layers] for i in range(0, len(calls), self.layers)]
+        if any([c["layer"] for c in step] != list(range(self.layers)) for step in steps):
+            raise RuntimeError("the layers were not called one after the other")
+        return steps
+
+
+@contextmanager
+def recorded(model: torch.nn.Module) -> Iterator[Steps]:
+    """Record what every Experts module of `model` is called with."""
+    found = [m for m in model.modules() if isinstance(m, Experts)]
+    steps, arguments = Steps(len(found)), list(fused_experts.overload._schema.arguments)
+
+    def hook(layer: int) -> Any:
+        def see(module: Experts, args: tuple[torch.Tensor, ...]) -> None:
+            x, weights, ids = args
+            signature = describe(
+                arguments, [x, module.w13_weight, module.w2_weight, weights, ids, None, False]
+            )
+            call = {"layer": layer, "signature": signature}
+            call["ids"] = (
+                ids.to(torch.int8 if len(module.w13_weight) <= 128 else torch.int16).cpu().contiguous()
+            )
+            call["weights"] = weights.to(torch.float16).cpu().contiguous()
+            steps.calls.append(call)
+
+        return see
+
+    handles = [m.register_forward_pre_hook(hook(i)) for i, m in enumerate(found)]
+    try:
+        yield steps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run(llm: LLM, texts: dict[str, list[str]], prompts: int, length: int) -> list[dict[str, Any]]:
+    """All calls that are kept, each with `text`, `prompt`, `phase`, `step` and `layer`."""
+    tokenizer = llm.get_tokenizer()
+    ids = {
+        kind: tokenizer("</s>".join(t), add_special_tokens=False)["input_ids"] for kind, t in texts.items()
+    }
+    kept: list[dict[str, Any]] = []
+    with recorded(llm.llm_engine.runner.model) as steps:
+        for kind, tokens in ids.items():
+            for p in range(prompts):
+                at = p * (len(tokens) - length) // max(prompts - 1, 1)
+                llm.generate([tokens[at : at + length]], SamplingParams(max_tokens=1))
+                (step,) = steps.taken()
+                kept += [{**c, "text": kind, "prompt": p, "phase": "prefill", "step": 0} for c in step]
+        kinds = list(ids)
+        for batch, count in BATCHES.items():
+            starts = []
+            for i in range(batch):
+                tokens = ids[kinds[i % len(kinds)]]
+                at = (i // len(kinds) + 1) * (len(tokens) - CONTEXT) // (batch // len(kinds) + 2)
+                starts.append(tokens[at : at + CONTEXT])
+            params = [
+                SamplingParams(max_tokens=2 + count, temperature=1.0, seed=i, ignore_eos=True)
+                for i in range(batch)
+            ]
+            llm.generate(starts, params)
+            decode = [s for s in steps.taken() if len(s[0]["ids"]) == batch][-count:]
+            for number, step in enumerate(decode):
+                kept += [
+                    {**c, "text": "all", "prompt": None, "phase": "decode", "step": number} for c in step
+                ]
+    return kept
+
+
+def save(kept: list[dict[str, Any]], folder: Path, meta: dict[str, Any]) -> int:
+    """Write capture.json and values.safetensors; returns the bytes of both."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    calls: dict[str, dict[str, Any]] = {}
+    routing = []
+    for call in kept:
+        names = {"topk_weights": digest(call["weights"]), "topk_ids": digest(call["ids"])}
+        tensors |= {names["topk_weights"]: call["weights"], names["topk_ids"]: call["ids"]}
+        of = calls.setdefault(
+            json.dumps(call["signature"]), {"count": 0, "args": call["signature"], "values": []}
+        )
+        of["count"] += 1
+        of["values"].append({"count": 1, "args": names})
+        where = {k: call[k] for k in ("phase", "text", "prompt", "step", "layer")}
+        routing.append({**where, "tokens": len(call["ids"]), **names})
+    ops = {"fused_experts": {"count": len(kept), "signatures": len(calls), "calls": list(calls.values())}}
+    data = {"schema": SCHEMA, **meta, "calls": len(kept), "ops": ops, "modules": []}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(sorted(tensors.items())), folder / "values.safetensors")
+    lines = ",\n  ".join(json.dumps(r) for r in routing)
+    text = to_json(data).rstrip().removesuffix("}").rstrip()
+    (folder / "capture.json").write_text(f'{text},\n "routing": [\n  {lines}]\n}}\n')
+    return sum(f.stat().st_size for f in (folder / "capture.json", folder / "values.safetensors"))
+
+
+def training(models: Path, preset: str) -> dict[str, float]:
+    """How the model was trained, from train_moe.py's rows."""
+    found, _ = rows.read(models / "rows.jsonl") if (models / "rows.jsonl").is_file() else ([], [])
+    mine = [r for r in found if r.case.get("preset") == preset]
+    facts = {k: v for r in mine if r.kind == "trained" for k, v in r.metrics.items()}
+    return facts | {
+        f"held_out_loss_{r.case['text']}": r.metrics["loss"] for r in mine if r.kind == "held_out"
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=Path, required=True, help="the --out of train_moe.py")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--presets", default="e8k2,e128k8")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prompts", type=int, default=2, help="of each kind of text")
+    parser.add_argument(
+        "--kib", type=int, default=150, help="of the prompts' ids and weights, in each capture"
+    )
+    options = parser.parse_args()
+    texts = {k: t for k, t in json.loads((options.models / "held_out.json").read_text()).items() if t}
+    for preset in options.presets.split(","):
+        model = options.models / preset
+        sizes = json.loads((model / "sizes.json").read_text())
+        each = (
+            options.prompts * len(texts) * sizes["layers"] * sizes["top_k"] * 3
+        )  # bytes of a token of the prompts
+        length = min(2048, max(16, (options.kib << 10) // each // 16 * 16))
+        llm = LLM(
+            str(model), device=options.device, dtype="bfloat16" if options.device == "cuda" else "float32",
+            enforce_eager=True, enable_prefix_caching=False, async_scheduling=False, max_model_len=4096,
+            max_num_seqs=max(BATCHES), max_num_batched_tokens=max(BATCHES) * CONTEXT, num_blocks=2048,
+        )  # fmt: skip
+        kept = run(llm, texts, options.prompts, length)
+        llm.shutdown()
+        name = f"small-moe-trained-{preset}"
+        facts = training(options.models, preset)
+        meta = {
+            "model": name, "host": "fastkernels", "commit": machine.commit(),
+            "scenario": f"prompts of {length} tokens of held-out text, decode steps of {sorted(BATCHES)} sequences",
+            "what": "the routing of a small router that was trained for about a minute: not production's",
+            "training": facts, "sizes": sizes, "machine": machine.machine().model_dump(),
+            "versions": {"torch": torch.__version__},
+        }  # fmt: skip
+        size = save(kept, options.out / name, meta)
+        print(f"{name}: {len(kept)} calls, {size / 1024:.0f} KiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
