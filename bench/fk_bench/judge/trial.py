@@ -80,7 +80,6 @@ class CaseJudge:
     ) -> None:
         self.spec, self.trial, self.plan, self.mode, self.arena = spec, trial, plan, mode, arena
         self.candidate, self.baseline = candidate, baseline
-        self.dtype = trial.case.dtype
         self.slots: Slots
 
     def _make(self, generator: torch.Generator) -> list[Any]:
@@ -183,7 +182,7 @@ class CaseJudge:
         args = self.slots.private_args(slot)
         want = expect(self.spec, args, self.mode)
         written = [self.slots.args_of(slot)[i] for i in want.written]
-        return compare(self.spec, self.dtype, [*outputs, *written], want, allowed), want
+        return compare(self.spec, self.trial.case, [*outputs, *written], want, allowed), want
 
     def _verdict(self, slot: int, outputs: list[torch.Tensor], allowed: float, where: str = "") -> Errors:
         errors, _ = self._errors(slot, outputs, allowed)
@@ -287,7 +286,7 @@ class CaseJudge:
             args = layout.mapped(self.slots.masters[0], lambda _, it=after: next(it))
             written = [args[i] for i in want.written]
             allowed = checked.baseline_errors.rms
-            errors = compare(self.spec, self.dtype, [*held.outputs, *written], want, allowed)
+            errors = compare(self.spec, self.trial.case, [*held.outputs, *written], want, allowed)
             if errors.problem:
                 raise Wrong(f"in a timed call: {errors.problem}")
             checked.errors = checked.errors.worse(errors)
