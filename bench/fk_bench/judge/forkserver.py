@@ -1,6 +1,6 @@
 """The process that children are forked from: it has imported torch, knows no secret and never touches the GPU.
 
-    python -m fk_bench.judge.forkserver FD PARENT MODULE,MODULE
+    python -m fk_bench.judge.forkserver FD PARENT MODULE,MODULE FOLDER
 
 Started by `zygote.Zygote`. Three processes a child: a supervisor outside the cage, process 1 of the cage's PID
 namespace, and the runner. Only the standard library and what is named by MODULE is imported here.
@@ -15,6 +15,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -72,6 +73,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # children share these pages for longer
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: supervisors say themselves how a child ended
+    try:
+        _serve(control, parent)
+    finally:  # the judge is gone without a word, or it would have killed this process
+        shutil.rmtree(sys.argv[4], ignore_errors=True)
+
+
+def _serve(control: socket.socket, parent: int) -> None:
     threads = len(os.listdir("/proc/self/task"))
     send(control, {"pid": os.getpid(), "python": sys.version.split()[0], "threads": threads})
     while os.getppid() == parent:

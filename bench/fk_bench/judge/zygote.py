@@ -222,7 +222,7 @@ class Zygote:
         with theirs, open(name, "wb") as out:
             self._process = subprocess.Popen(
                 [os.path.abspath(python), "-m", "fk_bench.judge.forkserver", str(theirs.fileno()), str(os.getpid()),
-                 ",".join(self.preload)],
+                 ",".join(self.preload), str(self.dir)],
                 env=self._environment(), cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
@@ -239,13 +239,13 @@ class Zygote:
             raise ZygoteError(f"{self.python} cannot serve as a runner: {self.info['error'].strip()}")
 
     def _stop(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
         if self._process is not None:
             self._process.kill()  # its supervisors die with it, and their cages with them
             self._process.wait()
             self._process = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
     def spawn(
         self, config: Mapping[str, Any], cage: CageOptions | None = None, fds: Mapping[str, int] | None = None
