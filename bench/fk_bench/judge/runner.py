@@ -350,11 +350,12 @@ class Runner:
 
     def do_compiled(self, slot: int, out: int) -> dict[str, Any]:
         """The call under torch.compile(fullgraph=True), into an output slot."""
-        call = self.calls[slot]
         if self.cls is None:
             op, args = self.spec.op.overload, self.args[slot]
-            call = lambda: torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*args)  # noqa: E731
-        result = self._outputs(call())
+            result = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*args)
+        else:
+            result = torch.compile(self.calls[slot], fullgraph=True, backend="aot_eager")()
+        result = self._outputs(result)
         self.metas(result)
         for view, value in zip(self.out_slots[out], result, strict=True):
             _copy(view, value)
