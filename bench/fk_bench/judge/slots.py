@@ -109,12 +109,19 @@ class Slots:
             self.arena = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
             shared = {"nbytes": total}
         self.place = {**shared, "outputs": self.out_start, "out_slots": self.out_slots}
-        self.args = [layout.bind(self.layout.to_json(), self.arena, s, self.count) for s in range(self.count)]
+        self._plan = self.layout.to_json()
+        self._bound: dict[int, list[Any]] = {}
         self.factors: list[float] = []
         self.origin: list[int] = []
         self.shifts: list[int] = []
         self._alone = self._alone_in_their_regions()
         self._numel = [t.numel() for t in layout.tensors(first)]
+
+    def args_of(self, slot: int) -> list[Any]:
+        """A slot's arguments, in the memory that the other processes see."""
+        if slot not in self._bound:
+            self._bound[slot] = layout.bind(self._plan, self.arena, slot, self.count)
+        return self._bound[slot]
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(secrets.randbits(62))
@@ -140,8 +147,8 @@ class Slots:
         self.shifts = [secrets.randbits(40) for _ in origin]
         self.factors = [1.0 - 0.2 * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
         if len(origin) == 1 or self.device == "cpu":
-            for s, args in enumerate(self.args):
-                for into, value in zip(layout.tensors(args), self.expected(s), strict=True):
+            for s in range(self.count):
+                for into, value in zip(layout.tensors(self.args_of(s)), self.expected(s), strict=True):
                     into.copy_(value)
             return
         self._fill_at_once()
@@ -150,13 +157,11 @@ class Slots:
         index = torch.tensor(self.origin, device=self.device)
         factor = torch.tensor(self.factors, device=self.device, dtype=torch.float32)
         per_slot = [layout.tensors(m) for m in self.masters]
-        plans = layout.tensors(self.args[0])
-        for i, first in enumerate(plans):
+        shared = [r["shared"] for r in self._regions()]
+        for i, first in enumerate(layout.tensors(self.args_of(0))):
             if not first.numel():
                 continue
-            same = len(plans) and self.args[-1] is not None
-            shared = same and layout.tensors(self.args[-1])[i].data_ptr() == first.data_ptr()
-            if shared and self.count > 1:
+            if shared[i]:
                 first.copy_(self._value(0, i, per_slot[self.origin[0]][i]))
                 continue
             step = self.layout.stride // first.element_size()
