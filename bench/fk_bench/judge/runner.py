@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import mmap
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -97,9 +98,12 @@ class Runner:
         against: str | None,
         mode: str | None,
         threads: int,
+        core: int | None = None,
     ) -> dict[str, Any]:
         """Import the op, and the candidates or (against) the baselines. Says how the op will be called."""
         start = _clock()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
         if device == "cuda":

@@ -22,8 +22,12 @@ from .slots import FLUSH_BYTES, Slots, poison
 from .timing import Samples
 
 POISONED = 32  # outputs a batch
-SMALL = 64 << 20  # bytes of an argument that is copied on the clock; of larger ones the later state is looked at
-CHECKED_ROUNDS = 4  # in these, and in the last, two timed calls of a batch meet the oracle; in the others, one
+SMALL = (
+    64 << 20
+)  # bytes of an argument that is copied on the clock; of larger ones the later state is looked at
+CHECKED_ROUNDS = (
+    4  # in these, and in the last, two timed calls of a batch meet the oracle; in the others, one
+)
 
 
 class Wrong(Exception):
