@@ -270,9 +270,12 @@ def scalable(t: torch.Tensor) -> bool:
 
 
 def poison(views: list[torch.Tensor]) -> None:
+    """NaN for floats, for integers a value that nobody knows; views may have any strides."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for v in views:
-        raw = v.view(torch.uint8) if v.dim() else v.view(1).view(torch.uint8)
         if v.dtype is torch.bool:
-            raw.fill_(secrets.randbelow(2))
+            v.fill_(secrets.randbelow(2))
+        elif v.is_floating_point():
+            v.view(kinds[v.element_size()]).fill_(255 if v.element_size() == 1 else -1)
         else:
-            raw.fill_(0xFF if v.is_floating_point() else 1 + secrets.randbelow(120))
+            v.fill_(1 + secrets.randbelow(120))

@@ -6,6 +6,7 @@ import contextlib
 import random
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from fk_bench.rows import Status
 
 from . import ipc, layout
 from .cases import Trial
-from .correctness import Errors, Expected, compare, expect
+from .correctness import Errors, compare, expect
 from .side import Side, SideError
 from .slots import FLUSH_BYTES, Slots, poison
 from .timing import Samples
@@ -146,9 +147,7 @@ class CaseJudge:
                 if refused := answer.get("unsupported"):
                     reasons.append(f"{name}: {refused}")
                     continue
-                errors = self._outputs(self.baseline, 0, None)
-                if answer.get("differs"):  # right in its own way, which the oracle does not know
-                    errors = Errors()
+                errors = self._outputs(self.baseline, 0, answer.get("unchecked", ()))
                 if errors.problem and len(baselines) > 1:
                     reasons.append(f"{name}: {errors.problem}")
                     continue
@@ -170,26 +169,28 @@ class CaseJudge:
         slots, live = self.slots, {}
         slots.poison()
         for s in (0, 1):
-            live = side.ask("call", slot=s, out=s, again=0 if s else None)["live"]
+            answer = side.ask("call", slot=s, out=s, again=0 if s else None)
+            if answer["aliases"] and self.mode == "op":
+                raise Wrong(f"output {answer['aliases'][0]} is memory of an argument")
+            live = answer["live"]
         errors = self._verdict(0, slots.output_views(0), allowed)
         return errors.worse(self._verdict(1, slots.output_views(1), allowed)), live
 
-    def _outputs(self, side: Side, slot: int, allowed: float | None) -> Errors:
+    def _outputs(self, side: Side, slot: int, unchecked: Sequence[int]) -> Errors:
         """The errors of one eager call; no verdict."""
         self.slots.poison()
         side.ask("call", slot=slot, out=slot)
-        return self._errors(slot, self.slots.output_views(slot), allowed)[0]
+        return self._errors(slot, self.slots.output_views(slot), None, unchecked)
 
     def _errors(
-        self, slot: int, outputs: list[torch.Tensor], allowed: float | None
-    ) -> tuple[Errors, Expected]:
-        args = self.slots.private_args(slot)
-        want = expect(self.spec, args, self.mode)
+        self, slot: int, outputs: list[torch.Tensor], allowed: float | None, unchecked: Sequence[int] = ()
+    ) -> Errors:
+        want = expect(self.spec, self.slots.private_args(slot), self.mode)
         written = [self.slots.args_of(slot)[i] for i in want.written]
-        return compare(self.spec, self.trial.case, [*outputs, *written], want, allowed), want
+        return compare(self.spec, self.trial.case, [*outputs, *written], want, allowed, unchecked)
 
     def _verdict(self, slot: int, outputs: list[torch.Tensor], allowed: float, where: str = "") -> Errors:
-        errors, _ = self._errors(slot, outputs, allowed)
+        errors = self._errors(slot, outputs, allowed)
         if errors.problem:
             raise Wrong(where + errors.problem)
         self._untouched(slot)
@@ -258,8 +259,15 @@ class CaseJudge:
         a cold cache. Returns the poisoned slots."""
         self.slots.refresh()
         picked = random.SystemRandom().sample(range(start, start + count), min(count, POISONED))
-        for s in picked:
-            poison(outputs[s])
+        first = self.slots.arena.data_ptr()
+        for s in picked:  # not what is an argument as well
+            poison(
+                [
+                    v
+                    for v in outputs[s]
+                    if flush is None or not 0 <= v.data_ptr() - first < self.slots.arena.nbytes
+                ]
+            )
         if flush is not None:
             flush.sum()
             torch.cuda.synchronize()
@@ -310,24 +318,29 @@ class CaseJudge:
         return max(2, min(wanted, self.plan.max_calls, fits))
 
     def _map(self, shared: list[list[dict[str, Any]]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
-        """The candidate's own output memory, seen from here. Calls must not share any of it."""
-        found, spans = [], set()
+        """A side's own output memory, seen from here. Calls must not share any of it."""
+        found, places = [], set()
         for result in shared:
             views = []
             for out, place in zip(self.slots.outs, result, strict=True):
-                if place["nbytes"] != out.bytes:
+                if not out.bytes:
+                    views.append(torch.empty(out.shape, dtype=out.dtype, device="cuda"))
+                    continue
+                if place["nbytes"] < out.bytes:
                     raise Wrong(f"an output has {place['nbytes']} bytes, not {out.bytes}")
-                key = (place["handle"], place["offset"])
-                if out.bytes and key in spans:
+                raw = self._bytes(place, mapping)
+                key = raw.data_ptr()
+                if key in places:
                     raise Wrong("two calls returned the same memory: the first one's result is lost")
-                spans.add(key)
-                views.append(
-                    mapping.bytes_at(place).view(out.dtype).view(out.shape)
-                    if out.bytes
-                    else torch.empty(out.shape, dtype=out.dtype, device="cuda")
-                )
+                places.add(key)
+                views.append(raw.view(out.dtype).as_strided(out.shape, place["stride"]))
             found.append(views)
         return found
+
+    def _bytes(self, place: dict[str, Any], mapping: ipc.Mapping) -> torch.Tensor:
+        if "arena" in place:
+            return self.slots.arena[place["arena"] :][: place["nbytes"]]
+        return mapping.bytes_at(place)
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
