@@ -62,7 +62,7 @@ def test_the_scan_rejects_before_anything_runs(judge: Judge) -> None:
     judge.op("silu_and_mul")
     row = judge.rows[-1]
     assert row.status is Status.REJECTED
-    assert "early_exit.py:7: os._exit starts, ends or steers processes" in row.reason
+    assert "early_exit.py: line 7: os._exit starts, ends or steers processes" in row.reason
 
 
 @pytest.mark.parametrize("cheat", HERE, ids=ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +121,8 @@ class Judge:
         self._run_id = uuid4().hex[:12]
         self._zygotes: dict[str, Zygote] = {}
         self._sides: dict[str, Side] = {}
+        # On a CPU both sides have one core, the same: threads of a candidate's own win nothing there.
+        self.core = random.choice(sorted(os.sched_getaffinity(0))) if options.device == "cpu" else None
         self._arena = _memory() if options.device == "cpu" else -1
 
     def __enter__(self) -> Judge:
@@ -283,7 +286,7 @@ class Pair:
                 "load", op=self.spec.name, device=self.options.device,
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
                 against=self.options.against if who == "baseline" else None,
-                mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1,
+                mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._judge.core,
             )  # fmt: skip
         return self.sides["candidate"], self.sides["baseline"]
 

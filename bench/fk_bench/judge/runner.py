@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import mmap
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -99,9 +100,12 @@ class Runner:
         against: str | None,
         mode: str | None,
         threads: int,
+        core: int | None = None,
     ) -> dict[str, Any]:
         """Import the op, and the candidates or (against) the baselines. Says how the op will be called."""
         start = _clock()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
         if device == "cuda":
@@ -376,11 +380,12 @@ class Runner:
 
     def do_compiled(self, slot: int, out: int) -> dict[str, Any]:
         """The call under torch.compile(fullgraph=True), into an output slot."""
-        call = self.calls[slot]
         if self.cls is None:
             op, args = self.spec.op.overload, self.args[slot]
-            call = lambda: torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*args)  # noqa: E731
-        result = self._outputs(call())
+            result = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*args)
+        else:
+            result = torch.compile(self.calls[slot], fullgraph=True, backend="aot_eager")()
+        result = self._outputs(result)
         self.metas(result)
         for view, value in zip(self.out_slots[out], result, strict=True):
             _copy(view, value)

@@ -25,6 +25,7 @@ class Side:
         self.child, self.name, self.timeout = child, name, timeout
         self.channel = Channel(child.channel)
         self.cage: dict[str, str] = {}
+        self.paused = False
         self._nonce = ""
         self.alive = True
 
@@ -48,6 +49,12 @@ class Side:
             status = Status(answer["error"]) if known else Status.FAILED
             raise SideError(status, str(answer.get("reason", ""))[:2000], fatal=False)
         return answer
+
+    def pause(self, on: bool) -> None:
+        """Stop its processes, so that none of its threads works beside the other side's batch, or let them go on."""
+        if on != self.paused:
+            (self.child.pause if on else self.child.resume)()
+            self.paused = on
 
     def _guarded(self, action: Any) -> dict[str, Any]:
         try:

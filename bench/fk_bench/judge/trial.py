@@ -230,6 +230,7 @@ class CaseJudge:
                 for r in range(1 if warm else self.rounds):
                     self._round(r, warm, n, timed, outputs, flush, checked)
         finally:
+            self.candidate.pause(False)
             outputs.clear()  # before what they lie in is unmapped
             for mapping in mappings:
                 mapping.close()
@@ -246,6 +247,7 @@ class CaseJudge:
             start = 0 if double else n * secrets.randbelow(2)
             count = 2 * n if double else n
             poisoned = self._prepare(start, count, outputs[name], flush)
+            self.candidate.pause(name == "baseline")
             seconds, events, sampled = self._batch(side, start, count, outputs[name], flush)
             if not warm:
                 getattr(timed, who).add(double, seconds, events)

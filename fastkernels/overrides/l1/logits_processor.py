@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +210,14 @@ class VllmLogitsProcessor(_VllmLogitsProcessor):
         return self._logits(lm_head, hidden_states, embedding_bias, skip_gather)
 
 
+@dataclass
+class LogitsProcessorOutput:
+    """What SGLang's own returns, as far as we fill it; torch.compile traces it, where it does not a SimpleNamespace."""
+
+    next_token_logits: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+
+
 class SGLangLogitsProcessor(nn.Module):
     """sglang.srt.layers.logits_processor.LogitsProcessor for what sampling needs: float32 logits of last tokens.
 
@@ -244,7 +253,7 @@ class SGLangLogitsProcessor(nn.Module):
         logits_metadata: Any,
         aux_hidden_states: torch.Tensor | None = None,
         hidden_states_before_norm: torch.Tensor | None = None,
-    ) -> SimpleNamespace:
+    ) -> LogitsProcessorOutput:
         if getattr(logits_metadata, "extend_return_logprob", False):
             raise ValueError(
                 "input log-probabilities (extend_return_logprob) need SGLang's own LogitsProcessor"
@@ -260,7 +269,7 @@ class SGLangLogitsProcessor(nn.Module):
         )
         if self.do_tensor_parallel_all_gather:
             logits = parallel.all_gather(logits, -1)
-        return SimpleNamespace(next_token_logits=logits[..., : self.vocab_size], hidden_states=None)
+        return LogitsProcessorOutput(logits[..., : self.vocab_size])
 
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
