@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from fastkernels.overrides.l1._grouped_topk_triton import (
     grouped_topk_triton,
     supports_triton,
 )
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 LEAST_SUM = 1e-20  # what SGLang adds before it divides: where all weights are 0, they stay so
@@ -285,12 +285,13 @@ def _dims_of(
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    groups = rng.choice((1, 2, 4, 6, 8))
-    members, topk_group = rng.randint(4, 32), rng.randint(1, groups)
-    sizes = {"tokens": rng.randint(1, 2 * d["tokens"] + 1), "experts": groups * members, "groups": groups}
-    topk = rng.randint(1, min(topk_group * members, 12))
-    return dataclasses.replace(case, dims={**d, **sizes, "topk_group": topk_group, "topk": topk})
+    def draw() -> dict[str, Any]:
+        groups = rng.choice((1, 2, 4, 6, 8))
+        members, topk_group = rng.randint(4, 32), rng.randint(1, groups)
+        sizes = {**drawn(case, rng, ("tokens",)), "experts": groups * members, "groups": groups}
+        return {**sizes, "topk_group": topk_group, "topk": rng.randint(1, min(topk_group * members, 12))}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from typing import Any
@@ -14,6 +13,7 @@ import triton.language as tl
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._fp8 import FP8, fp8_inverse, quantized, to_fp8
 from fastkernels.overrides.l1._rows import FLOATS
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -296,18 +296,17 @@ def _dims_of(
     flags = {
         "no_lse": output_lse is None, "fp8": output_scale is not None,
         "heads_first": prefix_lse.stride(0) == 1 and prefix_lse.shape[0] > 1,
+        "empty": not prefix_lse.is_meta and bool(torch.stack((prefix_lse, suffix_lse)).isinf().any()),
     }  # fmt: skip
     return {**dims, **{name: True for name, value in flags.items() if value}}
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    tokens = rng.randint(1, 2 * d["tokens"] + 1)
-    dims = {**d, "tokens": tokens, "heads": rng.randint(1, 2 * d["heads"])}
-    dims["head_size"] = rng.choice((64, 80, 96, 128, 192, 256))
-    return dataclasses.replace(
-        case, dims={**dims, "context": rng.randint(0, tokens)} if "context" in d else dims
-    )
+    def draw() -> dict[str, Any]:
+        new = {**drawn(case, rng, ("tokens", "heads")), "head_size": rng.choice((64, 80, 96, 128, 192, 256))}
+        return {**new, "context": rng.randint(0, new["tokens"])} if "context" in case.dims else new
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 def _bytes(case: Case) -> int:

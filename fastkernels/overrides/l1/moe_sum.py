@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -12,6 +11,7 @@ import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import FLOATS
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -240,9 +240,9 @@ def _dims_of(
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    sizes = {"tokens": rng.randint(1, 2 * d["tokens"] + 1), "hidden": rng.randint(1, 2 * d["hidden"])}
-    return dataclasses.replace(case, dims={**d, **sizes, "topk": rng.randint(1, 12)})
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens", "topk"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
+    )
 
 
 def _bytes(case: Case) -> int:
