@@ -43,7 +43,7 @@ class Failure(Exception):
 def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
     """Answer the judge until it hangs up."""
     channel.send({"hello": hello})
-    runner = Runner(fds)
+    runner = Runner(channel, fds)
     with contextlib.suppress(ChannelClosed):
         while (message := channel.receive())["do"] != "bye":
             nonce = message.pop("nonce")
@@ -76,12 +76,13 @@ def _status(error: BaseException) -> str:
 class Runner:
     """The state of one side: what it calls, and the slots of the case at hand."""
 
-    def __init__(self, fds: dict[str, int]):
-        self.fds = fds
+    def __init__(self, channel: Channel, fds: dict[str, int]):
+        self.channel, self.fds = channel, fds
         self.spec: OpSpec
         self.cls: type | None = None
         self.baselines: dict[str, Any] = {}
         self.made: dict[str, Callable[..., Any]] = {}
+        self.changed: set[str] = set()  # ops that have a candidate or a baseline in them
         self.device = "cpu"
         self.mapping = ipc.Mapping()
         self.free()
@@ -101,6 +102,13 @@ class Runner:
         start = _clock()
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
+        if device == "cuda":
+            self.channel.spin_s = 0.05
+            torch.zeros(1, device="cuda")  # the context, which the driver's calls need
+        self.free()
+        for name in self.changed:  # of the op before, in a process that serves several
+            OPS[name].set_candidate(None)
+        self.cls, self.baselines, self.made, self.changed = None, {}, {}, set()
         self.device, self.spec = device, registry.get(op)
         found = {name: self._candidate(name, path) for name, path in candidates.items()}
         own = found.get(op)
@@ -126,7 +134,7 @@ class Runner:
         if found.function is not None and (op := OPS.get(name)) is not None:
             if (problem := _wrong_signature(found.function, op)) is not None:
                 raise Failure("signature_mismatch", f"{name}(...) {problem}")
-            op.set_candidate(found.function, "candidate")
+            self._put(name, found.function, "candidate")
         return found
 
     def _find_baselines(self, against: str) -> None:
@@ -157,7 +165,7 @@ class Runner:
             fn = baseline.make()
         except Exception:  # another version of the library: the next one is asked
             return False
-        OPS[op].set_candidate(fn, baseline.name)
+        self._put(op, fn, baseline.name)
         return True
 
     def do_use(self, baseline: str) -> dict[str, Any]:
@@ -169,8 +177,12 @@ class Runner:
             return {"unsupported": reason}
         if baseline not in self.made:
             self.made[baseline] = chosen.make()
-        OPS[self.spec.name].set_candidate(self.made[baseline], baseline)
+        self._put(self.spec.name, self.made[baseline], baseline)
         return {"differs": chosen.differs}
+
+    def _put(self, op: str, fn: Callable[..., Any], label: str) -> None:
+        OPS[op].set_candidate(fn, label)
+        self.changed.add(op)
 
     # -- a case
 
@@ -182,7 +194,7 @@ class Runner:
         self.free()
         memory = self._map(arena)
         self.out_metas = outs
-        self.args = [layout.bind(plan, memory, s, slots) for s in range(slots)]
+        self.args = [layout.bind(plan, memory, s, slots, apart=True) for s in range(slots)]
         self.calls = [self._call(a) for a in self.args]
         out_start = arena["outputs"]
         size = sum(o["nbytes"] for o in outs)
@@ -199,6 +211,7 @@ class Runner:
     def free(self) -> None:
         """Forget the last case."""
         self.args, self.calls, self.graphs, self.kept, self.out_slots = [], [], [], [], []
+        self.held: dict[int, list[torch.Tensor]] = {}
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -231,16 +244,21 @@ class Runner:
                 )
         return values
 
-    def do_call(self, slot: int, out: int, label: str = "") -> dict[str, Any]:
-        """One eager call into an output slot. Counters show which ops ran."""
+    def do_call(self, slot: int, out: int, again: int | None = None) -> dict[str, Any]:
+        """One eager call into an output slot. Counters show which ops ran.
+
+        again  an output slot that gets its call's outputs once more: are they what they were, now that this one ran?
+        """
         before = {name: op.calls for name, op in OPS.items()}
         start = _clock()
         result = self._outputs(self.calls[slot]())
         self._sync()
         seconds = _clock() - start
         self.metas(result)
-        for view, value in zip(self.out_slots[out], result, strict=False):
-            _copy(view, value)
+        self.held[out] = result
+        for at in (out,) if again is None else (out, again):
+            for view, value in zip(self.out_slots[at], self.held[at], strict=False):
+                _copy(view, value)
         self._sync()
         live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
         inputs = layout.tensors(self.args[slot])
