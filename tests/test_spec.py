@@ -112,7 +112,9 @@ def test_dims_of_what_hosts_pass(name: str, case: Case) -> None:
     assert spec.dims_of is not None
     args = make_args(spec, case)
     dims = spec.dims_of(*args)
-    assert {**spec.dims_of(*map(strided, args)), "packed": None} == {**dims, "packed": None}
+    views = spec.dims_of(*map(strided, args))
+    layout = ("packed", "heads_first")  # what strides say
+    assert without(views, *layout) == without(dims, *layout)
     if spec.op is not None:
         arguments = spec.op.overload._schema.arguments
         short = list(args)
@@ -123,6 +125,10 @@ def test_dims_of_what_hosts_pass(name: str, case: Case) -> None:
         assert spec.dims_of(*short) == dims
     shapes = spec.dims_of(*map(without_values, args))
     assert shapes == {k: v for k, v in dims.items() if k in shapes}
+
+
+def without(dims: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v for k, v in dims.items() if k not in names}
 
 
 def _same(value: Any, default: Any) -> bool:
