@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,28 @@ def test_a_class_calls_the_files_own_function(
 def test_the_judge_lets_it_run(name: str, written: Path) -> None:
     """The static scan finds nothing: an author starts from green."""
     assert not scan.rejections(scan.scan(written / f"{name}.py", name))
+
+
+@pytest.mark.parametrize(
+    ("body", "pattern"),
+    [
+        ("    scale = 2\n", r"line 2: .*VllmRMSNorm is the op that the candidate replaces"),
+        (
+            "    def forward(self, x, residual=None):\n        return super().forward(x, residual)\n",
+            "line 4: super",
+        ),
+        (
+            "    def forward(self, x):\n        return ours.VllmRMSNorm.forward(self, x)\n",
+            "line 4: .*VllmRMSNorm",
+        ),
+    ],
+    ids=["as it is", "super", "by name"],
+)
+def test_a_subclass_that_leaves_the_call_to_ours_is_rejected(body: str, pattern: str, tmp_path: Path) -> None:
+    file = tmp_path / "rms_norm.py"
+    head = "from fastkernels.overrides.l1 import rms_norm as ours\nclass VllmRMSNorm(ours.VllmRMSNorm):\n"
+    file.write_text(head + body)
+    assert re.search(pattern, scan.rejections(scan.scan(file, "rms_norm")))
 
 
 @pytest.mark.parametrize("host", HOSTS)
