@@ -14,6 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+# A script's folder is on the path, and transformers would take kernels.py for the package of that name.
+sys.path[:] = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__))]
+
 Requests = list[dict[str, Any]]
 WARM_UP = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 2, "temperature": 0.0, "top_p": 1.0, "seed": 0}
 

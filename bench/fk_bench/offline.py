@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# A script's folder is on the path, and transformers would take kernels.py for the package of that name.
+sys.path[:] = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__))]
+
 Generate = Callable[[list[list[int]], int], int]  # prompts, tokens to generate of each -> tokens generated
 
 

@@ -66,6 +66,9 @@ def _cases(spec: OpSpec, capture: Capture, wrong: list[str]) -> Iterator[Capture
     for i, call in enumerate(recorded.calls):
         sets = list(_values(call, capture))
         seen = sum(count for count, _ in sets)
+        if call.too_large or (not call.values and not sets):
+            why = f"{', '.join(call.too_large)} was too large" if call.too_large else "the budget was used up"
+            wrong.append(f"{capture.folder}: {spec.name} {capture.name}/{i} has no values, {why}; left out")
         for j, (count, values) in enumerate(sets):
             name = f"{capture.name}/{i}" + (f".{j}" if len(sets) > 1 else "")
             try:

@@ -238,6 +238,20 @@ def store(blocks: int, slots: list[int], block_size: int = 4) -> list[torch.Tens
     return caches
 
 
+def test_calls_whose_values_were_not_kept_are_named(tmp_path: Path) -> None:
+    with capture.record(tensor=16) as recording:
+        look_up(1, 2)
+        look_up(1, 2, 3)
+    recording.save(tmp_path / "tensor", {})
+    with capture.record(budget=1) as recording:
+        look_up(1, 2)
+    recording.save(tmp_path / "budget", {})
+    assert [len(replay.captured_cases("embedding", tmp_path / f)) for f in ("tensor", "budget")] == [1, 0]
+    (large,), (small,) = (replay.problems("embedding", tmp_path / f) for f in ("tensor", "budget"))
+    assert "embedding tensor/1 has no values, input_ids was too large; left out" in large
+    assert "embedding budget/0 has no values, the budget was used up; left out" in small
+
+
 def test_a_large_cache_becomes_one_of_the_blocks_that_are_used(tmp_path: Path, monkeypatch: Any) -> None:
     tables = torch.tensor([[90, 40, 7], [90, 12, 99]], dtype=torch.int32)  # 7 and 99 are not read
     with capture.record() as recording:

@@ -10,7 +10,7 @@ from fk_integrations.apply import apply
 from fk_integrations.transformers import TransformersAdapter
 
 import fastkernels
-from fastkernels import registry
+from fastkernels import capture, registry
 from fastkernels.patch import PatchError, Request
 
 transformers = pytest.importorskip("transformers")
@@ -212,3 +212,24 @@ def test_a_module_around_a_model_and_a_name() -> None:
         assert report.patched_modules == 5
     with pytest.raises(PatchError, match="pass the model"):
         fastkernels.patch("transformers")
+
+
+def test_calls_are_recorded_with_how_modules_were_made() -> None:
+    with capture.record_modules() as modules:
+        model = tiny("Qwen3")
+    before = logits(model)
+    with fastkernels.patch(model, ops=["rms_norm"]), capture.record() as recording:
+        torch.testing.assert_close(logits(model), before, atol=2e-5, rtol=2e-5)
+    calls = recording.to_dict()[0]["ops"]["rms_norm"]["calls"]
+    shapes = {tuple(c["args"][0]["shape"]): c["count"] for c in calls}
+    assert shapes == {
+        (3, 13, 72): 5,
+        (3, 13, 4, 18): 2,
+        (3, 13, 2, 18): 2,
+    }  # queries and keys have a norm of their own
+    norms = {
+        m["args"]["hidden_size"]: m["count"]
+        for m in modules.rows(model)
+        if m["cls"].endswith(":Qwen3RMSNorm")
+    }
+    assert norms == {72: 5, 18: 4}
