@@ -90,6 +90,8 @@ class OpSpec:
     inputs        inputs(case, device, generator) -> the op's positional arguments (list)
     bytes_moved   bytes_moved(case): compulsory reads and writes of device memory
     flops         flops(case)
+    tolerance     by the case's dtype; 'float8_e4m3fn' is for outputs of that dtype, which `reference` gives unrounded
+                  from float64 arguments: half a step and what comes before it
     calls         other ops that the modules of this file call by name
     batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
                   split or schedule is chosen by the batch. Others are off where a host promises that

@@ -340,7 +340,7 @@ _AMD = f"the host has it for AMD's devices only; {_NOTE}"
 _FUSED = "_fused_rmsnorm_fp8_per_token_quant"
 _COMMUNICATOR = "sglang.srt.layers.communicator"
 _ADD_NORM = "sglang.srt.layers.layer_boundary.residual.add_norm"
-_DEEPSEEK = {"hidden": 7168, "group": 128, "residual": True}
+_DEEPSEEK: dict[str, Any] = {"hidden": 7168, "group": 128, "residual": True}
 
 SPEC = OpSpec(
     name="rms_norm_quant_fp8",
