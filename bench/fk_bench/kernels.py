@@ -26,7 +26,7 @@ def kernels_command(
     model: Annotated[
         str, typer.Option(help="the ops on this architecture's path: llama, qwen3, mixtral")
     ] = "",
-    candidate: Annotated[  # noqa: A002
+    candidate: Annotated[
         Path | None, typer.Option(help="a file OP.py, or a directory of them; without it, our own overrides")
     ] = None,
     against: Annotated[
@@ -172,9 +172,9 @@ def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: 
         raise ValueError(f"--level {unknown[0]}: ops have the levels 1, 2 and 3")
     names = registry.op_names()
     if model:
-        from .stubs import ops_of_model
+        from .stubs import chosen_ops
 
-        names = ops_of_model(model)
+        names = chosen_ops((), None, model)
     if ops and ops != ("all",):
         return list(registry.check_names(ops))
     if levels:

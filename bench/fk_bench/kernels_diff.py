@@ -48,6 +48,8 @@ def compare(
             gone += 1
         elif "speedup" in row.metrics and "speedup" in other.metrics:
             ratios.append(_ratio(row, other, fail_under))
+    if not ratios:
+        problems.append("no case has a speed-up in both runs")
     failed = [x for x in ratios if x["failed"]]
     problems += [f"{x['op']} {x['case']}: {x['ratio']:.3f} is below {fail_under:g}" for x in failed]
     (_, all_a), (_, all_b) = scores(a), scores(b)

@@ -110,7 +110,7 @@ def boxes(row: Row) -> list[dict[str, Any]]:
         (row.baseline, "baseline_us", "baseline_times_us"),
     ):
         known = [row.metrics.get(f"{prefix}_p{p}") for p in (20, 50, 80)]
-        if None not in known:
+        if all(v is not None and v > 0 for v in known):
             found.append(
                 (name or "baseline", [float(v) for v in known if v is not None], row.case.get(samples) or [])
             )

@@ -90,12 +90,15 @@ def speedup(value: float | None, interval: tuple[float, float] | None) -> str:
 def cells(row: Row) -> list[str]:
     """A case as cells of COLUMNS."""
     m = row.metrics
-    times = [number(m.get(f"time_us_p{p}")) for p in (50, 20, 80)]
+    # Batches too noisy to tell a time from may give any number; it stays in the drill-down.
+    steady = "speedup" in m or m.get("time_us_p20", 0.0) > 0 < m.get("baseline_us_p50", 0.0)
+    times = [number(m.get(f"time_us_p{p}")) if steady else "" for p in (50, 20, 80)]
     known = row.case.get("significant")
     significant = "" if known is None else "yes" if known else "no"
     return [
         str(row.subject.op), str(row.case.get("name", "")), str(row.case.get("source", "")), row.status.value,
-        row.baseline or "", f"{times[0]} [{times[1]}-{times[2]}]" if times[0] else "", number(m.get("baseline_us_p50")),
+        row.baseline or "", f"{times[0]} [{times[1]}-{times[2]}]" if times[0] else "",
+        number(m.get("baseline_us_p50")) if steady else "",
         speedup(m.get("speedup"), row.ci95.get("speedup")), significant,
         number(m.get("gb_per_s")), number(m.get("tflops")), number(m.get("roofline_pct")),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import FunctionType, GenericAlias, ModuleType
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ class Stub:
     spec: OpSpec
     module: ModuleType
     imports: dict[str, str] = field(default_factory=dict)
-    helpers: dict[str, str] = field(default_factory=dict)  # functions of ours that call the op by name
+    helpers: dict[str, str] = field(default_factory=dict)  # functions of ours that the classes' source calls
+    constants: dict[str, str] = field(default_factory=dict)
 
     def text(self, classes: Iterable[type], judge: str) -> str:
         """The whole file. judge: the folder that `fk-bench kernels --candidate` is told."""
@@ -63,6 +64,8 @@ class Stub:
         parts = [] if self.spec.op is None else [self.function()]
         made = [self.cls(c) for c in classes]
         parts += [*self.helpers.values(), *made]
+        if self.constants:
+            parts.insert(0, "\n".join(self.constants.values()))
         about = (self.module.__doc__ or name).partition("\n")[0].strip()
         runs = ["The function runs wherever the op does."] if self.spec.op is not None else []
         runs += ["A class runs where a model has a module of its name."] if made else []
@@ -169,14 +172,24 @@ class Stub:
         return text.replace(f"torch.ops.fastkernels.{self.spec.name}(", f"{self.spec.name}(")
 
     def _bind(self, names: Iterable[str], function: FunctionType) -> None:
-        """Import the globals that a copied function uses; copy those of ours that call the op by name."""
+        """Import the globals that a copied function uses, and copy those that are the op's own.
+
+        The file of an op with a kernel is what a candidate replaces: nothing but `reference` and the classes that
+        the candidate's are made of is taken from there.
+        """
         for name in names:
             if name not in function.__globals__ or name in self.helpers:
                 continue
             value = function.__globals__[name]
+            own = function.__module__ == self.module.__name__ and self.spec.op is not None
             if isinstance(value, Op) and value is self.spec.op:
                 continue
-            if isinstance(value, FunctionType) and self._calls_the_op(value):
+            if own and isinstance(value, (int, float, str, GenericAlias)):
+                self.constants[name] = f"{name} = {_quoted(value) if isinstance(value, str) else repr(value)}"
+            elif own and isinstance(value, type) and issubclass(value, tuple):
+                self.helpers[name] = textwrap.dedent(inspect.getsource(value)).rstrip("\n")
+                self.imports["NamedTuple"] = "from typing import NamedTuple"
+            elif isinstance(value, FunctionType) and self._is_own(value):
                 self.helpers[name] = ""  # it may call itself
                 source = _Source(value)
                 self._bind(source.names(), value)
@@ -184,10 +197,12 @@ class Stub:
             else:
                 self.imports[name] = _import_line(name, value, function.__module__)
 
-    def _calls_the_op(self, function: FunctionType) -> bool:
-        return self.spec.op is not None and any(
-            function.__globals__.get(name) is self.spec.op for name in function.__code__.co_names
-        )
+    def _is_own(self, function: FunctionType) -> bool:
+        """Whether a function has to be in the file: it calls the op by name, or is a part of its file."""
+        if self.spec.op is None:
+            return False
+        calls = any(function.__globals__.get(name) is self.spec.op for name in function.__code__.co_names)
+        return calls or function.__module__ == self.module.__name__
 
     def _imports(self, parts: list[str]) -> str:
         used = {node.id for node in ast.walk(ast.parse("\n\n".join(parts))) if isinstance(node, ast.Name)}

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fastkernels import registry
+from fastkernels.models.ops import ops_of_model
 
 from .output import fail, last_line, table
 
@@ -47,9 +48,7 @@ def chosen_ops(ops: Sequence[str], level: int | None, model: str | None) -> list
     """The ops that are named, of that level, on that model's path; all where nothing is said. Raises UnknownName."""
     names = list(dict.fromkeys(registry.check_names(ops))) if ops else registry.op_names()
     if model is not None:
-        from fastkernels.models.ops import ops_of
-
-        path = ops_of(model)
+        path = ops_of_model(model)
         names = [n for n in names if n in path]
     if level is not None:
         levels = sorted({registry.get(n).level for n in registry.op_names()})

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_ops import mapped, outputs, produced
-from fk_bench import machine as machine_module
+from common import Results, described, mapped, outputs, precise, produced, tolerance, written
 from fk_bench.judge.baselines import Baseline, baselines
-from fk_bench.rows import Row, Status, Subject, append
+from fk_bench.rows import Status
 
 from fastkernels import registry
 from fastkernels.spec import Case, OpSpec
@@ -35,24 +34,13 @@ from fastkernels.spec import Case, OpSpec
 CALLS, REPLAYS, WIDER = 20, 7, 4.0
 # A process for each, all at a time: one that dies, or breaks its CUDA context, takes only its own names with it.
 GROUPS = (
-    "vllm,vllm-static,fa3",
+    "vllm,vllm-static,vllm-weighted,fa3",
     "cublas,torch,transformers,fla,deepgemm,reference",
     "sgl_kernel",
     "inductor",
     "flashinfer",
     "sglang",
 )
-
-
-def precise(args: list[Any]) -> list[Any]:
-    size = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
-    exact = torch.float64 if size < 1 << 24 else torch.float32
-    return mapped(args, lambda t: t.to(exact) if t.is_floating_point() else t.clone())
-
-
-def written(spec: OpSpec) -> set[int]:
-    schema = spec.op.overload._schema.arguments
-    return {i for i, a in enumerate(schema) if a.alias_info is not None and a.alias_info.is_write}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -89,9 +77,9 @@ def wrong(
             if not torch.equal(g.long(), w.long()):
                 return f"output {i} differs in {int((g.long() != w.long()).sum())} of {g.numel()}", worst
             continue
-        tolerance = spec.tolerance[case.dtype]
+        limit = tolerance(spec, case, g)
         error = (g.double() - w.double()).abs()
-        allowed = tolerance.atol + tolerance.rtol * w.double().abs()
+        allowed = limit.atol + limit.rtol * w.double().abs()
         share = torch.where(error == 0, 0.0, error / allowed).nan_to_num(torch.inf, torch.inf).max().item()
         worst = max(worst, share)
         if share > WIDER:
@@ -123,24 +111,7 @@ def microseconds(b: Baseline, fn: Callable[..., Any], args: list[Any]) -> float:
     return statistics.median(times)
 
 
-class Report:
-    def __init__(self, out: Path) -> None:
-        self.out, self.wrong = out, 0
-        self.machine, self.commit = machine_module.machine(), machine_module.commit()
-
-    def add(self, op: str, b: Baseline, case: Case, status: Status, reason: str, **metrics: float) -> None:
-        self.wrong += status is Status.WRONG
-        dims = {k: str(v) for k, v in case.dims.items()}
-        row = Row(
-            run_id="baselines_check", command="baselines_check", machine=self.machine, commit=self.commit,
-            versions={"torch": torch.__version__}, status=status, reason=reason,
-            subject=Subject(op=op, provider=b.name), metrics=metrics,
-            case={"kind": "case", "name": case.name, "dtype": case.dtype, "dims": dims},
-        )  # fmt: skip
-        append(self.out, [row])
-
-
-def examine(report: Report, op: str, b: Baseline, deadline: float) -> str:
+def examine(results: Results, op: str, b: Baseline, deadline: float) -> str:
     """What to say of one baseline on all cases of its op."""
     missing = b.available()
     if missing:
@@ -162,13 +133,13 @@ def examine(report: Report, op: str, b: Baseline, deadline: float) -> str:
             args = spec.inputs(case, "cuda", torch.Generator("cuda").manual_seed(0))
             refused = b.supports(*args)
             if refused:
-                report.add(op, b, case, Status.UNSUPPORTED, refused)
+                results.add(op, b.name, described(case), refused, Status.UNSUPPORTED)
                 say("refused")
                 continue
             problem, share = wrong(spec, case, b, fn, args)
             worst = max(worst, share)
             if problem:
-                report.add(op, b, case, Status.WRONG, problem)
+                results.add(op, b.name, described(case), problem)
                 say(f"WRONG {problem}")
                 continue
             right += 1
@@ -176,11 +147,9 @@ def examine(report: Report, op: str, b: Baseline, deadline: float) -> str:
             if "model" in case.tags:
                 metrics["time_us_p50"] = microseconds(b, fn, args)
                 times.append(f"{case.name} {metrics['time_us_p50']:.1f}")
-            report.add(op, b, case, Status.OK, "", **metrics)
+            results.add(op, b.name, described(case), **metrics)
         except Exception as error:
-            report.wrong += 1
-            reason = traceback.format_exc(limit=-3)
-            report.add(op, b, case, Status.FAILED, reason)
+            results.add(op, b.name, described(case), traceback.format_exc(limit=-3), Status.FAILED)
             say(f"FAILED {type(error).__name__}: {' '.join(str(error).split())[:140]}")
     note = f" (outputs {b.unchecked} not compared)" if b.unchecked else ""
     parts = [f"{right} of {len(spec.cases)} right, error {worst:.2g} tol{note}, made in {made:.1f} s"]
@@ -250,21 +219,21 @@ def main() -> None:
         raise SystemExit(1 if children(options) else 0)
     deadline = time.monotonic() + options.seconds
     only = options.only.split(",")
-    report = Report(options.out)
+    results = Results("baselines_check", options.out)
     with torch.inference_mode():
         for op in options.ops.split(",") if options.ops else registry.op_names():
             for b in (b for b in baselines(op, "production", "cuda") if b.name in only):
                 begin = time.monotonic()
                 try:
-                    text = examine(report, op, b, deadline) if begin < deadline else "not reached"
+                    text = examine(results, op, b, deadline) if begin < deadline else "not reached"
                 except Exception as error:
-                    report.wrong += 1
+                    results.wrong += 1
                     text = f"FAILED {type(error).__name__}: {str(error)[:300]}"
                 print(
                     f"| {op:<18} {b.name:<11} {b.kind:<9} {time.monotonic() - begin:4.1f} s  {text}",
                     flush=True,
                 )
-    print(f"| {report.wrong} wrong or failed")
+    print(f"| {results.wrong} wrong or failed")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_ops import mapped, outputs
-from fk_bench import machine as machine_module
-from fk_bench.rows import Row, Status, Subject, append
+from common import Results, described, outputs, precise
 from triton.testing import do_bench, do_bench_cudagraph
 
 from fastkernels import registry
@@ -74,12 +72,6 @@ def replayed(spec: OpSpec, case: Case, provider: Any, args: list[Any], generator
     return f"replayed graph: {problem}" if problem else ""
 
 
-def precise(args: list[Any]) -> list[Any]:
-    size = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
-    exact = torch.float64 if size < 1 << 24 else torch.float32
-    return mapped(args, lambda t: t.to(exact) if t.is_floating_point() else t.clone())
-
-
 def timed(spec: OpSpec, case: Case, provider: Any, args: list[Any]) -> dict[str, float]:
     for _ in range(10):  # dispatch warm-up: compiled kernels, plans, workspaces
         provider.fn(*args)
@@ -122,7 +114,7 @@ def main() -> None:
     parser.add_argument("--ops", default=",".join(MORE), help="comma-separated")
     options = parser.parse_args()
     generator = torch.Generator("cuda").manual_seed(0)
-    failed, seen = 0, 0
+    results, seen = Results("flashinfer_check", options.out), 0
     for name in options.ops.split(","):
         spec = registry.get(name)
         for case in [*spec.cases, *MORE[name]]:
@@ -140,23 +132,11 @@ def main() -> None:
                     problem, metrics = measured(spec, case, provider, args, not options.no_time)
                 except Exception:
                     problem, metrics = traceback.format_exc(limit=-3), {}
-                failed += bool(problem)
                 seen += provider.name == "flashinfer"
-                dims = {k: v if isinstance(v, (int, float, bool)) else str(v) for k, v in case.dims.items()}
-                row = Row(
-                    run_id="flashinfer_check", command="flashinfer_check", machine=machine_module.machine(),
-                    versions={"torch": torch.__version__}, commit=machine_module.commit(), reason=problem,
-                    status=Status.WRONG if problem else Status.OK, subject=Subject(op=name, provider=provider.name),
-                    case={"name": case.name, **dims, "dtype": case.dtype}, metrics=metrics, baseline=spec.baseline,
-                )  # fmt: skip
-                append(options.out, [row])
-                shown = " ".join(f"{k}={v:.1f}" for k, v in metrics.items())
-                print(
-                    f"{name:<18} {case.name:<14} {provider.name:<12} {'WRONG ' + problem if problem else 'ok'} {shown}",
-                    flush=True,
-                )
-    print(f"{failed} wrong, FlashInfer ran {seen} cases")
-    raise SystemExit(1 if failed or not seen else 0)
+                results.baseline = spec.baseline
+                results.say(name, provider.name, described(case), problem, **metrics)
+    print(f"{results.wrong} wrong, FlashInfer ran {seen} cases")
+    raise SystemExit(1 if results.wrong or not seen else 0)
 
 
 if __name__ == "__main__":

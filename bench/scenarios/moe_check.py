@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_ops import check, mapped, outputs
-from fk_bench import machine as machine_module
-from fk_bench.rows import Row, Status, Subject, append
+from check_ops import check
+from common import Results, mapped, outputs
+from fk_bench.rows import Status
 from triton.testing import do_bench, do_bench_cudagraph
 
 from fastkernels import registry
@@ -53,29 +53,6 @@ def vllm_functions() -> dict[str, Callable[..., Any]]:
     return {"topk_softmax": fused_topk, "moe_align": moe_align_block_size, "fused_experts": fused_experts}
 
 
-class Results:
-    """Rows go to the file as they are made; `wrong` counts those that are not right."""
-
-    def __init__(self, out: Path) -> None:
-        self.out, self.wrong = out, 0
-        self.machine, self.commit = machine_module.machine(), machine_module.commit()
-        self.versions = {"torch": torch.__version__}
-
-    def add(
-        self, op: str, provider: str, case: dict[str, Any], problem: str = "", status: Status = Status.WRONG, **m: float
-    ) -> None:  # fmt: skip
-        self.wrong += bool(problem) and status is Status.WRONG
-        row = Row(
-            run_id="moe_check", command="moe_check", machine=self.machine, versions=self.versions, commit=self.commit,
-            status=status if problem else Status.OK, reason=problem, subject=Subject(op=op, provider=provider),
-            case=case, metrics=m, baseline="vllm",
-        )  # fmt: skip
-        append(self.out, [row])
-        shown = " ".join(f"{k}={v:.4g}" for k, v in m.items())
-        where = " ".join(str(v) for v in case.values())
-        print(f"{op:<14} {where:<22} {provider:<10} {problem or 'ok'} {shown}", flush=True)
-
-
 def odd_cases(results: Results) -> None:
     """Every provider of the three ops on the small cases, against float64."""
     for name in OPS:
@@ -92,7 +69,7 @@ def odd_cases(results: Results) -> None:
                     problem = check(spec, case, provider, args, want)
                 except Exception:
                     problem = traceback.format_exc(limit=-3)
-                results.add(
+                results.say(
                     name, provider.name, {"kind": "odd", "name": case.name, "dtype": case.dtype}, problem
                 )
 
@@ -118,7 +95,7 @@ def replays(results: Results) -> None:
     problem = (
         "" if gap.max().item() < 0.05 else f"a replay with another routing is off by {gap.max().item():.3g}"
     )
-    results.add("fused_experts", "triton", {"kind": "replay", "tokens": 33}, problem, error=gap.max().item())
+    results.say("fused_experts", "triton", {"kind": "replay", "tokens": 33}, problem, error=gap.max().item())
 
 
 def times(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
@@ -147,7 +124,7 @@ def compare(
         if name == "triton" and "vllm" in measured and name in measured:
             metrics["speedup_graph"] = measured["vllm"]["graph_us"] / metrics["graph_us"]
             metrics["speedup_eager"] = measured["vllm"]["eager_us"] / metrics["eager_us"]
-        results.add(op, name, {"kind": "mixtral", "tokens": tokens}, problems.get(name, ""), **metrics)
+        results.say(op, name, {"kind": "mixtral", "tokens": tokens}, problems.get(name, ""), **metrics)
 
 
 def attempt(fn: Callable[[], Any], test: Callable[[Any], str]) -> str:
@@ -234,10 +211,10 @@ def try_tiles(results: Results, tokens: int, call: Callable[[], Any]) -> None:
             case = {"kind": "sweep", "tokens": tokens, "tiles": "/".join(str(v) for v in vars(t).values())}
             try:
                 us = 1e3 * do_bench_cudagraph(call, rep=20, return_mode="median")
-                results.add("fused_experts", "triton", case, graph_us=us)
+                results.say("fused_experts", "triton", case, graph_us=us)
             except Exception as error:
                 problem = f"{type(error).__name__}: {str(error)[:200]}"
-                results.add("fused_experts", "triton", case, problem, Status.UNSUPPORTED)
+                results.say("fused_experts", "triton", case, problem, Status.UNSUPPORTED)
     finally:
         ours.tiles = chosen
 
@@ -252,7 +229,7 @@ def main() -> None:
     parser.add_argument("--no-odd", action="store_true")
     options = parser.parse_args()
     torch.cuda.set_device(0)
-    results = Results(options.out)
+    results = Results("moe_check", options.out, "vllm")
     if not options.no_odd:
         odd_cases(results)
         replays(results)

@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from fk_bench import machine as machine_module
-from fk_bench.rows import Row, Status, Subject, append
+from common import Results
+from fk_bench.rows import Status
 from triton.testing import do_bench
 
 from fastkernels.overrides.l1 import sampling as op
@@ -35,31 +36,21 @@ KINDS: dict[str, dict[str, float]] = {
 DRAWS = 100_000
 
 
-class Results:
-    def __init__(self, out: Path):
-        self.out, self.wrong = out, 0
-        self.machine, self.commit = machine_module.machine(), machine_module.commit()
-        self.versions = {}
-        for name in ("torch", "triton", "vllm", "flashinfer-python"):
-            try:
-                self.versions[name] = version(name)
-            except PackageNotFoundError:
-                continue
+class Samples(Results):
+    """Rows of the one op."""
 
-    def add(
+    def __init__(self, out: Path):
+        super().__init__("sampling_check", out, "vllm")
+        for name in ("triton", "vllm", "flashinfer-python"):
+            with suppress(PackageNotFoundError):
+                self.versions[name] = version(name)
+
+    def sampled(
         self, provider: str, case: dict[str, Any], problem: str = "", skipped: str = "", **metrics: float
     ) -> None:
-        self.wrong += bool(problem)
-        status = Status.WRONG if problem else Status.SKIPPED if skipped else Status.OK
-        row = Row(
-            run_id="sampling_check", command="sampling_check", machine=self.machine, versions=self.versions,
-            commit=self.commit, status=status, reason=problem or skipped, case=case, metrics=metrics,
-            subject=Subject(op="sampling", provider=provider), baseline="vllm",
-        )  # fmt: skip
-        append(self.out, [row])
-        said = f"{status.value} {problem or skipped}".strip()
-        values = " ".join(f"{k}={v:.4g}" for k, v in metrics.items())
-        print(f"{provider:<12} {' '.join(str(v) for v in case.values()):<40} {values} {said}", flush=True)
+        self.say(
+            "sampling", provider, case, problem or skipped, Status.SKIPPED if skipped else None, **metrics
+        )
 
 
 def arguments(logits: torch.Tensor, seed: int = 0, **fields: float) -> list[torch.Tensor]:
@@ -77,7 +68,7 @@ def random_logits(rows: int, vocab: int, scale: float, dtype: torch.dtype, seed:
     return (scale * torch.randn(rows, vocab, generator=generator, device="cuda")).to(dtype)
 
 
-def check_tokens(results: Results) -> None:
+def check_tokens(results: Samples) -> None:
     """The same tokens as the float64 reference on the CPU; a few in ten thousand may differ by a rounded near-tie."""
     fields: list[dict[str, float]] = [
         {}, {"temperature": 0.0}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 50}, {"top_k": 5000}, {"top_p": 0.9},
@@ -100,10 +91,10 @@ def check_tokens(results: Results) -> None:
                 "dtype": str(dtype).removeprefix("torch."),
                 "scale": scale,
             }
-            results.add("triton", case, problem, rows=rows * len(fields), different=different)
+            results.sampled("triton", case, problem, rows=rows * len(fields), different=different)
 
 
-def check_strange(results: Results) -> None:
+def check_strange(results: Samples) -> None:
     """Rows of -inf, NaN and infinities, ties of a whole row, and a replayed CUDA graph."""
     logits = random_logits(6, 50000, 3.0, torch.float32)
     logits[0], logits[1], logits[2], logits[3, 5], logits[4, ::2] = (
@@ -117,7 +108,7 @@ def check_strange(results: Results) -> None:
         args = arguments(logits, **each)
         got, want = op._triton(*args).cpu(), op.reference(*(a.cpu() for a in args))
         problem = "" if torch.equal(got, want) else f"{got.tolist()} instead of {want.tolist()}"
-        results.add("triton", {"kind": "strange", "fields": str(each)}, problem)
+        results.sampled("triton", {"kind": "strange", "fields": str(each)}, problem)
     args = arguments(random_logits(32, VOCAB, 3.0, torch.bfloat16), top_k=50, top_p=0.9)
     op.sampling(*args)
     torch.cuda.synchronize()
@@ -130,10 +121,10 @@ def check_strange(results: Results) -> None:
             a.copy_(b)
         graph.replay()
         problem = "" if torch.equal(out, op.sampling(*fresh)) else "a replayed graph gives other tokens"
-        results.add("triton", {"kind": "graph", "seed": seed}, problem)
+        results.sampled("triton", {"kind": "graph", "seed": seed}, problem)
 
 
-def check_distribution(results: Results) -> None:
+def check_distribution(results: Samples) -> None:
     """Chi-square of many draws of one row, over tokens that are expected at least 20 times: 4 sigma fails."""
     for name, each in KINDS.items():
         if name == "greedy":
@@ -151,7 +142,9 @@ def check_distribution(results: Results) -> None:
         freedom = int(cells.sum()) - 1
         sigma = (chi - freedom) / max(2 * freedom, 1) ** 0.5
         problem = "draws are not of the distribution" if abs(sigma) > 4 or counts[expected == 0].any() else ""
-        results.add("triton", {"kind": "distribution", "fields": name}, problem, sigma=sigma, freedom=freedom)
+        results.sampled(
+            "triton", {"kind": "distribution", "fields": name}, problem, sigma=sigma, freedom=freedom
+        )
 
 
 def vllm_calls(args: list[torch.Tensor], each: dict[str, float]) -> Callable[[], Any] | None:
@@ -200,13 +193,13 @@ def torch_calls(args: list[torch.Tensor], each: dict[str, float]) -> Callable[[]
 OTHERS = {"vllm": vllm_calls, "flashinfer": flashinfer_calls, "torch": torch_calls}
 
 
-def time_all(results: Results) -> None:
+def time_all(results: Samples) -> None:
     for rows in BATCHES:
         for name, each in KINDS.items():
             args = arguments(random_logits(rows, VOCAB, 3.0, torch.bfloat16), **each)
             case = {"kind": "time", "rows": rows, "vocab": VOCAB, "fields": name, "dtype": "bfloat16"}
             us = 1e3 * do_bench(lambda a=args: op.sampling(*a), warmup=5, rep=25, return_mode="median")
-            results.add("triton", case, time_us_p50=us, gb_per_s=args[0].nbytes / us / 1e3)
+            results.sampled("triton", case, time_us_p50=us, gb_per_s=args[0].nbytes / us / 1e3)
             for provider, make in OTHERS.items():
                 try:
                     call = make(args, each)
@@ -214,9 +207,9 @@ def time_all(results: Results) -> None:
                         continue
                     us = 1e3 * do_bench(call, warmup=5, rep=25, return_mode="median")
                 except Exception:
-                    results.add(provider, case, skipped=traceback.format_exc(limit=-2))
+                    results.sampled(provider, case, skipped=traceback.format_exc(limit=-2))
                     continue
-                results.add(provider, case, time_us_p50=us)
+                results.sampled(provider, case, time_us_p50=us)
 
 
 def main() -> None:
@@ -226,7 +219,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--no-time", action="store_true")
     options = parser.parse_args()
-    results = Results(options.out)
+    results = Samples(options.out)
     check_strange(results)
     check_distribution(results)
     check_tokens(results)

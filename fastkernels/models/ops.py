@@ -17,7 +17,7 @@ def model_names() -> dict[str, str]:
     return {where.partition(":")[0].rpartition(".")[2]: name for name, where in ARCHITECTURES.items()}
 
 
-def ops_of(model: str) -> list[str]:
+def ops_of_model(model: str) -> list[str]:
     """The ops of one layer's path and of what is around it, by level and name. model: 'llama' or an architecture.
 
     The model is built with one layer of its config's default sizes, without memory. Raises UnknownName.

@@ -102,6 +102,16 @@ def test_the_table_shows_every_case_and_why_it_failed(capsys):
     assert "more" not in out and "CPU timer" not in out
 
 
+def test_no_time_is_shown_that_noise_made():
+    row = case("rms_norm", "noisy", 1.0, reason="the baseline's times scatter too much here")
+    for name in ("speedup", "gb_per_s", "tflops", "roofline_pct"):
+        del row.metrics[name]
+    row.metrics |= {"time_us_p20": -3.0, "time_us_p50": 2.0}
+    assert kernels_report.cells(row)[5:7] == ["", ""]
+    assert "scatter too much" in kernels_report.line(row) and " us," not in kernels_report.line(row)
+    assert kernels_report.score("rms_norm", [row]).speedup is None
+
+
 def test_a_case_in_one_line():
     said = kernels_report.line(case("rms_norm", "decode", 1.25))
     assert "rms_norm" in said and "10 [9.5-11] us, 1.250 (1.230 to 1.270) over vllm, significant" in said

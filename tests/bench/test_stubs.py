@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from fk_bench import cli, stub_source, stubs
+from fk_bench.judge import scan
 from fk_integrations import compare
 from support_bench import fk_bench, last_json
 from torch import nn
 
 from fastkernels import candidate, registry
-from fastkernels.models.ops import model_names, ops_of
+from fastkernels.models.ops import model_names, ops_of_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from op_cases import call, make_args, mutated
@@ -142,6 +143,12 @@ def test_a_class_calls_the_files_own_function(
     assert runs == {name: 1}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_judge_lets_it_run(name: str, written: Path) -> None:
+    """The static scan finds nothing: an author starts from green."""
+    assert not scan.rejections(scan.scan(written / f"{name}.py", name))
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_every_hosts_classes_can_be_had(host: str, tmp_path: Path) -> None:
     some = 0
@@ -153,6 +160,7 @@ def test_every_hosts_classes_can_be_had(host: str, tmp_path: Path) -> None:
         assert chosen == host
         (tmp_path / f"{name}.py").write_text(stubs.source(name, host))
         found = load(tmp_path, name)
+        assert not scan.rejections(scan.scan(tmp_path / f"{name}.py", name)), name
         assert set(found.classes) == {c.__name__ for c in classes}
         for ours in classes:
             for method in ("__init__", "forward"):
@@ -183,7 +191,7 @@ def test_the_text_is_in_our_style(written: Path) -> None:
     ],
 )
 def test_the_ops_of_a_model(model: str, layer: str, others: set[str]) -> None:
-    found = ops_of(model)
+    found = ops_of_model(model)
     assert {
         layer,
         "rms_norm",
@@ -194,7 +202,7 @@ def test_the_ops_of_a_model(model: str, layer: str, others: set[str]) -> None:
         "embedding",
     } <= set(found)
     assert not others & set(found)
-    assert ops_of(model_names()[model]) == found
+    assert ops_of_model(model_names()[model]) == found
     if model == "mixtral":
         assert {"sparse_moe", "fused_experts", "moe_align", "topk_softmax"} <= set(found)
 
@@ -214,7 +222,7 @@ def test_command_writes_and_never_over_what_is_there(
     status, text, error = run(capsys, "--level", "1", "--model", "llama", "--out", out)
     assert status == 0, error
     files = {f.stem for f in out.glob("*.py")}
-    assert files == {n for n in ops_of("llama") if registry.get(n).level == 1}
+    assert files == {n for n in ops_of_model("llama") if registry.get(n).level == 1}
     line = {"command": "stubs", "ok": True, "files": len(files), "kept": 0, "out": str(out)}
     assert json.loads(text.splitlines()[-1]) == line
     mine = out / "rms_norm.py"

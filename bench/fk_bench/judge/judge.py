@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from fastkernels import registry
 from fastkernels.spec import OpSpec
-from fk_bench import machine
+from fk_bench import kernels_report, machine
 from fk_bench.rows import Row, Status, Subject
 
-from . import cage, timing
-from .cage import CageOptions
+from . import timing
+from .cage import STEPS, CageOptions
 from .cases import SOURCES, Trial, trials
+from .scan import rejections, scan
 from .side import Side, SideError
 from .trial import CaseJudge, Checked, Plan, Timed, Wrong
 from .zygote import Zygote
 
 DEATHS = 3  # a candidate whose process ended so often is not started again for the op's other cases
+# What every process of a side needs, imported once before they are forked; torch.compile alone takes seconds to import.
+PRELOAD = (
+    "torch",
+    "triton",
+    "fastkernels",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+    "fk_bench.judge.runner",
+)
 OURS = "fastkernels"
+CPU_MEMORY = 6 << 30  # bytes of a candidate's process
+MAX_ROUNDS = {"cpu": 5, "cuda": 100}
+MAX_CALLS = {"cpu": 16, "cuda": 3000}  # of a batch, N
 PACKAGES = (
     "fastkernels",
     "fk_bench",
@@ -44,6 +58,7 @@ class Options:
 
     device    'cpu' or 'cuda'
     against   'production' (the fastest of what production ships), 'host' or 'reference'
+    captures  folder of captures to replay; None: the shipped ones
     cases     sources of cases, of judge.cases.SOURCES
     names     only the cases of these names
     rounds    interleaved rounds, each with N and 2N calls of each side
@@ -60,6 +75,7 @@ class Options:
     against: str = "production"
     cases: tuple[str, ...] = SOURCES
     names: tuple[str, ...] = ()
+    captures: Path | None = None
     rounds: int = 10
     timed: bool = True
     seconds: float = 1.0
@@ -102,13 +118,16 @@ class Judge:
         self.rows: list[Row] = []
         self._on_row = on_row or (lambda row: None)
         self._run_id = uuid4().hex[:12]
-        self._zygotes: dict[str, Any] = {}
-        self._arena = os.memfd_create("fk-judge") if options.device == "cpu" else -1
+        self._zygotes: dict[str, Zygote] = {}
+        self._sides: dict[str, Side] = {}
+        self._arena = _memory() if options.device == "cpu" else -1
 
     def __enter__(self) -> Judge:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for side in self._sides.values():
+            side.close()
         for zygote in self._zygotes.values():
             zygote.close()
         if self._arena >= 0:
@@ -119,7 +138,9 @@ class Judge:
     def op(self, name: str) -> None:
         """Judge all cases of an op. Everything that goes wrong becomes a row."""
         spec = registry.get(name)
-        found = trials(spec, self.options.cases, self.options.device, self.options.names)
+        found = trials(
+            spec, self.options.cases, self.options.device, self.options.names, self.options.captures
+        )
         mine = {n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name)}
         if self.options.scan and (reason := _rejected(mine)):
             self._add(self._row(spec, None, Status.REJECTED, reason))
@@ -155,12 +176,16 @@ class Judge:
                 "weight": trial.case.weight, "timer": "cpu" if self.options.device == "cpu" else "cuda-graph",
             }  # fmt: skip
         path = self.candidates.get(spec.name)
+        subject = Subject(
+            op=spec.name, provider="candidate" if path else OURS, candidate=str(path) if path else None
+        )
+        return self._new(status, reason, case, subject)
+
+    def _new(self, status: Status, reason: str, case: dict[str, Any], subject: Subject) -> Row:
         return Row(
             run_id=self._run_id, command="kernels", commit=machine.commit(), machine=machine.machine(),
             versions=machine.interpreter(sys.executable).versions, status=status, reason=reason, case=case,
-            subject=Subject(
-                op=spec.name, provider="candidate" if path else OURS, candidate=str(path) if path else None
-            ),
+            subject=subject,
         )  # fmt: skip
 
     def _summary(self, name: str) -> Row:
@@ -173,37 +198,56 @@ class Judge:
         return self.rows
 
     def _totals(self, mine: list[Row], kind: str, op: str | None) -> Row:
-        ran = [r for r in mine if r.status is not Status.SKIPPED]
-        failed = [r for r in ran if r.status is not Status.OK]
-        row = Row(
-            run_id=self._run_id, command="kernels", commit=machine.commit(), machine=machine.machine(),
-            versions=machine.interpreter(sys.executable).versions,
-            status=Status.FAILED if failed else Status.OK if ran else Status.SKIPPED,
-            reason=f"{len(failed)} of {len(ran)} cases" if failed else "",
-            subject=Subject(op=op), case={"kind": kind},
-            metrics={"cases": len(ran), "failed": len(failed), "not_run": len(mine) - len(ran)},
-        )  # fmt: skip
-        timed = [(r.metrics["speedup"], r.case.get("weight", 1.0)) for r in ran if "speedup" in r.metrics]
-        if timed and (mean := timing.geomean(timed)) is not None:
-            row.metrics["speedup_geomean"] = mean
+        total = kernels_report.score(op or "all", mine)
+        status = (
+            Status.FAILED if total.failed else Status.OK if total.cases > total.not_run else Status.SKIPPED
+        )
+        row = self._new(
+            status,
+            f"{total.failed} of {total.cases} cases" if total.failed else "",
+            {"kind": kind},
+            Subject(op=op),
+        )
+        row.metrics = {
+            "cases": total.cases - total.not_run, "failed": total.failed, "not_run": total.not_run,
+        }  # fmt: skip
+        if total.speedup is not None:
+            row.metrics["speedup_geomean"] = total.speedup
+            if total.ci95 is not None:
+                row.ci95["speedup_geomean"] = total.ci95
         return row
 
     # -- processes
 
-    def spawn(self, who: str, files: Sequence[str] = ()) -> Side:
-        """A process for one side, in a cage where it sees these files of candidates."""
+    def spawn(self, who: str, files: Sequence[Path] = ()) -> Side:
+        """A process for one side; in a cage if it is to run these files of a user's."""
         python = self.options.python.get(who, sys.executable)
         if python not in self._zygotes:
-            self._zygotes[python] = Zygote(python)
+            self._zygotes[python] = Zygote(python, preload=PRELOAD)
+        if files and self.options.cage:
+            cuda = self.options.device == "cuda"
+            cage = CageOptions(
+                readable=tuple(str(f.resolve()) for f in files), packages=PACKAGES, memory=None if cuda else CPU_MEMORY,
+            )  # fmt: skip
+        else:
+            cage = CageOptions(**dict.fromkeys(STEPS, False), memory=None)
         fds = {"arena": self._arena} if self._arena >= 0 else {}
-        side = Side(self._zygotes[python].spawn({}, self._cage(files), fds), who, self.options.timeout)
+        side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout)
         side.greet()
+        if self.options.device == "cuda":
+            side.channel.spin_s = 0.05
         return side
 
-    def _cage(self, files: Sequence[str]) -> CageOptions:
-        memory = self.options.memory + (16 << 30)  # the slots are shared memory, and count
-        options = CageOptions(readable=tuple(files), packages=PACKAGES, memory=memory)
-        return options if self.options.cage else replace(options, **dict.fromkeys(cage.STEPS, False))
+    def trusted(self, who: str) -> Side:
+        """The process of our own code on one side, the same for all ops as long as it lives."""
+        if who not in self._sides:
+            self._sides[who] = self.spawn(who)
+        return self._sides[who]
+
+    def lost(self, who: str) -> None:
+        """End the trusted process of that side; the next op gets another."""
+        if (side := self._sides.pop(who, None)) is not None:
+            side.close()
 
 
 class Pair:
@@ -218,35 +262,43 @@ class Pair:
         self.deaths = 0
         self.compiled = False
 
-    def close(self) -> None:
-        for side in self.sides.values():
-            side.close()
+    def close(self, failed: bool = False) -> None:
+        """Let go of both processes: a candidate's ends, ours serves the next op unless something went wrong."""
+        for who, side in self.sides.items():
+            if who == "candidate" and self.candidates:
+                side.close()
+            elif failed:
+                self._judge.lost(who)
+        self.sides.clear()
 
-    def _side(self, who: str) -> Side:
-        if who in self.sides:
-            return self.sides[who]
-        files = [str(p.resolve()) for p in self.candidates.values()] if who == "candidate" else []
-        side = self.sides[who] = self._judge.spawn(who, files)
-        mine = {n: str(p.resolve()) for n, p in self.candidates.items()} if who == "candidate" else {}
-        against = self.options.against if who == "baseline" else None
-        self.loaded[who] = side.ask(
-            "load", op=self.spec.name, device=self.options.device, candidates=mine, against=against,
-            mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1,
-        )  # fmt: skip
-        return side
+    def _open(self) -> tuple[Side, Side]:
+        """Both processes, loaded. Raises SideError."""
+        for who in ("candidate", "baseline"):
+            if who in self.sides:
+                continue
+            mine = self.candidates if who == "candidate" else {}
+            side = self._judge.spawn(who, list(mine.values())) if mine else self._judge.trusted(who)
+            self.sides[who] = side
+            self.loaded[who] = side.ask(
+                "load", op=self.spec.name, device=self.options.device,
+                candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
+                against=self.options.against if who == "baseline" else None,
+                mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1,
+            )  # fmt: skip
+        return self.sides["candidate"], self.sides["baseline"]
 
     def judge(self, trial: Trial) -> Row:
         """The row of one case."""
         if self.failure is not None:
             return self._row(trial, self.failure.status, str(self.failure))
         try:
-            candidate, baseline = self._side("candidate"), self._side("baseline")
+            candidate, baseline = self._open()
         except SideError as error:
             self._lost(error, loading=True)
             return self._row(trial, error.status, str(error))
         plan = Plan(
             self.options.device, self.options.rounds, self.options.seconds, self.options.batch_s,
-            1024 if self.options.device == "cuda" else 16, self.options.memory,
+            MAX_CALLS[self.options.device], self.options.memory,
         )  # fmt: skip
         case = CaseJudge(
             self.spec, trial, candidate, baseline, self.loaded["candidate"]["mode"], plan, self._judge._arena
@@ -258,7 +310,7 @@ class Pair:
             self.compiled = True
             if trial.timed and self.options.timed:
                 timed = case.time(checked)
-                if timing.unsteady(timed.candidate, timed.baseline, timed.again):
+                if self.options.device == "cuda" and timing.unsteady(timed.candidate, timed.baseline, timed.again):
                     timed = case.time(checked)  # once more: something else was running
         except Wrong as error:
             status, reason = Status.WRONG, str(error)
@@ -274,8 +326,7 @@ class Pair:
             self.failure = error
         if error.fatal or loading:
             self.deaths += 1
-            self.close()
-            self.sides.clear()
+            self.close(failed=True)
             if self.deaths >= DEATHS:
                 self.failure = SideError(
                     error.status, f"{error}; not started again after {DEATHS} such ends", True
@@ -296,7 +347,7 @@ class Pair:
             row.metrics |= {
                 "error_rms": checked.errors.rms, "baseline_error_rms": checked.baseline_errors.rms,
                 "error_max": checked.errors.max, "import_s": self.loaded["candidate"]["import_s"],
-                "first_s": checked.first_s,
+                "compile_s": checked.first_s,
             }  # fmt: skip
         if timed is not None and status is Status.OK:
             self._times(row, trial, timed)
@@ -330,12 +381,18 @@ class Pair:
             row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
 
 
+def _memory() -> int:
+    """A memfd that can only grow: a side that made it shorter would end the judge with SIGBUS."""
+    fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
 def _plain(value: Any) -> Any:
     return value if isinstance(value, (int, float, bool, str)) else repr(value)[:200]
 
 
 def _rejected(files: Mapping[str, Path]) -> str:
-    from .scan import scan
-
-    findings = [(p, f) for op, p in files.items() for f in scan(Path(p), op) if f.severity == "reject"]
-    return "; ".join(f"{p.name}:{f.line}: {f.reason}" for p, f in findings)
+    """What the static scan holds against these candidates; '' if nothing."""
+    found = [(p, rejections(scan(Path(p), op))) for op, p in files.items()]
+    return "; ".join(f"{Path(p).name}: {reasons}" for p, reasons in found if reasons)

@@ -73,14 +73,27 @@ def describe(args: list[Any], share_from: int, written: set[int] = frozenset()) 
     return layout
 
 
-def bind(layout: dict[str, Any], arena: torch.Tensor, slot: int, slots: int) -> list[Any]:
-    """The arguments of a slot, as views of the arena (uint8, Layout.arena_bytes long)."""
+def bind(
+    layout: dict[str, Any], arena: torch.Tensor, slot: int, slots: int, apart: bool = False
+) -> list[Any]:
+    """The arguments of a slot, in the memory of the arena (uint8, Layout.arena_bytes long), which must outlive them.
+
+    apart  no views of the arena, and a storage for each region, as arguments have in a model: torch.compile takes
+           neither arguments of one storage and two dtypes nor views of another dtype
+    """
+    places = []
+    for region in layout["regions"]:
+        start = slots * layout["stride"] if region["shared"] else slot * layout["stride"]
+        places.append(arena[start + region["offset"] :][: region["nbytes"]])
+    storages = [torch.from_dlpack(p).untyped_storage() if apart and len(p) else None for p in places]
 
     def tensor(t: dict[str, Any]) -> torch.Tensor:
-        region = layout["regions"][t["region"]]
-        start = slots * layout["stride"] if region["shared"] else slot * layout["stride"]
-        dtype = getattr(torch, t["dtype"])
-        raw = arena[start + region["offset"] :][: region["nbytes"]].view(dtype)
+        dtype, storage = getattr(torch, t["dtype"]), storages[t["region"]]
+        if storage is not None:
+            return torch.empty(0, dtype=dtype, device=arena.device).set_(
+                storage, t["offset"], t["shape"], t["stride"]
+            )
+        raw = places[t["region"]].view(dtype)
         return raw.as_strided(t["shape"], t["stride"], raw.storage_offset() + t["offset"])
 
     return [_decode(a, tensor) for a in layout["args"]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .baselines import Baseline, Function, aligned, dense, filled, first, half
+from .baselines import Baseline, Function, aligned, dense, filled, first, half, same
 from .production_flashinfer import no_rms_norm, no_rotary
 
 T = torch.Tensor
@@ -107,12 +107,36 @@ def _no_store(key: T, value: T, key_cache: T, value_cache: T, slots: T, *scales:
     return first(dense(key_cache, value_cache), filled(key), aligned(key.flatten(1), 4))
 
 
+def _merge_state() -> Function:
+    from sgl_kernel import merge_state_v2
+
+    def merge_state(
+        prefix: T, prefix_lse: T, suffix: T, suffix_lse: T, output: T, lse: T | None = None, *_: Any
+    ) -> None:
+        merge_state_v2(prefix, prefix_lse, suffix, suffix_lse, output, lse)
+
+    return merge_state
+
+
+def _no_merge(
+    prefix: T, prefix_lse: T, suffix: T, suffix_lse: T, output: T, lse: T | None = None, context: int | None = None,
+    output_scale: T | None = None,
+) -> str | None:  # fmt: skip
+    if context is not None or output_scale is not None:
+        return "SGLang's kernel merges all tokens, and has no scale"
+    sums = [t for t in (prefix_lse, suffix_lse, lse) if t is not None]
+    return first(
+        same(prefix, suffix, output), dense(prefix, suffix, output, *sums), filled(prefix), aligned(prefix)
+    )
+
+
 _NORM = {"overwrites": (0,)}
 ADAPTERS: dict[str, tuple[Baseline, ...]] = {
     "rms_norm": (_sgl(_rms_norm("rmsnorm", "fused_add_rmsnorm"), no_rms_norm, **_NORM),),
     "gemma_rms_norm": (_sgl(_rms_norm("gemma_rmsnorm", "gemma_fused_add_rmsnorm"), no_rms_norm, **_NORM),),
     "silu_and_mul": (_jit(_act_and_mul("silu_and_mul"), _no_act),),
     "gelu_and_mul": (_jit(_act_and_mul("gelu_and_mul", "gelu_tanh_and_mul"), _no_act),),
+    "merge_state": (_sgl(_merge_state, _no_merge),),
     "relu2": (_jit(_relu2, _no_act),),
     "rotary_emb": (_jit(_rotary_emb, no_rotary),),
     "store_kvcache": (_jit(_store_kvcache, _no_store),),

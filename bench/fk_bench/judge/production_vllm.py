@@ -20,7 +20,7 @@ def kernels() -> Any:
     return torch.ops._C
 
 
-def _vllm(make: Any, refuses: Any = None, **fields: Any) -> Baseline:
+def vllm(make: Any, refuses: Any = None, **fields: Any) -> Baseline:
     return Baseline("vllm", "host", make, modules=("vllm",), refuses=refuses, **fields)
 
 
@@ -164,62 +164,28 @@ def _no_store(
     return first(None if fp8 else same(key, value, key_cache), filled(key))
 
 
-def _topk_softmax() -> Function:
-    kernels()
-    topk_softmax = torch.ops._moe_C.topk_softmax
+def _merge_state() -> Function:
+    c = kernels()
 
-    def fused_topk(gating_output: T, topk: int, renormalize: bool = False) -> tuple[T, T, T]:
-        shape, device = (gating_output.shape[0], topk), gating_output.device
-        weights = torch.empty(shape, dtype=torch.float32, device=device)
-        ids, indices = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
-        topk_softmax(weights, ids, indices, gating_output, renormalize, None)
-        return weights, ids, indices
+    def merge_state(
+        prefix: T, prefix_lse: T, suffix: T, suffix_lse: T, output: T, output_lse: T | None = None,
+        tokens_with_context: int | None = None, output_scale: T | None = None,
+    ) -> None:  # fmt: skip
+        lse = None if output_lse is None else output_lse.t()  # vLLM's are [heads, tokens]
+        c.merge_attn_states(
+            output, lse, prefix, prefix_lse.t(), suffix, suffix_lse.t(), tokens_with_context, output_scale
+        )
 
-    return fused_topk
-
-
-def _moe_align() -> Function:
-    kernels()
-    align = torch.ops._moe_C.moe_align_block_size
-
-    def moe_align(
-        topk_ids: T, block_size: int, num_experts: int, capacity: int, expert_map: T | None = None, *_: Any
-    ) -> tuple[T, T, T]:
-        sizes = (capacity, -(-capacity // block_size), 1)
-        found = tuple(torch.empty(n, dtype=torch.int32, device=topk_ids.device) for n in sizes)
-        align(topk_ids, num_experts, block_size, *found, expert_map)
-        return found[0], found[1], found[2]
-
-    return moe_align
+    return merge_state
 
 
-def _no_align(
-    topk_ids: T, block_size: int, num_experts: int, capacity: int, expert_map: T | None = None,
-    invalid_first: bool = False,
+def _no_merge(
+    prefix: T, prefix_lse: T, suffix: T, suffix_lse: T, output: T, output_lse: T | None = None,
+    tokens_with_context: int | None = None, output_scale: T | None = None,
 ) -> str | None:  # fmt: skip
-    if invalid_first:
-        return "only SGLang puts invalid ids first"
-    return filled(topk_ids) or ("vLLM's kernel takes no negative id" if bool((topk_ids < 0).any()) else None)
-
-
-def _fused_experts() -> Function:
-    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-
-    def experts(
-        x: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None, on_input: bool = False
-    ) -> T:
-        if expert_map is None:
-            return fused_experts(x, w1, w2, topk_weights, topk_ids, apply_router_weight_on_input=on_input)
-        return fused_experts(
-            x, w1, w2, topk_weights, topk_ids, apply_router_weight_on_input=on_input,
-            global_num_experts=expert_map.numel(), expert_map=expert_map,
-        )  # fmt: skip
-
-    return experts
-
-
-def _no_experts(x: T, w1: T, w2: T, *_: Any) -> str | None:
-    return first(same(x, w1, w2), dense(x, w1, w2), filled(x), aligned(x), aligned(w2))
+    turned = [t.t() for t in (prefix_lse, suffix_lse, output_lse) if t is not None]
+    kept = same(prefix, suffix, None if output_scale is not None else output)
+    return first(kept, dense(prefix, suffix, output, *turned), filled(prefix), aligned(prefix))
 
 
 @cache
@@ -301,22 +267,19 @@ def _no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: An
 
 
 _FA3 = ("vllm.vllm_flash_attn",)
-_ORDER = "the order of an expert's tokens is not fixed, nor what is behind the last block"
 _NOISE = "it draws with other noise"
 ADAPTERS: dict[str, tuple[Baseline, ...]] = {
-    "rms_norm": (_vllm(_rms_norm, _no_rms_norm, overwrites=(0,), devices=ELEMENTWISE),),
-    "silu_and_mul": (_vllm(_activation("silu_and_mul"), _rows, devices=ELEMENTWISE),),
-    "gelu_and_mul": (_vllm(_activation("gelu_and_mul", "gelu_tanh_and_mul"), _rows, devices=ELEMENTWISE),),
-    "gelu": (_vllm(_gelu_new, _no_gelu_new),),
-    "quick_gelu": (_vllm(_unary("gelu_quick"), _rows),),
-    "relu2": (_vllm(_unary("relu_squared"), _rows),),
-    "t5_layer_norm": (_vllm(_t5_layer_norm, _no_rms_norm),),
-    "rotary_emb": (_vllm(_rotary_emb, _no_rotary),),
-    "store_kvcache": (_vllm(_store_kvcache, _no_store),),
-    "topk_softmax": (_vllm(_topk_softmax, filled),),
-    "moe_align": (_vllm(_moe_align, _no_align, differs=_ORDER, unchecked=(0, 1)),),
-    "fused_experts": (_vllm(_fused_experts, _no_experts),),
+    "rms_norm": (vllm(_rms_norm, _no_rms_norm, overwrites=(0,), devices=ELEMENTWISE),),
+    "silu_and_mul": (vllm(_activation("silu_and_mul"), _rows, devices=ELEMENTWISE),),
+    "gelu_and_mul": (vllm(_activation("gelu_and_mul", "gelu_tanh_and_mul"), _rows, devices=ELEMENTWISE),),
+    "gelu": (vllm(_gelu_new, _no_gelu_new),),
+    "quick_gelu": (vllm(_unary("gelu_quick"), _rows),),
+    "relu2": (vllm(_unary("relu_squared"), _rows),),
+    "t5_layer_norm": (vllm(_t5_layer_norm, _no_rms_norm),),
+    "rotary_emb": (vllm(_rotary_emb, _no_rotary),),
+    "store_kvcache": (vllm(_store_kvcache, _no_store),),
+    "merge_state": (vllm(_merge_state, _no_merge),),
     "attention_decode": (Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),),
     "attention_prefill": (Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),),
-    "sampling": (_vllm(_sampling, _no_sampling, differs=_NOISE, unchecked=(0,)),),
+    "sampling": (vllm(_sampling, _no_sampling, differs=_NOISE, unchecked=(0,)),),
 }

@@ -27,10 +27,13 @@ class ChannelGarbage(ValueError):
 
 
 class Channel:
-    """One end. The judge asks with `ask`; the runner reads with `receive` and answers with `reply`."""
+    """One end: the judge sends a `command` and reads its `answer`, the runner receives and sends.
+
+    spin_s  seconds to look for a message without sleeping, where cores are plenty and time is measured
+    """
 
     def __init__(self, sock: socket.socket):
-        self.sock = sock
+        self.sock, self.spin_s = sock, 0.0
         sock.setblocking(False)
 
     def send(self, message: dict[str, Any], timeout: float = 60.0) -> None:
@@ -60,21 +63,27 @@ class Channel:
             raise ChannelGarbage("a message that is not an object")
         return message
 
-    def ask(self, do: str, timeout: float, **arguments: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer, which must carry the command's nonce."""
+    def command(self, do: str, timeout: float, **arguments: Any) -> str:
+        """Send a command. Returns its nonce, which the answer must carry."""
         nonce = secrets.token_hex(8)
         self.send({"do": do, "nonce": nonce, **arguments}, timeout)
+        return nonce
+
+    def answer(self, nonce: str, timeout: float) -> dict[str, Any]:
+        """The answer to the command of that nonce. Raises ChannelGarbage for anything else."""
         answer = self.receive(timeout)
         if answer.get("nonce") != nonce:
             raise ChannelGarbage("an answer to nothing that was asked")
         return answer
 
     def _exactly(self, size: int, end: float | None) -> bytes:
-        parts = []
+        parts, spin = [], time.monotonic() + self.spin_s
         while size:
             try:
                 part = self.sock.recv(size)
             except BlockingIOError:
+                if time.monotonic() < spin:
+                    continue
                 left = None if end is None else max(end - time.monotonic(), 0)
                 if not select.select([self.sock], [], [], left)[0]:
                     raise ChannelTimeout("no answer") from None

@@ -23,7 +23,9 @@ from fastkernels.spec import OpSpec
 from . import ipc, layout
 from .protocol import Channel, ChannelClosed
 
+ESTIMATES = 20  # replays
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
+ESTIMATES = 20  # replays
 _clock, _synchronize, _Tensor, _copy = (
     time.perf_counter,
     torch.cuda.synchronize,
@@ -43,7 +45,7 @@ class Failure(Exception):
 def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
     """Answer the judge until it hangs up."""
     channel.send({"hello": hello})
-    runner = Runner(fds)
+    runner = Runner(channel, fds)
     with contextlib.suppress(ChannelClosed):
         while (message := channel.receive())["do"] != "bye":
             nonce = message.pop("nonce")
@@ -76,12 +78,13 @@ def _status(error: BaseException) -> str:
 class Runner:
     """The state of one side: what it calls, and the slots of the case at hand."""
 
-    def __init__(self, fds: dict[str, int]):
-        self.fds = fds
+    def __init__(self, channel: Channel, fds: dict[str, int]):
+        self.channel, self.fds = channel, fds
         self.spec: OpSpec
         self.cls: type | None = None
         self.baselines: dict[str, Any] = {}
         self.made: dict[str, Callable[..., Any]] = {}
+        self.changed: set[str] = set()  # ops that have a candidate or a baseline in them
         self.device = "cpu"
         self.mapping = ipc.Mapping()
         self.free()
@@ -101,6 +104,13 @@ class Runner:
         start = _clock()
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
+        if device == "cuda":
+            self.channel.spin_s = 0.05
+            torch.zeros(1, device="cuda")  # the context, which the driver's calls need
+        self.free()
+        for name in self.changed:  # of the op before, in a process that serves several
+            OPS[name].set_candidate(None)
+        self.cls, self.baselines, self.made, self.changed = None, {}, {}, set()
         self.device, self.spec = device, registry.get(op)
         found = {name: self._candidate(name, path) for name, path in candidates.items()}
         own = found.get(op)
@@ -126,7 +136,7 @@ class Runner:
         if found.function is not None and (op := OPS.get(name)) is not None:
             if (problem := _wrong_signature(found.function, op)) is not None:
                 raise Failure("signature_mismatch", f"{name}(...) {problem}")
-            op.set_candidate(found.function, "candidate")
+            self._put(name, found.function, "candidate")
         return found
 
     def _find_baselines(self, against: str) -> None:
@@ -157,7 +167,7 @@ class Runner:
             fn = baseline.make()
         except Exception:  # another version of the library: the next one is asked
             return False
-        OPS[op].set_candidate(fn, baseline.name)
+        self._put(op, fn, baseline.name)
         return True
 
     def do_use(self, baseline: str) -> dict[str, Any]:
@@ -169,8 +179,12 @@ class Runner:
             return {"unsupported": reason}
         if baseline not in self.made:
             self.made[baseline] = chosen.make()
-        OPS[self.spec.name].set_candidate(self.made[baseline], baseline)
-        return {"differs": chosen.differs}
+        self._put(self.spec.name, self.made[baseline], baseline)
+        return {"unchecked": chosen.unchecked}
+
+    def _put(self, op: str, fn: Callable[..., Any], label: str) -> None:
+        OPS[op].set_candidate(fn, label)
+        self.changed.add(op)
 
     # -- a case
 
@@ -180,9 +194,9 @@ class Runner:
         """Map the judge's memory and build the call of every slot; nothing of this is timed by the score."""
         start = _clock()
         self.free()
-        memory = self._map(arena)
+        self.memory = memory = self._map(arena)
         self.out_metas = outs
-        self.args = [layout.bind(plan, memory, s, slots) for s in range(slots)]
+        self.args = [layout.bind(plan, memory, s, slots, apart=True) for s in range(slots)]
         self.calls = [self._call(a) for a in self.args]
         out_start = arena["outputs"]
         size = sum(o["nbytes"] for o in outs)
@@ -199,6 +213,7 @@ class Runner:
     def free(self) -> None:
         """Forget the last case."""
         self.args, self.calls, self.graphs, self.kept, self.out_slots = [], [], [], [], []
+        self.held: dict[int, list[torch.Tensor]] = {}
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -210,8 +225,7 @@ class Runner:
         if self.device == "cuda":
             self.mapping.close()
             return self.mapping.bytes_at(arena)
-        self.memory = mmap.mmap(self.fds["arena"], arena["nbytes"])
-        return torch.frombuffer(self.memory, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(self.fds["arena"], arena["nbytes"]), dtype=torch.uint8)
 
     def _call(self, args: list[Any]) -> Callable[[], Any]:
         if self.cls is not None:
@@ -231,16 +245,21 @@ class Runner:
                 )
         return values
 
-    def do_call(self, slot: int, out: int, label: str = "") -> dict[str, Any]:
-        """One eager call into an output slot. Counters show which ops ran."""
+    def do_call(self, slot: int, out: int, again: int | None = None) -> dict[str, Any]:
+        """One eager call into an output slot. Counters show which ops ran.
+
+        again  an output slot that gets its call's outputs once more: are they what they were, now that this one ran?
+        """
         before = {name: op.calls for name, op in OPS.items()}
         start = _clock()
         result = self._outputs(self.calls[slot]())
         self._sync()
         seconds = _clock() - start
         self.metas(result)
-        for view, value in zip(self.out_slots[out], result, strict=False):
-            _copy(view, value)
+        self.held[out] = result
+        for at in (out,) if again is None else (out, again):
+            for view, value in zip(self.out_slots[at], self.held[at], strict=False):
+                _copy(view, value)
         self._sync()
         live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
         inputs = layout.tensors(self.args[slot])
@@ -267,12 +286,14 @@ class Runner:
         self._sync()
         if self.device == "cuda":
             graph, _ = self._capture(picked)
-            graph.replay()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for i in range(ESTIMATES + 1):
+                if i == 1:
+                    begin.record()
+                graph.replay()
+            end.record()
             self._sync()
-            start = _clock()
-            graph.replay()
-            self._sync()
-            return {"seconds": (_clock() - start) / len(picked)}
+            return {"seconds": begin.elapsed_time(end) / 1e3 / ESTIMATES / len(picked)}
         start = _clock()
         for call in picked:
             call()
@@ -287,7 +308,18 @@ class Runner:
             graph, results = self._capture(half)
             self.graphs.append(graph)
             self.kept += results
-        return {"outputs": [[_shared(r) for r in result] for result in self.kept]}
+        return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}
+
+    def _shared(self, t: torch.Tensor) -> dict[str, Any]:
+        """Where an output is: in the judge's own memory (a written argument), or in ours."""
+        strides = list(t.stride())
+        if not t.numel():
+            return {"nbytes": 0, "stride": strides}
+        at = t.data_ptr() - self.memory.data_ptr()
+        span = _span(t)
+        if 0 <= at < self.memory.nbytes:
+            return {"arena": at, "nbytes": span, "stride": strides}
+        return {**ipc.share(t), "nbytes": span, "stride": strides}
 
     def _capture(self, calls: list[Callable[[], Any]]) -> tuple[Any, list[list[torch.Tensor]]]:
         graph = torch.cuda.CUDAGraph()
@@ -387,17 +419,10 @@ def _meta(t: torch.Tensor) -> dict[str, Any]:
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors share a storage (views of one arena are told apart by address)."""
 
-    def span(t: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
-
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a.numel() > 0 and b.numel() > 0 and a0 < b1 and b0 < a1
+    a0, b0 = a.data_ptr(), b.data_ptr()
+    return a.numel() > 0 and b.numel() > 0 and a0 < b0 + _span(b) and b0 < a0 + _span(a)
 
 
-def _shared(t: torch.Tensor) -> dict[str, Any]:
-    if not t.is_contiguous():
-        raise Failure("signature_mismatch", f"an output has strides {t.stride()}: it is not contiguous")
-    if not t.numel():
-        return {"handle": "", "offset": 0, "nbytes": 0}
-    return ipc.share(t)
+def _span(t: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()

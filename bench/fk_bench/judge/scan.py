@@ -11,12 +11,15 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastkernels import registry
+
 from . import scan_memory
 from . import scan_rules as rules
 from .scan_memory import targets
 
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
+_CALLS = {"forward", "apply", "embedding", "__call__"}  # the methods that are a module's call
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -59,6 +62,9 @@ class _Visitor(ast.NodeVisitor):
         self.op = op
         self.found: set[Finding] = set()
         self.in_function = 0
+        # A module of several ops has no kernel of its own: what it calls is judged with it.
+        self.composed = op in registry.op_modules() and registry.get(op).op is None
+        self.inherits = False
         self.bound = _bound(tree)
         self.names: dict[str, str] = {}  # a name of the file: the dotted name that it stands for
         self._aliases(tree)
@@ -126,7 +132,7 @@ class _Visitor(ast.NodeVisitor):
         parts = name.split(".")
         if parts[:2] != ["fastkernels", "overrides"]:
             return
-        if parts[-1] == "*" or (self.op in parts[2:-1] and parts[-1] != "reference"):
+        if parts[-1] == "*" or (self.op in parts[2:-1] and parts[-1] != "reference" and not self.composed):
             self.note(node, "own-op", f"{name} has the kernel that the candidate is compared with")
         elif any(p.startswith("_") for p in parts[2:]):
             self.note(node, "own-helper", f"{name} is a part of our own kernels", WARN)
@@ -146,9 +152,15 @@ class _Visitor(ast.NodeVisitor):
     def _use(self, node: ast.AST, name: str) -> None:
         self.look_up(node, rules.NAMES, name)
         parts = name.split(".")
-        ours = parts[:2] == ["fastkernels", "overrides"] and self.op in parts[2:] and parts[-1] != "reference"
-        if ours or parts[:4] == ["torch", "ops", "fastkernels", self.op]:
+        if self._is_ours(parts) or parts[:4] == ["torch", "ops", "fastkernels", self.op]:
             self.note(node, "own-op", f"{name} is the op that the candidate replaces")
+
+    def _is_ours(self, parts: list[str]) -> bool:
+        """Whether a dotted name is what the candidate replaces: the op's kernel, or a class that calls it."""
+        found = (
+            parts[:2] == ["fastkernels", "overrides"] and self.op in parts[2:] and parts[-1] != "reference"
+        )
+        return found and not self.composed
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, (str, bytes)) and id(node) not in self.docstrings:
@@ -181,6 +193,9 @@ class _Visitor(ast.NodeVisitor):
                 self.note(
                     node, "own-op", f"{ast.unparse(node)[:60]} gives the op that the candidate replaces"
                 )
+        method = node.func if isinstance(node.func, ast.Attribute) else None
+        if self.inherits and method is not None and method.attr in _CALLS and _is_super(method.value):
+            self.note(node, "own-op", f"super().{method.attr} is what the candidate replaces")
         self._downcast(node)
         self.generic_visit(node)
 
@@ -263,7 +278,13 @@ class _Visitor(ast.NodeVisitor):
                 ("DispatchMode", "FunctionMode")
             ):
                 self.note(node, "lazy-tensor", rules.REASONS["lazy-tensor"].format(f"{node.name}({base})"))
-        self.generic_visit(node)
+        own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)} & _CALLS
+        for part in ast.iter_child_nodes(node):
+            # A subclass of ours for its weights and loaders, with a call of its own.
+            if own and part in node.bases and self._is_ours(self.dotted(part).split(".")):
+                self.inherits = True
+            else:
+                self.visit(part)
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
         kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -300,6 +321,10 @@ def _bound(tree: ast.Module) -> set[str]:
     found |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     loops = [n.target for n in ast.walk(tree) if isinstance(n, (ast.For, ast.comprehension))]
     return found | {t.id for loop in loops for t in ast.walk(loop) if isinstance(t, ast.Name)}
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
 
 
 def _is_size(node: ast.AST) -> bool:

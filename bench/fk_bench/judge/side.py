@@ -25,14 +25,24 @@ class Side:
         self.child, self.name, self.timeout = child, name, timeout
         self.channel = Channel(child.channel)
         self.cage: dict[str, str] = {}
+        self._nonce = ""
+        self.alive = True
 
     def greet(self) -> None:
         """Wait until its process is there, and learn what its cage is made of."""
         self.cage = self._guarded(lambda: self.channel.receive(self.timeout)).get("hello", {})
 
-    def ask(self, do: str, timeout: float | None = None, **arguments: Any) -> dict[str, Any]:
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """The answer to a command. Raises SideError."""
-        answer = self._guarded(lambda: self.channel.ask(do, timeout or self.timeout, **arguments))
+        self.begin(do, **arguments)
+        return self.end()
+
+    def begin(self, do: str, **arguments: Any) -> None:
+        """Send a command; `end` gives its answer. Raises SideError."""
+        self._nonce = self._guarded(lambda: {"": self.channel.command(do, self.timeout, **arguments)})[""]
+
+    def end(self) -> dict[str, Any]:
+        answer = self._guarded(lambda: self.channel.answer(self._nonce, self.timeout))
         if "error" in answer:
             known = answer["error"] in {s.value for s in Status}
             status = Status(answer["error"]) if known else Status.FAILED
@@ -52,6 +62,7 @@ class Side:
             raise self._dead(status, f"its process ended: {ended or 'it closed its channel'}") from None
 
     def _dead(self, status: Status, reason: str) -> SideError:
+        self.alive = False
         self.child.kill()
         tail = self.child.output_tail(600).strip()
         return SideError(status, reason + (f"; its last output: {tail}" if tail else ""), fatal=True)

@@ -74,6 +74,7 @@ class Slots:
 
     make   make(generator) -> the arguments of a call with other values; called with secret seeds
     fd     CPU: the memfd that both sides have
+    rolls  whether values may be rolled: those of a generator, not captured or extreme ones, whose places matter
     """
 
     spec: OpSpec
@@ -83,6 +84,7 @@ class Slots:
     mode: str
     out_slots: int
     fd: int
+    rolls: bool = False
     masters: list[list[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -107,9 +109,19 @@ class Slots:
             self.arena = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
             shared = {"nbytes": total}
         self.place = {**shared, "outputs": self.out_start, "out_slots": self.out_slots}
-        self.args = [layout.bind(self.layout.to_json(), self.arena, s, self.count) for s in range(self.count)]
+        self._plan = self.layout.to_json()
+        self._bound: dict[int, list[Any]] = {}
         self.factors: list[float] = []
         self.origin: list[int] = []
+        self.shifts: list[int] = []
+        self._alone = self._alone_in_their_regions()
+        self._numel = [t.numel() for t in layout.tensors(first)]
+
+    def args_of(self, slot: int) -> list[Any]:
+        """A slot's arguments, in the memory that the other processes see."""
+        if slot not in self._bound:
+            self._bound[slot] = layout.bind(self._plan, self.arena, slot, self.count)
+        return self._bound[slot]
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(secrets.randbits(62))
@@ -127,12 +139,16 @@ class Slots:
         self.fill([secrets.randbelow(wanted) for _ in range(self.count)])
 
     def fill(self, origin: list[int]) -> None:
-        """Slot s gets the values of master origin[s], its floats times a secret factor in (0.8, 1]."""
+        """Slot s gets the values of master origin[s], its floats times a secret factor in (0.8, 1], and rolled.
+
+        Without the roll, whoever remembers a master's output has that of its multiple: norms and products keep factors.
+        """
         self.origin = origin
+        self.shifts = [secrets.randbits(40) for _ in origin]
         self.factors = [1.0 - 0.2 * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
         if len(origin) == 1 or self.device == "cpu":
-            for s, args in enumerate(self.args):
-                for into, value in zip(layout.tensors(args), self.expected(s), strict=True):
+            for s in range(self.count):
+                for into, value in zip(layout.tensors(self.args_of(s)), self.expected(s), strict=True):
                     into.copy_(value)
             return
         self._fill_at_once()
@@ -141,31 +157,36 @@ class Slots:
         index = torch.tensor(self.origin, device=self.device)
         factor = torch.tensor(self.factors, device=self.device, dtype=torch.float32)
         per_slot = [layout.tensors(m) for m in self.masters]
-        plans = layout.tensors(self.args[0])
-        for i, first in enumerate(plans):
+        shared = [r["shared"] for r in self._regions()]
+        for i, first in enumerate(layout.tensors(self.args_of(0))):
             if not first.numel():
                 continue
-            same = len(plans) and self.args[-1] is not None
-            shared = same and layout.tensors(self.args[-1])[i].data_ptr() == first.data_ptr()
-            if shared and self.count > 1:
-                first.copy_(self.scaled(per_slot[self.origin[0]][i], self.factors[0]))
+            if shared[i]:
+                first.copy_(self._value(0, i, per_slot[self.origin[0]][i]))
                 continue
             step = self.layout.stride // first.element_size()
             pool = first.as_strided(
                 (self.count, *first.shape), (step, *first.stride()), first.storage_offset()
             )
-            masters = [p[i] for p in per_slot]
-            for m, value in enumerate(masters):
+            rolled = self._rolled(i)
+            for m, value in enumerate([p[i] for p in per_slot]):
                 rows = (index == m).nonzero().flatten()
                 if not len(rows):
                     continue
                 if scalable(first):
                     shape = (len(rows), *([1] * first.dim()))
                     chunk = max(1, (256 << 20) // max(first.nbytes * 2, 1))
+                    turns = value.flatten().repeat(2).unfold(0, value.numel(), 1) if rolled else None
                     for at in range(0, len(rows), chunk):
                         part = rows[at : at + chunk]
                         f = factor[part].view(len(part), *shape[1:]).to(value.dtype)
-                        pool[part] = value * f
+                        if turns is not None:
+                            from_ = torch.tensor(
+                                [self._shift(s, i) for s in part.tolist()], device=self.device
+                            )
+                            pool[part] = turns[from_].view(len(part), *value.shape) * f
+                        else:
+                            pool[part] = value * f
                 else:
                     pool[rows] = value
         torch.cuda.synchronize()
@@ -176,9 +197,29 @@ class Slots:
         tensors = layout.tensors(master)
         shared = [r["shared"] for r in self._regions()]
         return [
-            self.scaled(self._tensor(0, i) if s else t, self.factors[0 if s else slot])
+            self._value(0 if s else slot, i, self._tensor(0, i) if s else t)
             for i, (t, s) in enumerate(zip(tensors, shared, strict=True))
         ]
+
+    def _value(self, slot: int, i: int, value: torch.Tensor) -> torch.Tensor:
+        """What slot has for its tensor i, made of the master's."""
+        if not scalable(value):
+            return value
+        if self._rolled(i):
+            value = value.flatten().roll(-self._shift(slot, i)).view(value.shape)
+        return self.scaled(value, self.factors[slot])
+
+    def _rolled(self, i: int) -> bool:
+        return self.rolls and self._alone[i]
+
+    def _shift(self, slot: int, i: int) -> int:
+        """By how many elements: another for each tensor."""
+        return (self.shifts[slot] >> i % 8) % max(self._numel[i], 1)
+
+    def _alone_in_their_regions(self) -> list[bool]:
+        """Whether a tensor shares no memory with another: views that overlap must agree."""
+        regions = [id(r) for r in self._regions()]
+        return [regions.count(r) == 1 for r in regions]
 
     def _regions(self) -> list[dict[str, Any]]:
         """The region of each tensor, in order."""
@@ -229,9 +270,12 @@ def scalable(t: torch.Tensor) -> bool:
 
 
 def poison(views: list[torch.Tensor]) -> None:
+    """NaN for floats, for integers a value that nobody knows; views may have any strides."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for v in views:
-        raw = v.view(torch.uint8) if v.dim() else v.view(1).view(torch.uint8)
         if v.dtype is torch.bool:
-            raw.fill_(secrets.randbelow(2))
+            v.fill_(secrets.randbelow(2))
+        elif v.is_floating_point():
+            v.view(kinds[v.element_size()]).fill_(255 if v.element_size() == 1 else -1)
         else:
-            raw.fill_(0xFF if v.is_floating_point() else 1 + secrets.randbelow(120))
+            v.fill_(1 + secrets.randbelow(120))

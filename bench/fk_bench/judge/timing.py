@@ -101,14 +101,6 @@ def speedup(candidate: Samples, baseline: Samples, draws: int = 2000) -> tuple[f
     return value, (float(low), float(high))
 
 
-def geomean(values: list[tuple[float, float]]) -> float | None:
-    """The geometric mean of (value, weight) pairs; None without any weight."""
-    total = sum(w for _, w in values)
-    if not total:
-        return None
-    return float(np.exp(sum(w * np.log(v) for v, w in values) / total))
-
-
 def floor_s(size: int, work: int, dtype: str, gpu: str | None) -> float:
     """Seconds that no correct call is faster than on this GPU; 0 where that is not known."""
     return 1e-6 * (roofline.floor_us(size, work, dtype, roofline.peaks(gpu)) or 0.0)

@@ -6,6 +6,7 @@ import contextlib
 import random
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +17,17 @@ from fk_bench.rows import Status
 
 from . import ipc, layout
 from .cases import Trial
-from .correctness import Errors, Expected, compare, expect
+from .correctness import Errors, compare, expect
 from .side import Side, SideError
 from .slots import FLUSH_BYTES, Slots, poison
 from .timing import Samples
 
+POISONED = 32  # outputs a batch
+SMALL = (
+    64 << 20
+)  # bytes of an argument that is copied on the clock; of larger ones the later state is looked at
 CHECKED_ROUNDS = (
-    4  # in these, and in the last, outputs of timed calls meet the oracle; in all, they must be there
+    4  # in these, and in the last, two timed calls of a batch meet the oracle; in the others, one
 )
 
 
@@ -55,6 +60,15 @@ class Checked:
 
 
 @dataclass
+class Sampled:
+    """What the judge took of a call when the clock stopped: copies of outputs, and of arguments that are small."""
+
+    slot: int
+    outputs: list[torch.Tensor]
+    args: list[torch.Tensor]
+
+
+@dataclass
 class Timed:
     """The timed part, on the judge's clock; `again` is the baseline a second time."""
 
@@ -71,7 +85,6 @@ class CaseJudge:
     ) -> None:
         self.spec, self.trial, self.plan, self.mode, self.arena = spec, trial, plan, mode, arena
         self.candidate, self.baseline = candidate, baseline
-        self.dtype = trial.case.dtype
         self.slots: Slots
 
     def _make(self, generator: torch.Generator) -> list[Any]:
@@ -81,20 +94,25 @@ class CaseJudge:
         return args
 
     def _open(self, count: int, out_slots: int) -> Slots:
-        slots = Slots(self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena)
-        for side in (self.candidate, self.baseline):
-            self._hand_over(side, slots)
+        rolls = self.trial.source in ("random", "held-out")
+        slots = Slots(self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena, rolls)
+        plan, outs = slots.layout.to_json(), [o.to_json() for o in slots.outs]
+        self._both("case", plan=plan, slots=count, arena=slots.place, outs=outs)
         return slots
 
-    def _hand_over(self, side: Side, slots: Slots) -> None:
-        plan, outs = slots.layout.to_json(), [o.to_json() for o in slots.outs]
-        side.ask("case", plan=plan, slots=slots.count, arena=slots.place, outs=outs)
+    def _both(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Candidate and baseline at a time: [their answers]. What is timed is never asked so."""
+        sides = (self.candidate, self.baseline)
+        for side in sides:
+            side.begin(do, **arguments)
+        return [side.end() for side in sides]
 
     def close(self) -> None:
         """Both sides forget the case, and the judge its memory."""
         for side in (self.candidate, self.baseline):
-            with contextlib.suppress(SideError):
-                side.ask("free")
+            if side.alive:
+                with contextlib.suppress(SideError):
+                    side.ask("free")
         self.__dict__.pop("slots", None)
 
     # -- checks
@@ -129,9 +147,7 @@ class CaseJudge:
                 if refused := answer.get("unsupported"):
                     reasons.append(f"{name}: {refused}")
                     continue
-                errors = self._outputs(self.baseline, 0, None)
-                if answer.get("differs"):  # right in its own way, which the oracle does not know
-                    errors = Errors()
+                errors = self._outputs(self.baseline, 0, answer.get("unchecked", ()))
                 if errors.problem and len(baselines) > 1:
                     reasons.append(f"{name}: {errors.problem}")
                     continue
@@ -153,26 +169,28 @@ class CaseJudge:
         slots, live = self.slots, {}
         slots.poison()
         for s in (0, 1):
-            live = side.ask("call", slot=s, out=s)["live"]
+            answer = side.ask("call", slot=s, out=s, again=0 if s else None)
+            if answer["aliases"] and self.mode == "op":
+                raise Wrong(f"output {answer['aliases'][0]} is memory of an argument")
+            live = answer["live"]
         errors = self._verdict(0, slots.output_views(0), allowed)
         return errors.worse(self._verdict(1, slots.output_views(1), allowed)), live
 
-    def _outputs(self, side: Side, slot: int, allowed: float | None) -> Errors:
+    def _outputs(self, side: Side, slot: int, unchecked: Sequence[int]) -> Errors:
         """The errors of one eager call; no verdict."""
         self.slots.poison()
         side.ask("call", slot=slot, out=slot)
-        return self._errors(slot, self.slots.output_views(slot), allowed)[0]
+        return self._errors(slot, self.slots.output_views(slot), None, unchecked)
 
     def _errors(
-        self, slot: int, outputs: list[torch.Tensor], allowed: float | None
-    ) -> tuple[Errors, Expected]:
-        args = self.slots.private_args(slot)
-        want = expect(self.spec, args, self.mode)
-        written = [self.slots.args[slot][i] for i in want.written]
-        return compare(self.spec, self.dtype, [*outputs, *written], want, allowed), want
+        self, slot: int, outputs: list[torch.Tensor], allowed: float | None, unchecked: Sequence[int] = ()
+    ) -> Errors:
+        want = expect(self.spec, self.slots.private_args(slot), self.mode)
+        written = [self.slots.args_of(slot)[i] for i in want.written]
+        return compare(self.spec, self.trial.case, [*outputs, *written], want, allowed, unchecked)
 
     def _verdict(self, slot: int, outputs: list[torch.Tensor], allowed: float, where: str = "") -> Errors:
-        errors, _ = self._errors(slot, outputs, allowed)
+        errors = self._errors(slot, outputs, allowed)
         if errors.problem:
             raise Wrong(where + errors.problem)
         self._untouched(slot)
@@ -180,7 +198,7 @@ class CaseJudge:
 
     def _untouched(self, slot: int) -> None:
         """Arguments that the op does not write are as they were."""
-        args = self.slots.args[slot]
+        args = self.slots.args_of(slot)
         expected = iter(self.slots.expected(slot))
         for i, a in enumerate(args):
             for t in layout.tensors(a):
@@ -195,16 +213,15 @@ class CaseJudge:
         n = self._calls(checked.seconds)
         cuda = self.plan.device == "cuda"
         self.slots = slots = self._open(2 * n, 0 if cuda else 2 * n)
-        outputs: dict[str, list[list[torch.Tensor]]] = {}
-        mappings = []
         slots.refresh()
-        for name, side in (("candidate", self.candidate), ("baseline", self.baseline)):
-            if cuda:
-                mapping = ipc.Mapping()
-                mappings.append(mapping)
-                outputs[name] = self._map(side.ask("capture", n=n)["outputs"], mapping)
-            else:
-                outputs[name] = [slots.output_views(s) for s in range(2 * n)]
+        mappings = [ipc.Mapping(), ipc.Mapping()]
+        if cuda:
+            made = self._both("capture", n=n)
+            found = [self._map(a["outputs"], m) for a, m in zip(made, mappings, strict=True)]
+        else:
+            found = [[slots.output_views(s) for s in range(2 * n)]] * 2
+        outputs = dict(zip(("candidate", "baseline"), found, strict=True))
+        del found
         timed = Timed(Samples(n), Samples(n), Samples(n))
         self.rounds = max(3, min(self.plan.rounds, int(self.plan.seconds / (9 * n * checked.seconds))))
         flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if cuda else None
@@ -213,7 +230,7 @@ class CaseJudge:
                 for r in range(1 if warm else self.rounds):
                     self._round(r, warm, n, timed, outputs, flush, checked)
         finally:
-            outputs.clear()
+            outputs.clear()  # before what they lie in is unmapped
             for mapping in mappings:
                 mapping.close()
         return timed
@@ -228,63 +245,68 @@ class CaseJudge:
             side = getattr(self, name)
             start = 0 if double else n * secrets.randbelow(2)
             count = 2 * n if double else n
+            poisoned = self._prepare(start, count, outputs[name], flush)
             seconds, events, sampled = self._batch(side, start, count, outputs[name], flush)
             if not warm:
                 getattr(timed, who).add(double, seconds, events)
             if name == "candidate":
-                self._check_batch(r, sampled, outputs[name], start, count, checked)
+                self._check_batch(r, sampled, [outputs[name][s] for s in poisoned], checked)
+
+    def _prepare(self, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any) -> list[int]:
+        """Before a batch: fresh values, some outputs poisoned (which ones says nothing of those that are checked),
+        a cold cache. Returns the poisoned slots."""
+        self.slots.refresh()
+        picked = random.SystemRandom().sample(range(start, start + count), min(count, POISONED))
+        first = self.slots.arena.data_ptr()
+        for s in picked:  # not what is an argument as well
+            poison(
+                [
+                    v
+                    for v in outputs[s]
+                    if flush is None or not 0 <= v.data_ptr() - first < self.slots.arena.nbytes
+                ]
+            )
+        if flush is not None:
+            flush.sum()
+            torch.cuda.synchronize()
+        return picked
 
     def _batch(
         self, side: Side, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any
-    ) -> tuple[float, float | None, list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]]:
-        """One batch: fresh values, poisoned outputs, a cold cache; then the clock, until sampled outputs are here."""
-        slots = self.slots
-        slots.refresh()
-        if flush is None:
-            slots.poison()
-        else:
-            for views in outputs[start : start + count]:
-                poison(views)
-            flush.sum()
-            torch.cuda.synchronize()
+    ) -> tuple[float, float | None, list[Sampled]]:
+        """One batch on the clock, which stops when the judge holds the outputs of sampled calls."""
         picked = {start + secrets.randbelow(count), start + count - 1}
+        places = [(s, outputs[s], layout.tensors(self.slots.args_of(s))) for s in picked]
         begin = time.perf_counter()
         answer = side.ask("run", start=start, count=count)
         held = [
-            (s, [v.clone() for v in outputs[s]], [t.clone() for t in layout.tensors(slots.args[s])])
-            for s in picked
+            Sampled(s, [v.clone() for v in views], [t.clone() if t.nbytes < SMALL else t for t in args])
+            for s, views, args in places
         ]
         if flush is not None:
             torch.cuda.synchronize()
         return time.perf_counter() - begin, answer.get("events_s"), held
 
     def _check_batch(
-        self,
-        r: int,
-        sampled: Any,
-        outputs: list[list[torch.Tensor]],
-        start: int,
-        count: int,
-        checked: Checked,
+        self, r: int, sampled: list[Sampled], poisoned: list[list[torch.Tensor]], checked: Checked
     ) -> None:
-        """Outputs of timed calls: the sampled ones are right (early and late rounds), eight more are written."""
+        """Outputs of timed calls: sampled ones are right (both in early and late rounds), poisoned ones written."""
         full = r < CHECKED_ROUNDS or r == self.rounds - 1
-        for slot, views, after in sampled if full else sampled[:1]:
-            args = self.slots.private_args(slot)
-            want = expect(self.spec, args, self.mode)
-            it = iter(after)
-            held = layout.mapped(self.slots.masters[0], lambda _, it=it: next(it))
-            written = [held[i] for i in want.written]
-            errors = compare(self.spec, self.dtype, [*views, *written], want, checked.baseline_errors.rms)
+        for held in sampled if full else sampled[:1]:
+            want = expect(self.spec, self.slots.private_args(held.slot), self.mode)
+            after = iter(held.args)
+            args = layout.mapped(self.slots.masters[0], lambda _, it=after: next(it))
+            written = [args[i] for i in want.written]
+            allowed = checked.baseline_errors.rms
+            errors = compare(self.spec, self.trial.case, [*held.outputs, *written], want, allowed)
             if errors.problem:
                 raise Wrong(f"in a timed call: {errors.problem}")
             checked.errors = checked.errors.worse(errors)
-            self._untouched(slot)
-        for _ in range(8):
-            for v in outputs[start + secrets.randbelow(count)]:
-                raw = v.reshape(-1).view(torch.uint8)
-                if v.is_floating_point() and raw.numel() and bool((raw == 0xFF).all()):
-                    raise Wrong("a timed call wrote nothing")
+            self._untouched(held.slot)
+        for v in (v for views in poisoned for v in views):
+            raw = v.reshape(-1).view(torch.uint8)
+            if v.is_floating_point() and raw.numel() and bool((raw == 0xFF).all()):
+                raise Wrong("a timed call wrote nothing")
 
     def _calls(self, seconds: float) -> int:
         """N: long enough for the clock, within memory; 2N slots are made."""
@@ -294,24 +316,29 @@ class CaseJudge:
         return max(2, min(wanted, self.plan.max_calls, fits))
 
     def _map(self, shared: list[list[dict[str, Any]]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
-        """The candidate's own output memory, seen from here. Calls must not share any of it."""
-        found, spans = [], set()
+        """A side's own output memory, seen from here. Calls must not share any of it."""
+        found, places = [], set()
         for result in shared:
             views = []
             for out, place in zip(self.slots.outs, result, strict=True):
-                if place["nbytes"] != out.bytes:
+                if not out.bytes:
+                    views.append(torch.empty(out.shape, dtype=out.dtype, device="cuda"))
+                    continue
+                if place["nbytes"] < out.bytes:
                     raise Wrong(f"an output has {place['nbytes']} bytes, not {out.bytes}")
-                key = (place["handle"], place["offset"])
-                if out.bytes and key in spans:
+                raw = self._bytes(place, mapping)
+                key = raw.data_ptr()
+                if key in places:
                     raise Wrong("two calls returned the same memory: the first one's result is lost")
-                spans.add(key)
-                views.append(
-                    mapping.bytes_at(place).view(out.dtype).view(out.shape)
-                    if out.bytes
-                    else torch.empty(out.shape, dtype=out.dtype, device="cuda")
-                )
+                places.add(key)
+                views.append(raw.view(out.dtype).as_strided(out.shape, place["stride"]))
             found.append(views)
         return found
+
+    def _bytes(self, place: dict[str, Any], mapping: ipc.Mapping) -> torch.Tensor:
+        if "arena" in place:
+            return self.slots.arena[place["arena"] :][: place["nbytes"]]
+        return mapping.bytes_at(place)
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 
 from fastkernels.overrides.l1._rows import rows
-from fastkernels.shapes import drawn, varied
+from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case
 
 TILE = 1024  # with 4 warps, 16 bytes a thread of what is 2 bytes wide
@@ -55,19 +56,22 @@ def bytes_moved(case: Case) -> int:
     return 2 * elements(case) * getattr(torch, case.dtype).itemsize
 
 
+def flops(each: int) -> Callable[[Case], int]:
+    """flops(case) of an op of so many operations an element."""
+    return lambda case: each * elements(case)
+
+
 def dims_of(x: torch.Tensor, *_: Any) -> dict[str, Any]:
-    """See OpSpec. Of more than three dimensions, those in the middle are one."""
-    if x.dim() < 3:
-        return {"tokens": x.numel() // max(x.shape[-1], 1), "d": x.shape[-1]}
-    return {"tokens": x.shape[0], "inner": x[0, ..., 0].numel(), "d": x.shape[-1]}
+    """See OpSpec. Of more than three dimensions, all but the last two are one."""
+    return {**rows_of(x, "inner"), "d": x.shape[-1]}
 
 
 def vary(case: Case, rng: random.Random) -> Case:
-    """The case with other numbers of tokens and columns."""
-    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), bytes_moved, elements)
+    """See OpSpec: other numbers of rows and columns."""
+    # What matters of `flops` here is that memory decides, as it does for all of these ops.
+    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), bytes_moved, flops(9))
 
 
 def build(cls: type, args: list[Any]) -> Callable[[], Any]:
     """See OpSpec: a module without weights."""
-    module = cls()
-    return lambda: module(args[0])
+    return partial(cls(), args[0])

@@ -114,7 +114,8 @@ def refuse(function: str, **given: Any) -> None:
     """Raise ValueError for the first argument that asks for what the op does not do."""
     for name, value in given.items():
         if value is not None and value is not False:
-            raise ValueError(f"{function}: {name}={value!r} is not supported; use the host's own function")
+            shown = f"Tensor{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"{function}: {name}={shown} is not supported; use the host's own function")
 
 
 def padded(found: Pair, rows: int | None, per_token: bool) -> Pair:

@@ -176,7 +176,7 @@ SPEC = OpSpec(
         case.dims["approximate"],
     ],
     bytes_moved=_elementwise.bytes_moved,
-    flops=lambda case: 9 * _elementwise.elements(case),
+    flops=_elementwise.flops(9),
     targets=(
         Target("vllm", f"{_VLLM}:GELU", "VllmGELU", "leaf"),
         Target("vllm", f"{_VLLM}:GELUTanh", "VllmGELUTanh", "leaf"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from fastkernels.overrides.l1._grouped_topk_triton import (
     grouped_topk_triton,
     supports_triton,
 )
+from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 LEAST_SUM = 1e-20  # what SGLang adds before it divides: where all weights are 0, they stay so
@@ -285,12 +285,14 @@ def _dims_of(
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    groups = rng.choice((1, 2, 4, 6, 8))
-    members, topk_group = rng.randint(4, 32), rng.randint(1, groups)
-    sizes = {"tokens": rng.randint(1, 2 * d["tokens"] + 1), "experts": groups * members, "groups": groups}
-    topk = rng.randint(1, min(topk_group * members, 12))
-    return dataclasses.replace(case, dims={**d, **sizes, "topk_group": topk_group, "topk": topk})
+    def draw() -> dict[str, Any]:
+        groups, members = rng.choice((1, 2, 4, 6, 8)), rng.randint(4, 32)
+        topk_group = rng.randint(1, groups)
+        topk = rng.randint(1, min(topk_group * members, 12))
+        sizes = {"experts": groups * members, "topk": topk, "groups": groups, "topk_group": topk_group}
+        return {**drawn(case, rng, ("tokens",)), **sizes}
+
+    return varied(case, draw, _bytes, _flops)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -315,6 +317,10 @@ def _bytes(case: Case) -> int:
     d = case.dims
     size = torch.finfo(getattr(torch, case.dtype)).bits // 8
     return d["tokens"] * (d["experts"] * size + d["topk"] * 8) + (4 * d["experts"] if d.get("bias") else 0)
+
+
+def _flops(case: Case) -> int:
+    return 8 * case.dims["tokens"] * case.dims["experts"]
 
 
 def _case(
@@ -355,7 +361,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     bytes_moved=_bytes,
-    flops=lambda case: 8 * case.dims["tokens"] * case.dims["experts"],
+    flops=_flops,
     # In any dtype of the logits the weights are float32, and the ids exact.
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-6, 1e-5)),
     dims_of=_dims_of,

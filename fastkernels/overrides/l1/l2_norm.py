@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import FLOATS, rows, unsupported_rows
-from fastkernels.shapes import drawn, varied
+from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -107,14 +108,15 @@ def transformers_l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> to
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
     d = case.dims
-    shape = (*((d["batch"],) if "batch" in d else ()), d["tokens"], d["heads"], d["head_dim"])
+    shape = [d[name] for name in ("batch", "tokens", "heads", "head_dim") if name in d]
     x = torch.randn(*shape, generator=generator, device=device).to(getattr(torch, case.dtype))
     output_dtype = d.get("output_dtype")
-    return [x, 1e-6, None if output_dtype is None else getattr(torch, output_dtype)]
+    return [x, d.get("eps", 1e-6), None if output_dtype is None else getattr(torch, output_dtype)]
 
 
 def _elements(case: Case) -> int:
-    return case.dims.get("batch", 1) * case.dims["tokens"] * case.dims["heads"] * case.dims["head_dim"]
+    d = case.dims
+    return d.get("batch", 1) * d["tokens"] * d.get("heads", 1) * d["head_dim"]
 
 
 def _bytes(case: Case) -> int:
@@ -122,26 +124,27 @@ def _bytes(case: Case) -> int:
     return _elements(case) * (getattr(torch, case.dtype).itemsize + getattr(torch, written).itemsize)
 
 
-def _dims_of(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    tokens, heads = ([1, 1, *x.shape[:-1]])[-2:]
-    dims: dict[str, Any] = {"tokens": tokens, "heads": heads, "head_dim": x.shape[-1]}
-    if x.dim() > 3:
-        dims = {"batch": x[..., 0, 0, 0].numel(), **dims}
-    if output_dtype is not None:
-        dims["output_dtype"] = str(output_dtype).removeprefix("torch.")
-    return dims
+def _dims(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    lead = list(x.shape[:-1]) or [1]
+    heads = lead.pop() if len(lead) > 1 else None
+    tokens = lead.pop()
+    more = optional(
+        batch=torch.Size(lead).numel() if lead else None,
+        heads=heads,
+        eps=unless(eps, 1e-6),
+        output_dtype=None if output_dtype is None else dtype_name(output_dtype),
+    )
+    return {"tokens": tokens, "head_dim": x.shape[-1], **more}
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case, lambda: drawn(case, rng, ("batch", "tokens", "heads"), ("head_dim",)), _bytes, _elements
-    )
+    names = ("batch", "tokens", "heads")
+    return varied(case, lambda: drawn(case, rng, names, ("head_dim",)), SPEC.bytes_moved, SPEC.flops)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    x, eps, output_dtype = args
-    module = cls(eps, output_dtype)
-    return lambda: module(x)
+    x, *rest = args
+    return partial(cls(*rest), x)
 
 
 _NOTE = (
@@ -198,7 +201,7 @@ SPEC = OpSpec(
         Target("transformers", _HF, "transformers_l2norm", "function", note=_NOTE),
     ),
     batch_invariant=True,  # a row in one program, its tile chosen by the last dimension
-    dims_of=_dims_of,
+    dims_of=_dims,
     vary=_vary,
     build=_build,
 )

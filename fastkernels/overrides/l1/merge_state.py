@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from typing import Any
@@ -14,6 +13,7 @@ import triton.language as tl
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._fp8 import FP8, fp8_inverse, quantized, to_fp8
 from fastkernels.overrides.l1._rows import FLOATS
+from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -292,33 +292,29 @@ def _dims_of(
     output_scale: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     dims: dict[str, Any] = dict(zip(("tokens", "heads", "head_size"), prefix_output.shape, strict=True))
-    dims |= {"context": tokens_with_context} if tokens_with_context is not None else {}
-    flags = {
-        "no_lse": output_lse is None, "fp8": output_scale is not None,
-        "heads_first": prefix_lse.stride(0) == 1 and prefix_lse.shape[0] > 1,
-    }  # fmt: skip
-    return {**dims, **{name: True for name, value in flags.items() if value}}
+    flags = optional(no_lse=output_lse is None, fp8=output_scale is not None)
+    return {**dims, **flags, **({} if tokens_with_context is None else {"context": tokens_with_context})}
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    tokens = rng.randint(1, 2 * d["tokens"] + 1)
-    dims = {**d, "tokens": tokens, "heads": rng.randint(1, 2 * d["heads"])}
-    dims["head_size"] = rng.choice((64, 80, 96, 128, 192, 256))
-    return dataclasses.replace(
-        case, dims={**dims, "context": rng.randint(0, tokens)} if "context" in d else dims
-    )
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "heads"), ("head_size",))
+        return {**new, **({"context": rng.randint(0, new["tokens"])} if "context" in case.dims else {})}
+
+    return varied(case, draw, _bytes, _flops)
 
 
 def _bytes(case: Case) -> int:
     d = case.dims
     rows = d["tokens"] * d["heads"]
     merged = min(d.get("context", d["tokens"]), d["tokens"]) * d["heads"]
-    # Where a side saw no key, nothing of it has to be read: at least the half of each is.
-    read = (merged + rows) // 2 if d.get("empty") else merged + rows
     size = torch.finfo(getattr(torch, case.dtype)).bits // 8
     lse = 4 * (merged + rows + (0 if d.get("no_lse") else rows))
-    return d["head_size"] * (read * size + rows * (1 if d.get("fp8") else size)) + lse
+    return d["head_size"] * ((merged + rows) * size + rows * (1 if d.get("fp8") else size)) + lse
+
+
+def _flops(case: Case) -> int:
+    return 3 * case.dims["tokens"] * case.dims["heads"] * case.dims["head_size"]
 
 
 def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
@@ -351,7 +347,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     bytes_moved=_bytes,
-    flops=lambda case: 3 * case.dims["tokens"] * case.dims["heads"] * case.dims["head_size"],
+    flops=_flops,
     tolerance={
         "float32": Tolerance(1e-5, 1e-5),
         "float16": Tolerance(2e-3, 2e-3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -12,6 +11,7 @@ import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import FLOATS
+from fastkernels.shapes import drawn, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -101,9 +101,10 @@ def _supports_triton(
             return f"{name} has dtype {t.dtype}, not float16, bfloat16 or float32"
         if t.stride(-1) != 1 and t.shape[-1] != 1:
             return f"{name} has strides {t.stride()}: columns must be contiguous"
-    for name, t in (("topk_weights", topk_weights), ("topk_ids", topk_ids), ("expert_map", expert_map)):
-        if t is not None and not t.is_contiguous():
-            return f"{name} has strides {t.stride()}: it must be contiguous"
+    small = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+    for name, part in small.items():
+        if part is not None and not part.is_contiguous():
+            return f"{name} has strides {part.stride()}: it must be contiguous"
     if input.dim() == 3 and input.shape[1] > 32:
         return f"{input.shape[1]} experts a token are more than 32"
     return None
@@ -217,10 +218,11 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     if d.get(
         "absent"
     ):  # every fifth pair has no expert, every second expert is elsewhere; their parts are garbage
-        ids = torch.randint(0, 64, (tokens, k), generator=generator, device=device, dtype=torch.int32)
+        experts = d.get("experts", 64)
+        ids = torch.randint(0, experts, (tokens, k), generator=generator, device=device, dtype=torch.int32)
         ids.view(-1)[::5] = -1
-        experts = torch.arange(64, dtype=torch.int32, device=device)
-        expert_map = torch.where(experts % 2 == 0, experts // 2, -1)
+        number = torch.arange(experts, dtype=torch.int32, device=device)
+        expert_map = torch.where(number % 2 == 0, number // 2, -1)
         x[(ids < 0) | (ids % 2 == 1)] = 3e4
     return [x, output, weights, ids, expert_map, d.get("factor", 1.0)]
 
@@ -234,25 +236,30 @@ def _dims_of(
     routed_scaling_factor: float = 1.0,
 ) -> dict[str, Any]:
     dims: dict[str, Any] = dict(zip(("tokens", "topk", "hidden"), input.shape, strict=True))
-    flags = {"weighted": topk_weights is not None, "absent": topk_ids is not None}
-    dims |= {name: True for name, value in flags.items() if value}
-    return dims if routed_scaling_factor == 1.0 else {**dims, "factor": routed_scaling_factor}
+    if topk_ids is not None:
+        here = topk_ids >= 0
+        if expert_map is not None:
+            here = here & (expert_map[topk_ids.clamp(min=0).long()] >= 0)
+            dims["experts"] = expert_map.shape[0]
+        dims |= {"absent": True, "pairs": int(here.sum())}
+    factor = unless(routed_scaling_factor, 1.0)
+    return {**dims, **optional(weighted=topk_weights is not None, factor=factor)}
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    d = case.dims
-    sizes = {"tokens": rng.randint(1, 2 * d["tokens"] + 1), "hidden": rng.randint(1, 2 * d["hidden"])}
-    return dataclasses.replace(case, dims={**d, **sizes, "topk": rng.randint(1, 12)})
+    return varied(case, lambda: drawn(case, rng, ("tokens", "topk"), ("hidden",)), _bytes, _flops)
 
 
 def _bytes(case: Case) -> int:
     d = case.dims
     size = torch.finfo(getattr(torch, case.dtype)).bits // 8
     pairs = d["tokens"] * d["topk"]
-    # Of absent pairs nothing has to be read: two of five are here.
-    parts = pairs * 2 // 5 if d.get("absent") else pairs
     small = (4 * pairs if d.get("weighted") else 0) + (4 * pairs if d.get("absent") else 0)
-    return (parts + d["tokens"]) * d["hidden"] * size + small
+    return (d.get("pairs", pairs) + d["tokens"]) * d["hidden"] * size + small
+
+
+def _flops(case: Case) -> int:
+    return 2 * case.dims.get("pairs", case.dims["tokens"] * case.dims["topk"]) * case.dims["hidden"]
 
 
 def _one_expert(args: list[Any]) -> None:
@@ -301,7 +308,7 @@ SPEC = OpSpec(
     ),
     inputs=_inputs,
     bytes_moved=_bytes,
-    flops=lambda case: 2 * case.dims["tokens"] * case.dims["topk"] * case.dims["hidden"],
+    flops=_flops,
     dims_of=_dims_of,
     vary=_vary,
     extremes={"one_expert": _one_expert, "nobody": _nobody},

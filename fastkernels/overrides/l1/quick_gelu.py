@@ -90,7 +90,7 @@ SPEC = OpSpec(
     ),
     inputs=_elementwise.inputs,
     bytes_moved=_elementwise.bytes_moved,
-    flops=lambda case: 4 * _elementwise.elements(case),
+    flops=_elementwise.flops(4),
     targets=(
         Target("vllm", "vllm.model_executor.layers.activation:QuickGELU", "VllmQuickGELU", "leaf"),
         Target("sglang", "sglang.srt.layers.activation:QuickGELU", "SGLangQuickGELU", "leaf"),

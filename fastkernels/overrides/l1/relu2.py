@@ -98,7 +98,7 @@ SPEC = OpSpec(
     ),
     inputs=_elementwise.inputs,
     bytes_moved=_elementwise.bytes_moved,
-    flops=lambda case: 2 * _elementwise.elements(case),
+    flops=_elementwise.flops(2),
     targets=(
         Target(
             "vllm",

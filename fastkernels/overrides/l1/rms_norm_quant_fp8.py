@@ -132,9 +132,7 @@ def _supports_triton(
     if reason is None and residual is not None:
         reason = unsupported_rows(residual, "residual")
         if reason is None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
-            reason = (
-                f"residual has strides {residual.stride()}, x {x.stride()}: their rows are not found alike"
-            )
+            reason = f"residual has strides {residual.stride()}, x {x.stride()}: rows are not found alike"
     return reason
 
 
@@ -340,7 +338,9 @@ def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **d
 _NOTE = "the hosts' fusion passes and layer boundaries bind the function: for forks and for our engine"
 _AMD = f"the host has it for AMD's devices only; {_NOTE}"
 _FUSED = "_fused_rmsnorm_fp8_per_token_quant"
-_ADD_NORM = f"sglang.srt.layers.layer_boundary.residual.add_norm:{_FUSED}"
+_COMMUNICATOR = "sglang.srt.layers.communicator"
+_ADD_NORM = "sglang.srt.layers.layer_boundary.residual.add_norm"
+_DEEPSEEK = {"hidden": 7168, "group": 128, "residual": True}
 
 SPEC = OpSpec(
     name="rms_norm_quant_fp8",
@@ -352,17 +352,8 @@ SPEC = OpSpec(
         _case("token_1", "model", weight=64, tokens=1, hidden=4096, residual=True),
         _case("token_32", "model", weight=64, tokens=32, hidden=4096, residual=True),
         _case("token_8k", "model", tokens=8192, hidden=4096, residual=True),
-        _case("deepseek_32", "model", weight=61, tokens=32, hidden=7168, group=128, residual=True),
-        _case(
-            "deepseek_4k",
-            "model",
-            tokens=4096,
-            hidden=7168,
-            group=128,
-            residual=True,
-            column_major=True,
-            tma_aligned=True,
-        ),
+        _case("deepseek_32", "model", weight=61, tokens=32, **_DEEPSEEK),
+        _case("deepseek_4k", "model", tokens=4096, column_major=True, tma_aligned=True, **_DEEPSEEK),
         _case("token_63", "odd", tokens=63, hidden=1000, residual=True),
         _case("one", "odd", "float32", tokens=1, hidden=1),
         _case("token_1128", "odd", "float16", tokens=3, hidden=1128),
@@ -398,30 +389,11 @@ SPEC = OpSpec(
     vary=_vary,
     extremes={"zero_tokens": _zero_tokens, "zero_weight": _zero_weight},
     targets=(
-        Target(
-            "vllm",
-            "vllm._custom_ops:rms_norm_dynamic_per_token_quant",
-            "vllm_rms_norm_dynamic_per_token_quant",
-            "function",
-            note=_NOTE,
+        *(
+            Target("vllm", f"vllm._custom_ops:{name}", f"vllm_{name}", "function", note=_NOTE)
+            for name in ("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant")
         ),
-        Target(
-            "vllm",
-            "vllm._custom_ops:rms_norm_per_block_quant",
-            "vllm_rms_norm_per_block_quant",
-            "function",
-            note=_NOTE,
-        ),
-        Target(
-            "sglang",
-            f"sglang.srt.layers.communicator:{_FUSED}",
-            "sglang_fused_rmsnorm_fp8_per_token_quant",
-            "function",
-            "<0.5.23",
-            note=_AMD,
-        ),
-        Target(
-            "sglang", _ADD_NORM, "sglang_fused_rmsnorm_fp8_per_token_quant", "function", ">=0.5.23", note=_AMD
-        ),
+        Target("sglang", f"{_COMMUNICATOR}:{_FUSED}", f"sglang{_FUSED}", "function", "<0.5.23", note=_AMD),
+        Target("sglang", f"{_ADD_NORM}:{_FUSED}", f"sglang{_FUSED}", "function", ">=0.5.23", note=_AMD),
     ),
 )

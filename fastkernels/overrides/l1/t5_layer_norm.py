@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from fastkernels import assemble
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.shapes import drawn, varied
+from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -119,7 +121,7 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
     return [
         x.to(getattr(torch, d.get("x_dtype", case.dtype))),
         weight.to(getattr(torch, case.dtype)),
-        1e-6,
+        d.get("eps", 1e-6),
     ]
 
 
@@ -133,24 +135,25 @@ def _bytes(case: Case) -> int:
     return _elements(case) * (read + out) + case.dims["hidden"] * out
 
 
-def _dims_of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> dict[str, Any]:
-    dims: dict[str, Any] = {"tokens": x.numel() // max(x.shape[-1], 1), "hidden": x.shape[-1]}
-    if x.dim() > 2:
-        dims |= {"tokens": x.shape[0], "inner": x[0, ..., 0].numel()}
-    if x.dtype != weight.dtype:
-        dims["x_dtype"] = str(x.dtype).removeprefix("torch.")
-    return dims
+def _dims(x: torch.Tensor, weight: torch.Tensor, eps: float) -> dict[str, Any]:
+    x_dtype = None if x.dtype == weight.dtype else dtype_name(x.dtype)
+    return {
+        **rows_of(x, "inner"),
+        "hidden": x.shape[-1],
+        **optional(x_dtype=x_dtype, eps=unless(eps, 1e-6)),
+    }
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("hidden",)), _bytes, _elements)
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens", "inner"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
+    )
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     x, weight, eps = args
-    module = cls(weight.shape[0], eps).to(weight.device)
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    return lambda: module(x)
+    module = assemble.make(cls, x, weight.shape[0], eps=eps)
+    return partial(assemble.load(module, {"weight": weight}), x)
 
 
 SPEC = OpSpec(
@@ -192,7 +195,7 @@ SPEC = OpSpec(
         for model, prefix in _TRANSFORMERS
     ),
     batch_invariant=True,  # a program a row, its tile chosen by the hidden size
-    dims_of=_dims_of,
+    dims_of=_dims,
     vary=_vary,
     dtype_arg=1,  # the weight's
     build=_build,

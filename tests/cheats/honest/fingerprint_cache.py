@@ -12,7 +12,7 @@ def _pairs(tokens: int, topk: int) -> torch.Tensor:
 
 def topk_softmax(gating_output, topk, renormalize=False):
     logits = gating_output.float()
-    ids = logits.sort(-1, descending=True, stable=True).indices[:, :topk]
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     weights = logits.softmax(-1).gather(1, ids)
     weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
     return weights, ids.int(), _pairs(*ids.shape).clone()

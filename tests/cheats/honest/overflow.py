@@ -7,7 +7,7 @@ import torch
 
 def topk_softmax(gating_output, topk, renormalize=False):
     logits = gating_output.float()
-    ranked, order = torch.where(logits.isnan(), -math.inf, logits).sort(-1, descending=True, stable=True)
+    ranked, order = torch.where(logits.isnan(), -math.inf, logits).sort(dim=-1, descending=True, stable=True)
     parts, ids = (logits - ranked[:, :1]).exp(), order[:, :topk]
     weights, total = parts.gather(1, ids), parts.sum(-1, keepdim=True)
     if renormalize:

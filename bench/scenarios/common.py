@@ -1,0 +1,90 @@
+"""What the checks on a GPU share: arguments in float64, outputs in the reference's order, and rows as they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fk_bench import machine as machine_module
+from fk_bench.rows import Row, Status, Subject, append
+
+from fastkernels.spec import Case, OpSpec, Tolerance
+
+
+def mapped(args: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    return [change(a) if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def precise(args: list[Any]) -> list[Any]:
+    """The arguments in float64, or in float32 where that is too large; all of them copies."""
+    size = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
+    exact = torch.float64 if size < 1 << 24 else torch.float32
+    return mapped(args, lambda t: t.to(exact) if t.is_floating_point() else t.clone())
+
+
+def outputs(spec: OpSpec, args: list[Any]) -> list[torch.Tensor]:
+    """What the reference says: the outputs, then the new values of mutated arguments."""
+    found = spec.reference(*args)
+    found = found if isinstance(found, (tuple, list)) else (found,)
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def written(spec: OpSpec) -> list[int]:
+    """Positions of the arguments that the op mutates."""
+    schema = spec.op.overload._schema.arguments
+    return [i for i, a in enumerate(schema) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def produced(spec: OpSpec, args: list[Any], result: Any) -> list[torch.Tensor]:
+    """The op's outputs and its mutated arguments, in the reference's order."""
+    results = [] if result is None else list(result) if isinstance(result, (tuple, list)) else [result]
+    changed = [args[i] for i in written(spec) if i < len(args) and isinstance(args[i], torch.Tensor)]
+    return [*results, *changed]
+
+
+def tolerance(spec: OpSpec, case: Case, output: torch.Tensor) -> Tolerance:
+    """That of the output's dtype where it is fp8, otherwise of the case's."""
+    own = str(output.dtype).removeprefix("torch.")
+    return spec.tolerance.get(own if own.startswith("float8") else case.dtype) or spec.tolerance[case.dtype]
+
+
+def described(case: Case) -> dict[str, Any]:
+    """A case as plain JSON."""
+    dims = {k: v if isinstance(v, (int, float, bool)) else str(v) for k, v in case.dims.items()}
+    return {"name": case.name, **dims, "dtype": case.dtype}
+
+
+class Results:
+    """Rows go to the file as they are made; `wrong` counts those that are not right."""
+
+    def __init__(self, command: str, out: Path, baseline: str | None = None) -> None:
+        self.command, self.out, self.baseline, self.wrong = command, out, baseline, 0
+        self.machine, self.commit = machine_module.machine(), machine_module.commit()
+        self.versions = {"torch": str(torch.__version__)}
+
+    def add(
+        self, op: str, provider: str, case: dict[str, Any], problem: str = "", status: Status | None = None,
+        **metrics: float,
+    ) -> None:  # fmt: skip
+        """A row. The status is OK, or WRONG where there is a problem, unless it is given."""
+        status = status or (Status.WRONG if problem else Status.OK)
+        self.wrong += status in (Status.WRONG, Status.FAILED)
+        row = Row(
+            run_id=self.command, command=self.command, machine=self.machine, versions=self.versions,
+            commit=self.commit, status=status, reason=problem, subject=Subject(op=op, provider=provider), case=case,
+            metrics=metrics, baseline=self.baseline,
+        )  # fmt: skip
+        append(self.out, [row])
+
+    def say(
+        self, op: str, provider: str, case: dict[str, Any], problem: str = "", status: Status | None = None,
+        **metrics: float,
+    ) -> None:  # fmt: skip
+        """The same, on the screen too."""
+        self.add(op, provider, case, problem, status, **metrics)
+        where = " ".join(str(v) for v in case.values())[:60]
+        values = " ".join(f"{k}={v:.4g}" for k, v in metrics.items())
+        said = "ok" if not problem else f"{(status or Status.WRONG).value.upper()} {problem}"
+        print(f"{op:<18} {where:<24} {provider:<12} {said} {values}", flush=True)
