@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,7 @@ def test_capture_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
+        (["--python", os.path.relpath(sys.executable), "--scenario", "chats"], "unknown scenario 'chats'"),
         (["--scenario", "chats"], "unknown scenario 'chats'. Did you mean 'chat'?"),
         (["--host", "vlm"], "unknown host 'vlm'. Did you mean 'vllm'?"),
         (["--host", "vllm"], "vllm is not installed in"),
