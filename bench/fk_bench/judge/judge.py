@@ -40,7 +40,7 @@ OURS = "fastkernels"
 CPU_MEMORY = 6 << 30  # bytes of a candidate's process
 MAX_ROUNDS = {"cpu": 5, "cuda": 100}
 BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # seconds that N calls should last
-MAX_CALLS = {"cpu": 16, "cuda": 3000}  # of a batch, N
+MAX_CALLS = {"cpu": 16, "cuda": 2048}  # of a batch, N
 PACKAGES = (
     "fastkernels",
     "fk_bench",

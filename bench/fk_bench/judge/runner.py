@@ -26,6 +26,9 @@ from .protocol import Channel, ChannelClosed
 
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
 ESTIMATES = 20  # replays
+APART = (
+    32  # slots: where so many or fewer are called eagerly or compiled, arguments have storages of their own
+)
 _clock, _synchronize, _Tensor, _copy = (
     time.perf_counter,
     torch.cuda.synchronize,
@@ -199,7 +202,7 @@ class Runner:
         self.free()
         self.memory = memory = self._map(arena)
         self.out_metas = outs
-        self.args = [layout.bind(plan, memory, s, slots, apart=True) for s in range(slots)]
+        self.args = [layout.bind(plan, memory, s, slots, slots <= APART) for s in range(slots)]
         self.calls = [self._call(a) for a in self.args]
         out_start = arena["outputs"]
         size = sum(o["nbytes"] for o in outs)

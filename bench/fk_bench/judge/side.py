@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from fk_bench.rows import Status
@@ -82,15 +81,6 @@ class Side:
         self.child.kill()
         tail = self.child.output_tail(600).strip()
         return SideError(status, reason + (f"; its last output: {tail}" if tail else ""), True, self.name)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing of it runs meanwhile, whatever it has started."""
-        self.child.pause()
-        try:
-            yield
-        finally:
-            self.child.resume()
 
     def close(self) -> None:
         with contextlib.suppress(ChannelClosed, ChannelTimeout):

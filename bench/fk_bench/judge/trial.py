@@ -88,7 +88,6 @@ class CaseJudge:
         self.spec, self.trial, self.plan, self.mode, self.arena = spec, trial, plan, mode, arena
         self.candidate, self.baseline = candidate, baseline
         self.slots: Slots
-        self.pauses = candidate.caged  # a stranger's process does nothing while the baseline is timed
         self.cost = trial.case
 
     def _make(self, generator: torch.Generator) -> list[Any]:
