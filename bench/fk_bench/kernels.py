@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,9 @@ def kernels_command(
     ] = "production",
     cases: Annotated[str, typer.Option(help="of captured,random,held-out,extreme; default: all")] = "",
     case: Annotated[list[str] | None, typer.Option(help="only the cases of this name")] = None,
+    captures: Annotated[
+        Path | None, typer.Option(help="folder of captures to replay; default: the shipped ones")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
     rounds: Annotated[int, typer.Option(help="interleaved rounds of each case, three or more")] = 10,
     timeout: Annotated[
@@ -58,8 +62,10 @@ def kernels_command(
     The last line of output is JSON; the exit status is 1 if a case failed. Rows, and the page made of them, are in
     the run's directory.
     """
+    from .captures import CaptureError
     from .judge import Options
     from .judge.cases import SOURCES
+    from .judge.zygote import ZygoteError
 
     sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or SOURCES
     if unknown := [s for s in sources if s not in SOURCES]:
@@ -68,23 +74,34 @@ def kernels_command(
         fail(f"--against {against!r} is not one of {', '.join(AGAINST)}, and no candidate's file either")
     if rounds < 3:
         fail(f"--rounds {rounds}: an interval needs three or more")
+    if not timeout > 0:
+        fail(f"--timeout {timeout:g}: it is seconds, more than 0")
+    interpreters = _pairs(python or [])
     chosen_device = _device(device)
-    run = _directory(out)
     options = Options(
         device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds,
-        timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=_pairs(python or []),
+        timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=interpreters,
+        captures=captures,
     )  # fmt: skip
-    if cheats:
-        return _cheats(options, run, json)
     try:
+        if cheats:
+            return _cheats(options, _directory(out), json)
         candidates = _candidates(candidate, tuple(ops or ()))
         names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates)
-    except (UnknownName, CandidateError, ValueError) as error:
-        fail(str(error))
-    return _judge(names, candidates, options, run, json)
+        damaged = _damaged(names, options)
+        return _judge(names, candidates, options, _directory(out), json, damaged)
+    except (UnknownName, CandidateError, CaptureError, ZygoteError, ValueError) as error:
+        fail(" ".join(str(error).split()))
 
 
-def _judge(names: list[str], candidates: dict[str, Path], options: Any, run: Path, quiet: bool) -> int:
+def _judge(
+    names: list[str],
+    candidates: dict[str, Path],
+    options: Any,
+    run: Path,
+    quiet: bool,
+    damaged: list[str],
+) -> int:
     from . import kernels_report
     from .judge import judge_ops
 
@@ -96,8 +113,11 @@ def _judge(names: list[str], candidates: dict[str, Path], options: Any, run: Pat
         if row.kind == "case":
             print(kernels_report.line(row), file=sys.stderr, flush=True)
 
+    for problem in damaged:
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
+    _keep(candidates, run)
     found = judge_ops(names, candidates, options, on_row)
-    page = kernels_report.write(run, found)
+    page = kernels_report.write(run, found, damaged)
     if not quiet:
         kernels_report.show(found)
     total = found[-1]
@@ -111,10 +131,32 @@ def _judge(names: list[str], candidates: dict[str, Path], options: Any, run: Pat
     }  # fmt: skip
     if options.device == "cuda" and "speedup_geomean" in total.metrics:
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
+    if candidates:
+        result["candidates"] = kernels_report.live(found, candidates)
+    if damaged:
+        result["warnings"] = damaged
     if not ran:
-        result["error"] = "no case was run: every one of them needs a GPU" if result["not_run"] else "no case"
+        what = f"no case is called {', '.join(options.names)}" if options.names else "these ops have no such case"
+        result["error"] = "no case was run: every one of them needs a GPU" if result["not_run"] else what
+        print(f"error: {result['error']}", file=sys.stderr)
     last_line(result)
     return 0 if result["ok"] else 1
+
+
+def _keep(candidates: dict[str, Path], run: Path) -> None:
+    """The candidates as they were judged, for the page."""
+    for path in candidates.values():
+        (run / "candidates").mkdir(exist_ok=True)
+        shutil.copy(path, run / "candidates" / path.name)
+
+
+def _damaged(names: list[str], options: Any) -> list[str]:
+    """What of the captures is left out, file and part. Raises CaptureError if none can be read."""
+    from .replay import problems
+
+    if "captured" not in options.cases:
+        return []
+    return list(dict.fromkeys(p for name in names for p in problems(name, options.captures)))
 
 
 def _cheats(options: Any, run: Path, quiet: bool) -> int:
@@ -158,6 +200,8 @@ def _pairs(values: list[str]) -> dict[str, str]:
 def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
     if path is None:
         return {}
+    if not path.exists():
+        raise ValueError(f"--candidate {path}: there is no such file or folder")
     if path.is_dir():
         return {op: Path(p) for op, p in candidate.from_directory(path).items()}
     op = path.stem if path.stem in registry.op_names() else ops[0] if len(ops) == 1 else None
@@ -168,6 +212,8 @@ def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
 
 def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: dict[str, Path]) -> list[str]:
     """The ops asked for; with candidates and nothing asked, theirs and all that call one of them."""
+    if 4 in levels:
+        raise ValueError("--level 4: a whole model with a candidate inside is what `fk-bench e2e --candidate` runs")
     if unknown := [n for n in levels if n not in (1, 2, 3)]:
         raise ValueError(f"--level {unknown[0]}: ops have the levels 1, 2 and 3")
     names = registry.op_names()
