@@ -24,7 +24,6 @@ from fastkernels.spec import OpSpec
 from . import ipc, layout
 from .protocol import Channel, ChannelClosed
 
-ESTIMATES = 20  # replays
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
 ESTIMATES = 20  # replays
 _clock, _synchronize, _Tensor, _copy = (
@@ -216,7 +215,9 @@ class Runner:
 
     def free(self) -> None:
         """Forget the last case."""
-        self.args, self.calls, self.graphs, self.kept, self.out_slots = [], [], [], [], []
+        self.args, self.calls, self.out_slots = [], [], []
+        self.graphs: list[Any] = []
+        self.kept: list[list[torch.Tensor]] = []
         self.held: dict[int, list[torch.Tensor]] = {}
         if self.device == "cuda":
             torch.cuda.empty_cache()
