@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from fastkernels import registry
-from fastkernels.spec import OpSpec
+from fastkernels.spec import Case, OpSpec
 from fk_bench import kernels_report, machine
 from fk_bench.rows import Row, Status, Subject
 
@@ -39,7 +39,8 @@ PRELOAD = (
 OURS = "fastkernels"
 CPU_MEMORY = 6 << 30  # bytes of a candidate's process
 MAX_ROUNDS = {"cpu": 5, "cuda": 100}
-MAX_CALLS = {"cpu": 16, "cuda": 3000}  # of a batch, N
+BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # seconds that N calls should last
+MAX_CALLS = {"cpu": 16, "cuda": 2048}  # of a batch, N
 PACKAGES = (
     "fastkernels",
     "fk_bench",
@@ -64,12 +65,11 @@ class Options:
     names     only the cases of these names
     rounds    interleaved rounds, each with N and 2N calls of each side
     seconds   that the timed rounds of a case should take at most; three are made in any case
-    batch_s   seconds that a batch of N calls should last
     timeout   seconds that a side has for one command (its first call compiles)
     scan      reject what the static scan finds
     python    {'candidate' | 'baseline': interpreter}
     cage      False: the candidate runs as this user, with its network and files
-    memory    bytes of inputs and outputs of one case
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, two fifths of a GPU's
     """
 
     device: str = "cpu"
@@ -80,12 +80,11 @@ class Options:
     rounds: int = 10
     timed: bool = True
     seconds: float = 1.0
-    batch_s: float = 2e-3
     timeout: float = 120.0
     scan: bool = True
     python: Mapping[str, str] = field(default_factory=dict)
     cage: bool = True
-    memory: int = 24 << 30
+    memory: int | None = None
 
 
 def judge_ops(
@@ -119,6 +118,8 @@ class Judge:
         self.rows: list[Row] = []
         self._on_row = on_row or (lambda row: None)
         self._run_id = uuid4().hex[:12]
+        self.memory = options.memory or _memory_of(options.device)
+        self.cage: dict[str, str] = {}
         self._zygotes: dict[str, Zygote] = {}
         self._sides: dict[str, Side] = {}
         # On a CPU both sides have one core, the same: threads of a candidate's own win nothing there.
@@ -157,7 +158,8 @@ class Judge:
                     self._add(self._row(spec, trial, Status.SKIPPED, not_here))
                     continue
                 row = pair.judge(trial)
-                row.metrics["wall_s"] = time.perf_counter() - begin
+                wall = time.perf_counter() - begin
+                row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
                 self._add(row)
         finally:
             pair.close()
@@ -197,7 +199,9 @@ class Judge:
 
     def finish(self) -> list[Row]:
         """The row of the whole run, and all rows."""
-        self._add(self._totals([r for r in self.rows if r.kind == "case"], "run", None))
+        total = self._totals([r for r in self.rows if r.kind == "case"], "run", None)
+        total.case |= {"cage": self.cage, "against": self.options.against, "device": self.options.device}
+        self._add(total)
         return self.rows
 
     def _totals(self, mine: list[Row], kind: str, op: str | None) -> Row:
@@ -236,8 +240,10 @@ class Judge:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
             cage = CageOptions(**off, memory=None)
         fds = {"arena": self._arena} if self._arena >= 0 else {}
-        side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout)
+        side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts)
         side.greet()
+        if side.caged:
+            self.cage = side.cage
         if self.options.device == "cuda":
             side.channel.spin_s = 0.05
         return side
@@ -265,6 +271,7 @@ class Pair:
         self.failure: SideError | None = None
         self.deaths = 0
         self.compiled = False
+        self.busy_s = 0.0  # that both processes were waited for in the last case
 
     def close(self, failed: bool = False) -> None:
         """Let go of both processes: a candidate's ends, ours serves the next op unless something went wrong."""
@@ -293,17 +300,19 @@ class Pair:
 
     def judge(self, trial: Trial) -> Row:
         """The row of one case."""
+        self.busy_s = 0.0
         if self.failure is not None:
-            return self._row(trial, self.failure.status, str(self.failure))
+            return self._row(trial, *self._blame(self.failure))
         try:
             candidate, baseline = self._open()
         except SideError as error:
             self._lost(error, loading=True)
-            return self._row(trial, error.status, str(error))
+            return self._row(trial, *self._blame(error))
         plan = Plan(
-            self.options.device, self.options.rounds, self.options.seconds, self.options.batch_s,
-            MAX_CALLS[self.options.device], self.options.memory,
+            self.options.device, min(self.options.rounds, MAX_ROUNDS[self.options.device]), self.options.seconds,
+            BATCH_S[self.options.device], MAX_CALLS[self.options.device], self._judge.memory,
         )  # fmt: skip
+        before = candidate.busy_s + baseline.busy_s
         case = CaseJudge(
             self.spec, trial, candidate, baseline, self.loaded["candidate"]["mode"], plan, self._judge._arena
         )
@@ -321,10 +330,18 @@ class Pair:
         except Wrong as error:
             status, reason = Status.WRONG, str(error)
         except SideError as error:
-            status, reason = error.status, str(error)
+            status, reason = self._blame(error)
             self._lost(error)
         case.close()
-        return self._row(trial, status, reason, checked, timed)
+        self.busy_s = candidate.busy_s + baseline.busy_s - before
+        return self._row(trial, status, reason, checked, timed, case.cost)
+
+    @staticmethod
+    def _blame(error: SideError) -> tuple[Status, str]:
+        """Status and reason of a row: what the baseline does wrong is not the candidate's."""
+        if error.who == "baseline" and error.status is not Status.UNSUPPORTED:
+            return Status.FAILED, f"the baseline: {error.status.value}: {error}"
+        return error.status, str(error)
 
     def _lost(self, error: SideError, loading: bool = False) -> None:
         """After a failure: a process that is gone is started again, unless it keeps dying or cannot even load."""
@@ -335,7 +352,7 @@ class Pair:
             self.close(failed=True)
             if self.deaths >= DEATHS:
                 self.failure = SideError(
-                    error.status, f"{error}; not started again after {DEATHS} such ends", True
+                    error.status, f"{error}; not started again after {DEATHS} such ends", True, error.who
                 )
 
     def _row(
@@ -345,6 +362,7 @@ class Pair:
         reason: str,
         checked: Checked | None = None,
         timed: Timed | None = None,
+        cost: Case | None = None,
     ) -> Row:
         row = self._judge._row(self.spec, trial, status, reason)
         if checked is not None:
@@ -356,22 +374,24 @@ class Pair:
                 "compile_s": checked.first_s,
             }  # fmt: skip
         if timed is not None and status is Status.OK:
-            self._times(row, trial, timed)
+            self._times(row, cost or trial.case, timed)
         return row
 
-    def _times(self, row: Row, trial: Trial, timed: Timed) -> None:
-        size, work = self.spec.bytes_moved(trial.case), self.spec.flops(trial.case)
+    def _times(self, row: Row, cost: Case, timed: Timed) -> None:
+        size, work = self.spec.bytes_moved(cost), self.spec.flops(cost)
         floor = timing.floor_s(
-            size, work, trial.case.dtype, row.machine.gpu if self.options.device == "cuda" else None
+            size, work, cost.dtype, row.machine.gpu if self.options.device == "cuda" else None
         )
         problem = timing.unsteady(timed.candidate, timed.baseline, timed.again)
         if problem:
             row.reason = problem
-        elif problem := timing.invalid(timed.candidate, timed.baseline, floor):
+        elif problem := timing.invalid(timed.candidate, timed.baseline, floor, timed.traced.get("call_s")):
             row.status, row.reason = Status.INVALID, problem
         row.metrics |= {f"time_us_{k}": v for k, v in timed.candidate.percentiles().items()}
         row.metrics |= {f"baseline_us_{k}": v for k, v in timed.baseline.percentiles().items()}
         row.metrics["calls"] = timed.candidate.n
+        row.case |= {k: timed.traced[k] for k in ("kernels", "trace") if k in timed.traced}
+        row.metrics |= {f"trace_{k}": timed.traced[k] for k in ("call_s", "launches") if k in timed.traced}
         row.metrics["intercept_us"] = 1e6 * timed.candidate.intercept
         if problem:
             return
@@ -385,6 +405,14 @@ class Pair:
         row.metrics |= {"gb_per_s": size / seconds / 1e9, "tflops": work / seconds / 1e12}
         if floor:
             row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
+
+
+def _memory_of(device: str) -> int:
+    if device == "cpu":
+        return 2 << 30
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory * 2 // 5
 
 
 def _memory() -> int:

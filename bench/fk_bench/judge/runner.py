@@ -26,6 +26,9 @@ from .protocol import Channel, ChannelClosed
 
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
 ESTIMATES = 20  # replays
+APART = (
+    32  # slots: where so many or fewer are called eagerly or compiled, arguments have storages of their own
+)
 _clock, _synchronize, _Tensor, _copy = (
     time.perf_counter,
     torch.cuda.synchronize,
@@ -199,7 +202,7 @@ class Runner:
         self.free()
         self.memory = memory = self._map(arena)
         self.out_metas = outs
-        self.args = [layout.bind(plan, memory, s, slots, apart=True) for s in range(slots)]
+        self.args = [layout.bind(plan, memory, s, slots, slots <= APART) for s in range(slots)]
         self.calls = [self._call(a) for a in self.args]
         out_start = arena["outputs"]
         size = sum(o["nbytes"] for o in outs)
@@ -363,21 +366,26 @@ class Runner:
                         _copy(view, value)
         return {}
 
-    def do_trace(self) -> dict[str, Any]:
-        """GPU: CUPTI over one replay of the first graph: {kernel: [times, seconds]} of all streams."""
-        from torch.autograd.profiler import DeviceType
+    def do_trace(self, calls: int) -> dict[str, Any]:
+        """GPU: CUPTI over a replay of so many calls, all streams: {call_s: time in which any kernel ran, kernels}."""
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CUDA]) as prof:
-            self.graphs[0].replay()
-            _synchronize()
-        kernels: dict[str, list[float]] = {}
-        for event in prof.events():
-            if event.device_type == DeviceType.CUDA:
-                entry = kernels.setdefault(event.name[:120], [0, 0.0])
-                entry[0] += 1
-                entry[1] += event.time_range.elapsed_us() / 1e6
-        return {"kernels": kernels}
+        graph, _ = self._capture(self.calls[:calls])
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as prof:
+                graph.replay()
+                _synchronize()
+            events = [e for e in prof.events() if e.device_type == DeviceType.CUDA]
+        except RuntimeError as error:
+            return {"trace": said(error)}
+        spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+        busy, reached = 0.0, float("-inf")
+        for start, end in spans:
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        names = dict.fromkeys(e.name[:120] for e in events)
+        return {"call_s": 1e-6 * busy / calls, "launches": len(events) / calls, "kernels": list(names)[:12]}
 
     def do_compiled(self, slot: int, out: int) -> dict[str, Any]:
         """The call under torch.compile(fullgraph=True), into an output slot."""

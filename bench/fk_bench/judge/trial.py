@@ -22,6 +22,7 @@ from .side import Side, SideError
 from .slots import FLUSH_BYTES, Slots, poison
 from .timing import Samples
 
+TRACED = 32  # calls that CUPTI looks at
 POISONED = 32  # outputs a batch
 SMALL = (
     64 << 20
@@ -75,6 +76,7 @@ class Timed:
     candidate: Samples
     baseline: Samples
     again: Samples
+    traced: dict[str, Any] = field(default_factory=dict)
 
 
 class CaseJudge:
@@ -86,6 +88,7 @@ class CaseJudge:
         self.spec, self.trial, self.plan, self.mode, self.arena = spec, trial, plan, mode, arena
         self.candidate, self.baseline = candidate, baseline
         self.slots: Slots
+        self.cost = trial.case
 
     def _make(self, generator: torch.Generator) -> list[Any]:
         args = self.trial.make(self.plan.device, generator)
@@ -120,6 +123,8 @@ class CaseJudge:
     def check(self, baselines: list[str], compiled: bool) -> Checked:
         """Both sides right on fresh values, call by call. Raises Wrong, SideError."""
         self.slots = slots = self._open(count := 3, count)
+        if self.spec.dims_of is not None:  # what these values cost: which experts have a token
+            self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
         name, base_errors, seconds = self._choose(baselines)
         slots.fill([0] * count)
         first = time.perf_counter()
@@ -160,7 +165,9 @@ class CaseJudge:
             if best is None or seconds < best[0]:
                 best = (seconds, name, errors)
         if best is None:
-            raise SideError(Status.UNSUPPORTED, "no baseline serves this case: " + "; ".join(reasons), False)
+            raise SideError(
+                Status.UNSUPPORTED, "no baseline serves this case: " + "; ".join(reasons), False, "baseline"
+            )
         self.baseline.ask("use", baseline=best[1])
         return best[1], best[2], best[0]
 
@@ -223,6 +230,8 @@ class CaseJudge:
         outputs = dict(zip(("candidate", "baseline"), found, strict=True))
         del found
         timed = Timed(Samples(n), Samples(n), Samples(n))
+        if cuda:
+            timed.traced = self.candidate.ask("trace", calls=min(TRACED, 2 * n))
         self.rounds = max(3, min(self.plan.rounds, int(self.plan.seconds / (9 * n * checked.seconds))))
         flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if cuda else None
         try:
