@@ -33,7 +33,7 @@ def kernels_command(
         Path | None, typer.Option(help="a file OP.py, or a directory of them; without it, our own overrides")
     ] = None,
     against: Annotated[
-        str, typer.Option(help="production (the fastest of it), host or reference")
+        str, typer.Option(help="production (the fastest of it), host, reference, or another candidate's file")
     ] = "production",
     cases: Annotated[str, typer.Option(help="of captured,random,held-out,extreme; default: all")] = "",
     case: Annotated[list[str] | None, typer.Option(help="only the cases of this name")] = None,
@@ -71,8 +71,8 @@ def kernels_command(
     sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or SOURCES
     if unknown := [s for s in sources if s not in SOURCES]:
         fail(f"no such source of cases: {', '.join(unknown)} (one or more of {', '.join(SOURCES)})")
-    if against not in AGAINST:
-        fail(f"--against {against!r} is not one of {', '.join(AGAINST)}")
+    if against not in AGAINST and not (against.endswith(".py") and Path(against).is_file()):
+        fail(f"--against {against!r} is not one of {', '.join(AGAINST)}, and no candidate's file either")
     if rounds < 3:
         fail(f"--rounds {rounds}: an interval needs three or more")
     chosen_device = _device(device)

@@ -59,7 +59,8 @@ class Options:
     """How ops are judged.
 
     device    'cpu' or 'cuda'
-    against   'production' (the fastest of what production ships), 'host' or 'reference'
+    against   'production' (the fastest of what production ships), 'host', 'reference', or the path of another
+              candidate's file
     captures  folder of captures to replay; None: the shipped ones
     cases     sources of cases, of judge.cases.SOURCES
     names     only the cases of these names
@@ -276,7 +277,7 @@ class Pair:
     def close(self, failed: bool = False) -> None:
         """Let go of both processes: a candidate's ends, ours serves the next op unless something went wrong."""
         for who, side in self.sides.items():
-            if who == "candidate" and self.candidates:
+            if side.caged or (who == "candidate" and self.candidates) or self.options.against.endswith(".py"):
                 side.close()
             elif failed:
                 self._judge.lost(who)
@@ -287,13 +288,16 @@ class Pair:
         for who in ("candidate", "baseline"):
             if who in self.sides:
                 continue
-            mine = self.candidates if who == "candidate" else {}
+            mine, against = self.candidates, None
+            if who == "baseline":
+                against = self.options.against
+                mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
             side = self._judge.spawn(who, list(mine.values())) if mine else self._judge.trusted(who)
             self.sides[who] = side
             self.loaded[who] = side.ask(
                 "load", op=self.spec.name, device=self.options.device,
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
-                against=self.options.against if who == "baseline" else None,
+                against=None if mine else against,
                 mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._judge.core,
             )  # fmt: skip
         return self.sides["candidate"], self.sides["baseline"]
@@ -319,7 +323,9 @@ class Pair:
         checked = timed = None
         status, reason = Status.OK, ""
         try:
-            checked = case.check(self.loaded["baseline"]["baselines"], not self.compiled)
+            checked = case.check(
+                self.loaded["baseline"]["baselines"] or [self.options.against], not self.compiled
+            )
             self.compiled = True
             if trial.timed and self.options.timed:
                 timed = case.time(checked)

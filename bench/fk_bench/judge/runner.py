@@ -178,8 +178,8 @@ class Runner:
 
     def do_use(self, baseline: str) -> dict[str, Any]:
         """Call this baseline from now on. Says why it cannot serve the case at hand, if it cannot."""
-        chosen = self.baselines[baseline]
-        if chosen is None:
+        chosen = self.baselines.get(baseline)
+        if chosen is None:  # a module on baselines that are put in already, or another candidate
             return {}
         if self.args and (reason := chosen.supports(*self.args[0])) is not None:
             return {"unsupported": reason}
