@@ -156,9 +156,9 @@ class Judge:
         try:
             for trial in found:
                 begin = time.perf_counter()
-                reason = trial.gpu_only(spec) if self.options.device == "cpu" else None
-                if reason is not None:
-                    self._add(self._row(spec, trial, Status.SKIPPED, reason))
+                not_here = trial.gpu_only(spec) if self.options.device == "cpu" else None
+                if not_here is not None:
+                    self._add(self._row(spec, trial, Status.SKIPPED, not_here))
                     continue
                 row = pair.judge(trial)
                 wall = time.perf_counter() - begin
@@ -241,7 +241,8 @@ class Judge:
                 memory=None if cuda else CPU_MEMORY,
             )  # fmt: skip
         else:
-            cage = CageOptions(**dict.fromkeys(STEPS, False), memory=None)
+            off: dict[str, Any] = dict.fromkeys(STEPS, False)
+            cage = CageOptions(**off, memory=None)
         fds = {"arena": self._arena} if self._arena >= 0 else {}
         side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts)
         side.greet()
@@ -453,10 +454,6 @@ def _memory() -> int:
     fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, bool, str)) else repr(value)[:200]
 
 
 def _rejected(files: Mapping[str, Path]) -> str:

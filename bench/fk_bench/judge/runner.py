@@ -219,7 +219,9 @@ class Runner:
 
     def free(self) -> None:
         """Forget the last case."""
-        self.args, self.calls, self.graphs, self.kept, self.out_slots = [], [], [], [], []
+        self.args, self.calls, self.out_slots = [], [], []
+        self.graphs: list[Any] = []
+        self.kept: list[list[torch.Tensor]] = []
         self.held: dict[int, list[torch.Tensor]] = {}
         if self.device == "cuda":
             torch.cuda.empty_cache()

@@ -311,8 +311,7 @@ class CaseJudge:
         full = r < CHECKED_ROUNDS or r == self.rounds - 1
         for held in sampled if full else sampled[:1]:
             want = expect(self.spec, self.trial.case, self.slots.private_args(held.slot), self.mode)
-            after = iter(held.args)
-            args = layout.mapped(self.slots.masters[0], lambda _, it=after: next(it))
+            args = layout.replaced(self.slots.masters[0], held.args)
             written = [args[i] for i in want.written]
             allowed = checked.baseline_errors.rms
             errors = compare(self.spec, self.trial.case, [*held.outputs, *written], want, allowed)
