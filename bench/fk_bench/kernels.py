@@ -15,8 +15,10 @@ from fastkernels.candidate import CandidateError
 from fastkernels.registry import UnknownName
 
 from . import rows as rows_module
+from .captures import CaptureError
 from .output import fail, last_line
 from .rows import Row, Status
+from .stubs import chosen_ops
 
 AGAINST = ("production", "host", "reference")
 
@@ -36,12 +38,12 @@ def kernels_command(
     cases: Annotated[str, typer.Option(help="of captured,random,held-out,extreme; default: all")] = "",
     case: Annotated[list[str] | None, typer.Option(help="only the cases of this name")] = None,
     captures: Annotated[
-        Path | None, typer.Option(help="folder of captures to replay; default: the shipped ones")
+        Path | None, typer.Option(help="folder of captures to replay, instead of the shipped ones")
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
     rounds: Annotated[int, typer.Option(help="interleaved rounds of each case, three or more")] = 10,
     timeout: Annotated[
-        float, typer.Option(help="seconds for a candidate's longest step (compiling)")
+        float, typer.Option(help="seconds that a candidate has for any one step (compiling)")
     ] = 120.0,
     no_time: Annotated[bool, typer.Option("--no-time", help="check only")] = False,
     no_scan: Annotated[bool, typer.Option("--no-scan", help="leave out the static scan")] = False,
@@ -62,7 +64,6 @@ def kernels_command(
     The last line of output is JSON; the exit status is 1 if a case failed. Rows, and the page made of them, are in
     the run's directory.
     """
-    from .captures import CaptureError
     from .judge import Options
     from .judge.cases import SOURCES
     from .judge.zygote import ZygoteError
@@ -84,13 +85,17 @@ def kernels_command(
         captures=captures,
     )  # fmt: skip
     try:
-        if cheats:
-            return _cheats(options, _directory(out), json)
         candidates = _candidates(candidate, tuple(ops or ()))
         names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates)
         damaged = _damaged(names, options)
-        return _judge(names, candidates, options, _directory(out), json, damaged)
-    except (UnknownName, CandidateError, CaptureError, ZygoteError, ValueError) as error:
+    except (UnknownName, CandidateError, CaptureError, ValueError) as error:
+        fail(str(error))
+    run = _directory(out)
+    try:
+        return (
+            _cheats(options, run, json) if cheats else _judge(names, candidates, options, run, json, damaged)
+        )
+    except ZygoteError as error:
         fail(" ".join(str(error).split()))
 
 
@@ -107,6 +112,7 @@ def _judge(
 
     start = time.perf_counter()
     path = run / "rows.jsonl"
+    _keep(candidates, run)
 
     def on_row(row: Row) -> None:
         rows_module.append(path, [row])
@@ -115,7 +121,6 @@ def _judge(
 
     for problem in damaged:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
-    _keep(candidates, run)
     found = judge_ops(names, candidates, options, on_row)
     page = kernels_report.write(run, found, damaged)
     if not quiet:
@@ -136,18 +141,15 @@ def _judge(
     if damaged:
         result["warnings"] = damaged
     if not ran:
-        what = f"no case is called {', '.join(options.names)}" if options.names else "these ops have no such case"
+        what = (
+            f"no case is called {', '.join(options.names)}"
+            if options.names
+            else "these ops have no such case"
+        )
         result["error"] = "no case was run: every one of them needs a GPU" if result["not_run"] else what
         print(f"error: {result['error']}", file=sys.stderr)
     last_line(result)
     return 0 if result["ok"] else 1
-
-
-def _keep(candidates: dict[str, Path], run: Path) -> None:
-    """The candidates as they were judged, for the page."""
-    for path in candidates.values():
-        (run / "candidates").mkdir(exist_ok=True)
-        shutil.copy(path, run / "candidates" / path.name)
 
 
 def _damaged(names: list[str], options: Any) -> list[str]:
@@ -197,11 +199,19 @@ def _pairs(values: list[str]) -> dict[str, str]:
     return found
 
 
+def _keep(candidates: dict[str, Path], run: Path) -> None:
+    """Copies in the run's directory: its page shows what was judged, whatever becomes of the files."""
+    if candidates:
+        (run / "candidates").mkdir(exist_ok=True)
+    for path in candidates.values():
+        shutil.copy(path, run / "candidates" / path.name)
+
+
 def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
     if path is None:
         return {}
     if not path.exists():
-        raise ValueError(f"--candidate {path}: there is no such file or folder")
+        raise ValueError(f"--candidate {path}: there is no such file or folder; `fk-bench stubs` makes some")
     if path.is_dir():
         return {op: Path(p) for op, p in candidate.from_directory(path).items()}
     op = path.stem if path.stem in registry.op_names() else ops[0] if len(ops) == 1 else None
@@ -213,18 +223,19 @@ def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
 def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: dict[str, Path]) -> list[str]:
     """The ops asked for; with candidates and nothing asked, theirs and all that call one of them."""
     if 4 in levels:
-        raise ValueError("--level 4: a whole model with a candidate inside is what `fk-bench e2e --candidate` runs")
+        raise ValueError(
+            "--level 4: a whole model with a candidate inside is what `fk-bench e2e --candidate` runs"
+        )
     if unknown := [n for n in levels if n not in (1, 2, 3)]:
         raise ValueError(f"--level {unknown[0]}: ops have the levels 1, 2 and 3")
-    names = registry.op_names()
-    if model:
-        from .stubs import chosen_ops
-
-        names = chosen_ops((), None, model)
+    names = chosen_ops((), None, model) if model else registry.op_names()
     if ops and ops != ("all",):
-        return list(registry.check_names(ops))
-    if levels:
-        return [n for n in names if registry.get(n).level in levels]
-    if candidates and not ops and not model:
-        return [n for n in names if n in candidates or registry.reached(n) & set(candidates)]
-    return names
+        names = list(registry.check_names(ops))
+    elif levels:
+        names = [n for n in names if registry.get(n).level in levels]
+    with_one = [n for n in names if n in candidates or registry.reached(n) & set(candidates)]
+    if candidates and not with_one:
+        raise ValueError(
+            f"the candidates ({', '.join(candidates)}) have no part in the ops asked for ({', '.join(names)})"
+        )
+    return with_one if candidates and not (ops or levels or model) else names

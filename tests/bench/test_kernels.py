@@ -137,7 +137,9 @@ def test_memory_is_limited_and_children_end(tmp_path: Path, monkeypatch: pytest.
     candidates = {op: files / f"{op}.py" for op in ("relu2", "silu_and_mul")}
     before = children()
     names = ("odd_63", "odd_1000")
-    found = {r.subject.op: r for r in cases(judge_ops([*candidates], candidates, small(names=names, scan=False)))}
+    found = {
+        r.subject.op: r for r in cases(judge_ops([*candidates], candidates, small(names=names, scan=False)))
+    }
     assert found["relu2"].status is Status.OOM, found["relu2"].reason
     assert found["silu_and_mul"].status in (Status.OK, Status.COMPILE_ERROR), found["silu_and_mul"].reason
     assert children() <= before
@@ -176,7 +178,9 @@ def test_candidates_are_live_in_every_op_that_contains_them(tmp_path: Path) -> N
                      "odd_1128", "--no-time", "--json")  # fmt: skip
     line = last_json(result)
     rows = cases(read(tmp_path / "run" / "rows.jsonl")[0])
-    assert result.returncode == 0, [(r.subject.op, r.status, r.reason) for r in rows if r.status is not Status.OK]
+    assert result.returncode == 0, [
+        (r.subject.op, r.status, r.reason) for r in rows if r.status is not Status.OK
+    ]
     assert {"silu_and_mul", "gated_mlp"} <= set(line["candidates"]["silu_and_mul"]["in"])
     assert "rms_norm" in line["candidates"]["rms_norm"]["in"]
     assert all(c["calls"] > 0 for c in line["candidates"].values())
@@ -202,7 +206,11 @@ def test_a_wrong_candidate_makes_what_contains_it_wrong(tmp_path: Path) -> None:
                      "odd_1128", "--no-time", "--json")  # fmt: skip
     said = {(r.subject.op, r.status) for r in cases(read(tmp_path / "run" / "rows.jsonl")[0])}
     ran = {s for s in said if s[1] is not Status.SKIPPED}
-    assert {op for op, status in ran if status is Status.WRONG} == {"silu_and_mul", "gated_mlp", "fused_experts"}
+    assert {op for op, status in ran if status is Status.WRONG} == {
+        "silu_and_mul",
+        "gated_mlp",
+        "fused_experts",
+    }
     assert ("rms_norm", Status.OK) in ran and result.returncode == 1
 
 
@@ -210,7 +218,9 @@ def test_a_wrong_candidate_makes_what_contains_it_wrong(tmp_path: Path) -> None:
 
 
 def test_a_case_for_a_gpu_is_not_run_and_not_passed(tmp_path: Path) -> None:
-    result = kernels("linear", "--cases", "random", "--case", "llama8b_qkv_1", "--out", tmp_path / "run", "--json")
+    result = kernels(
+        "linear", "--cases", "random", "--case", "llama8b_qkv_1", "--out", tmp_path / "run", "--json"
+    )
     rows = cases(read(tmp_path / "run" / "rows.jsonl")[0])
     if not rows:
         pytest.fail(result.stderr)

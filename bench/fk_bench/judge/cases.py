@@ -44,7 +44,10 @@ class Trial:
         """Why a CPU does not run it, if it does not."""
         size, work = spec.bytes_moved(self.case), spec.flops(self.case)
         if size > CPU_BYTES or work > CPU_FLOPS:
-            return f"GPU only: {size / 1e6:.0f} MB and {work / 1e9:.1f} GFLOP a call; not run"
+            return (
+                f"GPU only: {size / 1e6:.2f} MB and {work / 1e6:.1f} MFLOP a call, "
+                f"more than {CPU_BYTES / 1e6:.2f} MB or {CPU_FLOPS / 1e6:.0f} MFLOP; not run"
+            )
         if (size := self._argument_bytes()) > CPU_ARGUMENTS:
             return f"GPU only: {size / 1e6:.0f} MB of arguments; not run"
         return None

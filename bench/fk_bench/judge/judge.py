@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,8 @@ class Options:
     scan      reject what the static scan finds
     python    {'candidate' | 'baseline': interpreter}
     cage      False: the candidate runs as this user, with its network and files
-    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, two fifths of a GPU's
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, 16 GiB or a quarter of it
+              on a GPU
     """
 
     device: str = "cpu"
@@ -154,9 +156,9 @@ class Judge:
         try:
             for trial in found:
                 begin = time.perf_counter()
-                reason = trial.gpu_only(spec) if self.options.device == "cpu" else None
-                if reason is not None:
-                    self._add(self._row(spec, trial, Status.SKIPPED, reason))
+                not_here = trial.gpu_only(spec) if self.options.device == "cpu" else None
+                if not_here is not None:
+                    self._add(self._row(spec, trial, Status.SKIPPED, not_here))
                     continue
                 row = pair.judge(trial)
                 wall = time.perf_counter() - begin
@@ -235,10 +237,12 @@ class Judge:
         if files and self.options.cage:
             cuda = self.options.device == "cuda"
             cage = CageOptions(
-                readable=tuple(str(f.resolve()) for f in files), packages=PACKAGES, memory=None if cuda else CPU_MEMORY,
+                readable=(*(str(f.resolve()) for f in files), *_toolchain()), packages=PACKAGES,
+                memory=None if cuda else CPU_MEMORY,
             )  # fmt: skip
         else:
-            cage = CageOptions(**dict.fromkeys(STEPS, False), memory=None)
+            off: dict[str, Any] = dict.fromkeys(STEPS, False)
+            cage = CageOptions(**off, memory=None)
         fds = {"arena": self._arena} if self._arena >= 0 else {}
         side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts)
         side.greet()
@@ -326,7 +330,9 @@ class Pair:
                 self.loaded["baseline"]["baselines"] or [self.options.against], not self.compiled
             )
             self.compiled = True
-            if trial.timed and self.options.timed:
+            if trial.timed and self.options.timed and not checked.seconds:
+                reason = "checked, not timed: " + _why(case.passed_over)
+            elif trial.timed and self.options.timed:
                 timed = case.time(checked)
                 if self.options.device == "cuda" and timing.unsteady(
                     timed.candidate, timed.baseline, timed.again
@@ -337,7 +343,11 @@ class Pair:
         except SideError as error:
             status, reason = self._blame(error)
             self._lost(error)
+        except RuntimeError as error:  # the judge's own work: its oracle's memory
+            status, reason = Status.FAILED, f"the judge: {type(error).__name__}: {str(error)[:300]}"
         case.close()
+        if self.options.device == "cuda":
+            _release()
         self.busy_s = candidate.busy_s + baseline.busy_s - before
         return self._row(trial, status, reason, checked, timed, case.cost)
 
@@ -422,12 +432,31 @@ class Pair:
             row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
 
 
+def _why(passed_over: Mapping[str, str]) -> str:
+    return "no baseline serves this case: " + "; ".join(f"{n}: {r}" for n, r in passed_over.items())
+
+
+def _release() -> None:
+    """What the judge's oracle needed goes back: both sides need memory, too."""
+    import torch
+
+    torch.cuda.empty_cache()
+
+
+def _toolchain() -> list[str]:
+    """Folders of a compiler that is not where every machine has it; Triton compiles its launchers with it."""
+    names = [os.environ.get("CC"), "gcc", "cc", "clang"]
+    found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
+    found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
+    return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
+
+
 def _memory_of(device: str) -> int:
     if device == "cpu":
         return 2 << 30
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory * 2 // 5
+    return min(torch.cuda.get_device_properties(0).total_memory // 4, 16 << 30)
 
 
 def _memory() -> int:
@@ -435,10 +464,6 @@ def _memory() -> int:
     fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, bool, str)) else repr(value)[:200]
 
 
 def _rejected(files: Mapping[str, Path]) -> str:
