@@ -43,16 +43,11 @@ class Trial:
     def gpu_only(self, spec: OpSpec) -> str | None:
         """Why a CPU does not run it, if it does not."""
         size, work = spec.bytes_moved(self.case), spec.flops(self.case)
-<<<<<<< HEAD
-        if size <= CPU_BYTES and work <= CPU_FLOPS:
-            return None
-        return (
-            f"GPU only: {size / 1e6:.2f} MB and {work / 1e6:.1f} MFLOP a call, "
-            f"more than {CPU_BYTES / 1e6:.2f} MB or {CPU_FLOPS / 1e6:.0f} MFLOP; not run"
-        )
-=======
         if size > CPU_BYTES or work > CPU_FLOPS:
-            return f"GPU only: {size / 1e6:.0f} MB and {work / 1e9:.1f} GFLOP a call; not run"
+            return (
+                f"needs a GPU: {size / 1e6:.2f} MB and {work / 1e6:.0f} MFLOP a call, "
+                f"more than {CPU_BYTES / 1e6:.2f} MB or {CPU_FLOPS / 1e6:.0f} MFLOP; not run"
+            )
         if (size := self._argument_bytes()) > CPU_ARGUMENTS:
             return f"GPU only: {size / 1e6:.0f} MB of arguments; not run"
         return None
@@ -66,7 +61,6 @@ class Trial:
                 return sum(t.nbytes for t in layout.tensors(self.make("cpu", torch.Generator())))
         except Exception:  # inputs that depend on other inputs' values; no such op has a large table
             return 0
->>>>>>> j-tests
 
 
 def trials(
