@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import random
 import sys
 import time
@@ -70,7 +71,8 @@ class Options:
     scan      reject what the static scan finds
     python    {'candidate' | 'baseline': interpreter}
     cage      False: the candidate runs as this user, with its network and files
-    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, two fifths of a GPU's
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, 16 GiB or a quarter of it
+              on a GPU
     """
 
     device: str = "cpu"
@@ -146,7 +148,9 @@ class Judge:
         found = trials(
             spec, self.options.cases, self.options.device, self.options.names, self.options.captures
         )
-        mine = {n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name)}
+        mine = {
+            n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name, parts=True)
+        }
         if self.options.scan and (reason := _rejected(mine)):
             self._add(self._row(spec, None, Status.REJECTED, reason))
             return
@@ -235,7 +239,8 @@ class Judge:
         if files and self.options.cage:
             cuda = self.options.device == "cuda"
             cage = CageOptions(
-                readable=tuple(str(f.resolve()) for f in files), packages=PACKAGES, memory=None if cuda else CPU_MEMORY,
+                readable=(*(str(f.resolve()) for f in files), *_toolchain()), packages=PACKAGES,
+                memory=None if cuda else CPU_MEMORY,
             )  # fmt: skip
         else:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
@@ -327,7 +332,9 @@ class Pair:
                 self.loaded["baseline"]["baselines"] or [self.options.against], not self.compiled
             )
             self.compiled = True
-            if trial.timed and self.options.timed:
+            if trial.timed and self.options.timed and not checked.seconds:
+                reason = "checked, not timed: " + _why(case.passed_over)
+            elif trial.timed and self.options.timed:
                 timed = case.time(checked)
                 if self.options.device == "cuda" and timing.unsteady(
                     timed.candidate, timed.baseline, timed.again
@@ -338,7 +345,11 @@ class Pair:
         except SideError as error:
             status, reason = self._blame(error)
             self._lost(error)
+        except RuntimeError as error:  # the judge's own work: its oracle's memory
+            status, reason = Status.FAILED, f"the judge: {type(error).__name__}: {str(error)[:300]}"
         case.close()
+        if self.options.device == "cuda":
+            _release()
         self.busy_s = candidate.busy_s + baseline.busy_s - before
         return self._row(trial, status, reason, checked, timed, case.cost)
 
@@ -413,12 +424,31 @@ class Pair:
             row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
 
 
+def _why(passed_over: Mapping[str, str]) -> str:
+    return "no baseline serves this case: " + "; ".join(f"{n}: {r}" for n, r in passed_over.items())
+
+
+def _release() -> None:
+    """What the judge's oracle needed goes back: both sides need memory, too."""
+    import torch
+
+    torch.cuda.empty_cache()
+
+
+def _toolchain() -> list[str]:
+    """Folders of a compiler that is not where every machine has it; Triton compiles its launchers with it."""
+    names = [os.environ.get("CC"), "gcc", "cc", "clang"]
+    found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
+    found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
+    return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
+
+
 def _memory_of(device: str) -> int:
     if device == "cpu":
         return 2 << 30
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory * 2 // 5
+    return min(torch.cuda.get_device_properties(0).total_memory // 4, 16 << 30)
 
 
 def _memory() -> int:

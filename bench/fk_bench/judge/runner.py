@@ -26,6 +26,7 @@ from .protocol import Channel, ChannelClosed
 
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
 ESTIMATES = 20  # replays
+GRAPH_CALLS = 64
 APART = (
     32  # slots: where so many or fewer are called eagerly or compiled, arguments have storages of their own
 )
@@ -310,11 +311,15 @@ class Runner:
     # -- timed batches
 
     def do_capture(self, n: int) -> dict[str, Any]:
-        """GPU: two graphs of n calls each. Says where every call's outputs will be."""
+        """GPU: graphs of a few calls each, for two halves of n calls. Says where every call's outputs will be.
+
+        Small graphs, because the launch of a large one takes a time of its own before anything runs.
+        """
         self.graphs, self.kept = [], []
-        for half in (self.calls[:n], self.calls[n : 2 * n]):
-            graph, results = self._capture(half)
-            self.graphs.append(graph)
+        for start in (*range(0, n, GRAPH_CALLS), *range(n, 2 * n, GRAPH_CALLS)):
+            end = min(start + GRAPH_CALLS, n if start < n else 2 * n)
+            graph, results = self._capture(self.calls[start:end])
+            self.graphs.append((start, graph))
             self.kept += results
         return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}
 
@@ -347,10 +352,10 @@ class Runner:
         """Call the slots start .. start + count, each once; on a GPU, replay their graphs."""
         if self.device == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            half = len(self.calls) // 2
             begin.record()
-            for graph in self.graphs[start // half : (start + count) // half]:
-                graph.replay()
+            for first, graph in self.graphs:
+                if start <= first < start + count:
+                    graph.replay()
             end.record()
             _synchronize()
             return {"events_s": begin.elapsed_time(end) / 1e3}

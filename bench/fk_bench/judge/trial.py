@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fastkernels.spec import OpSpec
-from fk_bench.rows import Status
 
 from . import ipc, layout
 from .cases import Trial
@@ -22,6 +21,7 @@ from .side import Side, SideError
 from .slots import FLUSH_BYTES, Slots, poison
 from .timing import Samples
 
+REFERENCE = "reference"
 TRACED = 32  # calls that CUPTI looks at
 POISONED = 32  # outputs a batch
 SMALL = (
@@ -89,6 +89,7 @@ class CaseJudge:
         self.candidate, self.baseline = candidate, baseline
         self.slots: Slots
         self.cost = trial.case
+        self.passed_over: dict[str, str] = {}  # baselines that do not serve this case, and why
 
     def _make(self, generator: torch.Generator) -> list[Any]:
         args = self.trial.make(self.plan.device, generator)
@@ -142,32 +143,34 @@ class CaseJudge:
         return Checked(errors, base_errors, name, seconds, first, live)
 
     def _choose(self, baselines: list[str]) -> tuple[str, Errors, float]:
-        """The fastest baseline that is right here; the baseline's process is left using it."""
+        """The fastest baseline that is right here, the reference if there is no other; its process is left using it.
+
+        Seconds are 0 where nothing can be timed: the candidate is checked, then, and not compared.
+        """
         best: tuple[float, str, Errors] | None = None
-        reasons = []
-        for name in baselines:
+        for name in sorted(baselines, key=lambda n: n == REFERENCE):
+            if name == REFERENCE and best is not None:
+                break
             self.slots.fill([0] * self.slots.count)
             try:
                 answer = self.baseline.ask("use", baseline=name)
                 if refused := answer.get("unsupported"):
-                    reasons.append(f"{name}: {refused}")
+                    self.passed_over[name] = refused
                     continue
                 errors = self._outputs(self.baseline, 0, answer.get("unchecked", ()))
                 if errors.problem and len(baselines) > 1:
-                    reasons.append(f"{name}: {errors.problem}")
+                    self.passed_over[name] = errors.problem
                     continue
                 seconds = self.baseline.ask("estimate", calls=self.slots.count)["seconds"]
             except SideError as error:
-                reasons.append(f"{name}: {error}")
+                self.passed_over[name] = str(error)
                 if error.fatal:
                     raise
                 continue
             if best is None or seconds < best[0]:
                 best = (seconds, name, errors)
         if best is None:
-            raise SideError(
-                Status.UNSUPPORTED, "no baseline serves this case: " + "; ".join(reasons), False, "baseline"
-            )
+            return "", Errors(), 0.0
         self.baseline.ask("use", baseline=best[1])
         return best[1], best[2], best[0]
 
@@ -192,7 +195,7 @@ class CaseJudge:
     def _errors(
         self, slot: int, outputs: list[torch.Tensor], allowed: float | None, unchecked: Sequence[int] = ()
     ) -> Errors:
-        want = expect(self.spec, self.slots.private_args(slot), self.mode)
+        want = expect(self.spec, self.trial.case, self.slots.private_args(slot), self.mode)
         written = [self.slots.args_of(slot)[i] for i in want.written]
         return compare(self.spec, self.trial.case, [*outputs, *written], want, allowed, unchecked)
 
@@ -255,7 +258,7 @@ class CaseJudge:
             side = getattr(self, name)
             start = 0 if double else n * secrets.randbelow(2)
             count = 2 * n if double else n
-            poisoned = self._prepare(start, count, outputs[name], flush)
+            poisoned = self._prepare(start, count, outputs[name], flush, who == "candidate")
             self.candidate.pause(name == "baseline")
             seconds, events, sampled = self._batch(side, start, count, outputs[name], flush)
             if not warm:
@@ -263,10 +266,13 @@ class CaseJudge:
             if name == "candidate":
                 self._check_batch(r, sampled, [outputs[name][s] for s in poisoned], checked)
 
-    def _prepare(self, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any) -> list[int]:
-        """Before a batch: fresh values, some outputs poisoned (which ones says nothing of those that are checked),
-        a cold cache. Returns the poisoned slots."""
-        self.slots.refresh()
+    def _prepare(
+        self, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any, fresh: bool
+    ) -> list[int]:
+        """Before a batch: fresh values, which the baseline, our own or production's code, does not need; some outputs
+        poisoned (which ones says nothing of those that are checked); a cold cache. Returns the poisoned slots."""
+        if fresh:
+            self.slots.refresh()
         picked = random.SystemRandom().sample(range(start, start + count), min(count, POISONED))
         first = self.slots.arena.data_ptr()
         for s in picked:  # not what is an argument as well
@@ -304,7 +310,7 @@ class CaseJudge:
         """Outputs of timed calls: sampled ones are right (both in early and late rounds), poisoned ones written."""
         full = r < CHECKED_ROUNDS or r == self.rounds - 1
         for held in sampled if full else sampled[:1]:
-            want = expect(self.spec, self.slots.private_args(held.slot), self.mode)
+            want = expect(self.spec, self.trial.case, self.slots.private_args(held.slot), self.mode)
             args = layout.replaced(self.slots.masters[0], held.args)
             written = [args[i] for i in want.written]
             allowed = checked.baseline_errors.rms
