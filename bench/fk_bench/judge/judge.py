@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
