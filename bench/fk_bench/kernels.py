@@ -66,7 +66,7 @@ def kernels_command(
     """
     from .judge import Options
     from .judge.cases import SOURCES
-    from .replay import problems
+    from .judge.zygote import ZygoteError
 
     sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or SOURCES
     if unknown := [s for s in sources if s not in SOURCES]:
@@ -75,27 +75,38 @@ def kernels_command(
         fail(f"--against {against!r} is not one of {', '.join(AGAINST)}, and no candidate's file either")
     if rounds < 3:
         fail(f"--rounds {rounds}: an interval needs three or more")
+    if not timeout > 0:
+        fail(f"--timeout {timeout:g}: it is seconds, more than 0")
+    interpreters = _pairs(python or [])
     chosen_device = _device(device)
-    run = _directory(out)
     options = Options(
         device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds,
-        timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=_pairs(python or []),
+        timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures,
     )  # fmt: skip
-    if cheats:
-        return _cheats(options, run, json)
     try:
         candidates = _candidates(candidate, tuple(ops or ()))
         names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates)
-        if "captured" in sources:
-            for problem in dict.fromkeys(p for n in names for p in problems(n, captures)):
-                print(f"not replayed: {problem}", file=sys.stderr)
+        damaged = _damaged(names, options)
     except (UnknownName, CandidateError, CaptureError, ValueError) as error:
         fail(str(error))
-    return _judge(names, candidates, options, run, json)
+    run = _directory(out)
+    try:
+        return (
+            _cheats(options, run, json) if cheats else _judge(names, candidates, options, run, json, damaged)
+        )
+    except ZygoteError as error:
+        fail(" ".join(str(error).split()))
 
 
-def _judge(names: list[str], candidates: dict[str, Path], options: Any, run: Path, quiet: bool) -> int:
+def _judge(
+    names: list[str],
+    candidates: dict[str, Path],
+    options: Any,
+    run: Path,
+    quiet: bool,
+    damaged: list[str],
+) -> int:
     from . import kernels_report
     from .judge import judge_ops
 
@@ -108,8 +119,10 @@ def _judge(names: list[str], candidates: dict[str, Path], options: Any, run: Pat
         if row.kind == "case":
             print(kernels_report.line(row), file=sys.stderr, flush=True)
 
+    for problem in damaged:
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
     found = judge_ops(names, candidates, options, on_row)
-    page = kernels_report.write(run, found)
+    page = kernels_report.write(run, found, damaged)
     if not quiet:
         kernels_report.show(found)
     total = found[-1]
@@ -123,14 +136,29 @@ def _judge(names: list[str], candidates: dict[str, Path], options: Any, run: Pat
     }  # fmt: skip
     if options.device == "cuda" and "speedup_geomean" in total.metrics:
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
+    if candidates:
+        result["candidates"] = kernels_report.live(found, candidates)
+    if damaged:
+        result["warnings"] = damaged
     if not ran:
-        result["error"] = (
-            "no case was run: every one of them needs a GPU"
-            if result["not_run"]
-            else ("these ops have no case of that name and source; `fk-bench kernels OP` lists an op's")
+        what = (
+            f"no case is called {', '.join(options.names)}"
+            if options.names
+            else "these ops have no such case"
         )
+        result["error"] = "no case was run: every one of them needs a GPU" if result["not_run"] else what
+        print(f"error: {result['error']}", file=sys.stderr)
     last_line(result)
     return 0 if result["ok"] else 1
+
+
+def _damaged(names: list[str], options: Any) -> list[str]:
+    """What of the captures is left out, file and part. Raises CaptureError if none can be read."""
+    from .replay import problems
+
+    if "captured" not in options.cases:
+        return []
+    return list(dict.fromkeys(p for name in names for p in problems(name, options.captures)))
 
 
 def _cheats(options: Any, run: Path, quiet: bool) -> int:
@@ -194,6 +222,10 @@ def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
 
 def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: dict[str, Path]) -> list[str]:
     """The ops asked for; with candidates and nothing asked, theirs and all that call one of them."""
+    if 4 in levels:
+        raise ValueError(
+            "--level 4: a whole model with a candidate inside is what `fk-bench e2e --candidate` runs"
+        )
     if unknown := [n for n in levels if n not in (1, 2, 3)]:
         raise ValueError(f"--level {unknown[0]}: ops have the levels 1, 2 and 3")
     names = chosen_ops((), None, model) if model else registry.op_names()

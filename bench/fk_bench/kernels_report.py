@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,23 @@ def on_cpu(found: Sequence[Row]) -> bool:
     return any(r.case.get("timer") == "cpu" for r in found)
 
 
+def live(found: Sequence[Row], candidates: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{op: {calls, in}}: in which ops' cases each candidate ran, and how often in one call of each case together."""
+    said: dict[str, dict[str, Any]] = {op: {"calls": 0, "in": []} for op in candidates}
+    for row in latest(found):
+        for op, calls in row.case.get("candidates", {}).items():
+            if calls and op in said:
+                said[op]["calls"] += calls
+                said[op]["in"] = list(dict.fromkeys([*said[op]["in"], row.subject.op]))
+    return said
+
+
+def live_lines(found: Sequence[Row]) -> list[list[str]]:
+    """`live` as cells: the candidates in the order in which the rows name them."""
+    named = dict.fromkeys(op for r in latest(found) for op in r.case.get("candidates", {}))
+    return [[op, str(n["calls"]), ", ".join(n["in"]) or "nowhere"] for op, n in live(found, named).items()]
+
+
 def noise(cases: Sequence[Row]) -> float | None:
     """The largest distance from 1 that the baseline showed against itself: differences below it say nothing."""
     return max((r.metrics["noise"] for r in cases if "noise" in r.metrics), default=None)
@@ -129,11 +146,14 @@ def show(found: Sequence[Row]) -> None:
             print(
                 f"{row.subject.op} {row.case.get('name', '')}: {row.status.value}: {_first_line(row.reason)}"
             )
+    if lines := live_lines(found):
+        table("candidates that ran", LIVE_COLUMNS, lines)
     ops, all_cases = scores(found)
     lines = [score_cells(s) for s in (*ops, *([all_cases] if len(ops) > 1 else []))]
     table(f"speed-up, geometric mean weighted by production's calls{note}", SCORE_COLUMNS, lines)
 
 
+LIVE_COLUMNS = ("candidate", "calls", "inside")
 SCORE_COLUMNS = ("op", "speed-up (95%)", "timed", "cases", "failed", "not run")
 
 
@@ -182,7 +202,7 @@ def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None)
         noise=number(None if (n := noise(cases)) is None else 100 * n), columns=COLUMNS, score_columns=SCORE_COLUMNS,
         ops=[score_cells(s) for s in ops], total=score_cells(total), figures=kernels_plots.all_figures(cases, ops),
         cases=[_case(r) for r in cases], sources=_sources(found, run),
-        bad=[r for r in cases if r.status in FAILED],
+        bad=[r for r in cases if r.status in FAILED], live=live_lines(found), live_columns=LIVE_COLUMNS,
     )  # fmt: skip
 
 

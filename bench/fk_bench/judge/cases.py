@@ -45,7 +45,7 @@ class Trial:
         size, work = spec.bytes_moved(self.case), spec.flops(self.case)
         if size > CPU_BYTES or work > CPU_FLOPS:
             return (
-                f"needs a GPU: {size / 1e6:.2f} MB and {work / 1e6:.0f} MFLOP a call, "
+                f"GPU only: {size / 1e6:.2f} MB and {work / 1e6:.1f} MFLOP a call, "
                 f"more than {CPU_BYTES / 1e6:.2f} MB or {CPU_FLOPS / 1e6:.0f} MFLOP; not run"
             )
         if (size := self._argument_bytes()) > CPU_ARGUMENTS:

@@ -385,6 +385,8 @@ class Pair:
         if checked is not None:
             row.baseline = checked.baseline
             row.case["live"] = checked.live
+            if self.candidates:
+                row.case["candidates"] = self._candidates_live(checked.live)
             row.metrics |= {
                 "error_rms": checked.errors.rms, "baseline_error_rms": checked.baseline_errors.rms,
                 "error_max": checked.errors.max, "import_s": self.loaded["candidate"]["import_s"],
@@ -393,6 +395,14 @@ class Pair:
         if timed is not None and status is Status.OK:
             self._times(row, cost or trial.case, timed)
         return row
+
+    def _candidates_live(self, live: Mapping[str, int]) -> dict[str, int]:
+        """Calls of each candidate: of its function, or of its class where the case is a call of that."""
+        loaded = self.loaded["candidate"]
+        calls = {n: live.get(n, 0) if "function" in kind else 0 for n, kind in loaded["offers"].items()}
+        if self.spec.name in calls and loaded["mode"] == "module":
+            calls[self.spec.name] = 1
+        return calls
 
     def _times(self, row: Row, cost: Case, timed: Timed) -> None:
         size, work = self.spec.bytes_moved(cost), self.spec.flops(cost)

@@ -76,6 +76,8 @@ def _status(error: BaseException) -> str:
         return "oom"
     if isinstance(error, TypeError) and "argument" in text:
         return "signature_mismatch"
+    if "PythonKernelHolder" in text or "Unable to cast Python" in text:  # the dispatcher's words for other outputs
+        return "signature_mismatch"
     return "compile_error"
 
 
@@ -395,6 +397,7 @@ class Runner:
 
     def do_compiled(self, slot: int, out: int) -> dict[str, Any]:
         """The call under torch.compile(fullgraph=True), into an output slot."""
+        torch.compiler.reset()  # this process serves many ops, and compiles of one function are limited
         if self.cls is None:
             op, args = self.spec.op.overload, self.args[slot]
             result = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*args)
