@@ -142,7 +142,11 @@ def resized(signature: list[dict[str, Any]], hidden: int, inner: int) -> list[di
     """The call of fused_experts with as many tokens and experts, and other sizes."""
     args = {a["name"]: a for a in signature}
     experts, tokens = args["w1"]["shape"][0], args["hidden_states"]["shape"][0]
-    shapes = {"hidden_states": (tokens, hidden), "w1": (experts, 2 * inner, hidden), "w2": (experts, hidden, inner)}
+    shapes = {
+        "hidden_states": (tokens, hidden),
+        "w1": (experts, 2 * inner, hidden),
+        "w2": (experts, hidden, inner),
+    }
     new = {}
     for name, shape in shapes.items():
         strides = [shape[1] * shape[2], shape[2], 1] if len(shape) == 3 else [shape[1], 1]
