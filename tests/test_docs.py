@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import re
 import shlex
@@ -86,6 +87,34 @@ def test_the_engines_page_names_every_file_and_no_other() -> None:
         if not (ROOT / name).is_file()
     }  # fmt: skip
     assert named == there
+
+
+def test_the_judges_page_names_every_file_status_field_and_source() -> None:
+    from fk_bench.judge.cases import SOURCES
+    from fk_bench.rows import Status
+
+    from fastkernels.spec import OpSpec
+
+    text, judge = (ROOT / "docs" / "judge.md").read_text(), ROOT / "bench" / "fk_bench" / "judge"
+    there = {f.name for f in judge.glob("*.py") if f.name != "__init__.py"}
+    assert set(re.findall(r"`(\w+\.py)`", text)) == there
+    first = {part for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for part in cell.split(", ")}
+    assert {f"`{s.value}`" for s in Status if s is not Status.DIED} <= first
+    assert {f"`{s}`" for s in SOURCES} <= first
+    asked = {f.name for f in dataclasses.fields(OpSpec)} - {
+        "name",
+        "level",
+        "op",
+        "baseline",
+        "batch_invariant",
+    }
+    assert {f"`{f}`" for f in asked} <= first
+    metrics = text[text.index("| metric |") : text.index("Rows of an op")]
+    code = re.sub(r"_\{k\}", "", (judge / "judge.py").read_text())
+    for metric in re.findall(r"`([a-z]\w+)`", metrics):
+        name = re.sub(r"^trace_|_p\d0$", "", metric)
+        assert f'"{name}"' in code or name == "ci95", metric
+    assert set(re.findall(r"`(--[a-z][\w-]+)", text)) <= flags("kernels")
 
 
 def test_the_servers_page_names_every_route_flag_field_and_metric() -> None:

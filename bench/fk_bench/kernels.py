@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,10 @@ from fastkernels.candidate import CandidateError
 from fastkernels.registry import UnknownName
 
 from . import rows as rows_module
+from .captures import CaptureError
 from .output import fail, last_line
 from .rows import Row, Status
+from .stubs import chosen_ops
 
 AGAINST = ("production", "host", "reference")
 
@@ -30,14 +33,17 @@ def kernels_command(
         Path | None, typer.Option(help="a file OP.py, or a directory of them; without it, our own overrides")
     ] = None,
     against: Annotated[
-        str, typer.Option(help="production (the fastest of it), host or reference")
+        str, typer.Option(help="production (the fastest of it), host, reference, or another candidate's file")
     ] = "production",
     cases: Annotated[str, typer.Option(help="of captured,random,held-out,extreme; default: all")] = "",
     case: Annotated[list[str] | None, typer.Option(help="only the cases of this name")] = None,
+    captures: Annotated[
+        Path | None, typer.Option(help="folder of captures to replay, instead of the shipped ones")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
     rounds: Annotated[int, typer.Option(help="interleaved rounds of each case, three or more")] = 10,
     timeout: Annotated[
-        float, typer.Option(help="seconds for a candidate's longest step (compiling)")
+        float, typer.Option(help="seconds that a candidate has for any one step (compiling)")
     ] = 120.0,
     no_time: Annotated[bool, typer.Option("--no-time", help="check only")] = False,
     no_scan: Annotated[bool, typer.Option("--no-scan", help="leave out the static scan")] = False,
@@ -60,12 +66,13 @@ def kernels_command(
     """
     from .judge import Options
     from .judge.cases import SOURCES
+    from .replay import problems
 
     sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or SOURCES
     if unknown := [s for s in sources if s not in SOURCES]:
         fail(f"no such source of cases: {', '.join(unknown)} (one or more of {', '.join(SOURCES)})")
-    if against not in AGAINST:
-        fail(f"--against {against!r} is not one of {', '.join(AGAINST)}")
+    if against not in AGAINST and not (against.endswith(".py") and Path(against).is_file()):
+        fail(f"--against {against!r} is not one of {', '.join(AGAINST)}, and no candidate's file either")
     if rounds < 3:
         fail(f"--rounds {rounds}: an interval needs three or more")
     chosen_device = _device(device)
@@ -73,13 +80,17 @@ def kernels_command(
     options = Options(
         device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds,
         timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=_pairs(python or []),
+        captures=captures,
     )  # fmt: skip
     if cheats:
         return _cheats(options, run, json)
     try:
         candidates = _candidates(candidate, tuple(ops or ()))
         names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates)
-    except (UnknownName, CandidateError, ValueError) as error:
+        if "captured" in sources:
+            for problem in dict.fromkeys(p for n in names for p in problems(n, captures)):
+                print(f"not replayed: {problem}", file=sys.stderr)
+    except (UnknownName, CandidateError, CaptureError, ValueError) as error:
         fail(str(error))
     return _judge(names, candidates, options, run, json)
 
@@ -90,6 +101,7 @@ def _judge(names: list[str], candidates: dict[str, Path], options: Any, run: Pat
 
     start = time.perf_counter()
     path = run / "rows.jsonl"
+    _keep(candidates, run)
 
     def on_row(row: Row) -> None:
         rows_module.append(path, [row])
@@ -112,7 +124,11 @@ def _judge(names: list[str], candidates: dict[str, Path], options: Any, run: Pat
     if options.device == "cuda" and "speedup_geomean" in total.metrics:
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
     if not ran:
-        result["error"] = "no case was run: every one of them needs a GPU" if result["not_run"] else "no case"
+        result["error"] = (
+            "no case was run: every one of them needs a GPU"
+            if result["not_run"]
+            else ("these ops have no case of that name and source; `fk-bench kernels OP` lists an op's")
+        )
     last_line(result)
     return 0 if result["ok"] else 1
 
@@ -155,9 +171,19 @@ def _pairs(values: list[str]) -> dict[str, str]:
     return found
 
 
+def _keep(candidates: dict[str, Path], run: Path) -> None:
+    """Copies in the run's directory: its page shows what was judged, whatever becomes of the files."""
+    if candidates:
+        (run / "candidates").mkdir(exist_ok=True)
+    for path in candidates.values():
+        shutil.copy(path, run / "candidates" / path.name)
+
+
 def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
     if path is None:
         return {}
+    if not path.exists():
+        raise ValueError(f"--candidate {path}: there is no such file or folder; `fk-bench stubs` makes some")
     if path.is_dir():
         return {op: Path(p) for op, p in candidate.from_directory(path).items()}
     op = path.stem if path.stem in registry.op_names() else ops[0] if len(ops) == 1 else None
@@ -170,15 +196,14 @@ def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: 
     """The ops asked for; with candidates and nothing asked, theirs and all that call one of them."""
     if unknown := [n for n in levels if n not in (1, 2, 3)]:
         raise ValueError(f"--level {unknown[0]}: ops have the levels 1, 2 and 3")
-    names = registry.op_names()
-    if model:
-        from .stubs import chosen_ops
-
-        names = chosen_ops((), None, model)
+    names = chosen_ops((), None, model) if model else registry.op_names()
     if ops and ops != ("all",):
-        return list(registry.check_names(ops))
-    if levels:
-        return [n for n in names if registry.get(n).level in levels]
-    if candidates and not ops and not model:
-        return [n for n in names if n in candidates or registry.reached(n) & set(candidates)]
-    return names
+        names = list(registry.check_names(ops))
+    elif levels:
+        names = [n for n in names if registry.get(n).level in levels]
+    with_one = [n for n in names if n in candidates or registry.reached(n) & set(candidates)]
+    if candidates and not with_one:
+        raise ValueError(
+            f"the candidates ({', '.join(candidates)}) have no part in the ops asked for ({', '.join(names)})"
+        )
+    return with_one if candidates and not (ops or levels or model) else names

@@ -13,10 +13,12 @@ import torch
 
 from fastkernels.spec import Case, OpSpec
 
+from . import layout
 from .slots import scalable
 
 SOURCES = ("captured", "random", "held-out", "extreme")
 CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # what a CPU does in milliseconds; larger cases are for a GPU
+CPU_ARGUMENTS = 16 << 20  # bytes of a call's arguments, all of which the judge makes anew for every batch
 HELD_OUT = 4
 
 
@@ -41,9 +43,24 @@ class Trial:
     def gpu_only(self, spec: OpSpec) -> str | None:
         """Why a CPU does not run it, if it does not."""
         size, work = spec.bytes_moved(self.case), spec.flops(self.case)
-        if size <= CPU_BYTES and work <= CPU_FLOPS:
-            return None
-        return f"GPU only: {size / 1e6:.0f} MB and {work / 1e9:.1f} GFLOP a call; not run"
+        if size > CPU_BYTES or work > CPU_FLOPS:
+            return (
+                f"needs a GPU: {size / 1e6:.2f} MB and {work / 1e6:.0f} MFLOP a call, "
+                f"more than {CPU_BYTES / 1e6:.2f} MB or {CPU_FLOPS / 1e6:.0f} MFLOP; not run"
+            )
+        if (size := self._argument_bytes()) > CPU_ARGUMENTS:
+            return f"GPU only: {size / 1e6:.0f} MB of arguments; not run"
+        return None
+
+    def _argument_bytes(self) -> int:
+        """Bytes of the arguments, which may be far more than a call moves; 0 where only making them would tell."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return sum(t.nbytes for t in layout.tensors(self.make("cpu", torch.Generator())))
+        except Exception:  # inputs that depend on other inputs' values; no such op has a large table
+            return 0
 
 
 def trials(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from fastkernels import registry
-from fastkernels.spec import OpSpec
+from fastkernels.spec import Case, OpSpec
 from fk_bench import kernels_report, machine
 from fk_bench.rows import Row, Status, Subject
 
@@ -39,7 +40,8 @@ PRELOAD = (
 OURS = "fastkernels"
 CPU_MEMORY = 6 << 30  # bytes of a candidate's process
 MAX_ROUNDS = {"cpu": 5, "cuda": 100}
-MAX_CALLS = {"cpu": 16, "cuda": 3000}  # of a batch, N
+BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # seconds that N calls should last
+MAX_CALLS = {"cpu": 16, "cuda": 2048}  # of a batch, N
 PACKAGES = (
     "fastkernels",
     "fk_bench",
@@ -58,18 +60,19 @@ class Options:
     """How ops are judged.
 
     device    'cpu' or 'cuda'
-    against   'production' (the fastest of what production ships), 'host' or 'reference'
+    against   'production' (the fastest of what production ships), 'host', 'reference', or the path of another
+              candidate's file
     captures  folder of captures to replay; None: the shipped ones
     cases     sources of cases, of judge.cases.SOURCES
     names     only the cases of these names
     rounds    interleaved rounds, each with N and 2N calls of each side
     seconds   that the timed rounds of a case should take at most; three are made in any case
-    batch_s   seconds that a batch of N calls should last
     timeout   seconds that a side has for one command (its first call compiles)
     scan      reject what the static scan finds
     python    {'candidate' | 'baseline': interpreter}
     cage      False: the candidate runs as this user, with its network and files
-    memory    bytes of inputs and outputs of one case
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, 16 GiB or a quarter of it
+              on a GPU
     """
 
     device: str = "cpu"
@@ -80,12 +83,11 @@ class Options:
     rounds: int = 10
     timed: bool = True
     seconds: float = 1.0
-    batch_s: float = 2e-3
     timeout: float = 120.0
     scan: bool = True
     python: Mapping[str, str] = field(default_factory=dict)
     cage: bool = True
-    memory: int = 24 << 30
+    memory: int | None = None
 
 
 def judge_ops(
@@ -119,6 +121,8 @@ class Judge:
         self.rows: list[Row] = []
         self._on_row = on_row or (lambda row: None)
         self._run_id = uuid4().hex[:12]
+        self.memory = options.memory or _memory_of(options.device)
+        self.cage: dict[str, str] = {}
         self._zygotes: dict[str, Zygote] = {}
         self._sides: dict[str, Side] = {}
         # On a CPU both sides have one core, the same: threads of a candidate's own win nothing there.
@@ -152,12 +156,13 @@ class Judge:
         try:
             for trial in found:
                 begin = time.perf_counter()
-                reason = trial.gpu_only(spec) if self.options.device == "cpu" else None
-                if reason is not None:
-                    self._add(self._row(spec, trial, Status.SKIPPED, reason))
+                not_here = trial.gpu_only(spec) if self.options.device == "cpu" else None
+                if not_here is not None:
+                    self._add(self._row(spec, trial, Status.SKIPPED, not_here))
                     continue
                 row = pair.judge(trial)
-                row.metrics["wall_s"] = time.perf_counter() - begin
+                wall = time.perf_counter() - begin
+                row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
                 self._add(row)
         finally:
             pair.close()
@@ -197,7 +202,9 @@ class Judge:
 
     def finish(self) -> list[Row]:
         """The row of the whole run, and all rows."""
-        self._add(self._totals([r for r in self.rows if r.kind == "case"], "run", None))
+        total = self._totals([r for r in self.rows if r.kind == "case"], "run", None)
+        total.case |= {"cage": self.cage, "against": self.options.against, "device": self.options.device}
+        self._add(total)
         return self.rows
 
     def _totals(self, mine: list[Row], kind: str, op: str | None) -> Row:
@@ -230,13 +237,17 @@ class Judge:
         if files and self.options.cage:
             cuda = self.options.device == "cuda"
             cage = CageOptions(
-                readable=tuple(str(f.resolve()) for f in files), packages=PACKAGES, memory=None if cuda else CPU_MEMORY,
+                readable=(*(str(f.resolve()) for f in files), *_toolchain()), packages=PACKAGES,
+                memory=None if cuda else CPU_MEMORY,
             )  # fmt: skip
         else:
-            cage = CageOptions(**dict.fromkeys(STEPS, False), memory=None)
+            off: dict[str, Any] = dict.fromkeys(STEPS, False)
+            cage = CageOptions(**off, memory=None)
         fds = {"arena": self._arena} if self._arena >= 0 else {}
-        side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout)
+        side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts)
         side.greet()
+        if side.caged:
+            self.cage = side.cage
         if self.options.device == "cuda":
             side.channel.spin_s = 0.05
         return side
@@ -264,11 +275,12 @@ class Pair:
         self.failure: SideError | None = None
         self.deaths = 0
         self.compiled = False
+        self.busy_s = 0.0  # that both processes were waited for in the last case
 
     def close(self, failed: bool = False) -> None:
         """Let go of both processes: a candidate's ends, ours serves the next op unless something went wrong."""
         for who, side in self.sides.items():
-            if who == "candidate" and self.candidates:
+            if side.caged or (who == "candidate" and self.candidates) or self.options.against.endswith(".py"):
                 side.close()
             elif failed:
                 self._judge.lost(who)
@@ -279,49 +291,72 @@ class Pair:
         for who in ("candidate", "baseline"):
             if who in self.sides:
                 continue
-            mine = self.candidates if who == "candidate" else {}
+            mine, against = self.candidates, None
+            if who == "baseline":
+                against = self.options.against
+                mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
             side = self._judge.spawn(who, list(mine.values())) if mine else self._judge.trusted(who)
             self.sides[who] = side
             self.loaded[who] = side.ask(
                 "load", op=self.spec.name, device=self.options.device,
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
-                against=self.options.against if who == "baseline" else None,
+                against=None if mine else against,
                 mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._judge.core,
             )  # fmt: skip
         return self.sides["candidate"], self.sides["baseline"]
 
     def judge(self, trial: Trial) -> Row:
         """The row of one case."""
+        self.busy_s = 0.0
         if self.failure is not None:
-            return self._row(trial, self.failure.status, str(self.failure))
+            return self._row(trial, *self._blame(self.failure))
         try:
             candidate, baseline = self._open()
         except SideError as error:
             self._lost(error, loading=True)
-            return self._row(trial, error.status, str(error))
+            return self._row(trial, *self._blame(error))
         plan = Plan(
-            self.options.device, self.options.rounds, self.options.seconds, self.options.batch_s,
-            MAX_CALLS[self.options.device], self.options.memory,
+            self.options.device, min(self.options.rounds, MAX_ROUNDS[self.options.device]), self.options.seconds,
+            BATCH_S[self.options.device], MAX_CALLS[self.options.device], self._judge.memory,
         )  # fmt: skip
+        before = candidate.busy_s + baseline.busy_s
         case = CaseJudge(
             self.spec, trial, candidate, baseline, self.loaded["candidate"]["mode"], plan, self._judge._arena
         )
         checked = timed = None
         status, reason = Status.OK, ""
         try:
-            checked = case.check(self.loaded["baseline"]["baselines"], not self.compiled)
+            checked = case.check(
+                self.loaded["baseline"]["baselines"] or [self.options.against], not self.compiled
+            )
             self.compiled = True
-            if trial.timed and self.options.timed:
+            if trial.timed and self.options.timed and not checked.seconds:
+                reason = "checked, not timed: " + _why(case.passed_over)
+            elif trial.timed and self.options.timed:
                 timed = case.time(checked)
-                if self.options.device == "cuda" and timing.unsteady(timed.candidate, timed.baseline, timed.again):
+                if self.options.device == "cuda" and timing.unsteady(
+                    timed.candidate, timed.baseline, timed.again
+                ):
                     timed = case.time(checked)  # once more: something else was running
         except Wrong as error:
             status, reason = Status.WRONG, str(error)
         except SideError as error:
-            status, reason = error.status, str(error)
+            status, reason = self._blame(error)
             self._lost(error)
+        except RuntimeError as error:  # the judge's own work: its oracle's memory
+            status, reason = Status.FAILED, f"the judge: {type(error).__name__}: {str(error)[:300]}"
         case.close()
-        return self._row(trial, status, reason, checked, timed)
+        if self.options.device == "cuda":
+            _release()
+        self.busy_s = candidate.busy_s + baseline.busy_s - before
+        return self._row(trial, status, reason, checked, timed, case.cost)
+
+    @staticmethod
+    def _blame(error: SideError) -> tuple[Status, str]:
+        """Status and reason of a row: what the baseline does wrong is not the candidate's."""
+        if error.who == "baseline" and error.status is not Status.UNSUPPORTED:
+            return Status.FAILED, f"the baseline: {error.status.value}: {error}"
+        return error.status, str(error)
 
     def _lost(self, error: SideError, loading: bool = False) -> None:
         """After a failure: a process that is gone is started again, unless it keeps dying or cannot even load."""
@@ -332,7 +367,7 @@ class Pair:
             self.close(failed=True)
             if self.deaths >= DEATHS:
                 self.failure = SideError(
-                    error.status, f"{error}; not started again after {DEATHS} such ends", True
+                    error.status, f"{error}; not started again after {DEATHS} such ends", True, error.who
                 )
 
     def _row(
@@ -342,6 +377,7 @@ class Pair:
         reason: str,
         checked: Checked | None = None,
         timed: Timed | None = None,
+        cost: Case | None = None,
     ) -> Row:
         row = self._judge._row(self.spec, trial, status, reason)
         if checked is not None:
@@ -353,22 +389,24 @@ class Pair:
                 "compile_s": checked.first_s,
             }  # fmt: skip
         if timed is not None and status is Status.OK:
-            self._times(row, trial, timed)
+            self._times(row, cost or trial.case, timed)
         return row
 
-    def _times(self, row: Row, trial: Trial, timed: Timed) -> None:
-        size, work = self.spec.bytes_moved(trial.case), self.spec.flops(trial.case)
+    def _times(self, row: Row, cost: Case, timed: Timed) -> None:
+        size, work = self.spec.bytes_moved(cost), self.spec.flops(cost)
         floor = timing.floor_s(
-            size, work, trial.case.dtype, row.machine.gpu if self.options.device == "cuda" else None
+            size, work, cost.dtype, row.machine.gpu if self.options.device == "cuda" else None
         )
         problem = timing.unsteady(timed.candidate, timed.baseline, timed.again)
         if problem:
             row.reason = problem
-        elif problem := timing.invalid(timed.candidate, timed.baseline, floor):
+        elif problem := timing.invalid(timed.candidate, timed.baseline, floor, timed.traced.get("call_s")):
             row.status, row.reason = Status.INVALID, problem
         row.metrics |= {f"time_us_{k}": v for k, v in timed.candidate.percentiles().items()}
         row.metrics |= {f"baseline_us_{k}": v for k, v in timed.baseline.percentiles().items()}
         row.metrics["calls"] = timed.candidate.n
+        row.case |= {k: timed.traced[k] for k in ("kernels", "trace") if k in timed.traced}
+        row.metrics |= {f"trace_{k}": timed.traced[k] for k in ("call_s", "launches") if k in timed.traced}
         row.metrics["intercept_us"] = 1e6 * timed.candidate.intercept
         if problem:
             return
@@ -384,15 +422,38 @@ class Pair:
             row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
 
 
+def _why(passed_over: Mapping[str, str]) -> str:
+    return "no baseline serves this case: " + "; ".join(f"{n}: {r}" for n, r in passed_over.items())
+
+
+def _release() -> None:
+    """What the judge's oracle needed goes back: both sides need memory, too."""
+    import torch
+
+    torch.cuda.empty_cache()
+
+
+def _toolchain() -> list[str]:
+    """Folders of a compiler that is not where every machine has it; Triton compiles its launchers with it."""
+    names = [os.environ.get("CC"), "gcc", "cc", "clang"]
+    found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
+    found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
+    return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
+
+
+def _memory_of(device: str) -> int:
+    if device == "cpu":
+        return 2 << 30
+    import torch
+
+    return min(torch.cuda.get_device_properties(0).total_memory // 4, 16 << 30)
+
+
 def _memory() -> int:
     """A memfd that can only grow: a side that made it shorter would end the judge with SIGBUS."""
     fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, bool, str)) else repr(value)[:200]
 
 
 def _rejected(files: Mapping[str, Path]) -> str:

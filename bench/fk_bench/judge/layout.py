@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,12 @@ def mapped(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return args
 
 
+def replaced(args: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The same arguments with these tensors, in the order of `tensors(args)`, in the places of theirs."""
+    values = iter(tensors)
+    return mapped(args, lambda _: next(values))
+
+
 def _encode(value: Any, tensor: Callable[[torch.Tensor], dict[str, Any]]) -> Any:
     if isinstance(value, torch.Tensor):
         return {"tensor": tensor(value)}
@@ -134,9 +140,9 @@ def _encode(value: Any, tensor: Callable[[torch.Tensor], dict[str, Any]]) -> Any
         return {"float": value.hex()}  # infinities too, and not a bit lost
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    if callable(value) and getattr(value, "__name__", ""):
+    if callable(value) and (name := getattr(value, "__name__", "")):
         module = getattr(value, "__module__", None) or "torch"  # torch's builtins have none
-        return {"function": f"{module}:{value.__name__}"}
+        return {"function": f"{module}:{name}"}
     raise TypeError(f"an argument of type {type(value).__name__} cannot be handed to another process")
 
 

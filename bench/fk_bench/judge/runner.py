@@ -24,9 +24,12 @@ from fastkernels.spec import OpSpec
 from . import ipc, layout
 from .protocol import Channel, ChannelClosed
 
-ESTIMATES = 20  # replays
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
 ESTIMATES = 20  # replays
+GRAPH_CALLS = 64
+APART = (
+    32  # slots: where so many or fewer are called eagerly or compiled, arguments have storages of their own
+)
 _clock, _synchronize, _Tensor, _copy = (
     time.perf_counter,
     torch.cuda.synchronize,
@@ -176,8 +179,8 @@ class Runner:
 
     def do_use(self, baseline: str) -> dict[str, Any]:
         """Call this baseline from now on. Says why it cannot serve the case at hand, if it cannot."""
-        chosen = self.baselines[baseline]
-        if chosen is None:
+        chosen = self.baselines.get(baseline)
+        if chosen is None:  # a module on baselines that are put in already, or another candidate
             return {}
         if self.args and (reason := chosen.supports(*self.args[0])) is not None:
             return {"unsupported": reason}
@@ -200,7 +203,7 @@ class Runner:
         self.free()
         self.memory = memory = self._map(arena)
         self.out_metas = outs
-        self.args = [layout.bind(plan, memory, s, slots, apart=True) for s in range(slots)]
+        self.args = [layout.bind(plan, memory, s, slots, slots <= APART) for s in range(slots)]
         self.calls = [self._call(a) for a in self.args]
         out_start = arena["outputs"]
         size = sum(o["nbytes"] for o in outs)
@@ -216,7 +219,9 @@ class Runner:
 
     def free(self) -> None:
         """Forget the last case."""
-        self.args, self.calls, self.graphs, self.kept, self.out_slots = [], [], [], [], []
+        self.args, self.calls, self.out_slots = [], [], []
+        self.graphs: list[Any] = []
+        self.kept: list[list[torch.Tensor]] = []
         self.held: dict[int, list[torch.Tensor]] = {}
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -306,11 +311,15 @@ class Runner:
     # -- timed batches
 
     def do_capture(self, n: int) -> dict[str, Any]:
-        """GPU: two graphs of n calls each. Says where every call's outputs will be."""
+        """GPU: graphs of a few calls each, for two halves of n calls. Says where every call's outputs will be.
+
+        Small graphs, because the launch of a large one takes a time of its own before anything runs.
+        """
         self.graphs, self.kept = [], []
-        for half in (self.calls[:n], self.calls[n : 2 * n]):
-            graph, results = self._capture(half)
-            self.graphs.append(graph)
+        for start in (*range(0, n, GRAPH_CALLS), *range(n, 2 * n, GRAPH_CALLS)):
+            end = min(start + GRAPH_CALLS, n if start < n else 2 * n)
+            graph, results = self._capture(self.calls[start:end])
+            self.graphs.append((start, graph))
             self.kept += results
         return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}
 
@@ -343,10 +352,10 @@ class Runner:
         """Call the slots start .. start + count, each once; on a GPU, replay their graphs."""
         if self.device == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            half = len(self.calls) // 2
             begin.record()
-            for graph in self.graphs[start // half : (start + count) // half]:
-                graph.replay()
+            for first, graph in self.graphs:
+                if start <= first < start + count:
+                    graph.replay()
             end.record()
             _synchronize()
             return {"events_s": begin.elapsed_time(end) / 1e3}
@@ -362,21 +371,26 @@ class Runner:
                         _copy(view, value)
         return {}
 
-    def do_trace(self) -> dict[str, Any]:
-        """GPU: CUPTI over one replay of the first graph: {kernel: [times, seconds]} of all streams."""
-        from torch.autograd.profiler import DeviceType
+    def do_trace(self, calls: int) -> dict[str, Any]:
+        """GPU: CUPTI over a replay of so many calls, all streams: {call_s: time in which any kernel ran, kernels}."""
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CUDA]) as prof:
-            self.graphs[0].replay()
-            _synchronize()
-        kernels: dict[str, list[float]] = {}
-        for event in prof.events():
-            if event.device_type == DeviceType.CUDA:
-                entry = kernels.setdefault(event.name[:120], [0, 0.0])
-                entry[0] += 1
-                entry[1] += event.time_range.elapsed_us() / 1e6
-        return {"kernels": kernels}
+        graph, _ = self._capture(self.calls[:calls])
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as prof:
+                graph.replay()
+                _synchronize()
+            events = [e for e in prof.events() if e.device_type == DeviceType.CUDA]
+        except RuntimeError as error:
+            return {"trace": said(error)}
+        spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+        busy, reached = 0.0, float("-inf")
+        for start, end in spans:
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        names = dict.fromkeys(e.name[:120] for e in events)
+        return {"call_s": 1e-6 * busy / calls, "launches": len(events) / calls, "kernels": list(names)[:12]}
 
     def do_compiled(self, slot: int, out: int) -> dict[str, Any]:
         """The call under torch.compile(fullgraph=True), into an output slot."""

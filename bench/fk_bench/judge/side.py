@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 from fk_bench.rows import Status
@@ -11,23 +12,24 @@ from .protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 
 
 class SideError(RuntimeError):
-    """A side failed. `status` says how; `fatal`: its process is gone, or must not be used any more."""
+    """A side, `who`, failed. `status` says how; `fatal`: its process is gone, or must not be used any more."""
 
-    def __init__(self, status: Status, reason: str, fatal: bool):
+    def __init__(self, status: Status, reason: str, fatal: bool, who: str = ""):
         super().__init__(reason)
-        self.status, self.fatal = status, fatal
+        self.status, self.fatal, self.who = status, fatal, who
 
 
 class Side:
     """A runner in a child process (`child` has channel, pid, wait, kill and output_tail)."""
 
-    def __init__(self, child: Any, name: str, timeout: float):
-        self.child, self.name, self.timeout = child, name, timeout
+    def __init__(self, child: Any, name: str, timeout: float, caged: bool):
+        self.child, self.name, self.timeout, self.caged = child, name, timeout, caged
         self.channel = Channel(child.channel)
         self.cage: dict[str, str] = {}
         self.paused = False
         self._nonce = ""
         self.alive = True
+        self.busy_s = 0.0  # that it was waited for
 
     def greet(self) -> None:
         """Wait until its process is there, and learn what its cage is made of."""
@@ -43,11 +45,17 @@ class Side:
         self._nonce = self._guarded(lambda: {"": self.channel.command(do, self.timeout, **arguments)})[""]
 
     def end(self) -> dict[str, Any]:
-        answer = self._guarded(lambda: self.channel.answer(self._nonce, self.timeout))
+        """The answer to the command that was sent. Raises SideError."""
+        start = time.perf_counter()
+        try:
+            answer = self._guarded(lambda: self.channel.answer(self._nonce, self.timeout))
+        finally:
+            self.busy_s += time.perf_counter() - start
         if "error" in answer:
             known = answer["error"] in {s.value for s in Status}
             status = Status(answer["error"]) if known else Status.FAILED
-            raise SideError(status, str(answer.get("reason", ""))[:2000], fatal=False)
+            reason = str(answer.get("reason", ""))[:2000]
+            raise SideError(status, reason, "CUDA error" in reason, self.name)  # which no later call survives
         return answer
 
     def pause(self, on: bool) -> None:
@@ -72,7 +80,7 @@ class Side:
         self.alive = False
         self.child.kill()
         tail = self.child.output_tail(600).strip()
-        return SideError(status, reason + (f"; its last output: {tail}" if tail else ""), fatal=True)
+        return SideError(status, reason + (f"; its last output: {tail}" if tail else ""), True, self.name)
 
     def close(self) -> None:
         with contextlib.suppress(ChannelClosed, ChannelTimeout):

@@ -229,7 +229,7 @@ class Slots:
             if isinstance(value, dict) and "tensor" in value:
                 found.append(self.layout.regions[value["tensor"]["region"]])
             elif isinstance(value, dict) and ("dict" in value or "list" in value):
-                inner = value.get("dict", value.get("list"))
+                inner = value["dict"] if "dict" in value else value["list"]
                 for v in inner.values() if isinstance(inner, dict) else inner:
                     walk(v)
 
@@ -242,8 +242,7 @@ class Slots:
 
     def private_args(self, slot: int) -> list[Any]:
         """A private copy of a slot's arguments as they were before the call: what the oracle is given."""
-        values = iter(self.expected(slot))
-        return layout.mapped(self.masters[self.origin[slot]], lambda _: next(values).clone())
+        return layout.replaced(self.masters[self.origin[slot]], [t.clone() for t in self.expected(slot)])
 
     def scaled(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         return value * torch.tensor(factor, dtype=torch.float32).to(value) if scalable(value) else value

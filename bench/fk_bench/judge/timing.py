@@ -8,6 +8,7 @@ import numpy as np
 
 from . import roofline
 
+TRACED_S = 1e-6  # that a traced call may take longer, its kernels are stamped one by one
 APART = 0.05  # the judge's clock and the runner's events may differ so much, beside noise
 
 
@@ -59,10 +60,11 @@ def unsteady(candidate: Samples, baseline: Samples, again: Samples) -> str:
     return ""
 
 
-def invalid(candidate: Samples, baseline: Samples, floor_s: float) -> str:
+def invalid(candidate: Samples, baseline: Samples, floor_s: float, busy_s: float | None = None) -> str:
     """Why the candidate's time must not be used; '' if it may.
 
     floor_s  no correct call on this machine is faster; 0 where that is not known
+    busy_s   seconds of a call in which CUPTI saw a kernel on any stream
     """
     time, noise = candidate.time, 3 * candidate.spread
     if time <= 0:
@@ -84,6 +86,8 @@ def invalid(candidate: Samples, baseline: Samples, floor_s: float) -> str:
                 f"the process's own events say {1e6 * events.time:.2f} us a call, "
                 f"the judge's clock {1e6 * time:.2f} us"
             )
+    if busy_s is not None and busy_s > time * (1 + APART) + noise + TRACED_S:
+        return f"CUPTI saw kernels for {1e6 * busy_s:.2f} us of a call, the judge's clock {1e6 * time:.2f} us"
     return ""
 
 

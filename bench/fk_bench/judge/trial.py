@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fastkernels.spec import OpSpec
-from fk_bench.rows import Status
 
 from . import ipc, layout
 from .cases import Trial
@@ -22,6 +21,8 @@ from .side import Side, SideError
 from .slots import FLUSH_BYTES, Slots, poison
 from .timing import Samples
 
+REFERENCE = "reference"
+TRACED = 32  # calls that CUPTI looks at
 POISONED = 32  # outputs a batch
 SMALL = (
     64 << 20
@@ -75,6 +76,7 @@ class Timed:
     candidate: Samples
     baseline: Samples
     again: Samples
+    traced: dict[str, Any] = field(default_factory=dict)
 
 
 class CaseJudge:
@@ -86,6 +88,8 @@ class CaseJudge:
         self.spec, self.trial, self.plan, self.mode, self.arena = spec, trial, plan, mode, arena
         self.candidate, self.baseline = candidate, baseline
         self.slots: Slots
+        self.cost = trial.case
+        self.passed_over: dict[str, str] = {}  # baselines that do not serve this case, and why
 
     def _make(self, generator: torch.Generator) -> list[Any]:
         args = self.trial.make(self.plan.device, generator)
@@ -120,6 +124,8 @@ class CaseJudge:
     def check(self, baselines: list[str], compiled: bool) -> Checked:
         """Both sides right on fresh values, call by call. Raises Wrong, SideError."""
         self.slots = slots = self._open(count := 3, count)
+        if self.spec.dims_of is not None:  # what these values cost: which experts have a token
+            self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
         name, base_errors, seconds = self._choose(baselines)
         slots.fill([0] * count)
         first = time.perf_counter()
@@ -137,30 +143,34 @@ class CaseJudge:
         return Checked(errors, base_errors, name, seconds, first, live)
 
     def _choose(self, baselines: list[str]) -> tuple[str, Errors, float]:
-        """The fastest baseline that is right here; the baseline's process is left using it."""
+        """The fastest baseline that is right here, the reference if there is no other; its process is left using it.
+
+        Seconds are 0 where nothing can be timed: the candidate is checked, then, and not compared.
+        """
         best: tuple[float, str, Errors] | None = None
-        reasons = []
-        for name in baselines:
+        for name in sorted(baselines, key=lambda n: n == REFERENCE):
+            if name == REFERENCE and best is not None:
+                break
             self.slots.fill([0] * self.slots.count)
             try:
                 answer = self.baseline.ask("use", baseline=name)
                 if refused := answer.get("unsupported"):
-                    reasons.append(f"{name}: {refused}")
+                    self.passed_over[name] = refused
                     continue
                 errors = self._outputs(self.baseline, 0, answer.get("unchecked", ()))
                 if errors.problem and len(baselines) > 1:
-                    reasons.append(f"{name}: {errors.problem}")
+                    self.passed_over[name] = errors.problem
                     continue
                 seconds = self.baseline.ask("estimate", calls=self.slots.count)["seconds"]
             except SideError as error:
-                reasons.append(f"{name}: {error}")
+                self.passed_over[name] = str(error)
                 if error.fatal:
                     raise
                 continue
             if best is None or seconds < best[0]:
                 best = (seconds, name, errors)
         if best is None:
-            raise SideError(Status.UNSUPPORTED, "no baseline serves this case: " + "; ".join(reasons), False)
+            return "", Errors(), 0.0
         self.baseline.ask("use", baseline=best[1])
         return best[1], best[2], best[0]
 
@@ -185,7 +195,7 @@ class CaseJudge:
     def _errors(
         self, slot: int, outputs: list[torch.Tensor], allowed: float | None, unchecked: Sequence[int] = ()
     ) -> Errors:
-        want = expect(self.spec, self.slots.private_args(slot), self.mode)
+        want = expect(self.spec, self.trial.case, self.slots.private_args(slot), self.mode)
         written = [self.slots.args_of(slot)[i] for i in want.written]
         return compare(self.spec, self.trial.case, [*outputs, *written], want, allowed, unchecked)
 
@@ -223,6 +233,8 @@ class CaseJudge:
         outputs = dict(zip(("candidate", "baseline"), found, strict=True))
         del found
         timed = Timed(Samples(n), Samples(n), Samples(n))
+        if cuda:
+            timed.traced = self.candidate.ask("trace", calls=min(TRACED, 2 * n))
         self.rounds = max(3, min(self.plan.rounds, int(self.plan.seconds / (9 * n * checked.seconds))))
         flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if cuda else None
         try:
@@ -246,7 +258,7 @@ class CaseJudge:
             side = getattr(self, name)
             start = 0 if double else n * secrets.randbelow(2)
             count = 2 * n if double else n
-            poisoned = self._prepare(start, count, outputs[name], flush)
+            poisoned = self._prepare(start, count, outputs[name], flush, who == "candidate")
             self.candidate.pause(name == "baseline")
             seconds, events, sampled = self._batch(side, start, count, outputs[name], flush)
             if not warm:
@@ -254,10 +266,13 @@ class CaseJudge:
             if name == "candidate":
                 self._check_batch(r, sampled, [outputs[name][s] for s in poisoned], checked)
 
-    def _prepare(self, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any) -> list[int]:
-        """Before a batch: fresh values, some outputs poisoned (which ones says nothing of those that are checked),
-        a cold cache. Returns the poisoned slots."""
-        self.slots.refresh()
+    def _prepare(
+        self, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any, fresh: bool
+    ) -> list[int]:
+        """Before a batch: fresh values, which the baseline, our own or production's code, does not need; some outputs
+        poisoned (which ones says nothing of those that are checked); a cold cache. Returns the poisoned slots."""
+        if fresh:
+            self.slots.refresh()
         picked = random.SystemRandom().sample(range(start, start + count), min(count, POISONED))
         first = self.slots.arena.data_ptr()
         for s in picked:  # not what is an argument as well
@@ -295,9 +310,8 @@ class CaseJudge:
         """Outputs of timed calls: sampled ones are right (both in early and late rounds), poisoned ones written."""
         full = r < CHECKED_ROUNDS or r == self.rounds - 1
         for held in sampled if full else sampled[:1]:
-            want = expect(self.spec, self.slots.private_args(held.slot), self.mode)
-            after = iter(held.args)
-            args = layout.mapped(self.slots.masters[0], lambda _, it=after: next(it))
+            want = expect(self.spec, self.trial.case, self.slots.private_args(held.slot), self.mode)
+            args = layout.replaced(self.slots.masters[0], held.args)
             written = [args[i] for i in want.written]
             allowed = checked.baseline_errors.rms
             errors = compare(self.spec, self.trial.case, [*held.outputs, *written], want, allowed)
