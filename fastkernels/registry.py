@@ -69,13 +69,17 @@ def counted(name: str) -> list[Op]:
     return [OPS[n] for n in names if n in OPS]
 
 
-def reached(name: str) -> set[str]:
-    """The ops that the modules of this op call by name, and what those call."""
+def reached(name: str, parts: bool = False) -> set[str]:
+    """The ops that the modules of this op call by name, and what those call; with parts, what its parts call, too."""
+
+    def inside(op: str) -> tuple[str, ...]:
+        return get(op).calls + (get(op).parts if parts else ())
+
     found: set[str] = set()
-    todo = list(get(name).calls)
+    todo = list(inside(name))
     while todo:
         called = todo.pop()
         if called not in found:
             found.add(called)
-            todo += get(called).calls
+            todo += inside(called)
     return found

@@ -93,6 +93,7 @@ class OpSpec:
     tolerance     by the case's dtype; 'float8_e4m3fn' is for outputs of that dtype, which `reference` gives unrounded
                   from float64 arguments: half a step and what comes before it
     calls         other ops that the modules of this file call by name
+    parts         ops of whose modules those of this file are made, standalone and in our engine
     batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
                   split or schedule is chosen by the batch. Others are off where a host promises that
     dims_of       dims_of(*args) -> the dims of the case that these arguments (of `inputs`' kind) are a call of. It may
@@ -124,6 +125,7 @@ class OpSpec:
     targets: tuple[Target, ...] = ()
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: dict(TOLERANCE))
     calls: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     baseline: str = "reference"
     batch_invariant: bool = False
     dims_of: Callable[..., dict[str, Any]] | None = None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.op_cases import call, make_args, mismatch, mutated, oracle
 
-from fastkernels import assemble, registry
+from fastkernels import assemble, dispatch, registry
 from fastkernels.shapes import SMALL, near, near_size
 from fastkernels.spec import COUNTED, Case, OpSpec, dtype_of
 
@@ -269,7 +269,12 @@ def test_built_modules_equal_the_reference(name: str, cls: type) -> None:
             t.mul_(0.75)
         want = oracle(spec, args)
         before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        calls = {op: dispatch.OPS[op].calls for op in dispatch.OPS}
         assert mismatch(spec, case, listed(run()), want) is None, case.name
+        ran = {op for op, n in calls.items() if dispatch.OPS[op].calls > n}
+        assert ran <= {name, *registry.reached(name, parts=True)}, (
+            "a candidate for it would not be judged here"
+        )
         changed = [
             i for i, (a, b) in enumerate(zip(args, before, strict=True))
             if isinstance(a, torch.Tensor) and not torch.equal(a, b)

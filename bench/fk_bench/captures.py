@@ -179,6 +179,8 @@ def _load(folder: Path, *stamps: int) -> Capture:
     capture.ops = {name: op for name, op in kept.items() if op is not None}
     capture.modules, capture.name, capture.folder = modules, folder.resolve().name, folder
     wanted = {v for op in capture.ops.values() for c in op.calls for s in c.values for v in s.args.values()}
+    routing = raw.get("routing", [])  # which layers and texts have which tensors: read by routing_study
+    wanted |= {r.get(name) for r in routing for name in ("topk_ids", "topk_weights")}
     capture.tensors = _tensors(
         folder / "values.safetensors", {v for v in wanted if isinstance(v, str)}, problems
     )

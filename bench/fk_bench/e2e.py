@@ -295,6 +295,9 @@ def _show(made: Sequence[Row], folder: Path, json_only: bool) -> None:
         keys = list(lines[0])
         cells = [[f"{v:.1f}" if isinstance(v, float) else v for v in line.values()] for line in lines]
         table("e2e, medians of the rounds", keys, cells)
+        for last in (group[-1] for group in found.values() if "live" in group[-1].case):
+            ran = ", ".join(f"{op} {n}" for op, n in last.case["live"].items())
+            print(f"{last.subject.host} with {last.subject.candidate}: calls of the candidates: {ran}")
         print(f"rows: {folder / 'rows.jsonl'}\n")
     last_line({"command": COMMAND, "ok": ok, "rows": str(folder / "rows.jsonl"), "results": lines})
     if not ok:

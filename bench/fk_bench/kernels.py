@@ -233,7 +233,7 @@ def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: 
         names = list(registry.check_names(ops))
     elif levels:
         names = [n for n in names if registry.get(n).level in levels]
-    with_one = [n for n in names if n in candidates or registry.reached(n) & set(candidates)]
+    with_one = [n for n in names if n in candidates or registry.reached(n, parts=True) & set(candidates)]
     if candidates and not with_one:
         raise ValueError(
             f"the candidates ({', '.join(candidates)}) have no part in the ops asked for ({', '.join(names)})"

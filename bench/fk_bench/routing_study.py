@@ -58,13 +58,19 @@ def routings(names: str = "") -> list[Routing]:
     Raises CaptureError for a name that is not there and for a capture without routing.
     """
     if names:
-        paths = [p for name in names.split(",") for p in folders(SHIPPED / name if _shipped(name) else name)]
-        return [_routing(load(p), str(p)) for p in paths]
-    captures = [load(p) for p in folders()]
-    found = [_routing(c, c.name) for c in captures if "routing" in (c.model_extra or {})]
-    if not found:
-        raise CaptureError(f"none of the captures in {SHIPPED} has a routing: give --capture FOLDER")
-    return found
+        found = []
+        for name in names.split(","):
+            captures = [load(p) for p in folders(SHIPPED / name if _shipped(name) else name)]
+            routed = [c for c in captures if _has_routing(c)]
+            found += [
+                _routing(c, str(c.folder)) for c in routed or captures[:1]
+            ]  # which says that it has none
+        return found
+    return [_routing(c, c.name) for c in map(load, folders()) if _has_routing(c)]
+
+
+def _has_routing(capture: Capture) -> bool:
+    return "routing" in (capture.model_extra or {})
 
 
 def _shipped(name: str) -> bool:
@@ -194,14 +200,17 @@ def _pairs(calls: list[Routed], routing: Routing) -> dict[str, list[tuple[np.nda
     return found
 
 
-def shape_of(routing: Routing) -> dict[str, Any]:
-    """The model whose experts are timed with this routing: ids are taken as they are, so its experts are as many."""
+def shape_of(experts: int, top_k: int) -> dict[str, Any]:
+    """The sizes to time this routing at: ids are taken as they are, so the model's experts are as many.
+
+    known: whether there is a model with so many experts.
+    """
     known = {
         (8, 2): {"model": "Mixtral-8x7B", "hidden": 4096, "intermediate": 14336},
         (128, 8): {"model": "Qwen3-30B-A3B", "hidden": 2048, "intermediate": 768},
     }
-    other = {"model": f"{routing.experts} experts", "hidden": 2048, "intermediate": 1024}
-    return known.get((routing.experts, routing.top_k), other)
+    other = {"model": f"{experts} experts", "hidden": 2048, "intermediate": 1024}
+    return {**known.get((experts, top_k), other), "known": (experts, top_k) in known}
 
 
 def batch_of(

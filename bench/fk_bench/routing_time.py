@@ -97,7 +97,8 @@ def why_no_vllm() -> str:
 
 def measure(routing: Routing, tokens: tuple[int, ...], deadline: float, seed: int = 0) -> Iterator[Timed]:
     """Every kernel and routing at every number of tokens, until time.monotonic() is `deadline`."""
-    shape, device = shape_of(routing), "cuda"
+    shape, device = shape_of(routing.experts, routing.top_k), "cuda"
+    del shape["known"]
     hidden, inner = shape["hidden"], shape["intermediate"]
     generator = torch.Generator(device).manual_seed(seed)
     w1 = _weights((TURNS, routing.experts, 2 * inner, hidden), generator)

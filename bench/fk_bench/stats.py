@@ -59,28 +59,6 @@ def bootstrap_ratio(
     return ratio, (float(low), float(high))
 
 
-def median_ratio(
-    numerator: Sequence[float], denominator: Sequence[float], draws: int = 4000, seed: int = 0
-) -> tuple[float, tuple[float, float] | None]:
-    """median(numerator) / median(denominator) and its paired bootstrap 95% interval (None with fewer than three pairs).
-
-    Value i of both sides was measured in the same batch, one after the other: pairs are drawn, so that what slows
-    the machine for a while cancels.
-    Raises ValueError for unequal numbers of values, for none, and for a denominator that is not positive.
-    """
-    a, b = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
-    if len(a) != len(b) or not len(a):
-        raise ValueError(f"paired values come in equal numbers, one or more, got {len(a)} and {len(b)}")
-    if not (b > 0).all():
-        raise ValueError(f"the denominator of a ratio must be positive, got {b.min():g}")
-    ratio = float(np.median(a) / np.median(b))
-    if len(a) < 3:
-        return ratio, None
-    drawn = np.random.default_rng(seed).integers(0, len(a), (draws, len(a)))
-    low, high = np.percentile(np.median(a[drawn], axis=1) / np.median(b[drawn], axis=1), (2.5, 97.5))
-    return ratio, (float(low), float(high))
-
-
 def geometric_mean(
     values: Sequence[float],
     weights: Sequence[float] | None = None,

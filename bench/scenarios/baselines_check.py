@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, described, mapped, outputs, precise, produced, tolerance, written
+from common import Results, described, mapped, outputs, precise, produced
 from fk_bench.judge.baselines import Baseline, baselines
+from fk_bench.judge.slots import written_arguments
 from fk_bench.rows import Status
 
 from fastkernels import registry
@@ -57,7 +58,7 @@ def wrong(
     for i, (before, after) in enumerate(zip(args, used, strict=True)):
         if (
             not isinstance(before, torch.Tensor)
-            or i in written(spec)
+            or i in written_arguments(spec)
             or i in b.overwrites
             or not before.numel()
         ):
@@ -77,7 +78,7 @@ def wrong(
             if not torch.equal(g.long(), w.long()):
                 return f"output {i} differs in {int((g.long() != w.long()).sum())} of {g.numel()}", worst
             continue
-        limit = tolerance(spec, case, g)
+        limit = spec.tolerance_for(case, g.dtype)
         error = (g.double() - w.double()).abs()
         allowed = limit.atol + limit.rtol * w.double().abs()
         share = torch.where(error == 0, 0.0, error / allowed).nan_to_num(torch.inf, torch.inf).max().item()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_ops import check, mapped, outputs
+from common import check, mapped, outputs
 from fk_bench import captures, machine, replay
 from fk_bench.rows import Row, Status, Subject, append
 

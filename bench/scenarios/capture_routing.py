@@ -4,7 +4,9 @@
 
 Our engine runs the checkpoint: prompts of each kind of text one by one, and decode steps of 1, 8, 32 and 128
 sequences whose texts are of all kinds. Of every call of fused_experts the ids and weights are kept (int8 and float16,
-widened when they are read), and of which layer, phase and text it was: `routing` in capture.json.
+widened when they are read), and of which layer, phase and text it was: `routing` in capture.json. Of each size, SETS
+calls are also among those that the judge replays, of fused_experts and of the moe_align in it. A second capture has
+the same ids at the sizes of the model that has so many experts (routing_study.shape_of).
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ from typing import Any
 
 import torch
 from fk_bench import machine, rows
+from fk_bench.routing_study import shape_of
 
 from fastkernels.capture import SCHEMA
 from fastkernels.capture.calls import describe, digest
 from fastkernels.capture.keep import to_json
 from fastkernels.engine.llm import LLM
 from fastkernels.engine.sampling_params import SamplingParams
+from fastkernels.overrides.l1.moe_align import moe_align, padded_size
+from fastkernels.overrides.l2._grouped_gemm import tiles
 from fastkernels.overrides.l2.fused_experts import fused_experts
 from fastkernels.overrides.l2.sparse_moe import Experts
 
 BATCHES = {1: 4, 8: 2, 32: 1, 128: 1}  # sequences of a decode step: how many steps of it are kept
 CONTEXT = 64  # tokens before a decode step's
+SETS = 2  # of ids and weights of each size that the judge replays: the first and the last, so of other layers and texts
 
 
 @dataclass
@@ -111,31 +117,109 @@ def run(llm: LLM, texts: dict[str, list[str]], prompts: int, length: int) -> lis
     return kept
 
 
-def save(kept: list[dict[str, Any]], folder: Path, meta: dict[str, Any]) -> int:
-    """Write capture.json and values.safetensors; returns the bytes of both."""
+def digests(call: dict[str, Any]) -> dict[str, str]:
+    return {"topk_weights": digest(call["weights"]), "topk_ids": digest(call["ids"])}
+
+
+def entry(count: int, signature: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> dict[str, Any]:
+    """Calls of one signature in capture.json, with the values of those that are chosen."""
+    wanted = {a["name"] for a in signature}
+    values = [{k: v for k, v in digests(c).items() if k in wanted} for c in chosen]
+    return {"count": count, "args": signature, "values": [{"count": 1, "args": v} for v in values]}
+
+
+def alignment(signature: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The call of moe_align that our fused_experts makes in a call of this signature on a GPU."""
+    args = {a["name"]: a for a in signature}
+    experts, (tokens, top_k) = args["w1"]["shape"][0], args["topk_ids"]["shape"]
+    block = tiles(tokens * top_k // experts, getattr(torch, args["w1"]["dtype"]), True).block_m
+    capacity = -(-padded_size(tokens * top_k, block, experts) // block) * block
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device="meta")
+    return describe(list(moe_align.overload._schema.arguments), [ids, block, experts, capacity, None, False])
+
+
+def resized(signature: list[dict[str, Any]], hidden: int, inner: int) -> list[dict[str, Any]]:
+    """The call of fused_experts with as many tokens and experts, and other sizes."""
+    args = {a["name"]: a for a in signature}
+    experts, tokens = args["w1"]["shape"][0], args["hidden_states"]["shape"][0]
+    shapes = {
+        "hidden_states": (tokens, hidden),
+        "w1": (experts, 2 * inner, hidden),
+        "w2": (experts, hidden, inner),
+    }
+    new = {}
+    for name, shape in shapes.items():
+        strides = [shape[1] * shape[2], shape[2], 1] if len(shape) == 3 else [shape[1], 1]
+        new[name] = {**args[name], "shape": list(shape), "strides": strides}
+    return [new.get(a["name"], a) for a in signature]
+
+
+def ops_of(kept: list[dict[str, Any]], sizes: tuple[int, int] | None = None) -> dict[str, Any]:
+    """`ops` of capture.json; at other sizes (hidden, inner), fused_experts only and one set of values each."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for call in kept:
+        groups.setdefault(json.dumps(call["signature"]), []).append(call)
+    experts, aligned = [], []
+    for calls in groups.values():
+        signature, last = calls[0]["signature"], len(calls) - 1
+        chosen = [calls[i * last // (SETS - 1)] for i in range(SETS)]
+        if sizes is not None:
+            experts.append(entry(len(calls), resized(signature, *sizes), chosen[-1:]))
+        else:
+            experts.append(entry(len(calls), signature, chosen))
+            aligned.append(entry(len(calls), alignment(signature), chosen))
+    found = {"fused_experts": experts, "moe_align": aligned}
+    return {
+        name: {
+            "count": len(kept), "signatures": len(calls),
+            "dropped": {
+                "signatures": 0, "calls": 0, "value_sets": len(kept) - sum(len(c["values"]) for c in calls)
+            },
+            "calls": calls,
+        }
+        for name, calls in found.items() if calls
+    }  # fmt: skip
+
+
+def save(
+    kept: list[dict[str, Any]], folder: Path, meta: dict[str, Any], sizes: tuple[int, int] | None = None
+) -> int:
+    """Write capture.json and values.safetensors; returns the bytes of both. At other sizes, without `routing`."""
     from safetensors.torch import save_file
 
+    ops = ops_of(kept, sizes)
+    used = {v for op in ops.values() for c in op["calls"] for s in c["values"] for v in s["args"].values()}
     tensors: dict[str, torch.Tensor] = {}
-    calls: dict[str, dict[str, Any]] = {}
     routing = []
     for call in kept:
-        names = {"topk_weights": digest(call["weights"]), "topk_ids": digest(call["ids"])}
+        names = digests(call)
         tensors |= {names["topk_weights"]: call["weights"], names["topk_ids"]: call["ids"]}
-        of = calls.setdefault(
-            json.dumps(call["signature"]), {"count": 0, "args": call["signature"], "values": []}
-        )
-        of["count"] += 1
-        of["values"].append({"count": 1, "args": names})
         where = {k: call[k] for k in ("phase", "text", "prompt", "step", "layer")}
         routing.append({**where, "tokens": len(call["ids"]), **names})
-    ops = {"fused_experts": {"count": len(kept), "signatures": len(calls), "calls": list(calls.values())}}
+    if sizes is not None:
+        tensors = {name: t for name, t in tensors.items() if name in used}
     data = {"schema": SCHEMA, **meta, "calls": len(kept), "ops": ops, "modules": []}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(sorted(tensors.items())), folder / "values.safetensors")
-    lines = ",\n  ".join(json.dumps(r) for r in routing)
-    text = to_json(data).rstrip().removesuffix("}").rstrip()
-    (folder / "capture.json").write_text(f'{text},\n "routing": [\n  {lines}]\n}}\n')
+    text = to_json(data).rstrip()
+    if sizes is None:
+        lines = ",\n  ".join(json.dumps(r) for r in routing)
+        text = f'{text.removesuffix("}").rstrip()},\n "routing": [\n  {lines}]\n}}'
+    (folder / "capture.json").write_text(f"{text}\n")
     return sum(f.stat().st_size for f in (folder / "capture.json", folder / "values.safetensors"))
+
+
+def save_both(kept: list[dict[str, Any]], out: Path, meta: dict[str, Any], experts: int, top_k: int) -> None:
+    """The capture, and the one at a known model's sizes if there is one with so many experts."""
+    name = meta["model"]
+    size = save(kept, out / name, meta)
+    print(f"{name}: {len(kept)} calls, {size / 1024:.0f} KiB", flush=True)
+    shape = shape_of(experts, top_k)
+    if shape["known"]:
+        other = f"{name}-at-{shape['model'].lower()}"
+        what = f"the routing of {name} at the sizes of {shape['model']}: no model made these calls"
+        size = save(kept, out / other, {**meta, "what": what}, (shape["hidden"], shape["intermediate"]))
+        print(f"{other}: {size / 1024:.0f} KiB", flush=True)
 
 
 def training(models: Path, preset: str) -> dict[str, float]:
@@ -185,8 +269,7 @@ def main() -> None:
             "training": facts, "sizes": sizes, "machine": machine.machine().model_dump(),
             "versions": {"torch": torch.__version__},
         }  # fmt: skip
-        size = save(kept, options.out / name, meta)
-        print(f"{name}: {len(kept)} calls, {size / 1024:.0f} KiB", flush=True)
+        save_both(kept, options.out, meta, sizes["experts"], sizes["top_k"])
 
 
 if __name__ == "__main__":

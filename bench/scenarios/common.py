@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from fk_bench import machine as machine_module
+from fk_bench.judge.slots import written_arguments
 from fk_bench.rows import Row, Status, Subject, append
 
-from fastkernels.spec import Case, OpSpec, Tolerance
+from fastkernels.spec import Case, OpSpec
 
 
 def mapped(args: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
@@ -31,23 +32,32 @@ def outputs(spec: OpSpec, args: list[Any]) -> list[torch.Tensor]:
     return [t for t in found if isinstance(t, torch.Tensor)]
 
 
-def written(spec: OpSpec) -> list[int]:
-    """Positions of the arguments that the op mutates."""
-    schema = spec.op.overload._schema.arguments
-    return [i for i, a in enumerate(schema) if a.alias_info is not None and a.alias_info.is_write]
-
-
 def produced(spec: OpSpec, args: list[Any], result: Any) -> list[torch.Tensor]:
     """The op's outputs and its mutated arguments, in the reference's order."""
     results = [] if result is None else list(result) if isinstance(result, (tuple, list)) else [result]
-    changed = [args[i] for i in written(spec) if i < len(args) and isinstance(args[i], torch.Tensor)]
+    changed = [
+        args[i] for i in written_arguments(spec) if i < len(args) and isinstance(args[i], torch.Tensor)
+    ]
     return [*results, *changed]
 
 
-def tolerance(spec: OpSpec, case: Case, output: torch.Tensor) -> Tolerance:
-    """That of the output's dtype where it is fp8, otherwise of the case's."""
-    own = str(output.dtype).removeprefix("torch.")
-    return spec.tolerance.get(own if own.startswith("float8") else case.dtype) or spec.tolerance[case.dtype]
+def check(spec: OpSpec, case: Case, provider: Any, args: list[Any], want: list[torch.Tensor]) -> str:
+    """'' if right, else what is wrong."""
+    used = mapped(args, torch.clone)
+    got = produced(spec, used, provider.fn(*used))
+    torch.cuda.synchronize()
+    if len(got) != len(want):
+        return f"{len(got)} outputs, the reference has {len(want)}"
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        if not g.is_floating_point():
+            if not torch.equal(g, w.to(g.dtype)):
+                return f"output {i} differs"
+            continue
+        limit = spec.tolerance_for(case, g.dtype)
+        gap = (g.double() - w.double()).abs() - limit.rtol * w.double().abs()
+        if not bool((gap <= limit.atol).all()):
+            return f"output {i}: error {(g.double() - w.double()).abs().max().item():.3g} over {limit}"
+    return ""
 
 
 def described(case: Case) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_ops import check
-from common import Results, mapped, outputs
+from common import Results, check, mapped, outputs
 from fk_bench.rows import Status
 from triton.testing import do_bench, do_bench_cudagraph
 

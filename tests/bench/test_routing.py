@@ -6,18 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fk_bench import cli, routing_study, routing_tables
 from fk_bench import routing_stats as stats
-from fk_bench import routing_study, routing_tables
 from fk_bench.captures import CaptureError
+from fk_bench.judge.cases import trials
 from fk_bench.replay import captured_cases
 from fk_bench.rows import Row, Subject, read
-from support_bench import fk_bench, last_json
+
+from fastkernels import registry
 
 ROOT = Path(__file__).parents[2]
 SCENARIOS = ROOT / "bench" / "scenarios"
@@ -75,6 +76,22 @@ def test_agreement_of_hot_experts() -> None:
 
 
 @pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint of random weights, written by the training script's `save`."""
+    from moe_model import PRESETS, Model, loop_experts, save
+
+    torch.manual_seed(0)
+    model = Model(PRESETS["tiny"], torch.float32, loop_experts)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0.0, weight.shape[-1] ** -0.5)
+    folder = tmp_path_factory.mktemp("untrained") / "tiny"
+    save(model, folder, 0.02)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model trained for 3 seconds on this repository's own text, and its capture in captures/."""
     folder = tmp_path_factory.mktemp("moe")
@@ -97,6 +114,7 @@ def _scenario(script: str, *args: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(trained: Path) -> None:
     rows, warnings = read(trained / "rows.jsonl")
     losses = [r.metrics["loss"] for r in rows if r.kind == "step"]
@@ -109,15 +127,14 @@ def test_training_lowers_the_loss(trained: Path) -> None:
         assert row.metrics == pytest.approx(stats.load_stats(row.case["counts"]))
 
 
-def test_checkpoint_in_our_engine_in_transformers_and_in_training_agree(trained: Path) -> None:
+def test_checkpoint_in_our_engine_in_transformers_and_in_training_agree(untrained: Path) -> None:
     from moe_model import Model, Sizes, grouped_experts, loop_experts
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from fastkernels.engine.llm import LLM
     from fastkernels.engine.sampling_params import SamplingParams
 
-    folder = trained / "tiny"
+    folder = untrained
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = torch.randint(2, 400, (1, 65), generator=torch.Generator().manual_seed(0))
@@ -134,11 +151,20 @@ def test_checkpoint_in_our_engine_in_transformers_and_in_training_agree(trained:
         assert loss.item() == pytest.approx(-there.mean().item(), abs=1e-4)
         assert len(routed) == sizes.layers and routed[0].shape == (64, sizes.top_k)
 
-    with LLM(str(folder), device="cpu", dtype="float32", max_model_len=128, num_blocks=20) as llm:
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+    with _engine(folder) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         (out,) = llm.generate([ids[0].tolist()], params)
     ours = [p[int(ids[0, i])].logprob for i, p in enumerate(out.prompt_logprobs) if p]
     assert ours == pytest.approx(there.tolist(), abs=1e-3)
+
+
+def _engine(folder: Path) -> Any:
+    from fastkernels.engine.llm import LLM
+
+    return LLM(
+        str(folder), device="cpu", dtype="float32", max_model_len=128, num_blocks=20, skip_tokenizer_init=True,
+        enable_prefix_caching=False, async_scheduling=False,
+    )  # fmt: skip
 
 
 def _fill(model: Any, weights: dict[str, torch.Tensor]) -> None:
@@ -185,70 +211,174 @@ def test_a_file_is_split_into_prose_and_code() -> None:
 # The capture and the study
 
 
-def test_the_capture_is_what_the_router_chose(trained: Path) -> None:
-    (routing,) = routing_study.routings(str(trained / "captures"))
-    assert (routing.experts, routing.top_k, routing.layers) == (16, 2, 2)
+def _is_a_routing(routing: routing_study.Routing) -> None:
     assert {c.phase for c in routing.calls} == {"prefill", "decode"}
     assert {len(c.ids) for c in routing.calls if c.phase == "decode"} == {1, 8, 32, 128}
     for call in routing.calls:
-        assert call.ids.min() >= 0 and call.ids.max() < 16 and (call.ids[:, 0] != call.ids[:, 1]).all()
-        assert call.weights.sum(axis=1) == pytest.approx(1.0, abs=2e-3)  # they were kept in float16
-        assert (call.weights[:, 0] >= call.weights[:, 1]).all()
+        assert call.ids.min() >= 0 and call.ids.max() < routing.experts
+        ranked = np.sort(call.ids, axis=1)
+        assert ranked.shape[1] == routing.top_k and (ranked[:, 1:] != ranked[:, :-1]).all()
+        assert call.weights.sum(axis=1) == pytest.approx(1.0, abs=3e-3)  # they were kept in float16
+        assert (call.weights[:, :-1] >= call.weights[:, 1:]).all()
+
+
+@pytest.mark.slow
+def test_a_capture_of_a_model_that_was_just_trained(trained: Path) -> None:
+    (routing,) = routing_study.routings(str(trained / "captures"))
+    assert (routing.experts, routing.top_k, routing.layers) == (16, 2, 2)
+    _is_a_routing(routing)
     size = sum(f.stat().st_size for f in (trained / "captures" / routing.name).iterdir())
     assert size < 80 << 10
 
 
-def test_the_judge_replays_it(trained: Path) -> None:
-    cases = captured_cases("fused_experts", trained / "captures")
-    (routing,) = routing_study.routings(str(trained / "captures"))
-    assert len(cases) == len(routing.calls)
-    args = cases[0].make_args("cpu", torch.Generator().manual_seed(0))
-    assert args[3].dtype == torch.float32 and args[4].dtype == torch.int32 and "ids" not in cases[0].case.dims
-    assert any(np.array_equal(args[4].numpy(), c.ids) for c in routing.calls)
+def test_the_capture_is_what_the_router_chose(untrained: Path, tmp_path: Path) -> None:
+    """A prompt's routing in our engine, saved and read again, is the training model's own."""
+    from capture_routing import recorded, save_both
+    from moe_model import Model, Sizes, loop_experts
+    from safetensors.torch import load_file
+
+    from fastkernels.engine.sampling_params import SamplingParams
+
+    ids = torch.randint(2, 400, (40,), generator=torch.Generator().manual_seed(1))
+    with _engine(untrained) as llm, recorded(llm.llm_engine.runner.model) as steps:
+        llm.generate([ids.tolist()], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False))
+        prompt, decoded = steps.taken()
+    place = {"text": "prose", "prompt": 0, "step": 0}
+    kept = [{**c, **place, "phase": "prefill"} for c in prompt] + [
+        {**c, **place, "phase": "decode"} for c in decoded
+    ]
+    save_both(kept, tmp_path, {"model": "tiny", "host": "fastkernels"}, 16, 2)
+    (routing,) = routing_study.routings(str(tmp_path))
+    assert (routing.experts, routing.top_k, routing.layers, len(routing.calls)) == (16, 2, 2, 4)
+
+    model = Model(Sizes(**json.loads((untrained / "sizes.json").read_text())), torch.float32, loop_experts)
+    _fill(model, load_file(untrained / "model.safetensors"))
+    _, _, routed = model.loss(torch.cat((ids, ids[:1]))[None])
+    for layer, want in enumerate(routed):
+        assert np.array_equal(np.sort(routing.tokens(layer)), np.sort(want.numpy()))
+
+    experts, aligned = (captured_cases(op, tmp_path) for op in ("fused_experts", "moe_align"))
+    assert len(experts) == len(aligned) == 4 and sum(c.case.weight for c in aligned) == 4
+    assert {c.case.dims["tokens"] for c in aligned} == {40, 1}
 
 
-def test_study_on_the_cpu(trained: Path, tmp_path: Path) -> None:
-    done = fk_bench(
-        "routing", "--capture", trained / "captures", "--device", "cpu", "--out", tmp_path / "run"
-    )
-    assert done.returncode == 0, done.stderr
-    result = last_json(done)
-    assert (
-        result["ok"]
-        and result["timed"] == 0
-        and "was not timed" in result["note"]
-        and "was not timed" in done.stdout
-    )
+def test_at_the_sizes_of_a_known_model() -> None:
+    """ids and weights stay as they are, and nothing else is of the small model's sizes."""
+    from capture_routing import ops_of
+
+    signature = [
+        {"name": n, "shape": shape, "dtype": dtype, "strides": [1] * len(shape)}
+        for n, shape, dtype in (
+            ("hidden_states", [3, 64], "bfloat16"), ("w1", [8, 96, 64], "bfloat16"), ("w2", [8, 64, 48], "bfloat16"),
+            ("topk_weights", [3, 2], "float32"), ("topk_ids", [3, 2], "int32"),
+        )
+    ]  # fmt: skip
+    call = {"signature": signature, "ids": torch.zeros(3, 2).char(), "weights": torch.zeros(3, 2).half()}
+    found = ops_of([call, call], (4096, 14336))
+    assert found.keys() == {"fused_experts"}
+    (made,) = found["fused_experts"]["calls"]
+    by_name = {a["name"]: (a["shape"], a["strides"]) for a in made["args"]}
+    assert by_name["hidden_states"] == ([3, 4096], [4096, 1])
+    assert by_name["w1"] == ([8, 28672, 4096], [28672 * 4096, 4096, 1])
+    assert by_name["w2"] == ([8, 4096, 14336], [4096 * 14336, 14336, 1])
+    assert made["args"][3:] == signature[3:] and made["count"] == 2 and len(made["values"]) == 1
+
+
+# What is shipped
+
+
+@pytest.mark.parametrize(("name", "experts", "top_k", "layers"), [("e8k2", 8, 2, 6), ("e128k8", 128, 8, 4)])
+def test_shipped_routing(name: str, experts: int, top_k: int, layers: int) -> None:
+    found = {r.name: r for r in routing_study.routings()}
+    assert set(found) == {"small-moe-trained-e8k2", "small-moe-trained-e128k8"}
+    routing = found[f"small-moe-trained-{name}"]
+    assert (routing.experts, routing.top_k, routing.layers) == (experts, top_k, layers)
+    _is_a_routing(routing)
+    assert routing.capture.problems == []
+    assert {c.text for c in routing.calls if c.phase == "prefill"} == {"prose", "code", "mixed"}
+    (named,) = routing_study.routings(routing.name)
+    assert named.name == routing.name
+
+
+@pytest.mark.parametrize("name", ["e8k2-at-mixtral-8x7b", "e128k8-at-qwen3-30b-a3b"])
+def test_shipped_routing_at_the_sizes_of_production(name: str) -> None:
+    small = {r.name: r for r in routing_study.routings()}[f"small-moe-trained-{name.split('-at-')[0]}"]
+    shape = routing_study.shape_of(small.experts, small.top_k)
+    cases = [c for c in captured_cases("fused_experts") if c.capture == f"small-moe-trained-{name}"]
+    assert {c.case.dims["tokens"] for c in cases} == {len(c.ids) for c in small.calls}
+    for case in cases:
+        assert case.case.dims["hidden"] == shape["hidden"]
+        assert case.case.dims["intermediate"] == shape["intermediate"]
+        assert any(np.array_equal(case.values["topk_ids"].numpy(), c.ids) for c in small.calls)
+
+
+def test_the_judge_replays_shipped_routing_on_a_cpu() -> None:
+    small = {r.name: r for r in routing_study.routings()}
+    for op, at in (("fused_experts", 4), ("moe_align", 0)):
+        here = [t for t in trials(registry.get(op), ("captured",), "cpu") if not t.gpu_only(registry.get(op))]
+        assert {t.case.name.partition("/")[0] for t in here} == small.keys()
+        for trial in here:
+            args = trial.make("cpu", torch.Generator().manual_seed(0))
+            assert args[at].dtype == torch.int32 and "ids" not in trial.case.dims
+            routing = small[trial.case.name.partition("/")[0]]
+            assert any(np.array_equal(args[at].numpy(), c.ids) for c in routing.calls)
+
+
+def command(capsys: Any, *args: object) -> tuple[int, str, str]:
+    """fk-bench in this process: exit status, standard output and error."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["routing", *map(str, args)])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_study_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
+    """Of what is shipped, unless told otherwise."""
+    status, out, _ = command(capsys, "--device", "cpu", "--out", tmp_path / "run")
+    result = json.loads(out.splitlines()[-1])
+    assert status == 0 and result["ok"] and result["timed"] == 0
+    assert "was not timed" in result["note"] and out.count("was not timed") == 2
+    assert result["captures"] == ["small-moe-trained-e128k8", "small-moe-trained-e8k2"]
     rows, warnings = read(tmp_path / "run" / "rows.jsonl")
     assert not warnings and {r.kind for r in rows} == {"load", "batch", "identity"}
-    (routing,) = routing_study.routings(str(trained / "captures"))
+    found = {r.name: r for r in routing_study.routings()}
     for row in rows:
+        routing = found[row.case["capture"]]
         if row.kind == "load" and row.case["routing"] == "captured":
-            want = stats.load_stats(stats.counts_of(routing.tokens(row.case["layer"]), 16))
-            assert row.metrics == pytest.approx(want)
+            counts = stats.counts_of(routing.tokens(row.case["layer"]), routing.experts)
+            assert row.metrics == pytest.approx(stats.load_stats(counts))
         if row.kind == "batch" and row.case["routing"] == "uniform":
             assert row.metrics["hit"] == pytest.approx(row.metrics["hit_expected"], rel=0.1)
-    again = fk_bench("routing", "--rows", result["rows"], "--markdown")
-    assert again.returncode == 0 and "| layer | routing |" in again.stdout
-    assert {k: v for k, v in last_json(again).items() if k != "note"} == {
-        k: v for k, v in result.items() if k != "note"
-    }
+    status, out, _ = command(capsys, "--rows", result["rows"], "--markdown")
+    assert status == 0 and "| layer | routing |" in out
+    result.pop("note")
+    assert json.loads(out.splitlines()[-1]) == result
 
 
-def test_batches_for_the_clock(trained: Path) -> None:
-    (routing,) = routing_study.routings(str(trained / "captures"))
+def test_the_page_has_the_tables_of_the_rows_in_the_repository(capsys: Any) -> None:
+    file = ROOT / "bench/results/2026-11-21-h200-routing.jsonl"
+    status, out, _ = command(capsys, "--rows", file, "--markdown")
+    page = (ROOT / "docs/routing.md").read_text()
+    lines = [line for line in out.splitlines() if line.startswith("|")]
+    assert status == 0 and len(lines) > 60 and [line for line in lines if line not in page] == []
+    result = json.loads(out.splitlines()[-1])
+    assert (result["timed"], result["compared"], result["winner_changes"]) == (108, 36, 0)
+
+
+def test_batches_for_the_clock() -> None:
+    (routing,) = routing_study.routings("small-moe-trained-e8k2")
     rng = np.random.default_rng(0)
     for tokens in (1, 100, 5000):
         for turn in range(4):
             for source in ("captured", "uniform", "same"):
                 ids, weights = routing_study.batch_of(routing, source, tokens, turn, rng)
                 assert ids.shape == weights.shape == (tokens, 2) and ids.dtype == np.int32
-                assert (ids[:, 0] != ids[:, 1]).all() and ids.min() >= 0 and ids.max() < 16
+                assert (ids[:, 0] != ids[:, 1]).all() and ids.min() >= 0 and ids.max() < 8
                 if source == "same":
                     assert len(np.unique(ids)) == 2
     whole = routing.tokens(1)
     ids, _ = routing_study.batch_of(routing, "captured", 3 * len(whole), 1, rng)
-    assert np.array_equal(stats.counts_of(ids, 16), 3 * stats.counts_of(whole, 16))
+    assert np.array_equal(stats.counts_of(ids, 8), 3 * stats.counts_of(whole, 8))
 
 
 def test_the_kernels_output_is_checked() -> None:
@@ -304,9 +434,9 @@ def test_who_wins_is_told_from_rows() -> None:
         (["--rows", "no-such-file"], "no such file"),
     ],
 )
-def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = fk_bench("routing", *arguments, "--out", tmp_path / "run")
-    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
+def test_bad_options(tmp_path: Path, arguments: list[str], message: str, capsys: Any) -> None:
+    status, _, error = command(capsys, *arguments, "--out", tmp_path / "run")
+    assert status == 2 and message in error and not (tmp_path / "run").exists()
 
 
 def test_a_capture_without_routing_says_so(tmp_path: Path) -> None:
@@ -317,9 +447,7 @@ def test_a_capture_without_routing_says_so(tmp_path: Path) -> None:
 
 
 def test_the_model_whose_sizes_are_timed() -> None:
-    def shape(experts: int, top_k: int) -> dict[str, Any]:
-        return routing_study.shape_of(SimpleNamespace(experts=experts, top_k=top_k))  # type: ignore[arg-type]
-
-    assert shape(8, 2) == {"model": "Mixtral-8x7B", "hidden": 4096, "intermediate": 14336}
-    assert shape(128, 8) == {"model": "Qwen3-30B-A3B", "hidden": 2048, "intermediate": 768}
-    assert shape(16, 2)["model"] == "16 experts"
+    shape = routing_study.shape_of
+    assert shape(8, 2) == {"model": "Mixtral-8x7B", "hidden": 4096, "intermediate": 14336, "known": True}
+    assert shape(128, 8) == {"model": "Qwen3-30B-A3B", "hidden": 2048, "intermediate": 768, "known": True}
+    assert shape(16, 2)["model"] == "16 experts" and not shape(16, 2)["known"]

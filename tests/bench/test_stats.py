@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fk_bench.stats import bootstrap_ratio, geometric_mean, mean_ci, median_ratio, t975
+from fk_bench.stats import bootstrap_ratio, geometric_mean, mean_ci, t975
 
 
 def test_student() -> None:
@@ -54,30 +54,6 @@ def test_bootstrap_errors() -> None:
         bootstrap_ratio([], [1.0])
     with pytest.raises(ValueError, match="equal numbers, got 1 and 2"):
         bootstrap_ratio([1.0], [1.0, 2.0], paired=True)
-
-
-def test_median_ratio_takes_pairs_together() -> None:
-    ratio, interval = median_ratio([2.0, 4.0, 6.0, 8.0], [1.0, 2.0, 3.0, 4.0])
-    assert ratio == 2.0
-    assert interval == pytest.approx((2.0, 2.0))  # every pair is 2.0, however slow the machine was
-    assert median_ratio([3.0, 3.0], [2.0, 2.0]) == (1.5, None)
-    with pytest.raises(ValueError, match="equal numbers"):
-        median_ratio([1.0], [1.0, 2.0])
-    with pytest.raises(ValueError, match="positive"):
-        median_ratio([1.0], [0.0])
-
-
-def test_median_ratio_covers() -> None:
-    rng = random.Random(3)
-    hits = 0
-    for i in range(200):
-        drift = [1 + rng.random() for _ in range(30)]
-        a = [1.3 * d * (1 + rng.gauss(0, 0.03)) for d in drift]
-        b = [d * (1 + rng.gauss(0, 0.03)) for d in drift]
-        _, interval = median_ratio(a, b, draws=400, seed=i)
-        assert interval is not None
-        hits += interval[0] <= 1.3 <= interval[1]
-    assert hits >= 180
 
 
 def test_geometric_mean() -> None:

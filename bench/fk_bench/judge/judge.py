@@ -148,7 +148,9 @@ class Judge:
         found = trials(
             spec, self.options.cases, self.options.device, self.options.names, self.options.captures
         )
-        mine = {n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name)}
+        mine = {
+            n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name, parts=True)
+        }
         if self.options.scan and (reason := _rejected(mine)):
             self._add(self._row(spec, None, Status.REJECTED, reason))
             return

@@ -144,6 +144,7 @@ class Runner:
             self._find_baselines(against)
         return {
             "import_s": _clock() - start, "baselines": list(self.baselines),
+            "compilers": [n for n, b in self.baselines.items() if b is not None and b.kind == "compiler"],
             "mode": "op" if self.cls is None else "module", "offers": {n: c.kind for n, c in found.items()},
         }  # fmt: skip
 

@@ -15,7 +15,8 @@ from fastkernels.spec import OpSpec
 
 from . import ipc, layout
 
-MASTERS, MASTERS_INTEGER = 4, 32  # sets of values that the slots of a batch are made of
+# Sets of values that the slots of a batch are made of: where slots are changed further, and where they must not be.
+MASTERS, MASTERS_EXACT = 4, 32
 FLUSH_BYTES = 256 << 20
 
 
@@ -97,6 +98,10 @@ class Slots:
         # What is larger than the cache is cold in every call, in one place as in many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
         self.outs = [Out(o.dtype, tuple(o.shape)) for o in outputs_of(self.spec, first, self.mode)]
+        # Integers that are computed from floats (chosen experts) depend on how near those are to a tie: values stay
+        # as the op's own maker made them.
+        floats = any(scalable(t) for t in layout.tensors(first))
+        self.scales = floats and all(o.dtype.is_floating_point for o in self.outs)
         self.out_start = self.layout.arena_bytes(self.count)
         self.out_bytes = sum(o.nbytes for o in self.outs)
         total = max(self.out_start + self.out_slots * self.out_bytes, layout.ALIGN)
@@ -130,12 +135,9 @@ class Slots:
 
     def refresh(self) -> None:
         """New values everywhere: a new set of masters in part, which slot has which, and a factor for each slot."""
-        floats = any(t.is_floating_point() for t in layout.tensors(self.masters[0]))
-        wanted = min(MASTERS if floats else MASTERS_INTEGER, self.count)
-        fresh = self.make(self._generator())
-        self.masters = [*self.masters, fresh][-wanted:]
-        while len(self.masters) < wanted:
-            self.masters.append(self.make(self._generator()))
+        wanted = min(MASTERS if self.scales else MASTERS_EXACT, self.count)
+        kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
+        self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
         self.fill([secrets.randbelow(wanted) for _ in range(self.count)])
 
     def fill(self, origin: list[int]) -> None:
@@ -145,7 +147,8 @@ class Slots:
         """
         self.origin = origin
         self.shifts = [secrets.randbits(40) for _ in origin]
-        self.factors = [1.0 - 0.2 * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
+        span = 0.2 if self.scales else 0.0
+        self.factors = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
         if len(origin) == 1 or self.device == "cpu":
             for s in range(self.count):
                 for into, value in zip(layout.tensors(self.args_of(s)), self.expected(s), strict=True):
@@ -210,7 +213,7 @@ class Slots:
         return self.scaled(value, self.factors[slot])
 
     def _rolled(self, i: int) -> bool:
-        return self.rolls and self._alone[i]
+        return self.rolls and self.scales and self._alone[i]
 
     def _shift(self, slot: int, i: int) -> int:
         """By how many elements: another for each tensor."""

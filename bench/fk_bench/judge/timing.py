@@ -9,6 +9,7 @@ import numpy as np
 from . import roofline
 
 TRACED_S = 1e-6  # that a traced call may take longer, its kernels are stamped one by one
+STARTING_S = 3e-7  # a call, that starting a batch may cost one side more than the other
 APART = 0.05  # the judge's clock and the runner's events may differ so much, beside noise
 
 
@@ -72,9 +73,8 @@ def invalid(candidate: Samples, baseline: Samples, floor_s: float, busy_s: float
     if problem := roofline.too_fast(1e6 * time, 1e6 * floor_s or None):
         return problem
     extra = candidate.intercept - max(baseline.intercept, 0.0)
-    if extra / candidate.n > 0.1 * time + noise + 3 * baseline.spread and extra > 0.1 * max(
-        baseline.intercept, 2e-4
-    ):
+    allowed = max(0.1 * time, STARTING_S) + noise + 3 * baseline.spread
+    if extra / candidate.n > allowed and extra > 0.1 * max(baseline.intercept, 2e-4):
         return (
             f"a batch costs {1e6 * extra:.0f} us more beside its calls than the baseline's: "
             "the shorter batch is slower than its calls are"

@@ -257,6 +257,7 @@ SPEC = OpSpec(
     build=_build,
     mutates=MUTATES,
     calls=("rms_norm", "linear", "topk_softmax", "fused_experts"),
+    parts=("attention", "parallel_linear", "rotary_emb", "sparse_moe"),
     targets=(
         Target("vllm", _VLLM, "VllmMixtralDecoderLayer", "standalone", note=_NOTE),
         Target("sglang", _SGLANG, "SGLangMixtralDecoderLayer_0_5_17", "standalone", "<0.5.23", note=_NOTE),

@@ -160,6 +160,7 @@ SPEC = OpSpec(
     build=_dense_calls.build,
     mutates=MUTATES,
     calls=("rms_norm",),
+    parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb"),
     targets=(
         Target("vllm", _VLLM, "VllmQwen3DecoderLayer_0_26", "module", "<0.32", False, _NOTE),
         Target("vllm", _VLLM, "VllmQwen3DecoderLayer", "module", ">=0.32", False, _NOTE),
