@@ -121,6 +121,8 @@ def _onednn(
     scale_first: bool = False,
     float32: bool = False,
 ) -> torch.Tensor:
+    if float32 and weight.dtype != torch.float32:  # the product must not be rounded on the way
+        return reference(hidden, weight, bias, scale, soft_cap, scale_first, float32)
     y = F.linear(hidden.to(weight.dtype), weight, bias)
     dtype = torch.float32 if float32 else y.dtype
     if scale == 1.0 and soft_cap is None:
