@@ -71,7 +71,7 @@ class Options:
     scan      reject what the static scan finds
     python    {'candidate' | 'baseline': interpreter}
     cage      False: the candidate runs as this user, with its network and files
-    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, 16 GiB or a quarter of it
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, 8 GiB or a quarter of it
               on a GPU
     """
 
@@ -328,9 +328,7 @@ class Pair:
         checked = timed = None
         status, reason = Status.OK, ""
         try:
-            checked = case.check(
-                self.loaded["baseline"]["baselines"] or [self.options.against], not self.compiled
-            )
+            checked = case.check(self._baselines(trial), not self.compiled)
             self.compiled = True
             if trial.timed and self.options.timed and not checked.seconds:
                 reason = "checked, not timed: " + _why(case.passed_over)
@@ -352,6 +350,12 @@ class Pair:
             _release()
         self.busy_s = candidate.busy_s + baseline.busy_s - before
         return self._row(trial, status, reason, checked, timed, case.cost)
+
+    def _baselines(self, trial: Trial) -> list[str]:
+        """Names to compare with. A compiler takes seconds for every shape: it is asked for model shapes only."""
+        loaded = self.loaded["baseline"]
+        compilers = [] if "model" in trial.case.tags else loaded["compilers"]
+        return [n for n in loaded["baselines"] if n not in compilers] or [self.options.against]
 
     @staticmethod
     def _blame(error: SideError) -> tuple[Status, str]:
@@ -458,7 +462,7 @@ def _memory_of(device: str) -> int:
         return 2 << 30
     import torch
 
-    return min(torch.cuda.get_device_properties(0).total_memory // 4, 16 << 30)
+    return min(torch.cuda.get_device_properties(0).total_memory // 4, 8 << 30)
 
 
 def _memory() -> int:
