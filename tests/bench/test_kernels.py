@@ -33,9 +33,9 @@ BAD: dict[str, tuple[str, Status, str]] = {
         "def t5_layer_norm(x, weight, eps):\n    return x[..., 1:].clone()\n",
         Status.SIGNATURE_MISMATCH, "output 0 is",
     ),
-    "topk_softmax": ("def topk_softmax(*args):\n    return args[0].clone()\n", Status.SIGNATURE_MISMATCH, "return"),
+    "topk_softmax": ("def topk_softmax(*args):\n    return args[0].clone()\n", Status.SIGNATURE_MISMATCH, "sequence"),
     "l2_norm": (
-        "import torch\ndef l2_norm(x, eps):\n    return torch.nn.Parameter(x.clone())\n",
+        "import torch\ndef l2_norm(x, eps, output_dtype):\n    return torch.nn.Parameter(x.clone())\n",
         Status.SIGNATURE_MISMATCH, "Parameter",
     ),
     "moe_sum": ("def moe_sum(*args):\n    raise ValueError('no idea')\n", Status.COMPILE_ERROR, "no idea"),
@@ -44,7 +44,10 @@ BAD: dict[str, tuple[str, Status, str]] = {
         "    os.write(2, b'the end of a gigabyte')\n    os._exit(3)\n",
         Status.CRASH, "the end of a gigabyte",
     ),
-    "linear": (ROUTE + "def linear(*args):\n    print('here', flush=True)\n    time.sleep(600)\n", Status.TIMEOUT, "here"),
+    "linear": (
+        ROUTE + "def linear(*args):\n    print('here', flush=True)\n    time.sleep(600)\n",
+        Status.TIMEOUT, "here",
+    ),
     "embedding": ("import ctypes\ndef embedding(*args):\n    ctypes.string_at(0)\n", Status.CRASH, "SIGSEGV"),
     "store_kvcache": (ROUTE + "def store_kvcache(*args):\n    os._exit(0)\n", Status.CRASH, "its process ended"),
     "grouped_topk": (

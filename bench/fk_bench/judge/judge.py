@@ -334,9 +334,9 @@ class Pair:
                 reason = "checked, not timed: " + _why(case.passed_over)
             elif trial.timed and self.options.timed:
                 timed = case.time(checked)
-                if self.options.device == "cuda" and timing.unsteady(
-                    timed.candidate, timed.baseline, timed.again
-                ):
+                unsteady = timing.unsteady(timed.candidate, timed.baseline, timed.again)
+                cuda = self.options.device == "cuda"
+                if unsteady if cuda else timing.invalid(timed.candidate, timed.baseline, 0.0):
                     timed = case.time(checked)  # once more: something else was running
         except Wrong as error:
             status, reason = Status.WRONG, str(error)

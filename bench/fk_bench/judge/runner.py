@@ -70,13 +70,24 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:600]}{where}"
 
 
+_OTHER_OUTPUTS = (
+    "PythonKernelHolder",
+    "Unable to cast Python",
+    "is not an instance of 'sequence'",
+)  # the dispatcher's
+
+
+def _no_memory(text: str) -> bool:
+    return "not enough memory" in text or "can't allocate memory" in text
+
+
 def _status(error: BaseException) -> str:
     text = str(error)
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or "not enough memory" in text:
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or _no_memory(text):
         return "oom"
     if isinstance(error, TypeError) and "argument" in text:
         return "signature_mismatch"
-    if "PythonKernelHolder" in text or "Unable to cast Python" in text:  # the dispatcher's words for other outputs
+    if any(words in text for words in _OTHER_OUTPUTS):
         return "signature_mismatch"
     return "compile_error"
 
