@@ -71,7 +71,7 @@ class Options:
     scan      reject what the static scan finds
     python    {'candidate' | 'baseline': interpreter}
     cage      False: the candidate runs as this user, with its network and files
-    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, 16 GiB or a quarter of it
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, 8 GiB or a quarter of it
               on a GPU
     """
 
@@ -123,6 +123,7 @@ class Judge:
         self._run_id = uuid4().hex[:12]
         self.memory = options.memory or _memory_of(options.device)
         self.cage: dict[str, str] = {}
+        self._warnings: list[str] = []  # of the static scan, on the candidates of the op at hand
         self._zygotes: dict[str, Zygote] = {}
         self._sides: dict[str, Side] = {}
         # On a CPU both sides have one core, the same: threads of a candidate's own win nothing there.
@@ -151,8 +152,10 @@ class Judge:
         mine = {
             n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name, parts=True)
         }
-        if self.options.scan and (reason := _rejected(mine)):
-            self._add(self._row(spec, None, Status.REJECTED, reason))
+        findings = {p: scan(Path(p), op) for op, p in mine.items()} if self.options.scan else {}
+        self._warnings = [f"{Path(p).name}: {f}" for p, found_in in findings.items() for f in found_in]
+        if rejected := [f"{Path(p).name}: {why}" for p, fs in findings.items() if (why := rejections(fs))]:
+            self._add(self._row(spec, None, Status.REJECTED, "; ".join(rejected)))
             return
         pair = Pair(self, spec, mine)
         try:
@@ -176,6 +179,8 @@ class Judge:
 
     def _row(self, spec: OpSpec, trial: Trial | None, status: Status, reason: str) -> Row:
         case: dict[str, Any] = {"kind": "case", "level": spec.level}
+        if self._warnings:
+            case["scan"] = self._warnings
         if trial is not None:
             dims = {
                 k: v if isinstance(v, (int, float, bool, str)) else repr(v)[:200]
@@ -328,9 +333,7 @@ class Pair:
         checked = timed = None
         status, reason = Status.OK, ""
         try:
-            checked = case.check(
-                self.loaded["baseline"]["baselines"] or [self.options.against], not self.compiled
-            )
+            checked = case.check(self._baselines(trial), not self.compiled)
             self.compiled = True
             if trial.timed and self.options.timed and not checked.seconds:
                 reason = "checked, not timed: " + _why(case.passed_over)
@@ -352,6 +355,12 @@ class Pair:
             _release()
         self.busy_s = candidate.busy_s + baseline.busy_s - before
         return self._row(trial, status, reason, checked, timed, case.cost)
+
+    def _baselines(self, trial: Trial) -> list[str]:
+        """Names to compare with. A compiler takes seconds for every shape: it is asked for model shapes only."""
+        loaded = self.loaded["baseline"]
+        compilers = [] if "model" in trial.case.tags else loaded["compilers"]
+        return [n for n in loaded["baselines"] if n not in compilers] or [self.options.against]
 
     @staticmethod
     def _blame(error: SideError) -> tuple[Status, str]:
@@ -458,7 +467,7 @@ def _memory_of(device: str) -> int:
         return 2 << 30
     import torch
 
-    return min(torch.cuda.get_device_properties(0).total_memory // 4, 16 << 30)
+    return min(torch.cuda.get_device_properties(0).total_memory // 4, 8 << 30)
 
 
 def _memory() -> int:
@@ -466,9 +475,3 @@ def _memory() -> int:
     fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
-
-
-def _rejected(files: Mapping[str, Path]) -> str:
-    """What the static scan holds against these candidates; '' if nothing."""
-    found = [(p, rejections(scan(Path(p), op))) for op, p in files.items()]
-    return "; ".join(f"{Path(p).name}: {reasons}" for p, reasons in found if reasons)

@@ -56,7 +56,7 @@ class Samples:
 def unsteady(candidate: Samples, baseline: Samples, again: Samples) -> str:
     """Why no time can be told from these batches; '' if it can. No credit is given for what is unsteady."""
     for who, s in (("the baseline's", baseline), ("the baseline's", again), ("the candidate's", candidate)):
-        if s.spread > 0.3 * abs(s.time):
+        if s.spread > 0.3 * abs(s.time) or (s.time <= 0 and not s.events_single):
             return f"{who} times scatter too much here: {1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us a call"
     return ""
 
