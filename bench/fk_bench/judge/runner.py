@@ -385,6 +385,9 @@ class Runner:
                         _copy(view, value)
         return {}
 
+    def do_ready(self) -> dict[str, Any]:
+        return {}
+
     def do_trace(self, calls: int) -> dict[str, Any]:
         """GPU: CUPTI over a replay of so many calls, all streams: {call_s: time in which any kernel ran, kernels}."""
         from torch.autograd import DeviceType
