@@ -56,11 +56,14 @@ class Provider:
 
 
 def _installed(module: str) -> bool:
-    """Whether a module is there, without importing it or, as importlib.util.find_spec does, its parents."""
+    """Whether a module is there, without importing it or, as importlib.util.find_spec does, its parents.
+
+    A folder of that name without an __init__.py is not the library.
+    """
     path: Sequence[str] | None = None
     for i, name in enumerate(parts := module.split("."), start=1):
         spec = PathFinder.find_spec(".".join(parts[:i]) if path is None else name, path)
-        if spec is None:
+        if spec is None or (i == len(parts) and spec.origin is None):
             return False
         path = spec.submodule_search_locations or ()
     return True

@@ -19,7 +19,7 @@ from fastkernels import candidate, registry
 
 CHEATS = catalogue()
 HERE = [c for c in CHEATS if c.device == "cpu"]
-OPTIONS = Options(device="cpu", rounds=4, seconds=0.5, batch_s=1e-3, timeout=60)
+OPTIONS = Options(device="cpu", rounds=4, seconds=0.5, timeout=60)
 
 
 def ids(cheat: Cheat) -> str:
@@ -43,7 +43,7 @@ def test_the_cheat_is_caught_and_its_honest_twin_is_not(judge: Judge, cheat: Che
 @pytest.mark.gpu
 @pytest.mark.parametrize("cheat", [c for c in CHEATS if c.device == "cuda"], ids=ids)
 def test_on_a_gpu(cheat: Cheat) -> None:
-    options = dataclasses.replace(OPTIONS, device="cuda", rounds=10, batch_s=20e-3, seconds=2.0)
+    options = dataclasses.replace(OPTIONS, device="cuda", rounds=10, seconds=2.0)
     with Judge({}, options) as found:
         verdict = try_cheat(found, cheat, options)
     assert not verdict.twin_problem and not verdict.problem, (verdict.problem, verdict.twin_problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,12 +105,15 @@ def test_nothing_supports_the_case() -> None:
         lonely.run(torch.ones(5, device="meta"))
 
 
-def test_a_module_is_found_without_importing_it() -> None:
+def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     sys.modules.pop("xml.sax.saxutils", None)
     assert _installed("xml.sax.saxutils") and "xml.sax.saxutils" not in sys.modules
     assert not _installed("xml.sax.no_such") and not _installed("no_such.part")
+    (tmp_path / "a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not _installed("a_folder")
     either = Provider("either", lambda x: x, devices=("cpu",), module=("no_such", "json"))
     assert either.unavailable("cpu") is None
 

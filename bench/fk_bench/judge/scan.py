@@ -8,6 +8,7 @@ not further: who wants to hide can, and then meets the judge itself.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +133,7 @@ class _Visitor(ast.NodeVisitor):
         parts = name.split(".")
         if parts[:2] != ["fastkernels", "overrides"]:
             return
-        if parts[-1] == "*" or (self.op in parts[2:-1] and parts[-1] != "reference" and not self.composed):
+        if parts[-1] == "*" or (self.op in parts[2:-1] and self._is_ours(parts)):
             self.note(node, "own-op", f"{name} has the kernel that the candidate is compared with")
         elif any(p.startswith("_") for p in parts[2:]):
             self.note(node, "own-helper", f"{name} is a part of our own kernels", WARN)
@@ -157,10 +158,8 @@ class _Visitor(ast.NodeVisitor):
 
     def _is_ours(self, parts: list[str]) -> bool:
         """Whether a dotted name is what the candidate replaces: the op's kernel, or a class that calls it."""
-        found = (
-            parts[:2] == ["fastkernels", "overrides"] and self.op in parts[2:] and parts[-1] != "reference"
-        )
-        return found and not self.composed
+        found = parts[:2] == ["fastkernels", "overrides"] and self.op in parts[2:]
+        return found and not self.composed and parts[-1] != "reference" and not _is_record(parts)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, (str, bytes)) and id(node) not in self.docstrings:
@@ -321,6 +320,13 @@ def _bound(tree: ast.Module) -> set[str]:
     found |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     loops = [n.target for n in ast.walk(tree) if isinstance(n, (ast.For, ast.comprehension))]
     return found | {t.id for loop in loops for t in ast.walk(loop) if isinstance(t, ast.Name)}
+
+
+def _is_record(parts: list[str]) -> bool:
+    """Whether a dotted name is a dataclass of an op's module, such as what a host's class returns."""
+    module = registry.op_module(parts[-2]) if parts[-2] in registry.op_modules() else None
+    found = getattr(module, parts[-1], None)
+    return isinstance(found, type) and dataclasses.is_dataclass(found)
 
 
 def _is_super(node: ast.AST) -> bool:
