@@ -124,10 +124,15 @@ class Op:
         rest = [p for p in self.providers if p.name != wanted]
         return [(p, p.unavailable(device)) for p in (*first, *chosen, *rest)]
 
-    def set_candidate(self, fn: Callable[..., Any] | None, label: str = "candidate") -> None:
-        """Run `fn` instead of our providers (None: back to ours)."""
+    def set_candidate(
+        self,
+        fn: Callable[..., Any] | None,
+        label: str = "candidate",
+        supports: Callable[..., str | None] | None = None,
+    ) -> None:
+        """Run `fn` instead of our providers (None: back to ours), for all calls or those that `supports` takes."""
         devices = ("cuda", "cpu")
-        self.candidate = None if fn is None else Provider(label, fn, devices)
+        self.candidate = None if fn is None else Provider(label, fn, devices, supports=supports)
         self._order.clear()
 
     def reset(self) -> None:

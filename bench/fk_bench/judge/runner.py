@@ -174,9 +174,9 @@ class Runner:
             self.baselines = {b.name: b for b in there(self.spec.name)}
             return
         names = []
-        inner = sorted(registry.reached(self.spec.name)) if self.spec.op is None else [self.spec.name]
-        for name in inner:
-            for b in there(name):
+        own = self.spec.op is not None
+        for name in [self.spec.name] if own else sorted(registry.reached(self.spec.name, parts=True)):
+            for b in there(name) if name in OPS else ():
                 if self._made(name, b):
                     names.append(f"{name}={b.name}")
                     break
@@ -188,7 +188,7 @@ class Runner:
             fn = baseline.make()
         except Exception:  # another version of the library: the next one is asked
             return False
-        self._put(op, fn, baseline.name)
+        self._put(op, fn, baseline.name, _remembered(baseline.supports))
         return True
 
     def do_use(self, baseline: str) -> dict[str, Any]:
@@ -203,8 +203,10 @@ class Runner:
         self._put(self.spec.name, self.made[baseline], baseline)
         return {"unchecked": chosen.unchecked}
 
-    def _put(self, op: str, fn: Callable[..., Any], label: str) -> None:
-        OPS[op].set_candidate(fn, label)
+    def _put(
+        self, op: str, fn: Callable[..., Any], label: str, supports: Callable[..., str | None] | None = None
+    ) -> None:
+        OPS[op].set_candidate(fn, label, supports)
         self.changed.add(op)
 
     # -- a case
@@ -274,6 +276,7 @@ class Runner:
         again  an output slot that gets its call's outputs once more: are they what they were, now that this one ran?
         """
         before = {name: op.calls for name, op in OPS.items()}
+        refused_before = {name: dict(op.fallbacks) for name, op in OPS.items()}
         start = _clock()
         result = self._outputs(self.calls[slot]())
         self._sync()
@@ -287,7 +290,14 @@ class Runner:
         live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
         inputs = layout.tensors(self.args[slot])
         aliases = [i for i, r in enumerate(result) if r.numel() and any(_overlap(r, t) for t in inputs)]
-        return {"seconds": seconds, "outputs": [_meta(r) for r in result], "aliases": aliases, "live": live}
+        refused = {
+            name: reason for name, op in OPS.items() for reason, times in op.fallbacks.items()
+            if times > refused_before.get(name, {}).get(reason, 0)
+        }  # fmt: skip
+        return {
+            "seconds": seconds, "outputs": [_meta(r) for r in result], "aliases": aliases, "live": live,
+            "refused": refused,
+        }  # fmt: skip
 
     def metas(self, result: list[torch.Tensor]) -> None:
         """Raises Failure unless the outputs are as many and of the shapes and dtypes that the op has."""
@@ -427,6 +437,20 @@ class Runner:
     def _sync(self) -> None:
         if self.device == "cuda":
             _synchronize()
+
+
+def _remembered(supports: Callable[..., str | None]) -> Callable[..., str | None]:
+    """`supports`, asked once for arguments of the same shapes: it may synchronize, which a capture must not."""
+    known: dict[str, str | None] = {}
+
+    def asked(*args: Any) -> str | None:
+        shapes = [[(t.shape, t.stride(), t.dtype) for t in layout.tensors(a)] or a for a in args]
+        key = str(shapes)
+        if key not in known:
+            known[key] = supports(*args)
+        return known[key]
+
+    return asked
 
 
 def _wrong_signature(function: Callable[..., Any], op: Any) -> str | None:

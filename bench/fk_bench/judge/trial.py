@@ -195,7 +195,7 @@ class CaseJudge:
     def _outputs(self, side: Side, slot: int, unchecked: Sequence[int]) -> Errors:
         """The errors of one eager call; no verdict."""
         self.slots.poison()
-        side.ask("call", slot=slot, out=slot)
+        self.passed_over |= side.ask("call", slot=slot, out=slot)["refused"]
         return self._errors(slot, self.slots.output_views(slot), None, unchecked)
 
     def _errors(
