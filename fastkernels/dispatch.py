@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -36,6 +37,8 @@ class Provider:
     devices   device types it runs on ('triton' also runs on 'cpu' under TRITON_INTERPRET=1)
     module    an importable module that it needs, e.g. 'flash_attn_interface'; of a tuple, any one
     supports  supports(*args) -> None if this case is supported, else the reason; must not synchronize
+    params    sets of keyword arguments that `fn` may be given after the op's own (tile sizes, splits): what
+              `fk-bench tune` chooses from. A call without any is the kernel's own choice
     """
 
     name: str
@@ -43,6 +46,11 @@ class Provider:
     devices: tuple[str, ...] = ("cuda",)
     module: str | tuple[str, ...] | None = None
     supports: Callable[..., str | None] | None = None
+    params: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+
+    def bound(self, params: Mapping[str, Any] | None) -> Provider:
+        """This provider with these of its parameters in every call."""
+        return replace(self, fn=partial(self.fn, **params)) if params else self
 
     def unavailable(self, device: str) -> str | None:
         """Why this provider cannot run on that device type here; None if it can."""
