@@ -1,7 +1,7 @@
 """Functional ops and their providers: torch.ops.fastkernels.NAME and which implementation runs it.
 
-Order: candidate, FASTKERNELS_PROVIDER=op:name, the op's own list. A provider that is not there for this
-device is passed over; one that does not support the case is passed over, counted and logged once
+Order: candidate, FASTKERNELS_PROVIDER=op:name, the chip's tuned table (tuned.py), the op's own list. A provider that
+is not there for this device is passed over; one that does not support the case is passed over, counted and logged once
 (FASTKERNELS_STRICT=1: an error). A call is one run of the op's body: a replayed CUDA graph runs none.
 """
 
@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from . import tuned
 from .env import Environment
+from .tuned import Key
 
 log = logging.getLogger("fastkernels")
 LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
@@ -79,15 +81,20 @@ def _installed(module: str) -> bool:
 
 @dataclass
 class Op:
-    """A functional op: schema, fake, providers, and the counters that prove it ran."""
+    """A functional op: schema, fake, providers, and the counters that prove it ran.
+
+    key  how a tuned table is asked which provider runs a call; None: this op has none
+    """
 
     name: str
     providers: tuple[Provider, ...]
+    key: Key | None = None
     overload: Any = None
     calls: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     candidate: Provider | None = None
     _order: dict[str, list[Provider]] = field(default_factory=dict)
+    _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
     _strict: bool = False
 
     def __call__(self, *args: Any) -> Any:
@@ -98,10 +105,14 @@ class Op:
         orders = (
             self._order
         )  # a closure a device, and no look-up that can be made once: this is paid on every call
+        by_shape = self.key is not None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            for provider in orders.get(device) or self._resolve(device):
+            order = orders.get(device) or self._resolve(device)
+            if by_shape and device in self._tuned:
+                order = self._chosen(device, args, kwargs) or order
+            for provider in order:
                 supports = provider.supports
                 if supports is None:
                     return provider.fn(*args, **kwargs)
@@ -141,13 +152,18 @@ class Op:
         """Run `fn` instead of our providers (None: back to ours), for all calls or those that `supports` takes."""
         devices = ("cuda", "cpu")
         self.candidate = None if fn is None else Provider(label, fn, devices, supports=supports)
-        self._order.clear()
+        self.forget()
 
     def reset(self) -> None:
         """Counters to zero, and the order of providers read from the environment again."""
         self.calls = 0
         self.fallbacks = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Find the providers, and what the tuned tables say, anew at the next call."""
         self._order.clear()
+        self._tuned.clear()
 
     def _resolve(self, device: str) -> list[Provider]:
         self._strict = Environment.read().strict
@@ -161,10 +177,59 @@ class Op:
             raise UnsupportedCase(
                 f"{self.name}: no provider on {device}: " + "; ".join(r or "" for _, r in order)
             )
-        if _around is not None:
-            found = [_around(self, provider) for provider in found]
-        self._order[device] = found
-        return found
+        around = _around
+        run = found if around is None else [around(self, provider) for provider in found]
+        asked = sum(p is self.candidate or p.name == wanted for p in found)  # these come before any table
+        if self.key is not None and not (asked and found[0].supports is None):
+            self._read_tuned(device, found, run, asked)
+        self._order[device] = run
+        return run
+
+    def _read_tuned(self, device: str, found: list[Provider], run: list[Provider], asked: int) -> None:
+        """For each entry of the chip's table the order of providers that it makes. Raises TableError."""
+        assert self.key is not None
+        entries = tuned.entries(self.name, tuned.chip_of(device))
+        if not entries:
+            return
+        around, absent = _around, set()
+
+        def order(entry: tuned.Entry) -> list[Provider] | None:
+            chosen = self._provider_of(entry)
+            if chosen is None:
+                return None
+            if all(p is not chosen for p in found):
+                absent.add(chosen.unavailable(device))
+                return None
+            bound = chosen.bound(entry.params)
+            first = bound if around is None else around(self, bound)
+            rest = [r for p, r in zip(found[asked:], run[asked:], strict=True) if p is not chosen]
+            return [*run[:asked], first, *rest]
+
+        self._tuned[device] = tuned.lookup(self.key, entries).map(order)
+        for reason in absent:
+            log.warning("%s: a tuned table names a provider that is not there: %s", self.name, reason)
+
+    def _provider_of(self, entry: tuned.Entry) -> Provider | None:
+        if entry.provider is None:
+            return None
+        provider = next((p for p in self.providers if p.name == entry.provider), None)
+        known = {name for params in (provider.params if provider else ()) for name in params}
+        if provider is None or not known.issuperset(entry.params):
+            names = ", ".join(p.name for p in self.providers)
+            takes = (
+                f"takes {', '.join(sorted(known)) or 'no parameters'}"
+                if provider
+                else f"is not one of {names}"
+            )
+            raise tuned.TableError(
+                f"{entry.source}: {entry}: {entry.provider} {takes}; `fk-bench tune {self.name}` makes the table anew"
+            )
+        return provider
+
+    def _chosen(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Provider] | None:
+        """The providers in the order that the table makes for this call; None where it has nothing."""
+        assert self.key is not None
+        return self._tuned[device].find(*self.key.of(*args, **kwargs))
 
     def note(self, reason: str) -> None:
         """Count a fall-back and log it once. Raises UnsupportedCase under FASTKERNELS_STRICT=1."""
@@ -175,18 +240,21 @@ class Op:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
 
-def define(schema: str, fake: Callable[..., Any], providers: Sequence[Provider]) -> Op:
+def define(
+    schema: str, fake: Callable[..., Any], providers: Sequence[Provider], key: Key | None = None
+) -> Op:
     """Define torch.ops.fastkernels.NAME for CPU and CUDA.
 
     schema     'name(Tensor x, ...) -> Tensor'; mutated arguments are marked (a!), and are never returned
     fake       shape function for torch.compile
     providers  in order of preference; the last one supports every case
+    key        how tuned tables are asked, for an op whose fastest provider depends on the shape
     """
     name = schema.partition("(")[0].strip()
-    op = Op(name, tuple(providers))
+    op = Op(name, tuple(providers), key)
     LIBRARY.define(schema)
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, op.body(key.lower()), key)
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, op.body(device.lower()), device)
     torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
     op.overload = getattr(torch.ops.fastkernels, name).default
     OPS[name] = op
@@ -201,7 +269,7 @@ def observe(around: Callable[[Op, Provider], Provider] | None) -> None:
     global _around
     _around = around
     for op in OPS.values():
-        op._order.clear()
+        op.forget()
 
 
 def counters() -> dict[str, dict[str, Any]]:

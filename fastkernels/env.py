@@ -46,6 +46,7 @@ class Environment:
     ops         FASTKERNELS_OPS          only these ops, comma-separated (default: all that the host has)
     candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE], or a folder of OP.py files: a user's kernels
     provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: which implementation an op uses
+    tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json: before the shipped ones (tuned.py)
     disable     FASTKERNELS_DISABLE      ops that are off
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
     report      FASTKERNELS_REPORT       folder that every patched process writes its report to
@@ -58,6 +59,7 @@ class Environment:
     ops: tuple[str, ...] | None = None
     candidates: Mapping[str, str] = field(default_factory=dict)
     provider: Mapping[str, str] = field(default_factory=dict)
+    tuned: str | None = None
     disable: tuple[str, ...] = ()
     strict: bool = False
     report: str | None = None
@@ -75,6 +77,7 @@ class Environment:
             ops=_names(e.get("FASTKERNELS_OPS")) or None,
             candidates=_candidates("FASTKERNELS_CANDIDATES", e.get("FASTKERNELS_CANDIDATES")),
             provider=_pairs("FASTKERNELS_PROVIDER", e.get("FASTKERNELS_PROVIDER"), ":"),
+            tuned=e.get("FASTKERNELS_TUNED") or None,
             disable=_names(e.get("FASTKERNELS_DISABLE")),
             strict=_flag(e.get("FASTKERNELS_STRICT")),
             report=e.get("FASTKERNELS_REPORT") or None,

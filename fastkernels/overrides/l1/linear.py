@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from fastkernels.dispatch import Provider, define
+from fastkernels.dispatch import Key, Provider, define
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
@@ -103,6 +103,20 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
     return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
 
 
+def _key(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[tuple[int, int, torch.dtype], tuple[int]]:
+    n, k = weight.shape
+    return (n, k, x.dtype), (x.numel() // k if k else 0,)
+
+
+def _shape_of(module: nn.Module) -> tuple[int, int, torch.dtype] | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return None
+    return weight.shape[0], weight.shape[1], weight.dtype
+
+
 linear = define(
     "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     fake=_fake,
@@ -111,6 +125,13 @@ linear = define(
         Provider("onednn", _torch, devices=("cpu",)),
         Provider("triton", linear_triton, devices=("cuda",), supports=supports_triton),
         Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+    key=Key(
+        shape=("N", "K", "dtype"),
+        sizes=("M",),
+        of=_key,
+        dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
+        module=_shape_of,
     ),
 )
 
@@ -238,7 +259,7 @@ def _model(name: str, m: int, k: int, n: int, weight: float) -> Case:
 
 
 _VLLM = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
-_NOTE = "On CUDA our first provider is the host's own cuBLAS call: put in only when named."
+_NOTE = "by default only where a tuned table says that it is faster; elsewhere on CUDA it is the host's own cuBLAS call"
 
 SPEC = OpSpec(
     name="linear",
