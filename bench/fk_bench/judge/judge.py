@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from fastkernels import registry
+from fastkernels.env import Environment
 from fastkernels.spec import OpSpec
 from fk_bench import kernels_report, machine
 from fk_bench.rows import Row, Status, Subject
@@ -152,21 +153,37 @@ class Judge:
         if rejected := [f"{Path(p).name}: {why}" for p, fs in findings.items() if (why := rejections(fs))]:
             self._add(self.row(spec, None, Status.REJECTED, "; ".join(rejected)))
             return
-        pair = Pair(self, spec, mine)
+        self._judge(Pair(self, spec, mine), found)
+        self._add(self._summary(name))
+
+    def provider(
+        self, name: str, found: Sequence[Trial], provider: str, params: Mapping[str, Any]
+    ) -> list[Row]:
+        """Judge these cases of an op with this provider of ours alone, given these parameters; the cases' rows.
+
+        `unsupported` is what it refuses, which no other provider runs instead.
+        """
+        before, self._warnings = len(self.rows), []
+        self._judge(Pair(self, registry.get(name), {}, (provider, dict(params))), found)
+        return self.rows[before:]
+
+    def _judge(self, pair: Pair, found: Sequence[Trial]) -> None:
+        spec = pair.spec
         try:
             for trial in found:
                 begin = time.perf_counter()
                 not_here = trial.gpu_only(spec) if self.options.device == "cpu" else None
                 if not_here is not None:
-                    self._add(self.row(spec, trial, Status.SKIPPED, not_here))
-                    continue
-                row = pair.judge(trial)
-                wall = time.perf_counter() - begin
-                row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
+                    row = self.row(spec, trial, Status.SKIPPED, not_here)
+                else:
+                    row = pair.judge(trial)
+                    wall = time.perf_counter() - begin
+                    row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
+                if pair.choice is not None:
+                    row.subject.provider, row.case["params"] = pair.choice
                 self._add(row)
         finally:
             pair.close()
-        self._add(self._summary(name))
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)
@@ -238,8 +255,10 @@ class Judge:
             self._zygotes[python] = Zygote(python, preload=PRELOAD)
         if files and self.options.cage:
             cuda = self.options.device == "cuda"
+            own = Environment.read().tuned  # ops that call others find their providers in the cage, too
+            tables = [] if own is None else [Path(own).expanduser().resolve()]
             cage = CageOptions(
-                readable=(*(str(f.resolve()) for f in files), *_toolchain()), packages=PACKAGES,
+                readable=(*(str(f.resolve()) for f in (*files, *tables)), *_toolchain()), packages=PACKAGES,
                 memory=None if cuda else CPU_MEMORY,
             )  # fmt: skip
         else:

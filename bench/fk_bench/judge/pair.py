@@ -24,16 +24,25 @@ MAX_CALLS = {"cpu": 16, "cuda": 2048}  # of a batch, N
 
 
 class Pair:
-    """The two processes of an op, started again when one has ended."""
+    """The two processes of an op, started again when one has ended.
 
-    def __init__(self, judge: Judge, spec: OpSpec, candidates: Mapping[str, Path]):
+    choice  (provider, parameters): of ours this one alone, instead of the order that the op has
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        spec: OpSpec,
+        candidates: Mapping[str, Path],
+        choice: tuple[str, dict[str, Any]] | None = None,
+    ):
         self._judge, self.spec, self.candidates = judge, spec, candidates
-        self.options = judge.options
+        self.options, self.choice = judge.options, choice
         self.sides: dict[str, Side] = {}
         self.loaded: dict[str, dict[str, Any]] = {}
         self.failure: SideError | None = None
         self.deaths = 0
-        self.compiled = False
+        self.compiled = choice is not None  # that is a check of the op, whoever runs it
         self.busy_s = 0.0  # that both processes were waited for in the last case
 
     def close(self, failed: bool = False) -> None:
@@ -61,6 +70,7 @@ class Pair:
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
                 against=None if mine else against,
                 mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._judge.core,
+                choice=self.choice if who == "candidate" else None,
             )  # fmt: skip
         return self.sides["candidate"], self.sides["baseline"]
 

@@ -117,8 +117,12 @@ class Runner:
         mode: str | None,
         threads: int,
         core: int | None = None,
+        choice: tuple[str, dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Import the op, and the candidates or (against) the baselines. Says how the op will be called."""
+        """Import the op, and the candidates or (against) the baselines. Says how the op will be called.
+
+        choice  (provider, parameters) of ours: that one alone
+        """
         start = _clock()
         if core is not None:
             os.sched_setaffinity(0, {core})
@@ -133,6 +137,8 @@ class Runner:
         self.cls, self.baselines, self.made, self.changed = None, {}, {}, set()
         self.device, self.spec = device, registry.get(op)
         found = {name: self._candidate(name, path) for name, path in candidates.items()}
+        if choice is not None:
+            self._only(op, *choice)
         own = found.get(op)
         if own is not None and (own.function is None or self.spec.op is None):
             self.cls = next((own.classes[t.cls] for t in self.spec.targets if t.cls in own.classes), None)
@@ -159,6 +165,17 @@ class Runner:
                 raise Failure("signature_mismatch", f"{name}(...) {problem}")
             self._put(name, found.function, "candidate")
         return found
+
+    def _only(self, op: str, name: str, params: dict[str, Any]) -> None:
+        """Run this provider of ours, with these parameters; what it does not support is nobody else's."""
+        provider = next(p for p in OPS[op].providers if p.name == name).bound(params)
+
+        def fn(*args: Any) -> Any:
+            if provider.supports is not None and (reason := provider.supports(*args)) is not None:
+                raise Failure("unsupported", f"{name}: {reason}")
+            return provider.fn(*args)
+
+        self._put(op, fn, name)
 
     def _find_baselines(self, against: str) -> None:
         """Baselines of the op; of a module, of the ops that it calls, each with the first there is."""

@@ -33,7 +33,9 @@ from .cage import CageOptions
 log = logging.getLogger("fastkernels")
 
 OUTPUT_KEPT = 64 << 10
-_KEPT = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX", "FASTKERNELS_PROVIDER")
+_KEPT = (
+    "PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX", "FASTKERNELS_PROVIDER", "FASTKERNELS_TUNED",
+)  # fmt: skip
 _KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "CUDA", "NVIDIA_", "TRITON_", "TORCH", "PYTORCH_", "NCCL_")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -202,6 +204,8 @@ class Zygote:
             if k in self.env
             or ((k in _KEPT or k.startswith(_KEPT_PREFIXES)) and not any(s in k for s in _SECRET))
         }
+        if tables := kept.get("FASTKERNELS_TUNED"):
+            kept["FASTKERNELS_TUNED"] = str(Path(tables).expanduser().resolve())
         roots = []
         for name in ("fk_bench", "fastkernels", "fk_integrations"):
             spec = importlib.util.find_spec(name)
