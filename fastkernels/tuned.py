@@ -189,6 +189,33 @@ def _entry(raw: Any, where: str, runs: Mapping[str, Any]) -> Entry:
 # -- the tables of this process
 
 
+def untuned(op: str, device: str) -> str | None:
+    """The line for an op that was never tuned on this chip; None where it was. Raises TableError."""
+    chip = chip_of(device)
+    return None if entries(op, chip) else f"not tuned on {chip}: `fk-bench tune {op}` would measure it"
+
+
+def not_faster(op: str, key: Key, module: Any, device: str) -> str | None:
+    """Why the host keeps a module, as far as tables go; None where ours is faster at some size of the module's shape.
+
+    At the other sizes the op runs what production does, or its own first provider. Raises TableError.
+    """
+    shape = key.module(module) if key.module is not None else None
+    if shape is None:
+        return "the shape of its calls is not known"
+    if (never := untuned(op, device)) is not None:
+        return never
+    chip = chip_of(device)
+    found = entries(op, chip)
+    of_shape = [e for e in found if tuple(_value(e, name) for name in key.shape) == shape]
+    said = " ".join(
+        f"{name}={str(v).removeprefix('torch.')}" for name, v in zip(key.shape, shape, strict=True)
+    )
+    if not of_shape:
+        return f"{said} is not tuned on {chip}: `fk-bench tune {op} --shape {said.replace(' ', ',')}` would measure it"
+    return None if any(e.faster for e in of_shape) else f"nothing of ours was faster at {said} on {chip}"
+
+
 def chip_of(device: str) -> str:
     """The name of the chip that tensors of that device type are on: 'NVIDIA H200', 'cpu'."""
     return torch.cuda.get_device_name() if device == "cuda" else device

@@ -36,6 +36,10 @@ COMMANDS = {
         "kernels:kernels_command",
         "ops judged case by case: a candidate, or ours, against what production runs",
     ),
+    "tune": (
+        "tune:tune_command",
+        "measure every provider of an op at a model's shapes, and write the table that dispatch reads",
+    ),
     "routing": (
         "routing:routing_command",
         "captured routing beside uniform-random: load, hot experts, and the time of fused_experts",

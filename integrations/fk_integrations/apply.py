@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastkernels import candidate as candidates_module
-from fastkernels import registry
+from fastkernels import registry, tuned
 from fastkernels.patch import PatchError, Request, Row
 from fastkernels.spec import OpSpec, Target
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastkernels")
 LIVE_SEAMS = ("leaf", "module", "quant_method", "attention")
+LEFT = "left to the host"
 
 
 class Journal:
@@ -142,8 +143,20 @@ def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tupl
         spec = registry.get(name)
         for target in adapter.targets(spec, model):
             wanted = target.default or request.ops is not None or name in request.candidates
-            if target.seam in LIVE_SEAMS and wanted:
+            if target.seam in LIVE_SEAMS and (wanted or _by_table(spec, model)):
                 yield spec, target
+
+
+def _by_table(spec: OpSpec, model: Any) -> bool:
+    """Whether an op that is off by default has a say by its tuned tables: on a GPU always, elsewhere if it has one."""
+    if model is None or spec.op is None or spec.op.key is None or spec.op.key.module is None:
+        return False
+    device = _device(model)
+    return device == "cuda" or bool(tuned.entries(spec.name, tuned.chip_of(device)))
+
+
+def _device(model: Any) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def _load_candidates(patched: Patched) -> None:
@@ -178,24 +191,34 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if spec.name in patched.request.disable:
         row.reason = "FASTKERNELS_DISABLE"
         return row
+    named = target.default or patched.request.ops is not None or spec.name in patched.candidates
     mode = adapter.batch_invariant()
     if mode and (not spec.batch_invariant or spec.name in patched.candidates):
         row.reason = f"{mode} is on, and this op's results may depend on the batch"
+        if not named:
+            row.reason = f"{LEFT}: {row.reason}"
         return row
     host_class = _resolve(target.path)
     if host_class is None:
         row.reason = f"{target.path} is not in {adapter.host} {adapter.version}"
+        return row
+    modules, device = _instances(adapter, patched.model, host_class, target.seam), _device(patched.model)
+    if modules and not named and (untuned := tuned.untuned(spec.name, device)):
+        row.reason = f"{LEFT}: {untuned}"
+        log.warning("%s: %s", spec.name, untuned)
         return row
     row.reason = adapter.unknown(target, host_class) or ""
     if row.reason:
         return row
     ours = _our_class(patched, spec, target)
     reasons: dict[str, int] = {}
-    for module in _instances(adapter, patched.model, host_class, target.seam):
-        reason = _swap(patched, module, host_class, ours, target.seam)
+    for module in modules:
+        slower = None if named else tuned.not_faster(spec.name, spec.op.key, module, device)
+        reason = slower or _swap(patched, module, host_class, ours, target.seam)
         if reason is None:
             row.modules += 1
         else:
+            reason = f"{LEFT}: {slower}" if slower else f"unsupported: {reason}"
             reasons[reason] = reasons.get(reason, 0) + 1
     row.state = "active" if row.modules else "off"
     found = patched.candidates.get(spec.name)
@@ -203,7 +226,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         there = (("function", found.function and spec.op), ("class", target.cls in found.classes))
         kinds = "+".join(kind for kind, is_there in there if is_there)
         row.candidate = f"{kinds} {found.path}" if kinds else ""
-    row.reason = "; ".join(f"{n} unsupported: {why}" for why, n in reasons.items())
+    # What was left to the host comes last: alone it is no failure, and _strict lets it pass.
+    row.reason = "; ".join(f"{n} {why}" for why, n in sorted(reasons.items(), key=lambda r: LEFT in r[0]))
     if not row.modules and not reasons:
         row.reason = "the model has no such module"
     return row
@@ -280,7 +304,7 @@ def _strict(patched: Patched) -> None:
         off = [
             f"{r.op} ({r.host_class}): {r.reason}"
             for r in patched.rows
-            if r.reason and r.reason != "FASTKERNELS_DISABLE"
+            if r.reason and r.reason != "FASTKERNELS_DISABLE" and not _left(r)
         ]
         off = [line for line in off if not line.endswith("the model has no such module")]
         if off:
@@ -288,6 +312,11 @@ def _strict(patched: Patched) -> None:
     if not any(r.state == "active" for r in patched.rows):
         why = "; ".join(f"{r.op} ({r.host_class}): {r.reason}" for r in patched.rows) or "no op was asked for"
         raise PatchError(f"nothing to patch: {why}")
+
+
+def _left(row: Row) -> bool:
+    """Whether all that a row's reason says is which modules are faster, or not known to be slower, as they are."""
+    return all(f"{LEFT}: " in part for part in row.reason.split("; "))
 
 
 def _resolve(path: str) -> Any:
