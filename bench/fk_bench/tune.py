@@ -212,7 +212,7 @@ def _asked(
     """{op: shapes}. Raises UnknownName, ValueError."""
     import torch
 
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+    if not tuning.is_dtype(dtype):
         raise ValueError(f"--dtype {dtype!r} is no torch dtype")
     found = {}
     for name in dict.fromkeys(ops or tuning.tunable()):
@@ -229,7 +229,15 @@ def _shape(text: str, name: str, key: tuned.Key) -> dict[str, Any]:
     parts = dict(part.partition("=")[::2] for part in text.split(","))
     if set(parts) != set(key.shape):
         raise ValueError(f"--shape {text!r}: the shape of {name} is {', '.join(f'{n}=' for n in key.shape)}")
-    return {n: int(parts[n]) if parts[n].isdigit() else parts[n] for n in key.shape}
+    found: dict[str, Any] = {}
+    for n in key.shape:
+        is_dtype = n.endswith("dtype")
+        if not (tuning.is_dtype(parts[n]) if is_dtype else parts[n].isdigit()):
+            raise ValueError(
+                f"--shape {text!r}: {n} is {parts[n]!r}, not a {'torch dtype' if is_dtype else 'number'}"
+            )
+        found[n] = parts[n] if is_dtype else int(parts[n])
+    return found
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -48,6 +48,10 @@ def key_of(name: str) -> tuple[OpSpec, Op, Key]:
     return spec, spec.op, spec.op.key
 
 
+def is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
 def tunable() -> list[str]:
     return [n for n in registry.op_names() if getattr(registry.get(n).op, "key", None) is not None]
 
