@@ -170,6 +170,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 def test_candidates_are_live_in_every_op_that_contains_them(tmp_path: Path) -> None:
     files = {op: stub(op, tmp_path) for op in ("silu_and_mul", "rms_norm")}
     folder = written(tmp_path / "candidates", files)
@@ -227,6 +228,7 @@ def test_a_case_for_a_gpu_is_not_run_and_not_passed(tmp_path: Path) -> None:
     assert "needs a GPU" in line["error"]
 
 
+@pytest.mark.slow
 def test_a_damaged_capture_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
     shipped = next(p.parent for p in sorted(SHIPPED.glob("*/capture.json")) if "sampling" in p.read_text())
     folder = shutil.copytree(shipped, tmp_path / "captures" / shipped.name)
