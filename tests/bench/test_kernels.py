@@ -214,6 +214,16 @@ def test_a_wrong_candidate_makes_what_contains_it_wrong(tmp_path: Path) -> None:
     assert ("rms_norm", Status.OK) in ran and result.returncode == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("levels", "ops", "least"), [((1,), 20, 150), ((2, 3), 8, 40)], ids=["1", "2,3"])
+def test_all_of_ours_are_right(levels: tuple[int, ...], ops: int, least: int, tmp_path: Path) -> None:
+    chosen = [word for level in levels for word in ("--level", level)]
+    result = kernels(*chosen, "--json", "--device", "cpu", "--out", tmp_path / "run", timeout=1700)
+    line = last_json(result)
+    assert line["ok"] and line["failed"] == 0 and line["ops"] >= ops and line["cases"] >= least, result.stderr
+
+
 # What is not run, and what is damaged
 
 
