@@ -18,6 +18,7 @@ from .output import fail, last_line, table
 from .rows import Row, Status, Subject
 
 BATCHES = "1,2,4,8,16,32,64,128,256"
+ROUND_S = 0.1  # of the timed batches of a round, about
 CONTEXTS = "512,2048,8192,32768"
 # What a chip cannot hold is no failure: a set of parameters may be meant for another one.
 FAILED = tuple(s for s in kernels_report.FAILED if s not in (Status.COMPILE_ERROR, Status.OOM))
@@ -46,7 +47,7 @@ def tune_command(
         str, typer.Option(help="production, or host: what vLLM or SGLang itself calls")
     ] = "production",
     finalists: Annotated[int, typer.Option(help="how many of the ranked choices are judged in full")] = 2,
-    rounds: Annotated[int, typer.Option(help="interleaved rounds of those, three or more")] = 10,
+    rounds: Annotated[int, typer.Option(help="interleaved rounds of those, three or more")] = 20,
     timeout: Annotated[float, typer.Option(help="seconds for any one step (compiling)")] = 120.0,
     missing: Annotated[
         bool, typer.Option("--missing", help="only shapes that the table of --out does not have")
@@ -94,7 +95,7 @@ def tune_command(
             raise TableError(f"--out {path} is a table of {old.chip}, this is {chip}")
     except (UnknownName, ValueError) as error:
         fail(str(error))
-    options = Options(device=where, against=against, rounds=rounds, timeout=timeout)
+    options = Options(device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout)
     points = [
         (n, s, *g) for n, v in asked.items() for s in v for g in tuning.grid(tuning.key_of(n)[2], sizes)
     ]

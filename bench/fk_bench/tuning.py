@@ -24,6 +24,7 @@ from .judge.cases import Trial
 from .rows import Row, Status
 
 SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; what is written is judged in full
+STAGES = ("screen", "final", "control", "low end")
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -181,7 +182,7 @@ def ranked(rows: Sequence[tuple[Choice, Row]]) -> list[Choice]:
 class Tuner:
     """Judges points, a shape at sizes, one after the other; a context manager, because its judge owns processes.
 
-    on_row  called with each judged row; row.case has the `stage` ('screen', 'final', 'low end'), shape and sizes
+    on_row  called with each judged row; row.case has the `stage`, one of STAGES, shape and sizes
     """
 
     def __init__(self, options: Options, finalists: int, run: str, on_row: Callable[[Row], None]) -> None:
@@ -191,6 +192,7 @@ class Tuner:
         self._about: dict[str, Any] = {}
 
     def __enter__(self) -> Tuner:
+        self.judge.__enter__()
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -212,7 +214,8 @@ class Tuner:
 
         All choices are ranked in few rounds, the best judged in full. The fastest that beats production here, and at
         the smallest sizes that the entry will speak for, is written; else production by its name if it is one of the
-        op's providers; else that there is nothing.
+        op's providers; else that there is nothing. Production has been in the choices' place, too: what it gains there
+        over itself is no gain of theirs.
         """
         rows, best = [], list(several)
         if len(several) > self.finalists:
@@ -221,8 +224,13 @@ class Tuner:
         finals = [(c, self._judged(name, c, shape, sizes, "final")) for c in best]
         entry = self._lost(name, shape, sizes, [r for _, r in finals] or [r for _, r in rows])
         faster = sorted((f for f in finals if beats(f[1])), key=lambda f: -f[1].metrics["speedup"])
-        for choice, row in faster:
-            if low is None or beats(self._judged(name, choice, shape, low, "low end")):
+        bar = 1.0
+        if faster and entry is not None and entry.provider is not None:
+            control = self._judged(name, Choice(entry.provider), shape, sizes, "control")
+            bar = max(bar, control.metrics.get("speedup", 1.0))
+        for choice, row in (f for f in faster if f[1].ci95["speedup"][0] > bar):
+            low_end = [] if low is None else [self._judged(name, choice, shape, low, "low end")]
+            if all(map(beats, low_end)):
                 return Entry(
                     name, shape, sizes, choice.provider, str(row.baseline), self.run, choice.params,
                     round(row.metrics["speedup"], 4), tuple(round(v, 4) for v in row.ci95["speedup"]),  # type: ignore[arg-type]

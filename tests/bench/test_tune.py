@@ -14,7 +14,7 @@ from fk_bench.tuning import Choice, Tuner
 from support_bench import fk_bench, last_json
 
 from fastkernels import registry, tuned
-from fastkernels.dispatch import Op, Provider
+from fastkernels.dispatch import Key, Op, Provider
 from fastkernels.tuned import REACH, Entry, Table
 
 SHAPE = {"N": 17, "K": 63, "dtype": "float32"}
@@ -47,6 +47,7 @@ def test_every_provider_is_judged_and_the_best_in_full(tuned_run: Any) -> None:
         screened = {str(r.subject.provider) for r in here if r.case["stage"] == "screen"}
         assert screened == {"onednn", "reference"}
         assert sum(r.case["stage"] == "final" for r in here) == 1
+    assert {r.case["stage"] for r in judged} <= set(tuning.STAGES)
     assert {(r.command, r.status, r.case["timer"]) for r in judged} == {("tune", Status.OK, "cpu")}
     assert all(r.case["shape"] == SHAPE and r.metrics["time_us_p50"] for r in judged)
 
@@ -159,6 +160,13 @@ def test_the_grid_says_how_far_down_each_entry_will_speak() -> None:
     assert low == {1: None, 2: None, 4: 3, 8: 5, 64: 64 // REACH}
 
 
+def test_two_kinds_of_sizes_make_a_grid() -> None:
+    key = Key(("H",), ("B", "L"), of=lambda: ((), ()), dims=lambda **named: named)
+    found = tuning.grid(key, [(1, 4), (512, 2048)])
+    assert [at for at, _ in found] == [{"B": b, "L": n} for b in (1, 4) for n in (512, 2048)]
+    assert [low for _, low in found] == [{"B": b, "L": n} for b in (1, 2) for n in (128, 513)]
+
+
 def test_choices_are_providers_with_each_of_their_sets() -> None:
     providers = (
         Provider("gpu", lambda x: x, params=({"a": 1},)),
@@ -222,11 +230,12 @@ def test_the_fastest_that_was_judged_in_full_is_written() -> None:
         ("screen", "a"): row("a", 1.0, 0.9, time=3.0), ("screen", "b"): row("b", 1.0, 0.9, time=1.0),
         ("screen", "c"): row("c", 1.0, 0.9, time=2.0), ("screen", "d"): row("d", 9.0, 8.0, 0.1, Status.WRONG),
         ("final", "b"): row("b", 1.2, 1.1), ("final", "c"): row("c", 1.3, 1.2),
+        ("control", "onednn"): row("onednn", 0.98, 0.97),
     }  # fmt: skip
     script = Script(said)
     entry = script.entry("a", "b", "c", "d")
     assert entry is not None and (entry.provider, entry.speedup, entry.ci95) == ("c", 1.3, (1.2, 1.4))
-    assert script.asked[-2:] == [("final", "b"), ("final", "c")]
+    assert script.asked[-3:] == [("final", "b"), ("final", "c"), ("control", "onednn")]
     assert entry.faster and entry.baseline == "onednn"
 
 
@@ -234,9 +243,16 @@ def test_one_that_is_slower_at_the_low_end_is_not_written() -> None:
     said = {
         ("final", "b"): row("b", 1.2, 1.1), ("final", "c"): row("c", 1.3, 1.2),
         ("low end", "c"): row("c", 0.9, 0.8), ("low end", "b"): row("b", 1.1, 1.05),
+        ("control", "onednn"): row("onednn", 1.02, 1.01),
     }  # fmt: skip
     entry = Script(said).entry("b", "c", low={"M": 5})
     assert entry is not None and (entry.provider, entry.speedup) == ("b", 1.2)
+
+
+def test_what_production_gains_over_itself_in_the_same_place_is_no_gain() -> None:
+    said = {("final", "b"): row("b", 1.2, 1.1), ("control", "onednn"): row("onednn", 1.15, 1.05)}
+    entry = Script(said).entry("b")
+    assert entry is not None and (entry.provider, entry.faster) == ("onednn", False)
 
 
 def test_where_nothing_is_faster_production_is_written_by_its_name_or_nothing() -> None:
@@ -251,8 +267,9 @@ def test_where_nothing_is_faster_production_is_written_by_its_name_or_nothing() 
 
 
 def test_a_written_table_is_read_back(tmp_path: Path) -> None:
-    entry = Script({("final", "b"): row("b", 1.2, 1.1)}).entry("b")
-    assert entry is not None
+    said = {("final", "b"): row("b", 1.2, 1.1), ("control", "onednn"): row("onednn", 1.0, 0.9)}
+    entry = Script(said).entry("b")
+    assert entry is not None and entry.faster
     table = Table("NVIDIA X", {"r1": {"date": "2026-11-21"}}, (entry,))
     tuning.written(tmp_path / "sub" / "t.json", table.to_json())
     assert tuned.read(tmp_path / "sub" / "t.json") == table
