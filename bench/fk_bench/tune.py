@@ -20,8 +20,9 @@ from .rows import Row, Status, Subject
 BATCHES = "1,2,4,8,16,32,64,128,256"
 ROUND_S = 0.1  # of the timed batches of a round, about
 CONTEXTS = "512,2048,8192,32768"
-# What a chip cannot hold is no failure: a set of parameters may be meant for another one.
-FAILED = tuple(s for s in kernels_report.FAILED if s not in (Status.COMPILE_ERROR, Status.OOM))
+# A set of parameters that this chip has no room for, and a time that the judge doubts: not chosen, and no failure.
+NOT_CHOSEN = (Status.COMPILE_ERROR, Status.OOM, Status.INVALID)
+FAILED = tuple(s for s in kernels_report.FAILED if s not in NOT_CHOSEN)
 
 
 def tune_command(

