@@ -21,9 +21,10 @@ from fastkernels import registry
 
 from . import explain_tables, machine, rows
 from .config import ConfigError, comma_list
-from .cost_model import PHASES, Call, ModelError, Step, load_config, step
+from .cost_model import PHASES, Call, Step, step
 from .explain_time import HOSTS, Measured, Timed, measure
 from .judge import roofline
+from .model_configs import ModelError, load_config
 from .output import fail, last_line, table
 from .rows import Row, Subject
 
@@ -50,7 +51,7 @@ class Line:
 
     @property
     def gain_us(self) -> float | None:
-        """What the patch saves in a step: nothing where it leaves the host's code alone. None where times are missing."""
+        """What the patch saves in a step: 0 where it leaves the host's code alone, None where times are missing."""
         host, ours = self.us("host"), self.us("ours")
         if host is None or (self.patched and ours is None):
             return None
@@ -99,22 +100,33 @@ def totals(found: Step, lines: Sequence[Line]) -> dict[str, float]:
 
 def explain_command(
     model: Annotated[
-        str, typer.Argument(help="a folder with a config.json, a hub id, or a public model: llama-3.1-8b, ...")
+        str,
+        typer.Argument(help="a folder with a config.json, a hub id, or a public model: llama-3.1-8b, ..."),
     ] = MODEL,
     host: Annotated[str, typer.Option(help="whose providers are the step's: vllm or sglang")] = "vllm",
     batch: Annotated[str, typer.Option(help="sequences of a step, comma-separated")] = "",
-    context: Annotated[int, typer.Option(help="tokens of each sequence, this step's included")] = 1024,
+    context: Annotated[
+        str, typer.Option(help="tokens of each sequence, this step's included, comma-separated")
+    ] = "1024",
     phase: Annotated[str, typer.Option(help="decode (one token each) or prefill (all of them)")] = "decode",
     tensor_parallel: Annotated[int, typer.Option(help="ranks; the step is rank 0's")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32")
+    ] = "auto",
     gpu: Annotated[str, typer.Option(help=f"whose floors; default: this machine's, else {GPU}")] = "",
-    device: Annotated[str, typer.Option(help="cuda or cpu, to time on; default: cuda where there is one")] = "",
+    device: Annotated[
+        str, typer.Option(help="cuda or cpu, to time on; default: cuda where there is one")
+    ] = "",
     no_time: Annotated[bool, typer.Option("--no-time", help="floors only")] = False,
     compilers: Annotated[
         bool, typer.Option("--compilers", help="time what torch.compile makes, too: seconds a shape")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/explain-TIME)")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="the tables as docs/performance.md has them")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/explain-TIME)")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="the tables as docs/performance.md has them")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
 ) -> None:
     """A model's step, a line a module: calls, bytes, operations, floor; where there is a GPU the host's time, the best
@@ -127,13 +139,19 @@ def explain_command(
             fail(f"{name} {value!r} is not one of {', '.join(k for k in known if k)}")
     try:
         batches = tuple(dict.fromkeys(comma_list("--batch", batch or BATCHES[phase], int)))
-        if not batches or min(batches) < 1:
-            raise ConfigError(f"--batch {batch!r}: one number or more, each at least 1")
+        contexts = tuple(dict.fromkeys(comma_list("--context", context, int)))
+        for flag, values in (("--batch", batches), ("--context", contexts)):
+            if not values or min(values) < 1:
+                raise ConfigError(
+                    f"{flag} {','.join(map(str, values))!r}: one number or more, each at least 1"
+                )
         timer = _timer(device, no_time)
         peaks = _peaks(gpu, timer)
         name, config = load_config(model)
         steps = [
-            step(name, config, phase, n, context, tensor_parallel, _dtype(dtype, config, timer)) for n in batches
+            step(name, config, phase, n, length, tensor_parallel, _dtype(dtype, config, timer))
+            for length in contexts
+            for n in batches
         ]
     except (ConfigError, ModelError, ValueError, LookupError) as error:
         fail(str(error))
@@ -154,11 +172,17 @@ def _run(
         found.append(_step_row(base, each, host, timer, peaks, sums))
         rows.append(path, found)
         made += found
-        missing = [f"{x.call.op} of {x.call.label}" for x in lines if timer != "floor" and x.us("host") is None]
-        answers.append({"batch": each.batch, **_answer(sums), "not_measured": missing})
+        missing = [
+            f"{x.call.op} of {x.call.label}" for x in lines if timer != "floor" and x.us("host") is None
+        ]
+        answers.append(
+            {"batch": each.batch, "context": each.context, **_answer(sums), "not_measured": missing}
+        )
     if not quiet:
         for title, columns, cells in explain_tables.tables(made, NOT_TIMED.get(timer, "")):
-            print(explain_tables.markdown(title, columns, cells)) if markdown else table(title, columns, cells)
+            print(explain_tables.markdown(title, columns, cells)) if markdown else table(
+                title, columns, cells
+            )
         for reason in explain_tables.reasons(made):
             print(reason)
         print(f"rows: {path}\n")
@@ -166,7 +190,7 @@ def _run(
     last_line({
         "command": COMMAND, "ok": True, "model": first.model, "architecture": first.architecture, "host": host,
         "gpu": peaks.name if peaks is not None else None, "timer": timer, "phase": first.phase,
-        "context": first.context, "tensor_parallel": first.tensor_parallel, "dtype": first.dtype, **answers[0],
+        "tensor_parallel": first.tensor_parallel, "dtype": first.dtype, **answers[0],
         "steps": answers, "rows": str(path),
     })  # fmt: skip
 
@@ -179,13 +203,22 @@ def _answer(sums: dict[str, float]) -> dict[str, Any]:
 
 
 def _lines(
-    found: Step, host: str, timer: str, peaks: roofline.Peaks | None, compilers: bool, known: dict[str, Measured]
+    found: Step,
+    host: str,
+    timer: str,
+    peaks: roofline.Peaks | None,
+    compilers: bool,
+    known: dict[str, Measured],
 ) -> Iterator[Line]:
     """Each call's, timed once for all steps that have it; `known` is what was timed before."""
     for call in found.calls:
         measured = None
         if call.case is None:
-            measured = Measured(reasons={"host": "ranks that talk are not timed alone"}) if timer != "floor" else None
+            measured = (
+                Measured(reasons={"host": "ranks that talk are not timed alone"})
+                if timer != "floor"
+                else None
+            )
         elif timer != "floor":
             key = f"{call.op} {call.dtype} {sorted(call.case.dims.items())}"
             if key not in known:
@@ -215,7 +248,9 @@ def _about(found: Step, timer: str, peaks: roofline.Peaks | None) -> dict[str, A
     }  # fmt: skip
 
 
-def _row(base: dict[str, Any], found: Step, host: str, timer: str, peaks: roofline.Peaks | None, line: Line) -> Row:
+def _row(
+    base: dict[str, Any], found: Step, host: str, timer: str, peaks: roofline.Peaks | None, line: Line
+) -> Row:
     call, measured = line.call, line.measured or Measured()
     case: dict[str, Any] = {
         "kind": "call", **_about(found, timer, peaks), "label": call.label, "group": call.group, "count": call.count,
@@ -243,7 +278,12 @@ def _row(base: dict[str, Any], found: Step, host: str, timer: str, peaks: roofli
 
 
 def _step_row(
-    base: dict[str, Any], found: Step, host: str, timer: str, peaks: roofline.Peaks | None, sums: dict[str, float]
+    base: dict[str, Any],
+    found: Step,
+    host: str,
+    timer: str,
+    peaks: roofline.Peaks | None,
+    sums: dict[str, float],
 ) -> Row:
     sizes = {"weight_bytes": found.weights, "tokens": found.tokens, "sampled": found.sampled}
     return Row(

@@ -13,7 +13,11 @@ GROUP_ORDER = ("linears", "attention", "experts", "collectives", "rest")
 
 def bound(size: int, work: int, dtype: str, gpu: roofline.Peaks) -> str:
     """What a call's floor is made of: 'memory' or 'compute'."""
-    return "memory" if roofline.floor_us(size, 0, dtype, gpu) == roofline.floor_us(size, work, dtype, gpu) else "compute"
+    return (
+        "memory"
+        if roofline.floor_us(size, 0, dtype, gpu) == roofline.floor_us(size, work, dtype, gpu)
+        else "compute"
+    )
 
 
 def tables(found: Sequence[Row], note: str = "") -> Iterator[Table]:
@@ -28,7 +32,9 @@ def tables(found: Sequence[Row], note: str = "") -> Iterator[Table]:
 
 
 def _key(row: Row) -> tuple[object, ...]:
-    return row.subject.model, *(row.case[k] for k in ("phase", "batch", "context", "tensor_parallel", "dtype"))
+    return row.subject.model, *(
+        row.case[k] for k in ("phase", "batch", "context", "tensor_parallel", "dtype")
+    )
 
 
 def _title(row: Row, note: str) -> str:
@@ -36,11 +42,22 @@ def _title(row: Row, note: str) -> str:
     ranks = f", rank 0 of {c['tensor_parallel']}" if c["tensor_parallel"] > 1 else ""
     floors = f", floors of {c['floors_of']}" if c["floors_of"] else ""
     said = f" ({note})" if note else f", {row.subject.host}'s providers on {row.machine.gpu}"
-    return f"{row.subject.model}, {c['phase']} of {c['batch']} x {c['context']} tokens, {c['dtype']}{ranks}{floors}{said}"
+    work = f"{c['phase']} of {c['batch']} x {c['context']} tokens, {c['dtype']}"
+    return f"{row.subject.model}, {work}{ranks}{floors}{said}"
 
 
 def _floors(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]]]:
-    columns = ["module", "op", "calls", "MB a call", "MFLOP a call", "bound by", "floor us a call", "floor ms a step", "%"]
+    columns = [
+        "module",
+        "op",
+        "calls",
+        "MB a call",
+        "MFLOP a call",
+        "bound by",
+        "floor us a call",
+        "floor ms a step",
+        "%",
+    ]
     whole = total.metrics.get("floor_ms")
     cells = []
     for r in calls:
@@ -48,14 +65,18 @@ def _floors(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]
         step_ms = None if floor is None else r.case["count"] * floor / 1e3
         cells.append([
             r.case["label"], str(r.subject.op), str(r.case["count"]), number(r.metrics["bytes"] / 1e6),
-            number(r.metrics["flops"] / 1e6), r.case.get("bound", ""), number(floor), number(step_ms),
-            number(None if step_ms is None or not whole else 100 * step_ms / whole),
+            number(r.metrics["flops"] / 1e6), r.case.get("bound", ""), number(floor), millis(step_ms),
+            _share(step_ms, whole),
         ])  # fmt: skip
     for group in _groups(total):
         ms = total.metrics[f"floor_{group}_ms"]
-        cells.append([group, "", "", "", "", "", "", number(ms), number(100 * ms / whole if whole else None)])
-    cells.append(["step", "", "", "", "", "", "", number(whole), "100" if whole else ""])
+        cells.append([group, "", "", "", "", "", "", millis(ms), _share(ms, whole)])
+    cells.append(["step", "", "", "", "", "", "", millis(whole), _share(whole, whole)])
     return columns, cells
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return "" if part is None or not whole else f"{100 * part / whole:.1f}"
 
 
 def _timed(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]]]:
@@ -69,20 +90,24 @@ def _timed(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]]
         gain = None if "gain_us" not in m else m["gain_us"] / 1e3
         cells.append([
             r.case["label"], str(r.subject.op), str(count), number(m["bytes"] / 1e6), number(m.get("floor_us")),
-            *(_by(r, who) for who in ("host", "ours", "best")), *map(number, per_step),
-            number(gain) if r.case["patched"] else "not patched",
+            *(_by(r, who) for who in ("host", "ours", "best")), *map(millis, per_step),
+            millis(gain) if r.case["patched"] else "not patched",
         ])  # fmt: skip
     m = total.metrics
     for group in _groups(total):
         sums = [m.get(f"{name}_{group}_ms") for name in ("floor", "step", "gain")]
-        cells.append([group, "", "", "", "", "", "", "", *map(number, sums)])
-    measured = number(m["step_ms"]) if "step_ms" in m else f"{number(m.get('measured_ms'))} (not all)"
-    last = [number(m.get("floor_ms")), measured, number(m.get("predicted_gain_ms"))]
+        cells.append([group, "", "", "", "", "", "", "", *map(millis, sums)])
+    measured = millis(m["step_ms"]) if "step_ms" in m else f"{millis(m.get('measured_ms'))} (not all)".strip()
+    last = [millis(m.get("floor_ms")), measured, millis(m.get("predicted_gain_ms"))]
     return columns, [*cells, ["step", "", "", "", "", "", "", "", *last]]
 
 
 def _by(row: Row, who: str) -> str:
-    return f"{number(row.metrics[f'{who}_us'])} {row.case[who]}" if who in row.case else ""
+    """Time and provider; best is 'ours/NAME' where it is one of ours."""
+    if who not in row.case:
+        return ""
+    name = row.case[who].removeprefix("ours/") if who == "ours" else row.case[who]
+    return f"{number(row.metrics[f'{who}_us'])} {name}"
 
 
 def _groups(total: Row) -> list[str]:
@@ -96,11 +121,15 @@ def _growth(steps: Sequence[Row]) -> Table:
     columns += [f"{steps[0].subject.host} ms", "gain ms"] if timed else []
     cells = []
     for s in steps:
-        names = [*(f"floor_{g}_ms" for g in groups), "floor_ms", "floor_tokens_per_s"]
-        names += ["step_ms", "predicted_gain_ms"] if timed else []
-        cells.append([str(s.case["batch"]), str(s.case["context"]), *(number(s.metrics.get(n)) for n in names)])
+        m = s.metrics
+        floors = [millis(m.get(name)) for name in (*(f"floor_{g}_ms" for g in groups), "floor_ms")]
+        times = [millis(m.get(name)) for name in ("step_ms", "predicted_gain_ms")] if timed else []
+        sizes = [str(s.case[name]) for name in ("batch", "context")]
+        cells.append([*sizes, *floors, number(m.get("floor_tokens_per_s")), *times])
     first = steps[0]
-    title = f"{first.subject.model}, {first.case['phase']}: how a step's floor grows, {first.case['floors_of']}"
+    title = (
+        f"{first.subject.model}, {first.case['phase']}: how a step's floor grows, {first.case['floors_of']}"
+    )
     return title, columns, cells
 
 
@@ -115,6 +144,11 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def millis(value: float | None) -> str:
+    """Milliseconds, to the microsecond."""
+    return "" if value is None else "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"
 
 
 def markdown(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

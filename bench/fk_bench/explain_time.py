@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,13 +61,16 @@ class Timed:
 
 @dataclass(frozen=True)
 class Measured:
-    """A call by all providers. host: what the host runs; ours: what the patch would run; best: the fastest of all."""
+    """A call by all providers. host: what the host runs; ours: what the patch would run; best: the fastest of all.
+
+    reasons  {'host' | 'ours': why there is none, 'check': why outputs were not checked}
+    """
 
     all: tuple[Timed, ...] = ()
     host: Timed | None = None
     ours: Timed | None = None
     best: Timed | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict)  # {'host' | 'ours': why there is none}
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def contenders(op: str, device: str, compilers: bool = False) -> list[Contender]:
@@ -74,19 +78,26 @@ def contenders(op: str, device: str, compilers: bool = False) -> list[Contender]
 
     compilers: what torch.compile makes of the reference, too, which takes seconds a shape.
     """
+    offered = [b for b in baselines(op, "production", device) if b.kind != "reference"]
     found = [
-        Contender(b.name, b.kind, lambda b=b: b.fn, b.supports, b.unchecked, b.available() or _no_graph(b, device))  # type: ignore[misc]
-        for b in baselines(op, "production", device)
-        if b.kind != "reference" and (compilers or b.kind != "compiler")
+        Contender(b.name, b.kind, b.make, b.supports, b.unchecked, b.available() or _no_graph(b, device))
+        for b in offered
+        if compilers or b.kind != "compiler"
     ]
     for provider, absent in registry.get(op).op.order(device):
-        fn = provider.fn
-        found.append(Contender(OURS + provider.name, "ours", lambda fn=fn: fn, provider.supports, (), absent))  # type: ignore[misc]
+        made = partial(_itself, provider.fn)
+        found.append(Contender(OURS + provider.name, "ours", made, provider.supports, (), absent))
     return found
 
 
+def _itself(fn: Function) -> Function:
+    return fn
+
+
 def _no_graph(baseline: Any, device: str) -> str | None:
-    return None if baseline.graph or device == "cpu" else f"{baseline.name} cannot be captured in a CUDA graph"
+    return (
+        None if baseline.graph or device == "cpu" else f"{baseline.name} cannot be captured in a CUDA graph"
+    )
 
 
 def measure(op: str, case: Case, device: str, host: str, compilers: bool = False) -> Measured:
@@ -96,8 +107,16 @@ def measure(op: str, case: Case, device: str, host: str, compilers: bool = False
         trial = Trial("random", case, lambda where, generator: spec.inputs(case, where, generator))
         if (reason := trial.gpu_only(spec)) is not None:
             return Measured(reasons={"host": reason, "ours": reason})
-    with torch.inference_mode():
-        return choose(op, host, time_all(spec, case, device, contenders(op, device, compilers)))
+    try:
+        with torch.inference_mode():
+            timed, unchecked = time_all(spec, case, device, contenders(op, device, compilers))
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        reason = f"its inputs do not fit: {' '.join(str(error).split())[:200]}"
+        return Measured(reasons={"host": reason, "ours": reason})
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    found = choose(op, host, timed)
+    return replace(found, reasons={**found.reasons, "check": unchecked}) if unchecked else found
 
 
 def choose(op: str, host: str, timed: Sequence[Timed]) -> Measured:
@@ -118,10 +137,17 @@ def choose(op: str, host: str, timed: Sequence[Timed]) -> Measured:
     )  # fmt: skip
 
 
-def time_all(spec: OpSpec, case: Case, device: str, found: Sequence[Contender]) -> list[Timed]:
-    """Each contender checked on fresh inputs, then all of them timed in interleaved rounds."""
-    pool = _pool(spec, case, device)
+def time_all(spec: OpSpec, case: Case, device: str, found: Sequence[Contender]) -> tuple[list[Timed], str]:
+    """Each contender checked on fresh inputs, then all of them timed in interleaved rounds; and why none was checked,
+    '' if they were."""
+    pool, unchecked = _pool(spec, case, device), ""
     want: Expected | None = None
+    try:
+        want = expect(spec, case, _make(spec, case, device, 0), "op")
+    except (RuntimeError, MemoryError) as error:
+        unchecked = (
+            f"outputs were not checked, the reference has no room: {' '.join(str(error).split())[:200]}"
+        )
     problems: dict[str, str] = {}
     batches: dict[str, Batch] = {}
     for c in found:
@@ -133,9 +159,10 @@ def time_all(spec: OpSpec, case: Case, device: str, found: Sequence[Contender]) 
             problems[c.name] = refused
         else:
             try:
-                want = want or expect(spec, case, _make(spec, case, device, 0), "op")
                 fn = c.make()
-                problems[c.name] = _wrong(spec, case, device, fn, want, c.unchecked)
+                problems[c.name] = (
+                    _wrong(spec, case, device, fn, want, c.unchecked) if want is not None else ""
+                )
                 if not problems[c.name]:
                     batches[c.name] = Batch(fn, pool, device)
             except Exception as error:  # another version of the library, or no memory: the next one is asked
@@ -146,7 +173,7 @@ def time_all(spec: OpSpec, case: Case, device: str, found: Sequence[Contender]) 
         for batch in again if number % 2 else reversed(again):
             batch.round()
     floor = _floor_us(spec, case, device)
-    return [_result(c, batches.get(c.name), problems[c.name], floor) for c in found]
+    return [_result(c, batches.get(c.name), problems[c.name], floor) for c in found], unchecked
 
 
 def _floor_us(spec: OpSpec, case: Case, device: str) -> float | None:
@@ -212,7 +239,8 @@ class Batch:
 
     @property
     def unsteady(self) -> bool:
-        return self.samples.time <= 0 or self.samples.spread > 0.3 * self.samples.time
+        scatters = self._cuda and self.samples.spread > 0.3 * self.samples.time
+        return self.samples.time <= 0 or scatters  # a CPU's times say nothing, however steady
 
     def round(self) -> None:
         for double in (False, True):

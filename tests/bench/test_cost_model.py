@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from fk_bench import cost_model
-from fk_bench.cost_model import Call, ModelError, Step, group_sums, load_config, step
+from fk_bench.cost_model import Call, Step, group_sums, step
 from fk_bench.judge import roofline
+from fk_bench.model_configs import ModelError, load_config
 
 from fastkernels import LLM, SamplingParams, dispatch, parallel, registry
 from fastkernels.dispatch import Op, Provider
