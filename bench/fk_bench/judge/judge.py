@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from fastkernels import registry
 from fastkernels.spec import OpSpec
 from fk_bench import kernels_report, machine
@@ -126,9 +128,13 @@ class Judge:
         self.arena = _memory() if options.device == "cpu" else -1
 
     def __enter__(self) -> Judge:
+        self._threads = torch.get_num_threads()
+        if self.core is not None:  # the oracle's threads would wait for those that stand behind a side
+            torch.set_num_threads(1)
         return self
 
     def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
         for side in self._sides.values():
             side.close()
         for zygote in self._zygotes.values():
@@ -277,8 +283,6 @@ def _toolchain() -> list[str]:
 def _memory_of(device: str) -> int:
     if device == "cpu":
         return 2 << 30
-    import torch
-
     return min(torch.cuda.get_device_properties(0).total_memory // 4, 8 << 30)
 
 
