@@ -40,6 +40,10 @@ COMMANDS = {
         "tune:tune_command",
         "measure every provider of an op at a model's shapes, and write the table that dispatch reads",
     ),
+    "explain": (
+        "explain:explain_command",
+        "where a model's step goes, module by module: floor, host's time, best provider, predicted gain",
+    ),
     "routing": (
         "routing:routing_command",
         "captured routing beside uniform-random: load, hot experts, and the time of fused_experts",
