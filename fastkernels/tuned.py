@@ -80,8 +80,13 @@ class Entry:
 
     @property
     def place(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """Op and shape: one table has all sizes of it, or none."""
+        """Op and shape: a user's table has it with all its sizes, or leaves it to the shipped one."""
         return self.op, tuple(sorted(self.shape.items()))
+
+    @property
+    def point(self) -> tuple[Any, ...]:
+        """Op, shape and sizes: a table has one entry for it."""
+        return *self.place, tuple(sorted(self.sizes.items()))
 
     @property
     def faster(self) -> bool:
@@ -102,11 +107,14 @@ class Table:
     entries: tuple[Entry, ...]
 
     def merged(self, newer: Table) -> Table:
-        """With the shapes of `newer` in the place of their older entries. Runs of which nothing is left are dropped."""
+        """With the entries of `newer`, in the place of older ones of the same point; runs of which nothing is left go.
+
+        An entry was measured down to the next smaller size of its own run: others between them only shorten its reach.
+        """
         if newer.chip != self.chip:
             raise TableError(f"a table of {newer.chip} does not go into one of {self.chip}")
-        places = {e.place for e in newer.entries}
-        entries = (*(e for e in self.entries if e.place not in places), *newer.entries)
+        points = {e.point for e in newer.entries}
+        entries = (*(e for e in self.entries if e.point not in points), *newer.entries)
         used = {e.run for e in entries}
         runs = {**self.runs, **newer.runs}
         return Table(self.chip, {name: runs[name] for name in sorted(used)}, entries)
@@ -137,13 +145,13 @@ def read(path: Path) -> Table:
         raise TableError(
             f"tuned table {path}: it needs `chip` (a name), `runs` (an object) and `entries` (a list)"
         )
-    seen: dict[str, int] = {}
+    seen: dict[Any, int] = {}
     found = []
     for i, raw in enumerate(entries):
         entry = replace(
             _entry(raw, f"tuned table {path}: entry {i}", runs), source=f"tuned table {path}: entry {i}"
         )
-        if (first := seen.setdefault(str(entry), i)) != i:
+        if (first := seen.setdefault(entry.point, i)) != i:
             raise TableError(f"tuned table {path}: entry {i} is for {entry}, and so is entry {first}")
         found.append(entry)
     return Table(chip, runs, tuple(found))

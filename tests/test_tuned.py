@@ -63,8 +63,9 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
 
 def entry(m: int, provider: str | None, n: int = 4, **more: Any) -> Entry:
     won = {"speedup": 1.2, "ci95": (1.1, 1.3)} if provider not in (None, "first") else {}
-    shape, sizes = {"N": n, "dtype": "float32"}, {"M": m}
-    return Entry("test_scale", shape, sizes, provider, **{"baseline": "first", "run": "r1", **won, **more})
+    shape = {"N": n, "dtype": "float32"}
+    more = {"shape": shape, "baseline": "first", "run": "r1", **won, **more}
+    return Entry("test_scale", sizes={"M": m}, provider=provider, **more)
 
 
 @pytest.fixture
@@ -239,12 +240,14 @@ def test_a_table_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> No
     assert sum(line.startswith('    {"op"') for line in table.to_json().splitlines()) == 2
 
 
-def test_merging_replaces_whole_shapes() -> None:
+def test_merging_replaces_points() -> None:
     old = Table("cpu", RUNS, (entry(4, "sized"), entry(8, None), entry(4, "even", n=6)))
-    new = Table("cpu", {"r2": RUNS["r1"]}, (entry(16, "even", run="r2"),))
-    merged = old.merged(new)
-    assert [(e.shape["N"], e.sizes["M"], e.run) for e in merged.entries] == [(6, 4, "r1"), (4, 16, "r2")]
-    assert list(merged.runs) == ["r1", "r2"] and list(new.merged(new).runs) == ["r2"]
+    again = entry(4, "even", shape={"dtype": "float32", "N": 4}, run="r2")
+    merged = old.merged(Table("cpu", {"r2": RUNS["r1"]}, (again,)))
+    found = [(e.shape["N"], e.sizes["M"], e.run) for e in merged.entries]
+    assert found == [(4, 8, "r1"), (6, 4, "r1"), (4, 4, "r2")] and list(merged.runs) == ["r1", "r2"]
+    only = Table("cpu", RUNS, (entry(4, "sized"),)).merged(Table("cpu", {"r2": RUNS["r1"]}, (again,)))
+    assert list(only.runs) == ["r2"]
     with pytest.raises(TableError, match="a table of NVIDIA H200 does not go into one of cpu"):
         old.merged(Table("NVIDIA H200", RUNS, ()))
 

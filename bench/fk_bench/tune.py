@@ -13,7 +13,7 @@ from fastkernels import tuned
 from fastkernels.registry import UnknownName
 from fastkernels.tuned import Entry, Table, TableError
 
-from . import kernels_report, machine, rows, tuning
+from . import kernels_report, rows, tuning
 from .output import fail, last_line, table
 from .rows import Row, Status, Subject
 
@@ -51,11 +51,14 @@ def tune_command(
     rounds: Annotated[int, typer.Option(help="interleaved rounds of those, three or more")] = 20,
     timeout: Annotated[float, typer.Option(help="seconds for any one step (compiling)")] = 120.0,
     missing: Annotated[
-        bool, typer.Option("--missing", help="only shapes that the table of --out does not have")
+        bool, typer.Option("--missing", help="only what the table of --out does not have")
     ] = False,
+    seconds: Annotated[
+        float, typer.Option(help="begin nothing new after so long; 0: no limit. --missing goes on")
+    ] = 0.0,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
     out: Annotated[
-        Path | None, typer.Option(help="the table; shapes in it are replaced (default: RUN/CHIP.json)")
+        Path | None, typer.Option(help="the table, a new one or one to add to (default: RUN/CHIP.json)")
     ] = None,
     run: Annotated[
         Path | None, typer.Option(help="directory of the run (default: fk-bench-runs/tune-TIME)")
@@ -87,26 +90,25 @@ def tune_command(
         folder = _run(run)
         path = _out(out, folder, chip)
         old = tuned.read(path) if path.exists() else Table(chip, {}, ())
-        if missing:
-            there = {e.place for e in old.entries}
-            asked = {
-                n: [s for s in v if (n, tuple(sorted(s.items()))) not in there] for n, v in asked.items()
-            }
         if old.chip != chip:
             raise TableError(f"--out {path} is a table of {old.chip}, this is {chip}")
     except (UnknownName, ValueError) as error:
         fail(str(error))
     options = Options(device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout)
+    there = {e.point for e in old.entries} if missing else set()
     points = [
-        (n, s, *g) for n, v in asked.items() for s in v for g in tuning.grid(tuning.key_of(n)[2], sizes)
-    ]
+        (name, its, at, low)
+        for name, shapes in asked.items() for its in shapes for at, low in tuning.grid(tuning.key_of(name)[2], sizes)
+        if Entry(name, its, at, None, "", "").point not in there
+    ]  # fmt: skip
     state = _State(folder / "rows.jsonl", len(points), chip, old, path)
+    state.all_there = missing and bool(there) and not points
     try:
         with tuning.Tuner(options, finalists, state.run, state.on_row) as tuner:
-            for i, (name, its, at, low) in enumerate(points):
+            for name, its, at, low in points:
+                if seconds and time.perf_counter() - start > seconds:
+                    break
                 state.on_entry(tuner.point(name, its, at, low, several[name]))
-                if i + 1 == len(points) or points[i + 1][:2] != (name, its):
-                    state.write()
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
     if not json:
@@ -116,14 +118,15 @@ def tune_command(
 
 
 class _State:
-    """What is known so far; the table is written after each shape, so that a run that is ended loses one at most."""
+    """What is known so far; the table is written after each point, so that a run that is ended loses one at most."""
 
     def __init__(self, file: Path, points: int, chip: str, old: Table, path: Path):
         self.file, self.points, self.chip, self.table, self.path = file, points, chip, old, path
         self.run = time.strftime("%Y%m%d-%H%M%S")
         self.judged: list[Row] = []
         self.found: list[Entry] = []
-        self.done, self.new = 0, 0
+        self.done = 0
+        self.all_there = False  # --missing, and nothing is
 
     def on_row(self, row: Row) -> None:
         self.judged.append(row)
@@ -133,24 +136,19 @@ class _State:
         print(f"{head} {said}: {kernels_report.line(row)}", file=sys.stderr, flush=True)
 
     def on_entry(self, entry: Entry | None) -> None:
+        """Write the table with this entry in it."""
         self.done += 1
-        if entry is not None:
-            self.found.append(entry)
-            self.new += 1
-
-    def write(self) -> None:
-        """The table with the shape that was finished."""
-        fresh, self.new = self.found[len(self.found) - self.new :], 0
-        if not fresh:
+        if entry is None:
             return
+        self.found.append(entry)
         last = self.judged[-1]
         info = {
-            "date": time.strftime("%Y-%m-%d"), "commit": machine.commit(), "versions": last.versions,
+            "date": time.strftime("%Y-%m-%d"), "commit": last.commit, "versions": last.versions,
             "machine": last.machine.model_dump(),
         }  # fmt: skip
-        self.table = self.table.merged(Table(self.chip, {self.run: info}, tuple(fresh)))
+        self.table = self.table.merged(Table(self.chip, {self.run: info}, (entry,)))
         tuning.written(self.path, self.table.to_json())
-        rows.append(self.file, [self._row(e, last) for e in fresh])
+        rows.append(self.file, [self._row(entry, last)])
 
     def _row(self, entry: Entry, like: Row) -> Row:
         case = {
@@ -172,7 +170,7 @@ class _State:
 
     @property
     def ok(self) -> bool:
-        return bool(self.found) and not self.failed
+        return not self.failed and (bool(self.found) or self.all_there)
 
     def show(self, device: str) -> None:
         note = f" ({kernels_report.CPU_MARK})" if device == "cpu" else ""
@@ -194,15 +192,15 @@ class _State:
     def result(self, device: str, start: float) -> dict[str, Any]:
         found: dict[str, Any] = {
             "command": "tune", "ok": self.ok, "device": device, "chip": self.chip,
-            "ops": len({e.op for e in self.found}), "points": len(self.found),
+            "ops": len({e.op for e in self.found}), "points": len(self.found), "left": self.points - self.done,
             "faster": sum(e.faster for e in self.found), "judged": len(self.judged), "failed": self.failed,
             "seconds": round(time.perf_counter() - start, 1), "rows": str(self.file),
             "table": str(self.path) if self.found else None,
         }  # fmt: skip
-        if not self.found:
+        if not self.found and not self.all_there:
             reasons = dict.fromkeys(r.reason for r in self.judged if r.reason)
             found["error"] = "nothing was judged: " + (
-                "; ".join(reasons) or "no shape or no provider is left"
+                "; ".join(reasons) or "no time, no shape or no provider is left"
             )
             print(f"error: {found['error']}", file=sys.stderr)
         return found

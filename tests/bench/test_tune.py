@@ -71,6 +71,24 @@ def test_the_table_has_what_the_rows_say(tuned_run: Any) -> None:
     assert [r.subject.provider for r in rows if r.kind == "entry"] == [e.provider for e in table.entries]
 
 
+def test_a_run_goes_on_where_another_was_ended(
+    tuned_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, table = tuned_run
+    path = tmp_path / "table.json"
+    first = table.entries[0]
+    path.write_text(text := Table("cpu", table.runs, (first,)).to_json())
+    words = ["tune", "linear", "--device", "cpu", "--shape", TEXT, "--json", "--missing", "--out", str(path)]
+    for batch, seconds, left in (("1", "0", 0), ("1,6", "0.000001", 1)):
+        with pytest.raises(SystemExit):
+            run = str(tmp_path / f"run{left}")
+            cli.main([*words, "--batch", batch, "--seconds", seconds, "--run", run])
+        line = json.loads(capsys.readouterr().out)
+        assert (line["points"], line["left"], line["ok"]) == (0, left, not left)
+        assert "nothing was judged: no time" in line.get("error", "") if left else "error" not in line
+    assert path.read_text() == text
+
+
 def test_dispatch_follows_the_table(tuned_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     line, _, table = tuned_run
     monkeypatch.setenv("FASTKERNELS_TUNED", line["table"])

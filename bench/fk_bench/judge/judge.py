@@ -283,7 +283,7 @@ class Judge:
         if files and self.options.cage:
             cuda = self.options.device == "cuda"
             own = Environment.read().tuned  # ops that call others find their providers in the cage, too
-            tables = [] if own is None else [Path(own).expanduser().resolve()]
+            tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
             cage = CageOptions(
                 readable=(*(str(f.resolve()) for f in (*files, *tables)), *_toolchain()), packages=PACKAGES,
                 memory=None if cuda else CPU_MEMORY,
