@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._skinny_linear_triton import linear_skinny, supports_skinny
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
@@ -110,6 +111,7 @@ linear = define(
         Provider("cublas", _torch, devices=("cuda",)),
         Provider("onednn", _torch, devices=("cpu",)),
         Provider("triton", linear_triton, devices=("cuda",), supports=supports_triton),
+        Provider("triton-skinny", linear_skinny, devices=("cuda",), supports=supports_skinny),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
