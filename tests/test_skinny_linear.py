@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fk_bench.rows import Status, read
 
 from fastkernels import registry
 from fastkernels.overrides.l1 import _skinny_linear_triton as skinny
@@ -101,3 +102,19 @@ def test_tickets_of_streams_and_graphs_are_apart(monkeypatch: pytest.MonkeyPatch
     one, two = tickets.get(device, 10), tickets.get(device, 10)
     assert two.data_ptr() == one.data_ptr() + 4 * 10 and one.numel() == two.numel() == 10
     assert not any(t.any() for t in (first, other, one, two))
+
+
+def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
+    """As on a GPU, but for what is compiled and for graphs; its rows are result rows."""
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(ROOT / "bench/scenarios/skinny_linear.py"), "--device", "cpu", "--quick",
+               "--tokens", "2", "--out", str(out)]  # fmt: skip
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, warnings = read(out)
+    assert not warnings and {r.kind for r in rows} == {"check", "time", "sum", "step"}
+    assert all(r.status is Status.OK for r in rows)
+    assert all(r.metrics["cases"] >= 1 for r in rows if r.kind == "check")
+    assert {r.subject.provider for r in rows if r.kind == "time"} >= {"cublas", "triton-skinny"}
+    assert all(value > 0 for r in rows for value in r.metrics.values())

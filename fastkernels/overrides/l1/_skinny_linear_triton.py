@@ -124,7 +124,7 @@ def _token(x_at, k, ks, there, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.load(x_at + k + ks[None, :], mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
     x_ptr, w_ptr, b_ptr, out_ptr, partial_ptr, ticket_ptr, M, N, x_stride, w_stride,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr, VARIANT: tl.constexpr,
