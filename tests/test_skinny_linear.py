@@ -113,8 +113,9 @@ def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     rows, warnings = read(out)
-    assert not warnings and {r.kind for r in rows} == {"check", "time", "sum", "step"}
-    assert all(r.status is Status.OK for r in rows)
-    assert all(r.metrics["cases"] >= 1 for r in rows if r.kind == "check")
+    assert not warnings and {r.kind for r in rows} == {"child", "check", "time", "sum", "step"}
+    assert all(r.status is Status.OK for r in rows if r.subject.provider != "cuda-skinny")
+    assert [r.status for r in rows if r.subject.provider == "cuda-skinny"] == [Status.UNSUPPORTED]
+    assert all(r.metrics["cases"] >= 1 for r in rows if r.kind == "check" and r.status is Status.OK)
     assert {r.subject.provider for r in rows if r.kind == "time"} >= {"cublas", "triton-skinny"}
     assert all(value > 0 for r in rows for value in r.metrics.values())

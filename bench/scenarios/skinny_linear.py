@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -21,15 +22,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from graph_clock import Run, measure, poisoned
 
+from fastkernels.overrides.l1 import _skinny_linear_cuda as cuda
 from fastkernels.overrides.l1 import _skinny_linear_triton as skinny
 
 Shape = tuple[int, int]  # N, K
+Sets = tuple[dict[str, Any], ...]
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # layer: (N, K, how many in a step)
 MODELS: dict[str, dict[str, tuple[int, int, int]]] = {
@@ -42,10 +45,10 @@ MODELS: dict[str, dict[str, tuple[int, int, int]]] = {
         "lm_head": (151936, 4096, 1),
     },
 }  # fmt: skip
-TINY = {"tiny": {"a": (48, 64, 2), "b": (33, 264, 1)}}
-ODD: tuple[Shape, ...] = ((130, 200), (33, 264))
+TINY = {"tiny": {"a": (48, 64, 2), "b": (33, 288, 1)}}
+ODD: tuple[tuple[Shape, torch.dtype], ...] = (((130, 200), torch.bfloat16), ((33, 288), torch.float16))
+CHILD_S = 120
 CHECKED = (1, 2, 3, 4, 7, 8, 16, 17, 32, 64)
-PDL = 4
 LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the op's own SPEC, absolute and relative
 
 
@@ -53,14 +56,28 @@ def label(params: dict[str, Any]) -> str:
     return "/".join(str(v) for v in params.values())
 
 
-def kernels(
-    run: Run | None = None,
-) -> dict[str, tuple[Callable[..., torch.Tensor], tuple[dict[str, Any], ...]]]:
-    """Provider: its function and its sets of parameters."""
-    sets = skinny.PARAMS
-    if run is not None and run.quick:
-        sets = tuple({(p["variant"], p["split_k"] > 1): p for p in sets if p["block_m"] <= 16}.values())
-    return {"triton-skinny": (skinny.linear_skinny, sets)}
+class Kernel(NamedTuple):
+    """A provider: its function, its sets of parameters, which of them are meant for (set, m, k), pdl when on."""
+
+    fn: Callable[..., torch.Tensor]
+    sets: Sets
+    fits: Callable[[dict[str, Any], int, int], bool]
+    pdl: int
+
+
+KERNELS = {
+    "triton-skinny": Kernel(skinny.linear_skinny, skinny.PARAMS, skinny.fits, 4),
+    "cuda-skinny": Kernel(cuda.linear_cuda, cuda.PARAMS, cuda.fits, 1),
+}
+
+
+def sets_of(run: Run, provider: str) -> Sets:
+    """The provider's sets that are not known to be wrong; quick: one of each kind."""
+    sets = KERNELS[provider].sets
+    if run.quick and provider == "triton-skinny":
+        kinds = {(p["variant"], p["split_k"] > 1): p for p in sets if p["block_m"] <= 16}
+        sets = tuple(kinds.values())
+    return tuple(p for p in sets if (provider, label(p)) not in run.bad)
 
 
 class _Compiles:
@@ -76,15 +93,22 @@ class _Compiles:
 def compile_share(part: int, parts: int, sizes: list[int]) -> None:
     """Every `parts`-th of all that will be launched: the odd shapes, and these K with and without overlap."""
     skinny._skinny_kernel = _Compiles(skinny._skinny_kernel)
+    if sizes[0] == 4096:
+        device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
+        sources = {(p["row_tiles"], t, p["block_k"], p["stages"]) for p in cuda.PARAMS for t in (1, 2)}
+        for source in sorted(sources)[part::parts]:
+            for kind in kinds:
+                with contextlib.suppress(Exception):
+                    cuda._kernel(device, *source, *kind)
     jobs: list[tuple[Shape, torch.dtype, dict[str, Any]]] = []
     for p in skinny.PARAMS:
-        jobs += [((256, k), torch.bfloat16, {**p, "pdl": pdl}) for k in sizes for pdl in (0, PDL)]
-        jobs += [(shape, torch.bfloat16, p) for shape in ODD[: 1 if sizes else 0]]
+        jobs += [((256, k), torch.bfloat16, {**p, "pdl": pdl}) for k in sizes for pdl in (0, 4)]
+        jobs += [(shape, dtype, p) for shape, dtype in ODD if sizes[0] == 4096]
     for (n, k), dtype, p in jobs[part::parts]:
         x = torch.empty(p["block_m"], k, dtype=dtype, device="cuda")
         weight = torch.empty(n, k, dtype=dtype, device="cuda")
         with contextlib.suppress(Exception):  # said where it is run
-            bias = torch.empty(n, dtype=dtype, device="cuda") if (n, k) in ODD else None
+            bias = None if k in sizes else torch.empty(n, dtype=dtype, device="cuda")
             skinny.linear_skinny(x, weight, bias, **p)
 
 
@@ -110,73 +134,112 @@ def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
     return ""
 
 
-def check(run: Run, shape: Shape, dtype: torch.dtype, odd: bool) -> None:
-    """All sets on one shape: those meant for so many tokens; on odd shapes with a bias, and all with 17 tokens."""
+def check(run: Run, provider: str, sets: Sets, shape: Shape, dtype: torch.dtype, odd: bool) -> None:
+    """The sets on one shape with as many tokens as they are meant for; on odd shapes with a bias, all with 17 too."""
     n, k = shape
     x, weight = run.randn(64, k, dtype=dtype), run.randn(n, k, dtype=dtype, scale=k**-0.5)
     bias = run.randn(n, dtype=dtype) if odd else None
     want = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0.0)
-    for provider, (fn, sets) in kernels(run).items():
-        done = 0
-        for p in sets:
-            for m in CHECKED:
-                if not (skinny.fits(p, m, k) or (odd and m == 17)) or (run.quick and m not in (2, 16)):
-                    continue
-                with poisoned():
-                    wrong = problem(lambda p=p, m=m, fn=fn: fn(x[:m], weight, bias, **p), want[:m])
-                done += 1
-                if wrong:
-                    run.bad.add((provider, label(p)))
-                    case = {"tokens": m, "out": n, "in": k, "dtype": str(dtype)[6:], "params": label(p)}
-                    run.row("check", provider, case, wrong)
-                if "CUDA error" in wrong:
-                    raise SystemExit("the GPU's context is lost: nothing more can be measured")
+    kernel, done = KERNELS[provider], 0
+    for p in sets:
+        for m in CHECKED:
+            left_over = odd and m == 17 and provider == "triton-skinny"
+            if not (kernel.fits(p, m, k) or left_over) or (run.quick and m not in (2, 16)):
+                continue
+            with poisoned():
+                wrong = problem(lambda p=p, m=m: kernel.fn(x[:m], weight, bias, **p), want[:m])
+            done += 1
+            if wrong:
+                run.bad.add((provider, label(p)))
+                case = {"tokens": m, "out": n, "in": k, "dtype": str(dtype)[6:], "params": label(p)}
+                run.row("check", provider, case, wrong)
+            if "CUDA error" in wrong or "CUDA_ERROR" in wrong:
+                raise SystemExit("the GPU's context is lost: nothing more can be measured")
+    if done:
         run.row("check", provider, {"out": n, "in": k, "dtype": str(dtype)[6:], "bias": odd}, cases=done)
 
 
-def special(run: Run) -> None:
-    """Graphs: layers that overlap must not read x too early; two graphs at once must not share tickets."""
-    n = k = 512
+def check_in_a_child(run: Run) -> None:
+    """The CUDA C++ kernel, where a mistake may hang or take the GPU's context along: only what passed is used."""
+    probe = torch.empty(1, 64, dtype=torch.bfloat16, device=run.device)
+    reason = cuda.supports_cuda(probe, probe)
+    if reason is None:
+        log = run.out.with_suffix(".cuda.log")
+        command = [sys.executable, __file__, "--out", str(run.out), "--check", "cuda-skinny"]
+        with open(log, "w") as file:
+            child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            try:
+                status = child.wait(CHILD_S)
+                reason = f"its check ended with {status}" if status else None
+            except subprocess.TimeoutExpired:
+                child.kill()
+                reason = f"its check hung for {CHILD_S} s"
+        if reason is not None:
+            print(
+                f"{reason}; the last lines of {log}:\n" + "".join(log.read_text().splitlines(True)[-8:]),
+                flush=True,
+            )
+    passed = set()
+    if run.out.exists():
+        rows = [json.loads(line) for line in run.out.read_text().splitlines()]
+        passed = {r["case"]["params"] for r in rows if r["case"]["kind"] == "set" and r["status"] == "ok"}
+    run.bad |= {("cuda-skinny", label(p)) for p in cuda.PARAMS if label(p) not in passed}
+    status = "ok" if passed and not reason else "failed" if run.cuda else "unsupported"
+    run.row("child", "cuda-skinny", {}, reason or "", status, passed=len(passed))
+
+
+def check_child(run: Run, shapes: list[Shape]) -> None:
+    """What the child does: set after set, so that those before one that hangs are known to be right."""
+    for p in cuda.PARAMS:
+        print("trying", label(p), flush=True)
+        for shape, dtype, odd in ((ODD[1][0], torch.float16, True), ((1000, 736), torch.bfloat16, True),
+                                  *((shape, torch.bfloat16, False) for shape in shapes)):  # fmt: skip
+            check(run, "cuda-skinny", (p,), shape, dtype, odd)
+        for m in (8, 16):
+            graphs(run, "cuda-skinny", p, m)
+        if ("cuda-skinny", label(p)) not in run.bad:
+            run.row("set", "cuda-skinny", {"params": label(p)})
+
+
+def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
+    """In graphs: layers that overlap must not read x too early; two graphs at once must not share tickets."""
+    n = k = 4096
     weights = [run.randn(n, k, scale=k**-0.5) for _ in range(8)]
-    fn, sets = kernels(run)["triton-skinny"]
-    picked = {(p["variant"], p["block_m"], p["split_k"] > 1): p for p in sets}
-    for p in picked.values():
-        m = p["block_m"]
-        x = [run.randn(m, k), run.randn(m, k)]
+    fn, pdl = KERNELS[provider].fn, KERNELS[provider].pdl
+    x = [run.randn(m, k), run.randn(m, k)]
 
-        def chain(start: torch.Tensor, p: dict[str, Any] = p, **more: Any) -> torch.Tensor:
-            for w in weights:
-                start = fn(start, w, **{**p, **more})
-            return start
+    def chain(start: torch.Tensor, call: Call) -> torch.Tensor:
+        for w in weights:
+            start = call(start, w)
+        return start
 
-        try:
-            want = [chain(start) for start in x]
-            chain(x[0], pdl=PDL)
-            graphs, outs = [], []
-            for start in x:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    outs.append(chain(start, pdl=PDL))
-                graphs.append(graph)
-            streams = [torch.cuda.Stream() for _ in x]
-            wrong = ""
-            for _ in range(20):
-                for graph, stream in zip(graphs, streams, strict=True):
-                    with torch.cuda.stream(stream):
-                        for _ in range(5):
-                            graph.replay()
-                torch.cuda.synchronize()
-                if not all(torch.equal(a, b) for a, b in zip(outs, want, strict=True)):
-                    wrong = (
-                        "graphs replayed side by side, with overlap, have other bits than eager calls without"
-                    )
-                for out in outs:
-                    out.fill_(float("nan"))
-                torch.cuda.synchronize()
-        except Exception as error:
-            wrong = f"{type(error).__name__}: {str(error)[:200]}"
-        run.row("graphs", "triton-skinny", {"tokens": m, "params": label(p)}, wrong, quiet=True)
-    run.row("graphs", "triton-skinny", {"sets": len(picked)}, cases=len(picked))
+    plain, overlapped, wrong = partial(fn, **p), partial(fn, **{**p, "pdl": pdl}), ""
+    try:
+        want = [chain(start, plain) for start in x]
+        chain(x[0], overlapped)
+        captured, outs = [], []
+        for start in x:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outs.append(chain(start, overlapped))
+            captured.append(graph)
+        streams = [torch.cuda.Stream() for _ in x]
+        for _ in range(20):
+            for out in outs:
+                out.fill_(float("nan"))
+            torch.cuda.synchronize()
+            for graph, stream in zip(captured, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    for _ in range(5):
+                        graph.replay()
+            torch.cuda.synchronize()
+            if not all(torch.equal(a, b) for a, b in zip(outs, want, strict=True)):
+                wrong = "graphs replayed side by side, with overlap, have other bits than eager calls without"
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {str(error)[:200]}"
+    if wrong:
+        run.bad.add((provider, label(p)))
+    run.row("graphs", provider, {"tokens": m, "params": label(p)}, wrong, quiet=True)
 
 
 def time_layer(
@@ -187,21 +250,21 @@ def time_layer(
     x = run.randn(m, k)
     rotated = weights if len(weights) > 1 else weights * 4  # one alone is many times L2
     named: dict[str, tuple[str, dict[str, Any], Call]] = {"cublas": ("cublas", {}, F.linear)}
-    for provider, (fn, sets) in kernels(run).items():
-        for p in sets:
-            if skinny.fits(p, m, k) and (provider, label(p)) not in run.bad:
-                named[f"{provider} {label(p)}"] = (provider, p, partial(fn, **p))
+    for provider, kernel in KERNELS.items():
+        for p in sets_of(run, provider):
+            if kernel.fits(p, m, k):
+                named[f"{provider} {label(p)}"] = (provider, p, partial(kernel.fn, **p))
     times = measure_named(run, named, x, rotated)
     ours = sorted((name for name in times if name != "cublas"), key=times.__getitem__)
     if run.cuda:
         overlapped = {}
-        for name in ours[:3]:
+        for name in [*ours[:3], *[x for x in ours[3:] if named[x][0] == "cuda-skinny"][:2]]:
             provider, p, _ = named[name]
-            more = {**p, "pdl": PDL}
+            more = {**p, "pdl": KERNELS[provider].pdl}
             overlapped[f"{provider} {label(more)}"] = (
                 provider,
                 more,
-                partial(kernels()[provider][0], **more),
+                partial(KERNELS[provider].fn, **more),
             )
         named |= overlapped
         times |= measure_named(run, overlapped, x, rotated)
@@ -274,7 +337,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,16,32,64,2,4")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
+    parser.add_argument("--check", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile:
         part, parts, sizes = options.compile.split("/")
@@ -282,7 +346,11 @@ def main() -> None:
         return
     run, begin = Run("skinny_linear", "linear", options), time.monotonic()
     models = list(TINY if run.quick else MODELS)
-    shapes = {(n, k): None for model in models for n, k, _ in {**MODELS, **TINY}[model].values()}
+    shapes = list({(n, k): None for model in models for n, k, _ in {**MODELS, **TINY}[model].values()})
+    if options.check:
+        with torch.inference_mode():
+            check_child(run, shapes)
+        raise SystemExit(1 if run.wrong else 0)
     later: list[subprocess.Popen[bytes]] = []
     with torch.inference_mode():
         if run.cuda and not run.quick:
@@ -290,13 +358,15 @@ def main() -> None:
                 worker.wait()
             later = compile_all([12288])
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-        for shape in ODD[: 1 if run.quick else 2]:
-            check(run, shape, torch.bfloat16, True)
-        check(run, ODD[1], torch.float16, True)
+        check_in_a_child(run)
+        triton = sets_of(run, "triton-skinny")
+        for shape, dtype in ODD:
+            check(run, "triton-skinny", triton, shape, dtype, True)
         if run.cuda:
-            special(run)
+            for p in {(p["variant"], p["block_m"], p["split_k"] > 1): p for p in triton}.values():
+                graphs(run, "triton-skinny", p, p["block_m"])
         for shape in shapes:
-            check(run, shape, torch.bfloat16, False)
+            check(run, "triton-skinny", triton, shape, torch.bfloat16, False)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
         for worker in later:
             worker.wait()

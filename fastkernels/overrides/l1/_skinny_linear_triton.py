@@ -263,7 +263,7 @@ class _Tickets:
         return found
 
 
-_tickets = _Tickets()
+tickets = _Tickets()
 
 
 @lru_cache
@@ -291,14 +291,14 @@ def linear_skinny(
     sms, overlaps = _chip(x.device)
     p = {**choose(m, n, k, sms), **params}
     grid = (triton.cdiv(n, p["block_n"]), p["split_k"], triton.cdiv(m, p["block_m"]))
-    partial = tickets = None
+    partial = taken = None
     if p["split_k"] > 1:
         partial = torch.empty((p["split_k"], m, n), dtype=torch.float32, device=x.device)
-        tickets = _tickets.get(x.device, grid[0] * grid[2])
+        taken = tickets.get(x.device, grid[0] * grid[2])
     pdl = p["pdl"] if overlaps else 0
     more = {"launch_pdl": True} if pdl else {}
     _skinny_kernel[grid](
-        rows, weight, bias, out, partial, tickets, m, n, rows.stride(0), weight.stride(0), K=k,
+        rows, weight, bias, out, partial, taken, m, n, rows.stride(0), weight.stride(0), K=k,
         HAS_BIAS=bias is not None, UPCAST=x.device.type == "cpu", VARIANT=p["variant"], BLOCK_M=p["block_m"],
         BLOCK_N=p["block_n"], BLOCK_K=p["block_k"], SPLIT_K=p["split_k"], STAGES=p["num_stages"], PDL=pdl,
         num_warps=p["num_warps"], num_stages=p["num_stages"], **more,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._skinny_linear_cuda import linear_cuda, supports_cuda
 from fastkernels.overrides.l1._skinny_linear_triton import linear_skinny, supports_skinny
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -112,6 +113,7 @@ linear = define(
         Provider("onednn", _torch, devices=("cpu",)),
         Provider("triton", linear_triton, devices=("cuda",), supports=supports_triton),
         Provider("triton-skinny", linear_skinny, devices=("cuda",), supports=supports_skinny),
+        Provider("cuda-skinny", linear_cuda, devices=("cuda",), supports=supports_cuda),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
