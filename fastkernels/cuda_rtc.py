@@ -146,8 +146,9 @@ class Kernel:
         from cuda.bindings import driver
 
         self.driver, self.types, self.shared = driver, tuple(types), shared
+        self.configs: dict[tuple[int, int, int, bool], Any] = {}
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes the device's context, if nothing has
+            torch.cuda.mem_get_info(device)  # makes the device's context, if nothing has
             major, minor = torch.cuda.get_device_capability(device)
             target = f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}"
             code = cubin(source, (target, *options))
@@ -158,17 +159,23 @@ class Kernel:
 
     def launch(self, grid: int, block: int, stream: int, args: Sequence[Any], overlap: bool = False) -> None:
         """Launch `grid` blocks on the stream. overlap: before the kernel before has ended (griddepcontrol.wait)."""
+        key = (grid, block, stream, overlap)
+        config = self.configs.get(key)
+        if config is None:  # making one costs more than a launch
+            config = self.configs[key] = self._config(*key)
+        values = [t(a) for t, a in zip(self.types, args, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        _checked(self.driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+
+    def _config(self, grid: int, block: int, stream: int, overlap: bool) -> Any:
         driver = self.driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes, config.hStream = self.shared, stream
-        config.numAttrs = 0
+        config.sharedMemBytes, config.hStream, config.numAttrs = self.shared, stream, 0
         if overlap:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        values = [t(a) for t, a in zip(self.types, args, strict=True)]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        _checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+        return config
