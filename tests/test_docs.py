@@ -110,7 +110,8 @@ def test_the_judges_page_names_every_file_status_field_and_source() -> None:
     }
     assert {f"`{f}`" for f in asked} <= first
     metrics = text[text.index("| metric |") : text.index("Rows of an op")]
-    code = re.sub(r"_\{k\}", "", (judge / "judge.py").read_text())
+    files = (judge / name for name in ("judge.py", "pair.py", "starts.py"))
+    code = re.sub(r"_\{k\}", "", "".join(f.read_text() for f in files))
     for metric in re.findall(r"`([a-z]\w+)`", metrics):
         name = re.sub(r"^trace_|_p\d0$", "", metric)
         assert f'"{name}"' in code or name == "ci95", metric

@@ -36,6 +36,10 @@ COMMANDS = {
         "kernels:kernels_command",
         "ops judged case by case: a candidate, or ours, against what production runs",
     ),
+    "explain": (
+        "explain:explain_command",
+        "where a model's step goes, module by module: floor, host's time, best provider, predicted gain",
+    ),
     "routing": (
         "routing:routing_command",
         "captured routing beside uniform-random: load, hot experts, and the time of fused_experts",

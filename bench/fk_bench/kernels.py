@@ -42,6 +42,9 @@ def kernels_command(
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
     rounds: Annotated[int, typer.Option(help="interleaved rounds of each case, three or more")] = 10,
+    starts: Annotated[
+        int, typer.Option(help="do it all so often, in processes started anew, for intervals that hold then")
+    ] = 1,
     timeout: Annotated[
         float, typer.Option(help="seconds that a candidate has for any one step (compiling)")
     ] = 120.0,
@@ -75,12 +78,14 @@ def kernels_command(
         fail(f"--against {against!r} is not one of {', '.join(AGAINST)}, and no candidate's file either")
     if rounds < 3:
         fail(f"--rounds {rounds}: an interval needs three or more")
+    if starts < 1:
+        fail(f"--starts {starts}: it is once or more")
     if not timeout > 0:
         fail(f"--timeout {timeout:g}: it is seconds, more than 0")
     interpreters = _pairs(python or [])
     chosen_device = _device(device)
     options = Options(
-        device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds,
+        device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds, starts=starts,
         timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures,
     )  # fmt: skip

@@ -170,6 +170,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 def test_candidates_are_live_in_every_op_that_contains_them(tmp_path: Path) -> None:
     files = {op: stub(op, tmp_path) for op in ("silu_and_mul", "rms_norm")}
     folder = written(tmp_path / "candidates", files)
@@ -213,6 +214,16 @@ def test_a_wrong_candidate_makes_what_contains_it_wrong(tmp_path: Path) -> None:
     assert ("rms_norm", Status.OK) in ran and result.returncode == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("levels", "ops", "least"), [((1,), 20, 150), ((2, 3), 8, 40)], ids=["1", "2,3"])
+def test_all_of_ours_are_right(levels: tuple[int, ...], ops: int, least: int, tmp_path: Path) -> None:
+    chosen = [word for level in levels for word in ("--level", level)]
+    result = kernels(*chosen, "--json", "--device", "cpu", "--out", tmp_path / "run", timeout=1700)
+    line = last_json(result)
+    assert line["ok"] and line["failed"] == 0 and line["ops"] >= ops and line["cases"] >= least, result.stderr
+
+
 # What is not run, and what is damaged
 
 
@@ -227,6 +238,7 @@ def test_a_case_for_a_gpu_is_not_run_and_not_passed(tmp_path: Path) -> None:
     assert "needs a GPU" in line["error"]
 
 
+@pytest.mark.slow
 def test_a_damaged_capture_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
     shipped = next(p.parent for p in sorted(SHIPPED.glob("*/capture.json")) if "sampling" in p.read_text())
     folder = shutil.copytree(shipped, tmp_path / "captures" / shipped.name)

@@ -102,6 +102,7 @@ def test_under_load_answers_are_right_and_nothing_is_left(
     assert "Traceback" not in log_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_under_load_ends_the_server(tiny, tmp_path, reference):
     pool = asks(24, seed=1)
     for ask in pool:

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
+SLOW = ("check_async", "check_gemma", "check_quant", "check_tensor_parallel")
 CHECKS = [
     pytest.param(
         host,
@@ -21,6 +22,7 @@ CHECKS = [
         id=f"{host}-{check.stem.removeprefix('check_')}",
         marks=[
             getattr(pytest.mark, host),
+            *([pytest.mark.slow] if check.stem in SLOW else []),
             pytest.mark.skipif(
                 not (ROOT / f".venv-{host}").exists(), reason=f"no .venv-{host}: run `make setup`"
             ),

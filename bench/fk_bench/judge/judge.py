@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from fastkernels import registry
 from fastkernels.spec import OpSpec
 from fk_bench import kernels_report, machine
@@ -24,6 +26,7 @@ from .cases import SOURCES, Trial, trials
 from .pair import Pair
 from .scan import rejections, scan
 from .side import Side
+from .starts import merged
 from .zygote import Zygote
 
 # What every process of a side needs, imported once before they are forked; torch.compile alone takes seconds to import.
@@ -61,6 +64,8 @@ class Options:
     cases     sources of cases, of judge.cases.SOURCES
     names     only the cases of these names
     rounds    interleaved rounds, each with N and 2N calls of each side
+    starts    times that everything is done, each in processes of its own; what differs from start to start is then
+              in the intervals
     seconds   that the timed rounds of a case should take at most; three are made in any case
     timeout   seconds that a side has for one command (its first call compiles)
     scan      reject what the static scan finds
@@ -76,6 +81,7 @@ class Options:
     names: tuple[str, ...] = ()
     captures: Path | None = None
     rounds: int = 10
+    starts: int = 1
     timed: bool = True
     seconds: float = 1.0
     timeout: float = 120.0
@@ -97,10 +103,17 @@ def judge_ops(
     Raises UnknownName for an op that does not exist.
     """
     registry.check_names([*ops, *(candidates or ())])
-    with Judge(dict(candidates or {}), options or Options(), on_row) as judge:
-        for op in ops:
-            judge.op(op)
-        return judge.finish()
+    options = options or Options()
+    run_id, runs = uuid4().hex[:12], []
+    for start in range(options.starts):
+        with Judge(dict(candidates or {}), options, on_row, run_id) as judge:
+            judge.round = start if options.starts > 1 else None
+            for op in ops:
+                judge.op(op)
+            runs.append(judge.rows)
+    if options.starts > 1:
+        judge.conclude(merged(runs))
+    return judge.finish()
 
 
 class Judge:
@@ -111,11 +124,13 @@ class Judge:
         candidates: Mapping[str, Path],
         options: Options,
         on_row: Callable[[Row], None] | None = None,
+        run_id: str = "",
     ) -> None:
         self.candidates, self.options = dict(candidates), options
         self.rows: list[Row] = []
+        self.round: int | None = None  # of all rows
         self._on_row = on_row or (lambda row: None)
-        self._run_id = uuid4().hex[:12]
+        self._run_id = run_id or uuid4().hex[:12]
         self.memory = options.memory or _memory_of(options.device)
         self.cage: dict[str, str] = {}
         self._warnings: list[str] = []  # of the static scan, on the candidates of the op at hand
@@ -126,9 +141,13 @@ class Judge:
         self.arena = _memory() if options.device == "cpu" else -1
 
     def __enter__(self) -> Judge:
+        self._threads = torch.get_num_threads()
+        if self.core is not None:  # the oracle's threads would wait for those that stand behind a side
+            torch.set_num_threads(1)
         return self
 
     def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
         for side in self._sides.values():
             side.close()
         for zygote in self._zygotes.values():
@@ -195,12 +214,20 @@ class Judge:
         return Row(
             run_id=self._run_id, command="kernels", commit=machine.commit(), machine=machine.machine(),
             versions=machine.interpreter(sys.executable).versions, status=status, reason=reason, case=case,
-            subject=subject,
+            subject=subject, round=self.round,
         )  # fmt: skip
 
     def _summary(self, name: str) -> Row:
         mine = [r for r in self.rows if r.subject.op == name and r.kind == "case"]
         return self._totals(mine, "op", name)
+
+    def conclude(self, cases: list[Row]) -> None:
+        """Go on with these rows, made of several runs', instead of those that there are."""
+        self.rows, self.round = [], None
+        for row in cases:
+            self._add(row)
+        for op in dict.fromkeys(str(r.subject.op) for r in cases):
+            self._add(self._summary(op))
 
     def finish(self) -> list[Row]:
         """The row of the whole run, and all rows."""
@@ -277,8 +304,6 @@ def _toolchain() -> list[str]:
 def _memory_of(device: str) -> int:
     if device == "cpu":
         return 2 << 30
-    import torch
-
     return min(torch.cuda.get_device_properties(0).total_memory // 4, 8 << 30)
 
 

@@ -101,6 +101,11 @@ def peaks(gpu: str | None, override: Mapping[str, float] | None = None) -> Peaks
     )  # fmt: skip
 
 
+def known() -> list[str]:
+    """Names of the GPUs whose peaks are known."""
+    return [p.name for _, p in _KNOWN]
+
+
 def floor_us(bytes_moved: int, flops: int, dtype: str, gpu: Peaks | None) -> float | None:
     """The least microseconds that a call can take: its compulsory bytes at the memory's peak, or its operations at
     the peak of the unit for `dtype`, whichever is longer. None where nothing is known of the machine."""

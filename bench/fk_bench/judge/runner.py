@@ -362,7 +362,8 @@ class Runner:
         graph = torch.cuda.CUDAGraph()
         self._sync()
         try:
-            with torch.cuda.graph(graph):
+            # The outer one is left also where the capture fails, and torch's own graph() is not.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 results = [self._outputs(call()) for call in calls]
         except Failure:
             raise

@@ -55,7 +55,10 @@ class Side:
             known = answer["error"] in {s.value for s in Status}
             status = Status(answer["error"]) if known else Status.FAILED
             reason = str(answer.get("reason", ""))[:2000]
-            raise SideError(status, reason, "CUDA error" in reason, self.name)  # which no later call survives
+            lost = (
+                "CUDA error" in reason and "cannot be captured" not in reason
+            )  # no later call survives others
+            raise SideError(status, reason, lost, self.name)
         return answer
 
     def pause(self, on: bool) -> None:

@@ -208,6 +208,22 @@ def _triton(
     return out
 
 
+_STARTS: dict[torch.device, torch.Tensor] = {}
+
+
+def _starts(batch: int, device: torch.device) -> torch.Tensor:
+    """Query starts of a decode, 0 .. batch, int32: made once, where each layer of each step would launch it."""
+    known = _STARTS.get(device)
+    if known is None or len(known) <= batch:
+        known = torch.arange(max(1025, 2 * batch), dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return known[: batch + 1]  # memory of that graph, and filled by its replays only
+            torch.cuda.current_stream(device).synchronize()  # other streams will read it
+        _STARTS[device] = known
+    return known[: batch + 1]
+
+
 def _fa3(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -221,10 +237,9 @@ def _fa3(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return fa3(
-        q, key_cache, value_cache, starts, seq_lens, block_table, 1, max_seqlen_k, scale, window_left, softcap,
-        k_scale, v_scale,
+        q, key_cache, value_cache, _starts(q.shape[0], q.device), seq_lens, block_table, 1, max_seqlen_k, scale,
+        window_left, softcap, k_scale, v_scale,
     )  # fmt: skip
 
 
