@@ -30,6 +30,7 @@ class Run:
         self.cuda = self.device == "cuda"
         self.generator = torch.Generator(self.device).manual_seed(0)
         self.bad: set[tuple[str, str]] = set()
+        self.summary: list[str] = []  # said once more at the end
         name = torch.cuda.get_device_name() if self.cuda else None
         self.common = {
             "schema": "fastkernels.row/1", "run_id": f"{command}-{os.getpid()}", "command": command,

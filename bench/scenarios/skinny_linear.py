@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, tuple[int, int, int]]] = {
 }  # fmt: skip
 TINY = {"tiny": {"a": (48, 64, 2), "b": (33, 288, 1)}}
 ODD: tuple[tuple[Shape, torch.dtype], ...] = (((130, 200), torch.bfloat16), ((33, 288), torch.float16))
-CHILD_S = 120
+COMPILE_S, CHILD_S = 150, 120
 CHECKED = (1, 2, 3, 4, 7, 8, 16, 17, 32, 64)
 LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the op's own SPEC, absolute and relative
 
@@ -117,6 +117,14 @@ def compile_all(sizes: list[int]) -> list[subprocess.Popen[bytes]]:
     sizes_text = ",".join(map(str, sizes))
     command = [sys.executable, __file__, "--out", os.devnull, "--compile"]
     return [subprocess.Popen([*command, f"{i}/{parts}/{sizes_text}"]) for i in range(parts)]
+
+
+def finish(workers: list[subprocess.Popen[bytes]]) -> None:
+    for worker in workers:
+        try:
+            worker.wait(COMPILE_S)
+        except subprocess.TimeoutExpired:  # what it would have compiled is compiled where it is run
+            worker.kill()
 
 
 def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
@@ -279,6 +287,7 @@ def time_layer(
         if names:
             first = min(names, key=times.__getitem__)
             found[kind] = (times[first], named[first][2])
+            run.summary.append(f"{m:>3} tokens  {layer:<8} {kind:<9} {times[first]:8.2f} us  {first}")
 
 
 def measure_named(
@@ -308,6 +317,7 @@ def time_model(run: Run, model: str, tokens: list[int]) -> None:
             if all(kind in found for found in best.values()):
                 total = sum(layers[name][2] * found[kind][0] for name, found in best.items())
                 run.row("sum", kind, {"model": model, "tokens": m}, ms=1e-3 * total)
+                run.summary.append(f"{m:>3} tokens  {model:<8} {kind:<9} {1e-3 * total:8.4f} ms, the sum")
         step(run, model, m, weights, best)
 
 
@@ -326,6 +336,7 @@ def step(
             todo[kind] = [partial(best[name][kind][1], inputs[name], w) for name, w in order]
     for kind, us in measure(run, todo).items():
         run.row("step", kind, {"model": model, "tokens": m, "launches": len(order)}, ms=1e-3 * us)
+        run.summary.append(f"{m:>3} tokens  {model:<8} {kind:<9} {1e-3 * us:8.4f} ms, a step in one graph")
 
 
 def main() -> None:
@@ -354,8 +365,7 @@ def main() -> None:
     later: list[subprocess.Popen[bytes]] = []
     with torch.inference_mode():
         if run.cuda and not run.quick:
-            for worker in compile_all([4096, 14336]):
-                worker.wait()
+            finish(compile_all([4096, 14336]))
             later = compile_all([12288])
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         check_in_a_child(run)
@@ -368,11 +378,10 @@ def main() -> None:
         for shape in shapes:
             check(run, "triton-skinny", triton, shape, torch.bfloat16, False)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
-        for worker in later:
-            worker.wait()
+        finish(later)
         for model in models:
             time_model(run, model, [int(t) for t in options.tokens.split(",")])
-    print(f"{run.wrong} wrong", flush=True)
+    print("\n".join(["", *run.summary, f"{run.wrong} wrong"]), flush=True)
     raise SystemExit(1 if run.wrong else 0)
 
 

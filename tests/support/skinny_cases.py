@@ -20,7 +20,7 @@ SIZES = (
     ("sum", 4, 16, 128, 3), ("swap", 8, 16, 64, 1), ("swap", 8, 32, 128, 3), ("swap", 16, 64, 64, 2),
     ("swap", 64, 64, 128, 1), ("dot", 16, 32, 64, 1), ("dot", 16, 16, 128, 3), ("dot", 32, 64, 64, 2),
 )  # fmt: skip
-TOKENS = {"sum": ((1,), (3,), (7,)), "swap": ((1,), (2, 4), (17,)), "dot": ((3,), (16,), (33,))}
+TOKENS = {"sum": ((1,), (2, 1), (5,)), "swap": ((1,), (2, 4), (17,)), "dot": ((3,), (16,), (33,))}
 
 
 def problem(
@@ -34,8 +34,8 @@ def problem(
     if (reason := skinny.supports_skinny(x, weight, b)) is not None:
         return f"refused: {reason}"
     want = SPEC.reference(x.double(), weight.double(), b.double() if bias else None)
-    first, second = (skinny.linear_skinny(x, weight, b, **params) for _ in range(2))
-    if not torch.equal(first, second):
+    first = skinny.linear_skinny(x, weight, b, **params)
+    if params.get("split_k", 1) > 1 and not torch.equal(first, skinny.linear_skinny(x, weight, b, **params)):
         return "two equal calls have other bits"
     return mismatch(SPEC, case, [first], [want])
 
@@ -47,10 +47,10 @@ def main() -> None:
         params = skinny._set(*sizes, 4, 2)
         for j, tokens in enumerate(TOKENS[sizes[0]]):
             dtype = ("bfloat16", "float16")[(i + j) % 2]
-            n, k = ((33, 200), (70, 384), (64, 72))[j]
+            n, k = ((33, 200), (40, 192), (24, 72))[j]
             cases[f"{sizes} {tokens} {n}x{k} {dtype}"] = (tokens, n, k, dtype, j != 1, j == 1, params)
     for m in (1, 2, 4, 8, 16, 32, 64):
-        cases[f"default {m}"] = ((m,), 130, 136, "bfloat16", True, False, {})
+        cases[f"default {m}"] = ((m,), 37, 136, "bfloat16", True, False, {})
     cases["none"] = ((0,), 33, 64, "bfloat16", True, False, {})
     for name, arguments in cases.items():
         try:
