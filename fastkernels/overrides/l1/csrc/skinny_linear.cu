@@ -122,6 +122,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_linear(
     for (int s = 0; s < STAGES; s++) read_ahead(unit + s * WARPS, s);
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
+    // Lane (group, quad) has 8 neighbours of K of token `group` and, below, of rows `group` and `group + 8`. The tensor
+    // cores believe that they are at other places of K: the same ones in both matrices.
+    auto load_tokens = [&](int unit, uint4 (&to)[KW / 32][TOKEN_TILES]) {
+        const int k = unit % per_tile * KW, length = unit < end ? min(KW, K - k) : 0;
+#pragma unroll
+        for (int i = 0; i < KW / 32; i++)
+#pragma unroll
+            for (int t = 0; t < TOKEN_TILES; t++) {
+                const int token = 8 * t + group;
+                to[i][t] = make_uint4(0, 0, 0, 0);
+                if (token < M && 32 * i < length) to[i][t] = load_x(x + token * x_stride + k + 32 * i + 8 * quad);
+            }
+    };
+    uint4 tokens[KW / 32][TOKEN_TILES];
+    load_tokens(unit, tokens);
+
     auto store = [&](int tile, int i, float sum) {  // output i of a tile: token i / ROWS, row i % ROWS
         const int token = i / ROWS, n = tile * ROWS + i % ROWS;
         if (token >= M || n >= N) return;
@@ -135,34 +151,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_linear(
         const int tile = from / per_tile, first = tile * per_tile, to = min(end, first + per_tile);
         float acc[ROW_TILES][TOKEN_TILES][4] = {};
         for (; unit < to; unit += WARPS) {
-            const int k = (unit - first) * KW, length = min(KW, K - k);
-            // Lane (group, quad) has 8 neighbours of K of token `group` and of rows `group` and `group + 8`. The
-            // tensor cores believe that they are at other places of K: the same ones in both matrices.
-            uint4 b[KW / 32][TOKEN_TILES];
-#pragma unroll
-            for (int i = 0; i < KW / 32; i++)
-#pragma unroll
-                for (int t = 0; t < TOKEN_TILES; t++) {
-                    const int token = 8 * t + group;
-                    b[i][t] = make_uint4(0, 0, 0, 0);
-                    if (token < M && 32 * i < length) b[i][t] = load_x(x + token * x_stride + k + 32 * i + 8 * quad);
-                }
+            const int length = min(KW, K - (unit - first) * KW);
+            uint4 later[KW / 32][TOKEN_TILES];  // x comes from L2: it is asked for one unit ahead
+            load_tokens(unit + WARPS, later);
             wait(full + 8 * stage, parity);
             const unsigned char* rows = ring + (warp * STAGES + stage) * STAGE + group * PITCH + 16 * quad;
-#pragma unroll
-            for (int i = 0; i < KW / 32; i++) {
-                if (32 * i >= length) break;
+            auto step = [&](int i) {
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     const uint4 low = *(const uint4*)(rows + 16 * r * PITCH + 64 * i);
                     const uint4 high = *(const uint4*)(rows + (16 * r + 8) * PITCH + 64 * i);
 #pragma unroll
                     for (int t = 0; t < TOKEN_TILES; t++) {
-                        multiply(acc[r][t], low.x, high.x, low.y, high.y, b[i][t].x, b[i][t].y);
-                        multiply(acc[r][t], low.z, high.z, low.w, high.w, b[i][t].z, b[i][t].w);
+                        multiply(acc[r][t], low.x, high.x, low.y, high.y, tokens[i][t].x, tokens[i][t].y);
+                        multiply(acc[r][t], low.z, high.z, low.w, high.w, tokens[i][t].z, tokens[i][t].w);
                     }
                 }
+            };
+            if (length == KW) {  // no branch between the steps: shared memory is read ahead of the tensor cores
+#pragma unroll
+                for (int i = 0; i < KW / 32; i++) step(i);
+            } else {
+#pragma unroll
+                for (int i = 0; i < KW / 32; i++)
+                    if (32 * i < length) step(i);
             }
+#pragma unroll
+            for (int i = 0; i < KW / 32; i++)
+#pragma unroll
+                for (int t = 0; t < TOKEN_TILES; t++) tokens[i][t] = later[i][t];
             __syncwarp();  // all lanes have read the stage before it is written again
             read_ahead(unit + STAGES * WARPS, stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
