@@ -100,7 +100,8 @@ def test_tickets_of_streams_and_graphs_are_apart(monkeypatch: pytest.MonkeyPatch
     first, again, other = (tickets.get(device, 10) for _ in range(3))
     assert first.data_ptr() == again.data_ptr() != other.data_ptr()
     one, two = tickets.get(device, 10), tickets.get(device, 10)
-    assert two.data_ptr() == one.data_ptr() + 4 * 10 and one.numel() == two.numel() == 10
+    assert two.data_ptr() == one.data_ptr() + 4 * one.numel() and one.numel() == two.numel() >= 10
+    assert one.data_ptr() % 16 == two.data_ptr() % 16 == 0
     assert not any(t.any() for t in (first, other, one, two))
 
 
@@ -119,3 +120,21 @@ def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
     assert all(r.metrics["cases"] >= 1 for r in rows if r.kind == "check" and r.status is Status.OK)
     assert {r.subject.provider for r in rows if r.kind == "time"} >= {"cublas", "triton-skinny"}
     assert all(value > 0 for r in rows if r.kind != "child" for value in r.metrics.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton-skinny", "cuda-skinny"])
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 17, 64])
+def test_on_the_gpu(name: str, m: int) -> None:
+    provider = next(p for p in linear.providers if p.name == name)
+    x, weight, bias = (
+        torch.randn(*size, device="cuda").bfloat16() for size in ((m, 736), (1000, 736), (1000,))
+    )
+    assert provider.supports is not None
+    if (reason := provider.supports(x, weight, bias)) is not None:
+        assert name == "cuda-skinny"
+        pytest.skip(reason)
+    want = x.double() @ weight.double().t() + bias.double()
+    got = provider.fn(x, weight, bias)
+    assert torch.equal(got, provider.fn(x, weight, bias))
+    torch.testing.assert_close(got.double(), want, rtol=1.6e-2, atol=1.6e-2 * 736**0.5)

@@ -181,6 +181,7 @@ def check_in_a_child(run: Run) -> None:
                 reason = f"its check ended with {status}" if status else None
             except subprocess.TimeoutExpired:
                 child.kill()
+                child.wait()
                 reason = f"its check hung for {CHILD_S} s"
         if reason is not None:
             print(

@@ -80,7 +80,7 @@ def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         return f"K = {k} is not a multiple of 32"
     if (m := x.numel() // k) > MAX_TOKENS:
         return f"{m} tokens are over {MAX_TOKENS}"
-    if x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:-1]):
+    if x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
         return f"x has strides {tuple(x.stride())}: its rows must start at 16 bytes"
     if bias is not None and bias.dtype != x.dtype:
         return f"bias is {bias.dtype}, x is {x.dtype}"
