@@ -41,6 +41,7 @@ class Provider:
     supports  supports(*args) -> None if this case is supported, else the reason; must not synchronize
     params    sets of keyword arguments that `fn` may be given after the op's own (tile sizes, splits): what
               `fk-bench tune` chooses from. A call without any is the kernel's own choice
+    fits      fits(params, *args) -> whether this set is meant for calls like this one; others are not measured there
     """
 
     name: str
@@ -49,6 +50,7 @@ class Provider:
     module: str | tuple[str, ...] | None = None
     supports: Callable[..., str | None] | None = None
     params: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    fits: Callable[..., bool] | None = None
 
     def bound(self, params: Mapping[str, Any] | None) -> Provider:
         """This provider with these of its parameters in every call."""

@@ -70,11 +70,15 @@ def shapes_of_cases(spec: OpSpec, key: Key, device: str) -> list[dict[str, Any]]
 
 
 def _shape_of_case(spec: OpSpec, key: Key, case: Case) -> dict[str, Any]:
+    return _named(key, key.of(*_arguments(spec, case))[0])
+
+
+def _arguments(spec: OpSpec, case: Case) -> list[Any]:
+    """Of a case, without memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        shape, _ = key.of(*spec.inputs(case, "cpu", torch.Generator()))
-    return _named(key, shape)
+        return spec.inputs(case, "cpu", torch.Generator())
 
 
 def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int = 1) -> list[dict[str, Any]]:
@@ -144,6 +148,17 @@ def choices(op: Op, device: str, only: Sequence[str] = ()) -> list[Choice]:
             sets = [NOTHING, *(p for p in provider.params if p)]
             found += [Choice(provider.name, dict(params)) for params in sets]
     return found
+
+
+def fitting(several: Sequence[Choice], spec: OpSpec, case: Case) -> list[Choice]:
+    """Those whose parameters are meant for calls like this case."""
+    args, fits = _arguments(spec, case), {p.name: p.fits for p in spec.op.providers}
+
+    def meant(choice: Choice) -> bool:
+        asked = fits.get(choice.provider)
+        return asked is None or not choice.params or asked(choice.params, *args)
+
+    return [c for c in several if meant(c)]
 
 
 def trial_of(spec: OpSpec, key: Key, shape: Mapping[str, Any], sizes: Mapping[str, int], tag: str) -> Trial:
@@ -218,6 +233,8 @@ class Tuner:
         op's providers; else that there is nothing. Production has been in the choices' place, too: what it gains there
         over itself is no gain of theirs.
         """
+        spec, _, key = key_of(name)
+        several = fitting(several, spec, trial_of(spec, key, shape, sizes, "tune").case)
         rows, best = [], list(several)
         if len(several) > self.finalists:
             rows = [(c, self._judged(name, c, shape, sizes, "screen")) for c in several]

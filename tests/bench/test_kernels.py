@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fk_bench.captures import SHIPPED
-from fk_bench.judge import Options, judge, judge_ops
+from fk_bench.judge import Options, judge, judge_ops, pair
 from fk_bench.rows import Row, Status, read
 from support_bench import fk_bench, last_json
 
@@ -123,7 +123,7 @@ def test_a_candidate_that_dies_has_a_row_for_every_case_and_is_not_started_for_e
     files = written(tmp_path / "c", {"relu2": BAD["store_kvcache"][0].replace("store_kvcache", "relu2")})
     found = cases(judge_ops(["relu2"], {"relu2": files / "relu2.py"}, small(names=(), scan=False)))
     ran = [r for r in found if r.status is not Status.SKIPPED]
-    assert len(ran) > judge.DEATHS and {r.status for r in ran} == {Status.CRASH}
+    assert len(ran) > pair.DEATHS and {r.status for r in ran} == {Status.CRASH}
     assert "not started again" in ran[-1].reason and "not started again" not in ran[0].reason
 
 

@@ -202,6 +202,21 @@ def test_choices_are_providers_with_each_of_their_sets() -> None:
     assert [str(c) for c in tuning.choices(op, "cpu", ["reference"])] == ["reference"]
 
 
+def test_sets_of_parameters_are_measured_where_they_are_meant_for() -> None:
+    spec, op, key = tuning.key_of("linear")
+    skinny = next(p for p in op.providers if p.name == "triton-skinny")
+    several = [Choice("triton"), Choice(skinny.name), *(Choice(skinny.name, p) for p in skinny.params)]
+    shape = {"N": 4096, "K": 4096, "dtype": "bfloat16"}
+    assert skinny.fits is not None
+    for m in (1, 16, 64):
+        case = tuning.trial_of(spec, key, shape, {"M": m}, "tune").case
+        found = tuning.fitting(several, spec, case)
+        args = (torch.empty(m, 4096), torch.empty(4096, 4096, device="meta"))
+        meant = [p for p in skinny.params if skinny.fits(p, *args)]
+        assert found == several[:2] + [Choice(skinny.name, p) for p in meant]
+        assert 0 < len(meant) < len(skinny.params)
+
+
 def test_on_a_gpu_what_is_a_baseline_by_name_is_no_choice() -> None:
     providers = tuple(Provider(n, lambda x: x, ("cpu", "cuda")) for n in ("cublas", "triton", "reference"))
     assert [c.provider for c in tuning.choices(Op("linear", providers), "cuda")] == ["triton"]

@@ -14,9 +14,9 @@ from . import layout
 from .slots import split
 
 LARGE, LARGE_FLOPS = 1 << 27, 10**11  # elements, operations; beyond, the oracle is computed in float32
-RMS_FACTOR = (
-    2.0  # a candidate may err so much more than the worse of baseline and reference, root mean square
-)
+# A candidate may err so much more than the reference does at worst, and, root mean square, than the worse of that and
+# the baseline.
+FACTOR = 2.0
 
 
 @dataclass
@@ -68,7 +68,7 @@ def compare(
     """Compare outputs (and written arguments behind them) with the oracle.
 
     unchecked  positions that are not compared (a baseline's that is right in its own way)
-    allowed    the baseline's own rms error, which a candidate may exceed by RMS_FACTOR; None: the reference's alone
+    allowed    the baseline's own rms error, which a candidate may exceed by FACTOR; None: the reference's alone
     """
     total = Errors()
     for i, (a, b, n) in enumerate(zip(got, want.all(), want.native, strict=True)):
@@ -115,7 +115,8 @@ def _compare(
     own = torch.where((n == w) | (n.isnan() & w.isnan()), 0.0, (n - w).abs())
     finite = w.isfinite()
     bound = tolerance.atol + tolerance.rtol * torch.where(finite, w.abs(), 0.0)
-    bound = torch.maximum(bound, 2 * torch.where(own.isfinite(), own, 0.0).max())
+    factor = FACTOR * spec.level  # parts of a module round their results
+    bound = torch.maximum(bound, factor * torch.where(own.isfinite(), own, 0.0).max())
     bad = ~same & ~(error <= bound)
     largest = float(torch.where(error.isfinite(), error, 0.0).max())
     if bool(bad.any()):
@@ -131,7 +132,6 @@ def _compare(
     # square roots and exponentials to a few units; and the mean over a handful of values says little.
     floor = torch.finfo(got.dtype).eps / 12**0.5 * (4 if got.dtype is torch.float32 else 1)
     floor *= 2 if count < 64 else 1
-    factor = RMS_FACTOR * spec.level  # parts of a module round their results
     limit = factor * max(rms_own, allowed or 0.0, floor)
     problem = ""
     if rms > limit:

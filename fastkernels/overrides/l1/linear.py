@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Key, Provider, define
+from fastkernels.overrides.l1 import _skinny_linear_cuda, _skinny_linear_triton
+from fastkernels.overrides.l1._skinny_linear_cuda import linear_cuda, supports_cuda
+from fastkernels.overrides.l1._skinny_linear_triton import linear_skinny, supports_skinny
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
@@ -110,6 +113,16 @@ def _key(
     return (n, k, x.dtype), (x.numel() // k if k else 0,)
 
 
+def _fits(fits: Callable[[dict[str, Any], int, int], bool]) -> Callable[..., bool]:
+    def of_call(
+        params: dict[str, Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> bool:
+        (_, k, _), (m,) = _key(x, weight)
+        return fits(params, m, k)
+
+    return of_call
+
+
 def _shape_of(module: nn.Module) -> tuple[int, int, torch.dtype] | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
@@ -124,6 +137,14 @@ linear = define(
         Provider("cublas", _torch, devices=("cuda",)),
         Provider("onednn", _torch, devices=("cpu",)),
         Provider("triton", linear_triton, devices=("cuda",), supports=supports_triton),
+        Provider(
+            "triton-skinny", linear_skinny, devices=("cuda",), supports=supports_skinny,
+            params=_skinny_linear_triton.PARAMS, fits=_fits(_skinny_linear_triton.fits),
+        ),
+        Provider(
+            "cuda-skinny", linear_cuda, devices=("cuda",), supports=supports_cuda,
+            params=_skinny_linear_cuda.PARAMS, fits=_fits(_skinny_linear_cuda.fits),
+        ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
     key=Key(
@@ -133,7 +154,7 @@ linear = define(
         dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
         module=_shape_of,
     ),
-)
+)  # fmt: skip
 
 
 def unsupported_weight(module: nn.Module, method: str) -> str | None:

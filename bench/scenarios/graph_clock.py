@@ -1,0 +1,130 @@
+"""A scenario's rows and its clock, for a machine with torch alone: no pydantic, so the rows' schema is written out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+ROUNDS = 5
+
+
+class Run:
+    """The device, the time that is left, the rows (of fk_bench.rows), and what was wrong.
+
+    options: device ('cuda' or 'cpu'), quick, out (the file), seconds (until `left` is 0).
+    """
+
+    def __init__(self, command: str, op: str, options: argparse.Namespace) -> None:
+        self.device, self.quick, self.out = options.device, options.quick, options.out
+        self.op, self.wrong, self.end = op, 0, time.monotonic() + options.seconds
+        self.cuda = self.device == "cuda"
+        self.generator = torch.Generator(self.device).manual_seed(0)
+        self.bad: set[tuple[str, str]] = set()
+        self.summary: list[str] = []  # said once more at the end
+        name = torch.cuda.get_device_name() if self.cuda else None
+        self.common = {
+            "schema": "fastkernels.row/1", "run_id": f"{command}-{os.getpid()}", "command": command,
+            "machine": {"gpu": name, "gpus": int(self.cuda), "cpu": "", "cores": os.cpu_count() or 0},
+            "versions": {"torch": str(torch.__version__), "triton": version("triton")}, "baseline": "cublas",
+        }  # fmt: skip
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def row(self, kind: str, provider: str, case: dict[str, Any], reason: str = "", status: str = "",
+            quiet: bool = False, **metrics: float) -> None:  # fmt: skip
+        """A line on the screen and in the file; a reason without a status is a wrong result."""
+        status = status or ("wrong" if reason else "ok")
+        self.wrong += status in ("wrong", "failed")
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        row = {
+            **self.common, "time": now, "status": status, "reason": reason,
+            "subject": {"op": self.op, "provider": provider}, "case": {"kind": kind, "device": self.device, **case},
+            "metrics": metrics,
+        }  # fmt: skip
+        with open(self.out, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        if not quiet or status != "ok":
+            where = " ".join(str(v) for v in case.values())
+            values = " ".join(f"{k}={v:.5g}" for k, v in metrics.items())
+            print(f"{kind:<6} {provider:<14} {where:<52} {status} {values} {reason}", flush=True)
+
+    def randn(self, *size: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+        made = torch.empty(size, dtype=dtype, device=self.device)
+        return made.normal_(0.0, scale, generator=self.generator)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, so that an output that is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Clock:
+    """Seconds of n passes over some calls: replays of a CUDA graph of them; on a CPU the calls themselves."""
+
+    def __init__(self, run: Run, calls: list[Callable[[], Any]]) -> None:
+        self.run, self.calls, self.samples = run, calls, list[float]()
+        if run.cuda:
+            calls[0]()
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                for call in calls:
+                    call()
+            self.graph.replay()
+            once = self._seconds(3) / 3
+            self.n = max(1, round(2e-3 / once))
+        else:
+            self.n = 1
+
+    def _seconds(self, n: int) -> float:
+        if self.run.cuda:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(n):
+                self.graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            return 1e-3 * start.elapsed_time(stop)
+        begin = time.perf_counter()
+        for _ in range(n):
+            for call in self.calls:
+                call()
+        return time.perf_counter() - begin
+
+    def sample(self) -> None:
+        single, double = self._seconds(self.n), self._seconds(2 * self.n)
+        # The slope, which is free of what starting costs. A CPU's calls scatter by more than that.
+        self.samples.append((double - single) / self.n if self.run.cuda else double / (2 * self.n))
+
+    def us(self) -> float:
+        """Microseconds of one pass: the median over rounds."""
+        return 1e6 * statistics.median(self.samples)
+
+
+def measure(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
+    """Microseconds of a pass over each list of calls; rounds are interleaved. One that raises is left out, and said."""
+    clocks = {}
+    for name, calls in todo.items():
+        try:
+            clocks[name] = Clock(run, calls)
+        except Exception as error:
+            run.row("time", name, {}, f"{type(error).__name__}: {str(error)[:200]}", "unsupported")
+    for _ in range(ROUNDS if run.cuda else 1):
+        for clock in clocks.values():
+            clock.sample()
+    return {name: clock.us() for name, clock in clocks.items()}

@@ -1,0 +1,390 @@
+"""The kernels of `linear` for few tokens on this GPU beside cuBLAS: right first, then timed. Needs torch and triton.
+
+    python bench/scenarios/skinny_linear.py --out rows.jsonl [--seconds 240] [--tokens 1,8,16,32,64,2,4]
+
+Compiles all sets of parameters in parallel, compares each with float64 on odd and on model shapes, and tries what is
+special about them: equal bits in equal calls, graphs that share a device, a kernel that starts while the one before
+ends. Then times cuBLAS and every set that is right: a model's own layers one after the other in a CUDA graph, so that
+no weight is in L2, the slope between n and 2n replays, interleaved. After each number of tokens it prints the sum over
+a step, and the time of a graph of all linear layers of a step. Mixtral's qkv and o have Llama's shapes.
+--device cpu --quick runs all of it on tiny shapes, interpreted (TRITON_INTERPRET=1): the times mean nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from graph_clock import Run, measure, poisoned
+
+from fastkernels.overrides.l1 import _skinny_linear_cuda as cuda
+from fastkernels.overrides.l1 import _skinny_linear_triton as skinny
+
+Shape = tuple[int, int]  # N, K
+Sets = tuple[dict[str, Any], ...]
+Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# layer: (N, K, how many in a step)
+MODELS: dict[str, dict[str, tuple[int, int, int]]] = {
+    "llama-8b": {
+        "qkv": (6144, 4096, 32), "o": (4096, 4096, 32), "gate_up": (28672, 4096, 32), "down": (4096, 14336, 32),
+        "lm_head": (128256, 4096, 1),
+    },
+    "qwen3-8b": {
+        "qkv": (6144, 4096, 36), "o": (4096, 4096, 36), "gate_up": (24576, 4096, 36), "down": (4096, 12288, 36),
+        "lm_head": (151936, 4096, 1),
+    },
+}  # fmt: skip
+TINY = {"tiny": {"a": (48, 64, 2), "b": (33, 288, 1)}}
+ODD: tuple[tuple[Shape, torch.dtype], ...] = (((130, 200), torch.bfloat16), ((33, 288), torch.float16))
+COMPILE_S, CHILD_S = 150, 120
+CHECKED = (1, 2, 3, 4, 7, 8, 16, 17, 32, 64)
+LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the op's own SPEC, absolute and relative
+
+
+def label(params: dict[str, Any]) -> str:
+    return "/".join(str(v) for v in params.values())
+
+
+class Kernel(NamedTuple):
+    """A provider: its function, its sets of parameters, which of them are meant for (set, m, k), pdl when on."""
+
+    fn: Callable[..., torch.Tensor]
+    sets: Sets
+    fits: Callable[[dict[str, Any], int, int], bool]
+    pdl: int
+
+
+KERNELS = {
+    "triton-skinny": Kernel(skinny.linear_skinny, skinny.PARAMS, skinny.fits, 4),
+    "cuda-skinny": Kernel(cuda.linear_cuda, cuda.PARAMS, cuda.fits, 1),
+}
+
+
+def sets_of(run: Run, provider: str) -> Sets:
+    """The provider's sets that are not known to be wrong; quick: one of each kind."""
+    sets = KERNELS[provider].sets
+    if run.quick and provider == "triton-skinny":
+        kinds = {(p["variant"], p["split_k"] > 1): p for p in sets if p["block_m"] <= 16}
+        sets = tuple(kinds.values())
+    return tuple(p for p in sets if (provider, label(p)) not in run.bad)
+
+
+class _Compiles:
+    """Stands for the kernel: compiles what would be launched, into Triton's cache."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self.kernel.warmup, grid=grid)
+
+
+def compile_share(part: int, parts: int, sizes: list[int]) -> None:
+    """Every `parts`-th of all that will be launched: the odd shapes, and these K with and without overlap."""
+    skinny._skinny_kernel = _Compiles(skinny._skinny_kernel)
+    if sizes[0] == 4096:
+        device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
+        sources = {(p["row_tiles"], t, p["block_k"], p["stages"]) for p in cuda.PARAMS for t in (1, 2)}
+        for source in sorted(sources)[part::parts]:
+            for kind in kinds:
+                with contextlib.suppress(Exception):
+                    cuda._kernel(device, *source, *kind)
+    jobs: list[tuple[Shape, torch.dtype, dict[str, Any]]] = []
+    for p in skinny.PARAMS:
+        jobs += [((256, k), torch.bfloat16, {**p, "pdl": pdl}) for k in sizes for pdl in (0, 4)]
+        jobs += [(shape, dtype, p) for shape, dtype in ODD if sizes[0] == 4096]
+    for (n, k), dtype, p in jobs[part::parts]:
+        x = torch.empty(p["block_m"], k, dtype=dtype, device="cuda")
+        weight = torch.empty(n, k, dtype=dtype, device="cuda")
+        with contextlib.suppress(Exception):  # said where it is run
+            bias = None if k in sizes else torch.empty(n, dtype=dtype, device="cuda")
+            skinny.linear_skinny(x, weight, bias, **p)
+
+
+def compile_all(sizes: list[int]) -> list[subprocess.Popen[bytes]]:
+    parts = max(1, (os.cpu_count() or 2) - 2)
+    sizes_text = ",".join(map(str, sizes))
+    command = [sys.executable, __file__, "--out", os.devnull, "--compile"]
+    return [subprocess.Popen([*command, f"{i}/{parts}/{sizes_text}"]) for i in range(parts)]
+
+
+def finish(workers: list[subprocess.Popen[bytes]]) -> None:
+    for worker in workers:
+        try:
+            worker.wait(COMPILE_S)
+        except subprocess.TimeoutExpired:  # what it would have compiled is compiled where it is run
+            worker.kill()
+
+
+def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
+    """'' if the call gives `want` (float64), twice the same bits; else what is wrong."""
+    try:
+        first, second = call(), call()
+        if not torch.equal(first, second):
+            return "two equal calls have other bits"
+        limit = LIMITS[first.dtype]
+        error = (first.double() - want).abs()
+        if not bool((error <= limit + limit * want.abs()).all()):
+            return f"largest error {error.max().item():.3g}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def check(run: Run, provider: str, sets: Sets, shape: Shape, dtype: torch.dtype, odd: bool) -> None:
+    """The sets on one shape with as many tokens as they are meant for; on odd shapes with a bias, all with 17 too."""
+    n, k = shape
+    x, weight = run.randn(64, k, dtype=dtype), run.randn(n, k, dtype=dtype, scale=k**-0.5)
+    bias = run.randn(n, dtype=dtype) if odd else None
+    want = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0.0)
+    kernel, done = KERNELS[provider], 0
+    for p in sets:
+        for m in CHECKED:
+            left_over = odd and m == 17 and provider == "triton-skinny"
+            if not (kernel.fits(p, m, k) or left_over) or (run.quick and m not in (2, 16)):
+                continue
+            with poisoned():
+                wrong = problem(lambda p=p, m=m: kernel.fn(x[:m], weight, bias, **p), want[:m])
+            done += 1
+            if wrong:
+                run.bad.add((provider, label(p)))
+                case = {"tokens": m, "out": n, "in": k, "dtype": str(dtype)[6:], "params": label(p)}
+                run.row("check", provider, case, wrong)
+            if "CUDA error" in wrong or "CUDA_ERROR" in wrong:
+                raise SystemExit("the GPU's context is lost: nothing more can be measured")
+    if done:
+        run.row("check", provider, {"out": n, "in": k, "dtype": str(dtype)[6:], "bias": odd}, cases=done)
+
+
+def check_in_a_child(run: Run) -> None:
+    """The CUDA C++ kernel, where a mistake may hang or take the GPU's context along: only what passed is used."""
+    probe = torch.empty(1, 64, dtype=torch.bfloat16, device=run.device)
+    reason = cuda.supports_cuda(probe, probe)
+    if reason is None:
+        log = run.out.with_suffix(".cuda.log")
+        command = [sys.executable, __file__, "--out", str(run.out), "--check", "cuda-skinny"]
+        with open(log, "w") as file:
+            child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            try:
+                status = child.wait(CHILD_S)
+                reason = f"its check ended with {status}" if status else None
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+                reason = f"its check hung for {CHILD_S} s"
+        if reason is not None:
+            print(
+                f"{reason}; the last lines of {log}:\n" + "".join(log.read_text().splitlines(True)[-8:]),
+                flush=True,
+            )
+    passed = set()
+    if run.out.exists():
+        rows = [json.loads(line) for line in run.out.read_text().splitlines()]
+        passed = {r["case"]["params"] for r in rows if r["case"]["kind"] == "set" and r["status"] == "ok"}
+    run.bad |= {("cuda-skinny", label(p)) for p in cuda.PARAMS if label(p) not in passed}
+    status = "ok" if passed and not reason else "failed" if run.cuda else "unsupported"
+    run.row("child", "cuda-skinny", {}, reason or "", status, passed=len(passed))
+
+
+def check_child(run: Run, shapes: list[Shape]) -> None:
+    """What the child does: set after set, so that those before one that hangs are known to be right."""
+    for p in cuda.PARAMS:
+        print("trying", label(p), flush=True)
+        for shape, dtype, odd in ((ODD[1][0], torch.float16, True), ((1000, 736), torch.bfloat16, True),
+                                  *((shape, torch.bfloat16, False) for shape in shapes)):  # fmt: skip
+            check(run, "cuda-skinny", (p,), shape, dtype, odd)
+        for m in (8, 16):
+            graphs(run, "cuda-skinny", p, m)
+        if ("cuda-skinny", label(p)) not in run.bad:
+            run.row("set", "cuda-skinny", {"params": label(p)})
+
+
+def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
+    """In graphs: layers that overlap must not read x too early; two graphs at once must not share tickets."""
+    n = k = 4096
+    weights = [run.randn(n, k, scale=k**-0.5) for _ in range(8)]
+    fn, pdl = KERNELS[provider].fn, KERNELS[provider].pdl
+    x = [run.randn(m, k), run.randn(m, k)]
+
+    def chain(start: torch.Tensor, call: Call) -> torch.Tensor:
+        for w in weights:
+            start = call(start, w)
+        return start
+
+    plain, overlapped, wrong = partial(fn, **p), partial(fn, **{**p, "pdl": pdl}), ""
+    try:
+        want = [chain(start, plain) for start in x]
+        chain(x[0], overlapped)
+        captured, outs = [], []
+        for start in x:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outs.append(chain(start, overlapped))
+            captured.append(graph)
+        streams = [torch.cuda.Stream() for _ in x]
+        for _ in range(20):
+            for out in outs:
+                out.fill_(float("nan"))
+            torch.cuda.synchronize()
+            for graph, stream in zip(captured, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    for _ in range(5):
+                        graph.replay()
+            torch.cuda.synchronize()
+            if not all(torch.equal(a, b) for a, b in zip(outs, want, strict=True)):
+                wrong = "graphs replayed side by side, with overlap, have other bits than eager calls without"
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {str(error)[:200]}"
+    if wrong:
+        run.bad.add((provider, label(p)))
+    run.row("graphs", provider, {"tokens": m, "params": label(p)}, wrong, quiet=True)
+
+
+def time_layer(
+    run: Run, layer: str, weights: list[torch.Tensor], m: int, best: dict[str, dict[str, tuple[float, Call]]]
+) -> None:  # fmt: skip
+    """cuBLAS and every right set on one layer's weights; the best of each kind goes to best[layer]."""
+    n, k = weights[0].shape
+    x = run.randn(m, k)
+    rotated = weights if len(weights) > 1 else weights * 4  # one alone is many times L2
+    named: dict[str, tuple[str, dict[str, Any], Call]] = {"cublas": ("cublas", {}, F.linear)}
+    for provider, kernel in KERNELS.items():
+        for p in sets_of(run, provider):
+            if kernel.fits(p, m, k):
+                named[f"{provider} {label(p)}"] = (provider, p, partial(kernel.fn, **p))
+    times = measure_named(run, named, x, rotated)
+    ours = sorted((name for name in times if name != "cublas"), key=times.__getitem__)
+    if run.cuda:
+        overlapped = {}
+        for name in [*ours[:3], *[x for x in ours[3:] if named[x][0] == "cuda-skinny"][:2]]:
+            provider, p, _ = named[name]
+            more = {**p, "pdl": KERNELS[provider].pdl}
+            overlapped[f"{provider} {label(more)}"] = (
+                provider,
+                more,
+                partial(KERNELS[provider].fn, **more),
+            )
+        named |= overlapped
+        times |= measure_named(run, overlapped, x, rotated)
+    size = 2 * (n * k + m * (n + k))
+    for name, us in times.items():
+        provider, p, _ = named[name]
+        case = {"tokens": m, "layer": layer, "out": n, "in": k, "params": label(p)}
+        run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6)
+    kinds = {"cublas": ["cublas"], "best": ours, "best+pdl": [x for x in times if named[x][1].get("pdl")]}
+    found = best[layer] = {}
+    for kind, names in kinds.items():
+        if names:
+            first = min(names, key=times.__getitem__)
+            found[kind] = (times[first], named[first][2])
+            run.summary.append(f"{m:>3} tokens  {layer:<8} {kind:<9} {times[first]:8.2f} us  {first}")
+
+
+def measure_named(
+    run: Run, named: dict[str, tuple[str, dict[str, Any], Call]], x: torch.Tensor, weights: list[torch.Tensor]
+) -> dict[str, float]:  # fmt: skip
+    passes = measure(
+        run, {name: [partial(call, x, w) for w in weights] for name, (_, _, call) in named.items()}
+    )
+    return {name: us / len(weights) for name, us in passes.items()}
+
+
+def time_model(run: Run, model: str, tokens: list[int]) -> None:
+    layers = {**MODELS, **TINY}[model]
+    weights = {
+        name: [run.randn(n, k, scale=k**-0.5) for _ in range(count)] for name, (n, k, count) in layers.items()
+    }
+    for m in tokens:
+        best: dict[str, dict[str, tuple[float, Call]]] = {}
+        for layer in layers:
+            if run.left() <= 0:
+                run.row(
+                    "time", "all", {"model": model, "tokens": m, "layer": layer}, "out of time", "skipped"
+                )
+                return
+            time_layer(run, layer, weights[layer], m, best)
+        for kind in ("cublas", "best", "best+pdl"):
+            if all(kind in found for found in best.values()):
+                total = sum(layers[name][2] * found[kind][0] for name, found in best.items())
+                run.row("sum", kind, {"model": model, "tokens": m}, ms=1e-3 * total)
+                run.summary.append(f"{m:>3} tokens  {model:<8} {kind:<9} {1e-3 * total:8.4f} ms, the sum")
+        step(run, model, m, weights, best)
+
+
+def step(
+    run: Run, model: str, m: int, weights: dict[str, list[torch.Tensor]],
+    best: dict[str, dict[str, tuple[float, Call]]],
+) -> None:  # fmt: skip
+    """All linear layers of a step, layer by layer, in one graph."""
+    inputs = {name: run.randn(m, made[0].shape[1]) for name, made in weights.items()}
+    depth = max(len(made) for made in weights.values())
+    order = [(name, made[i]) for i in range(depth) for name, made in weights.items() if i < len(made)]
+    order.sort(key=lambda item: item[0] == "lm_head")  # the last of a step
+    todo = {}
+    for kind in ("cublas", "best", "best+pdl"):
+        if all(kind in found for found in best.values()):
+            todo[kind] = [partial(best[name][kind][1], inputs[name], w) for name, w in order]
+    for kind, us in measure(run, todo).items():
+        run.row("step", kind, {"model": model, "tokens": m, "launches": len(order)}, ms=1e-3 * us)
+        run.summary.append(f"{m:>3} tokens  {model:<8} {kind:<9} {1e-3 * us:8.4f} ms, a step in one graph")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--tokens", default="1,8,16,32,64,2,4")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile:
+        part, parts, sizes = options.compile.split("/")
+        compile_share(int(part), int(parts), [int(s) for s in sizes.split(",") if s])
+        return
+    run, begin = Run("skinny_linear", "linear", options), time.monotonic()
+    models = list(TINY if run.quick else MODELS)
+    shapes = list({(n, k): None for model in models for n, k, _ in {**MODELS, **TINY}[model].values()})
+    if options.check:
+        with torch.inference_mode():
+            check_child(run, shapes)
+        raise SystemExit(1 if run.wrong else 0)
+    later: list[subprocess.Popen[bytes]] = []
+    with torch.inference_mode():
+        if run.cuda and not run.quick:
+            finish(compile_all([4096, 14336]))
+            later = compile_all([12288])
+            print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+        check_in_a_child(run)
+        triton = sets_of(run, "triton-skinny")
+        for shape, dtype in ODD:
+            check(run, "triton-skinny", triton, shape, dtype, True)
+        if run.cuda:
+            for p in {(p["variant"], p["block_m"], p["split_k"] > 1): p for p in triton}.values():
+                graphs(run, "triton-skinny", p, p["block_m"])
+        for shape in shapes:
+            check(run, "triton-skinny", triton, shape, torch.bfloat16, False)
+        print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
+        finish(later)
+        for model in models:
+            time_model(run, model, [int(t) for t in options.tokens.split(",")])
+    print("\n".join(["", *run.summary, f"{run.wrong} wrong"]), flush=True)
+    raise SystemExit(1 if run.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""CUDA C++ kernels without nvcc: NVRTC compiles, a folder keeps the machine code, the driver launches it.
+
+Uses cuda-bindings, NVIDIA's own package, which torch's CUDA wheels bring along with NVRTC. Nothing is imported or
+compiled before it is needed, and the first call must not be inside a CUDA graph's capture: it loads the code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .env import Environment
+
+log = logging.getLogger("fastkernels")
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel; the message is its log."""
+
+
+@lru_cache
+def unavailable() -> str | None:
+    """Why no CUDA C++ kernel can be compiled here; None if one can."""
+    try:
+        nvrtc_version()
+    except Exception as error:  # of the import, of the library's loading, or of NVRTC
+        return (
+            f"NVRTC cannot be used ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
+            " CUDA C++ kernels are off and others run instead: pip install cuda-bindings nvidia-cuda-nvrtc"
+        )
+    return None
+
+
+@lru_cache
+def nvrtc_version() -> str:
+    """'13.0'. Raises what the import of cuda-bindings, or the loading of NVRTC, raises."""
+    from cuda.bindings import nvrtc
+
+    return "{}.{}".format(*_checked(nvrtc.nvrtcVersion()))
+
+
+def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values after the status. Raises RuntimeError with its name."""
+    if result[0].value:
+        raise RuntimeError(f"{type(result[0]).__name__}: {result[0].name}")
+    return result[1:]
+
+
+def nvrtc_compile(source: str, options: Sequence[str]) -> bytes:
+    """The cubin of a source for the --gpu-architecture=sm_.. among the options. Raises CompileError."""
+    from cuda.bindings import nvrtc
+
+    (program,) = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
+        if status.value:
+            (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            text = b" " * size
+            _checked(nvrtc.nvrtcGetProgramLog(program, text))
+            said = text.rstrip(b"\0 \n").decode(errors="replace")
+            raise CompileError(f"NVRTC {nvrtc_version()}, {' '.join(options)}: {said}")
+        (size,) = _checked(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = b" " * size
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@lru_cache
+def folder() -> Path:
+    """Where machine code is kept: FASTKERNELS_CACHE, or, if that cannot be written, this user's temporary folder."""
+    wanted = Path(Environment.read().cache) / "nvrtc"
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            return wanted
+    except OSError as error:
+        other = _temporary()
+        log.warning("compiled kernels are kept in %s: %s cannot be written (%s)", other, wanted, error)
+        return other
+
+
+def _temporary() -> Path:
+    """A folder that only this user can write to, the same one for all processes where that can be."""
+    shared = Path(tempfile.gettempdir()) / f"fastkernels-{os.getuid()}"
+    try:
+        shared.mkdir(mode=0o700, exist_ok=True)
+        found = shared.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return shared
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="fastkernels-"))
+
+
+def cubin(
+    source: str,
+    options: Sequence[str],
+    compiler: Callable[[str, Sequence[str]], bytes] = nvrtc_compile,
+    version: Callable[[], str] = nvrtc_version,
+) -> bytes:
+    """The machine code of a source, from the folder if it is there.
+
+    The key is everything that it depends on: source, options (with the architecture) and NVRTC's version. Any number
+    of processes may do this at once: each writes a file of its own and renames it, and a half-written file is no file.
+    """
+    key = hashlib.sha256("\0".join((version(), *options, source)).encode()).hexdigest()[:32]
+    path = folder() / f"{key}.cubin"
+    try:
+        code = path.read_bytes()
+        if code[:4] == b"\x7fELF":
+            return code
+    except OSError:
+        pass
+    code = compiler(source, options)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{key}-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        os.replace(name, path)
+    except OSError as error:
+        log.warning("a compiled kernel is not kept, the next process compiles it again: %s: %s", path, error)
+    return code
+
+
+class Kernel:
+    """A kernel of a source on one device.
+
+    types        ctypes of the kernel's parameters, in order
+    shared       bytes of dynamic shared memory
+    """
+
+    def __init__(
+        self, source: str, name: str, options: Sequence[str], device: int, types: Sequence[Any], shared: int
+    ) -> None:
+        import torch
+        from cuda.bindings import driver
+
+        self.driver, self.types, self.shared = driver, tuple(types), shared
+        self.configs: dict[tuple[int, int, int, bool], Any] = {}
+        with torch.cuda.device(device):
+            torch.cuda.mem_get_info(device)  # makes the device's context, if nothing has
+            major, minor = torch.cuda.get_device_capability(device)
+            target = f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}"
+            code = cubin(source, (target, *options))
+            (self.module,) = _checked(driver.cuModuleLoadData(code))
+            (self.function,) = _checked(driver.cuModuleGetFunction(self.module, name.encode()))
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(self.function, limit, shared))
+
+    def launch(self, grid: int, block: int, stream: int, args: Sequence[Any], overlap: bool = False) -> None:
+        """Launch `grid` blocks on the stream. overlap: before the kernel before has ended (griddepcontrol.wait)."""
+        key = (grid, block, stream, overlap)
+        config = self.configs.get(key)
+        if config is None:  # making one costs more than a launch
+            config = self.configs[key] = self._config(*key)
+        values = [t(a) for t, a in zip(self.types, args, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        _checked(self.driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+
+    def _config(self, grid: int, block: int, stream: int, overlap: bool) -> Any:
+        driver = self.driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes, config.hStream, config.numAttrs = self.shared, stream, 0
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        return config
