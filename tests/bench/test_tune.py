@@ -227,7 +227,8 @@ def test_on_a_gpu_what_is_a_baseline_by_name_is_no_choice() -> None:
 
 def test_a_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process of the candidate's side does for `Judge.provider`."""
-    from fk_bench.judge.runner import Failure, Runner
+    from fk_bench.judge.answers import Failure
+    from fk_bench.judge.runner import Runner
 
     def times(x: Any, weight: Any, bias: Any = None, by: float = 1.0) -> Any:
         return by * (x @ weight.T)

@@ -6,13 +6,10 @@ Nothing here is trusted by the judge: there is no oracle, no expected output and
 from __future__ import annotations
 
 import contextlib
-import inspect
 import mmap
 import os
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from fastkernels.dispatch import OPS
 from fastkernels.spec import OpSpec
 
 from . import ipc, layout
+from .answers import Failure, meta, name_of, overlap, remembered, said, span, status_of, wrong_signature
 from .protocol import Channel, ChannelClosed
 
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
@@ -38,14 +36,6 @@ _clock, _synchronize, _Tensor, _copy = (
 )
 
 
-class Failure(Exception):
-    """Something went wrong on this side. `status` is a value of rows.Status."""
-
-    def __init__(self, status: str, reason: str):
-        super().__init__(reason)
-        self.status = status
-
-
 def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
     """Answer the judge until it hangs up."""
     channel.send({"hello": hello})
@@ -58,38 +48,8 @@ def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
             except Failure as error:
                 answer = {"error": error.status, "reason": str(error)}
             except BaseException as error:  # a candidate's SystemExit too
-                answer = {"error": _status(error), "reason": said(error)}
+                answer = {"error": status_of(error), "reason": said(error)}
             channel.send({**answer, "nonce": nonce})
-
-
-def said(error: BaseException) -> str:
-    """An error in a line or two: its type, its text and the candidate's own line that raised it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "fk_bench" not in f.filename]
-    where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:600]}{where}"
-
-
-_OTHER_OUTPUTS = (
-    "PythonKernelHolder",
-    "Unable to cast Python",
-    "is not an instance of 'sequence'",
-)  # the dispatcher's
-
-
-def _no_memory(text: str) -> bool:
-    return "not enough memory" in text or "can't allocate memory" in text
-
-
-def _status(error: BaseException) -> str:
-    text = str(error)
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or _no_memory(text):
-        return "oom"
-    if isinstance(error, TypeError) and "argument" in text:
-        return "signature_mismatch"
-    if any(words in text for words in _OTHER_OUTPUTS):
-        return "signature_mismatch"
-    return "compile_error"
 
 
 class Runner:
@@ -161,7 +121,7 @@ class Runner:
             status = "signature_mismatch" if "offers neither" in str(error) else "compile_error"
             raise Failure(status, str(error)) from None
         if found.function is not None and (op := OPS.get(name)) is not None:
-            if (problem := _wrong_signature(found.function, op)) is not None:
+            if (problem := wrong_signature(found.function, op)) is not None:
                 raise Failure("signature_mismatch", f"{name}(...) {problem}")
             self._put(name, found.function, "candidate")
         return found
@@ -205,7 +165,7 @@ class Runner:
             fn = baseline.make()
         except Exception:  # another version of the library: the next one is asked
             return False
-        self._put(op, fn, baseline.name, _remembered(baseline.supports))
+        self._put(op, fn, baseline.name, remembered(baseline.supports))
         return True
 
     def do_use(self, baseline: str) -> dict[str, Any]:
@@ -306,13 +266,13 @@ class Runner:
         self._sync()
         live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
         inputs = layout.tensors(self.args[slot])
-        aliases = [i for i, r in enumerate(result) if r.numel() and any(_overlap(r, t) for t in inputs)]
+        aliases = [i for i, r in enumerate(result) if r.numel() and any(overlap(r, t) for t in inputs)]
         refused = {
             name: reason for name, op in OPS.items() for reason, times in op.fallbacks.items()
             if times > refused_before.get(name, {}).get(reason, 0)
         }  # fmt: skip
         return {
-            "seconds": seconds, "outputs": [_meta(r) for r in result], "aliases": aliases, "live": live,
+            "seconds": seconds, "outputs": [meta(r) for r in result], "aliases": aliases, "live": live,
             "refused": refused,
         }  # fmt: skip
 
@@ -321,10 +281,10 @@ class Runner:
         if len(result) != len(self.out_metas):
             raise Failure("signature_mismatch", f"{len(result)} outputs, the op has {len(self.out_metas)}")
         for i, (r, o) in enumerate(zip(result, self.out_metas, strict=True)):
-            if list(r.shape) != o["shape"] or _name(r.dtype) != o["dtype"] or r.device.type != self.device:
+            if list(r.shape) != o["shape"] or name_of(r.dtype) != o["dtype"] or r.device.type != self.device:
                 raise Failure(
                     "signature_mismatch",
-                    f"output {i} is {_name(r.dtype)} {list(r.shape)} on {r.device.type}, "
+                    f"output {i} is {name_of(r.dtype)} {list(r.shape)} on {r.device.type}, "
                     f"the op's is {o['dtype']} {o['shape']} on {self.device}",
                 )
 
@@ -370,10 +330,10 @@ class Runner:
         if not t.numel():
             return {"nbytes": 0, "stride": strides}
         at = t.data_ptr() - self.memory.data_ptr()
-        span = _span(t)
+        reach = span(t)
         if 0 <= at < self.memory.nbytes:
-            return {"arena": at, "nbytes": span, "stride": strides}
-        return {**ipc.share(t), "nbytes": span, "stride": strides}
+            return {"arena": at, "nbytes": reach, "stride": strides}
+        return {**ipc.share(t), "nbytes": reach, "stride": strides}
 
     def _capture(self, calls: list[Callable[[], Any]]) -> tuple[Any, list[list[torch.Tensor]]]:
         graph = torch.cuda.CUDAGraph()
@@ -385,7 +345,7 @@ class Runner:
         except Failure:
             raise
         except Exception as error:
-            raise Failure(_status(error), f"cannot be captured in a CUDA graph: {said(error)}") from None
+            raise Failure(status_of(error), f"cannot be captured in a CUDA graph: {said(error)}") from None
         for result in results:
             self.metas(result)
         return graph, results
@@ -455,53 +415,3 @@ class Runner:
     def _sync(self) -> None:
         if self.device == "cuda":
             _synchronize()
-
-
-def _remembered(supports: Callable[..., str | None]) -> Callable[..., str | None]:
-    """`supports`, asked once for arguments of the same shapes: it may synchronize, which a capture must not."""
-    known: dict[str, str | None] = {}
-
-    def asked(*args: Any) -> str | None:
-        shapes = [[(t.shape, t.stride(), t.dtype) for t in layout.tensors(a)] or a for a in args]
-        key = str(shapes)
-        if key not in known:
-            known[key] = supports(*args)
-        return known[key]
-
-    return asked
-
-
-def _wrong_signature(function: Callable[..., Any], op: Any) -> str | None:
-    """None if the function can be called with the op's arguments, by position, else why not."""
-    arguments = op.overload._schema.arguments
-    try:
-        signature = inspect.signature(function)
-        required = [a for a in arguments if not a.has_default_value()]
-        for given in (arguments, required):
-            signature.bind(*([None] * len(given)))
-    except TypeError as error:
-        names = ", ".join(a.name for a in arguments)
-        return f"does not take the op's arguments ({names}): {error}"
-    except ValueError:
-        return None  # a builtin without a signature: the first call shows
-    return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _meta(t: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": _name(t.dtype), "shape": list(t.shape)}
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share a storage (views of one arena are told apart by address)."""
-
-    a0, b0 = a.data_ptr(), b.data_ptr()
-    return a.numel() > 0 and b.numel() > 0 and a0 < b0 + _span(b) and b0 < a0 + _span(a)
-
-
-def _span(t: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
-    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
