@@ -190,8 +190,8 @@ class Op:
     def _read_tuned(self, device: str, found: list[Provider], run: list[Provider], asked: int) -> None:
         """For each entry of the chip's table the order of providers that it makes. Raises TableError."""
         assert self.key is not None
-        entries = tuned.entries(self.name, tuned.chip_of(device))
-        if not entries:
+        table = tuned.entries(self.name, tuned.chip_of(device))
+        if not table:
             return
         around, absent = _around, set()
 
@@ -207,7 +207,7 @@ class Op:
             rest = [r for p, r in zip(found[asked:], run[asked:], strict=True) if p is not chosen]
             return [*run[:asked], first, *rest]
 
-        self._tuned[device] = tuned.lookup(self.key, entries).map(order)
+        self._tuned[device] = tuned.lookup(self.key, table).map(order)
         for reason in absent:
             log.warning("%s: a tuned table names a provider that is not there: %s", self.name, reason)
 

@@ -15,6 +15,11 @@ OWN = {
     "_flashinfer.py": {"baseline-library", "pointer-cache"},  # a provider, and plans of a batch of the host's
     "attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, from where it is installed
     "_rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
+    "_skinny_linear_cuda.py": {
+        "files",
+        "native-library",
+    },  # CUDA C++, read from the package and launched by the driver
+    "_skinny_linear_triton.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
     "_rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
 }
 HEAD = """import torch, time, os, sys, functools, statistics
