@@ -131,7 +131,7 @@ def _python(version: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("version", ["3.10", "3.13"])
+@pytest.mark.parametrize("version", ["3.10", pytest.param("3.13", marks=pytest.mark.slow)])
 def test_exported_files_parse_under(version: str, tmp_path: Path) -> None:
     python = _python(version)
     if python is None:

@@ -32,6 +32,7 @@ def test_offline_run(tmp_path: Path) -> None:
     assert [(r["host"], r["requests"]) for r in results] == [("fastkernels", 1), ("fastkernels", 3)]
 
 
+@pytest.mark.slow
 def test_a_folder_of_candidates_beside_the_same_host_without(tmp_path: Path) -> None:
     from tiny import make_tiny_llama
 

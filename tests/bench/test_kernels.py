@@ -198,6 +198,7 @@ def stub(op: str, tmp_path: Path) -> str:
     return (made / f"{op}.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_wrong_candidate_makes_what_contains_it_wrong(tmp_path: Path) -> None:
     wrong = "import torch\ndef silu_and_mul(x):\n    a, b = x.chunk(2, -1)\n    return torch.sigmoid(a) * b\n"
     folder = written(tmp_path / "candidates", {"silu_and_mul": wrong})

@@ -75,7 +75,9 @@ BAD = [
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen3", "mixtral"))]
+)
 def test_random_arrivals_aborts_and_bad_requests(tiny_of, oracle, overlap, kind, seed):
     """Requests of every kind; each that is not aborted ends as it does alone."""
     rng, folder = random.Random(seed), tiny_of(kind)
