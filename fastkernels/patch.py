@@ -100,7 +100,8 @@ class Host(Protocol):
     def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
         """Carry the request out in every process of the live object; one reply a process, in rank order.
 
-        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}.
+        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}, and where the
+        layers are spread over a pipeline 'stage': only ranks of one stage have the same modules.
         Raises PatchError when a process cannot be reached.
         """
 
@@ -223,15 +224,21 @@ def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return replies
 
 
-def _agreed(host: Host, replies: list[dict[str, Any]]) -> str | None:
-    """None if all ranks patched the same, else what differs."""
-    shapes = {
-        r["rank"]: sorted((w["op"], w["host_class"], w["modules"], w["state"]) for w in r["rows"])
-        for r in replies
-    }
-    first = next(iter(shapes.values()))
-    differing = [rank for rank, shape in shapes.items() if shape != first]
-    return f"ranks {differing} patched something else than rank {min(shapes)}" if differing else None
+def _agreed(replies: list[dict[str, Any]]) -> str | None:
+    """None if all ranks of a stage patched the same, and any something, else what is wrong."""
+    stages: dict[int, dict[int, Any]] = {}
+    for r in replies:
+        shape = sorted((w["op"], w["host_class"], w["modules"], w["state"]) for w in r["rows"])
+        stages.setdefault(r.get("stage", 0), {})[r["rank"]] = shape
+    for shapes in stages.values():
+        differing = [rank for rank, shape in shapes.items() if shape != shapes[min(shapes)]]
+        if differing:
+            return f"ranks {differing} patched something else than rank {min(shapes)}"
+    rows = [row for r in replies for row in r["rows"]]
+    if any(row["state"] != "off" for row in rows):
+        return None
+    why = dict.fromkeys(f"{row['op']} ({row['host_class']}): {row['reason']}" for row in rows)
+    return f"nothing to patch: {'; '.join(why)}"
 
 
 Candidates = Mapping[str, Any] | str | os.PathLike[str]
@@ -286,7 +293,7 @@ def patch(
     if failed and len(failed) < len(replies):
         host.call(target, Request("undo"))
     _checked(host, replies)
-    differs = _agreed(host, replies)
+    differs = _agreed(replies)
     if differs:
         host.call(target, Request("undo"))
         raise PatchError(f"{host.name}: {differs}; undone")
@@ -302,7 +309,7 @@ async def patch_async(
     """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle."""
     host = find_host(target)
     replies = _checked(host, await host.call_async(target, _request(ops, candidates, strict)))
-    differs = _agreed(host, replies)
+    differs = _agreed(replies)
     if differs:
         await host.call_async(target, Request("undo"))
         raise PatchError(f"{host.name}: {differs}; undone")

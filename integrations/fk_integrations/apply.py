@@ -46,10 +46,12 @@ class Adapter:
 
     host     its name in Target.host
     version  of the host that runs in this process
+    whole    whether this process has all layers of the model; False in a stage of a pipeline
     """
 
     host = ""
     version = ""
+    whole = True
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
         """The op's targets for this host's version (model: None before there is one)."""
@@ -212,6 +214,10 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         return row
     ours = _our_class(patched, spec, target)
     reasons: dict[str, int] = {}
+    others = _passed_over(patched.model, host_class) if target.seam == "quant_method" else []
+    for why in others:
+        reason = f"{'unsupported' if named else LEFT}: {why}"
+        reasons[reason] = reasons.get(reason, 0) + 1
     for module in modules:
         slower = None if named else tuned.not_faster(spec.name, spec.op.key, module, device)
         reason = slower or _swap(patched, module, host_class, ours, target.seam)
@@ -244,13 +250,20 @@ def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> lis
     """The modules of exactly this class, each once. Somebody else's subclass or patch is not ours to touch.
 
     A target at the seam 'quant_method' may name the class of the method object instead of the module's, one at the
-    seam 'attention' that of `impl`.
+    seam 'attention' that of `impl`. It must be the module's own: a LoRA wrapper shows its base layer's.
     """
-    part = {"quant_method": "quant_method", "attention": "impl"}.get(seam)
-    modules = list(model.modules())
-    return [
-        m for m in modules if type(m) is host_class or (part and type(getattr(m, part, None)) is host_class)
-    ]
+    part = {"quant_method": "quant_method", "attention": "impl"}.get(seam, "")
+    return [m for m in model.modules() if type(m) is host_class or type(vars(m).get(part)) is host_class]
+
+
+def _passed_over(model: Any, host_class: type) -> list[str]:
+    """Why, for each module whose method object is another of the same family: quantized linear layers."""
+    family = host_class.__base__
+    if family is None or family.__name__ != "LinearMethodBase":
+        return []
+    methods = [type(vars(m).get("quant_method")) for m in model.modules()]
+    others = [m for m in methods if issubclass(m, family) and m is not host_class]
+    return [f"quant_method is {m.__module__}.{m.__qualname__}, not {host_class.__qualname__}" for m in others]
 
 
 def _swap(patched: Patched, module: Any, host_class: type, ours: type, seam: str) -> str | None:
@@ -309,7 +322,7 @@ def _strict(patched: Patched) -> None:
         off = [line for line in off if not line.endswith("the model has no such module")]
         if off:
             raise PatchError("strict: " + "; ".join(off))
-    if not any(r.state == "active" for r in patched.rows):
+    if patched.adapter.whole and not any(r.state == "active" for r in patched.rows):
         why = "; ".join(f"{r.op} ({r.host_class}): {r.reason}" for r in patched.rows) or "no op was asked for"
         raise PatchError(f"nothing to patch: {why}")
 

@@ -38,6 +38,7 @@ class SglangAdapter(Adapter):
     def __init__(self, model_runner: Any = None):
         self.version = installed_version() or ""
         self.model_runner = model_runner
+        self.whole = model_runner is None or model_runner.server_args.pp_size == 1
 
     def batch_invariant(self) -> str | None:
         on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
@@ -109,11 +110,13 @@ def answer(scheduler: Any, request: str) -> None:
 
 
 def _reply() -> dict[str, Any]:
+    from sglang.srt.distributed.parallel_state import get_pp_group
+
     rank, world = _rank_and_world()
     rows = _patched[0].report() if _patched else []
     return {
-        "rank": rank, "world": world, "pid": os.getpid(), "host": "sglang", "version": installed_version(),
-        "rows": rows, "error": None,
+        "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "host": "sglang",
+        "version": installed_version(), "rows": rows, "error": None,
     }  # fmt: skip
 
 
@@ -169,6 +172,11 @@ def _refuse(scheduler: Any, runner: Any) -> None:
     """Raise if this engine cannot be changed now, or not while it lives."""
     if not scheduler.is_fully_idle():
         raise Busy("the engine has unfinished requests: let them finish (or abort them), then patch or undo")
+    released = sorted(scheduler.weight_updater.offload_tags)
+    if released:
+        raise PatchError(
+            f"memory of the engine is released ({', '.join(released)}): resume_memory_occupation(), then patch or undo"
+        )
     captured = _captured(runner)
     if captured and getattr(scheduler, "draft_worker", None) is not None:
         raise PatchError(

@@ -25,6 +25,7 @@ from .before import BeforeConstruction
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
+ASLEEP = "the engine is asleep, so no step can be run: wake it up (wake_up()), then patch or undo"
 
 
 def installed_version() -> str | None:
@@ -44,6 +45,7 @@ class VllmAdapter(Adapter):
     def __init__(self, worker: Any = None):
         self.version = installed_version() or ""
         self.worker = worker
+        self.whole = worker is None or worker.vllm_config.parallel_config.pipeline_parallel_size == 1
 
     def batch_invariant(self) -> str | None:
         from vllm import envs
@@ -76,7 +78,7 @@ def fastkernels_rpc(self: Any, request: str) -> str:
 def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     patched: Patched | None = vars(worker).get(STATE)
     rows = patched.report() if patched is not None else []
-    return {**_process(_rank(worker), rows), "error": error, **(extra or {})}
+    return {**_process(_rank(worker), rows), "stage": _stage(), "error": error, **(extra or {})}
 
 
 def _process(rank: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -87,6 +89,12 @@ def _process(rank: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _rank(worker: Any) -> int:
     parallel = worker.vllm_config.parallel_config
     return worker.rank + getattr(parallel, "data_parallel_index", 0) * parallel.world_size
+
+
+def _stage() -> int:
+    from vllm.distributed import get_pp_group
+
+    return int(get_pp_group().rank_in_group)
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
@@ -248,6 +256,8 @@ class VllmHost:
             raise PatchError(
                 "the engine has unfinished requests: let them finish (or abort them), then patch"
             )
+        if changes and engine.is_sleeping():
+            raise PatchError(ASLEEP)
         try:
             replies = engine.collective_rpc(RPC, args=(request.to_json(),))
         except Exception as error:
@@ -261,6 +271,8 @@ class VllmHost:
         if not _is_async(target):
             return self.call(target, request)
         changes = request.action in ("patch", "undo")
+        if changes and await target.is_sleeping():
+            raise PatchError(ASLEEP)
         if changes:
             await target.pause_generation(mode="wait", clear_cache=True)
         try:

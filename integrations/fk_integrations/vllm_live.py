@@ -80,10 +80,9 @@ class Compiled:
             worker.model_runner,
             worker.vllm_config.compilation_config,
         )
-        modules = worker.get_model().modules()
-        self.models = [
-            m for m in modules if isinstance(m, Wrapper) and not getattr(m, "do_not_compile", True)
-        ]
+        self.models = _compiled(worker.get_model(), Wrapper)
+        owners = [getattr(self.runner, name, None) for name in ("drafter", "speculator")]
+        self.draft = [m for o in owners for m in _compiled(getattr(o, "model", None), Wrapper)]
         self.saved = [(m, _own_attributes(m)) for m in self.models]
         self.folders = {
             k: getattr(self.config, k) for k in ("cache_dir", "local_cache_dir") if hasattr(self.config, k)
@@ -117,6 +116,8 @@ class Compiled:
             return "compilation mode STOCK_TORCH_COMPILE cannot be compiled again in a live engine"
         if type(getattr(self.runner, "model", None)).__name__ == "UBatchWrapper":
             return "micro-batching (DBO) holds CUDA graphs that cannot be captured again in a live engine"
+        if self.draft:
+            return "the compiled code of a draft model cannot be made again in a live engine"
         if getattr(self.runner, "encoder_cudagraph_manager", None) is not None:
             return "the CUDA graphs of the encoder cannot be captured again in a live engine"
         return None
@@ -179,6 +180,12 @@ class Compiled:
         if torch.device(self.worker.device).type != "cpu":
             torch.accelerator.synchronize()
             torch.accelerator.empty_cache()
+
+
+def _compiled(model: Any, wrapper: Any) -> list[Any]:
+    """The modules of a model (None: there is none) that vLLM compiles."""
+    modules = [] if model is None or not hasattr(model, "modules") else model.modules()
+    return [m for m in modules if isinstance(m, wrapper) and not getattr(m, "do_not_compile", True)]
 
 
 def _own_attributes(model: Any) -> dict[str, Any]:

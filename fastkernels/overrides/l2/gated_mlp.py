@@ -50,7 +50,9 @@ def _unsupported(module: nn.Module) -> str | None:
         return f"act_fn is {act}, not SiluAndMul"
     for name in ("gate_up_proj", "down_proj"):
         # The hosts fuse the activation with the quantization of the next layer's input.
-        method = type(getattr(getattr(module, name), "quant_method", None)).__name__
+        layer = getattr(module, name)
+        layer = getattr(layer, "base_layer", layer)  # inside a LoRA wrapper, which our forward calls
+        method = type(getattr(layer, "quant_method", None)).__name__
         if not method.endswith("UnquantizedLinearMethod") and "UnquantizedLinearMethod" not in method:
             return f"{name} is quantized by {method}"
     return None
