@@ -78,7 +78,7 @@ def fastkernels_rpc(self: Any, request: str) -> str:
 def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     patched: Patched | None = vars(worker).get(STATE)
     rows = patched.report() if patched is not None else []
-    return {**_process(_rank(worker), rows), "stage": _stage(), "error": error, **(extra or {})}
+    return {**_process(_rank(worker), rows), "stage": _stage(worker), "error": error, **(extra or {})}
 
 
 def _process(rank: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,10 +91,9 @@ def _rank(worker: Any) -> int:
     return worker.rank + getattr(parallel, "data_parallel_index", 0) * parallel.world_size
 
 
-def _stage() -> int:
-    from vllm.distributed import get_pp_group
-
-    return int(get_pp_group().rank_in_group)
+def _stage(worker: Any) -> int:
+    parallel = worker.vllm_config.parallel_config  # ranks of a stage follow one another
+    return int(worker.rank * parallel.pipeline_parallel_size // parallel.world_size)
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:

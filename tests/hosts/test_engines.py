@@ -14,7 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-SLOW = ("check_async", "check_gemma", "check_quant", "check_tensor_parallel")
+SLOW = (
+    "check_async", "check_gemma", "check_pipeline", "check_quant", "check_tensor_parallel", "check_works_more",
+)  # fmt: skip
+IN_PROCESS = ("check_eager", "check_before", "check_works", "check_works_more")
 CHECKS = [
     pytest.param(
         host,
@@ -50,7 +53,7 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     path = os.pathsep.join(filter(None, [str(ROOT / "tests"), kept.get("PYTHONPATH")]))
     kept |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     kept |= {"TINY_LLAMA": str(model), "CHECKED_HOST": host}
-    cores = "0|1" if check == "check_tensor_parallel" else None
+    cores = "0|1" if check in ("check_pipeline", "check_tensor_parallel") else None
     if check in ("check_eager", "check_live"):
         kept["FASTKERNELS_CAPTURE"] = "1"  # for their tests of recording
     if host == "sglang":
@@ -60,7 +63,7 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": cores or "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if check in ("check_eager", "check_before") else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if check in IN_PROCESS else "1",
         "VLLM_CACHE_ROOT": str(folder / "cache"),
     }
 

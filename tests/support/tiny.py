@@ -66,6 +66,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3": ("Qwen3", {"head_dim": 64}),  # four heads of 64 are wider than the hidden size
     "gemma2": ("Gemma2", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
     "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }

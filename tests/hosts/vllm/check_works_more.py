@@ -1,0 +1,75 @@
+"""As check_works.py, what takes longer: quantized models, windows, fp8 caches, speculative decoding."""
+
+import pytest
+import torch
+from features import BASE, LEAVES, PROMPTS, both_ways, build, reason, said
+from support.tiny import make_tiny
+from support.variants import make_quantized, unpacked
+
+__all__ = ["build"]  # a fixture
+QUANTIZED = {
+    "fp8": "CompressedTensorsLinearMethod", "gptq": "AutoGPTQLinearMethod", "awq": "AutoAWQMarlinLinearMethod",
+}  # fmt: skip
+
+
+@pytest.fixture
+def four_bits():
+    """vLLM's CPU kernel for four bits, in PyTorch where the wheel's build for this CPU has none (no AVX-512)."""
+    if hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        yield
+        return
+
+    def gemm(x, q_weight, out, scales, zeros, bias, pack_factor, isa_hint):
+        (groups, n), k = scales.shape, x.shape[1]  # q_weight: 16 columns after 16, each [K, 16] in nibbles
+        values = unpacked(q_weight.view(n // 16, k, 2)).transpose(0, 1).reshape(k, n)
+        zero = 8 if zeros is None else unpacked(zeros).repeat_interleave(k // groups, 0)
+        weight = (values - zero) * scales.float().repeat_interleave(k // groups, 0)
+        out.copy_(x.float() @ weight + (0 if bias is None else bias))
+
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define(
+        "cpu_gemm_wna16(Tensor x, Tensor q_weight, Tensor(a!) out, Tensor scales, Tensor? zeros, Tensor? bias,"
+        " int pack_factor, str isa_hint) -> ()"
+    )
+    library.impl("cpu_gemm_wna16", gemm, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_linear_layers_are_left_with_the_reason(build, tmp_path, four_bits, kind):
+    model = make_quantized(tmp_path / kind, BASE, kind)
+    for report in both_ways(build, said, model):
+        assert not any(r.op == "linear" for r in report.active)
+        assert reason(report, "linear").startswith("8 unsupported: quant_method is vllm.")
+        assert QUANTIZED[kind] in reason(report, "linear")
+        assert reason(report, "gated_mlp") == f"2 unsupported: gate_up_proj is quantized by {QUANTIZED[kind]}"
+
+
+def test_sliding_window(build, tmp_path):
+    model = make_tiny(tmp_path / "mistral", "mistral")
+    ops = [*LEAVES, "linear", "attention"]
+    for report in both_ways(build, said, model, ops):
+        assert "cpu_attn:CPUAttentionBackendImpl" in reason(report, "attention")
+    wide = make_tiny(tmp_path / "wide", "mistral", sliding_window=None)
+    assert said(build(wide)) != said(build(model))  # the window has a say at these lengths
+
+
+def test_fp8_kv_cache(build):
+    if not torch.cpu._is_avx512_supported():
+        with pytest.raises(NotImplementedError, match="FP8 KV cache on CPU requires"):
+            build(kv_cache_dtype="fp8")
+        return
+    for report in both_ways(build, said, kv_cache_dtype="fp8"):
+        assert "cpu_attn:CPUAttentionBackendImpl" in reason(report, "attention")
+
+
+def test_speculative_decoding_with_several_tokens_a_step(build):
+    """The draft model is the model itself: nearly all of its three tokens are taken, four a step."""
+    draft = {"method": "draft_model", "model": str(BASE), "num_speculative_tokens": 3}
+    for report in both_ways(build, said, speculative_config=draft):
+        rows = {r.op: r for r in report.active}
+        steps, tokens = rows["embedding"].calls, 8 * len(PROMPTS)
+        assert (
+            rows["rms_norm"].calls == 5 * steps and steps < tokens / 2
+        )  # the draft's own norms are the host's
