@@ -1,6 +1,8 @@
 """What the SGLang checks share. They run inside .venv-sglang, started by tests/hosts/test_engines.py."""
 
+import contextlib
 import os
+from pathlib import Path
 
 from support.checks import PROMPTS, candidate, folder
 
@@ -15,6 +17,17 @@ def make_engine(**options):
         "max_total_tokens": 4096, "random_seed": 0, "log_level": "warning",
     }  # fmt: skip
     return sglang.Engine(model_path=os.environ["TINY_LLAMA"], **{**defaults, **options})
+
+
+@contextlib.contextmanager
+def with_stand_ins():
+    """Engines that are made here have what without_gpu/sitecustomize.py puts in the place of a GPU's."""
+    before = os.environ["PYTHONPATH"]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "without_gpu"), before])
+    try:
+        yield
+    finally:
+        os.environ["PYTHONPATH"] = before
 
 
 def generate(engine, tokens=8):
