@@ -17,7 +17,11 @@ from fastkernels.overrides.l1.attention_decode import attention_decode
 from fastkernels.overrides.l1.attention_prefill import attention_prefill
 
 HEADS, KV_HEADS, D, BLOCK = 6, 2, 32, 16
-BATCHES = pytest.mark.parametrize("queries", [[1, 1, 1], [63, 1, 7], [5]], ids=["decode", "mixed", "prefill"])
+# Drafts: each sequence has three tokens of a draft to check, and its own.
+BATCHES = pytest.mark.parametrize(
+    "queries", [[1, 1, 1], [63, 1, 7], [5], [4, 4, 4]], ids=["decode", "mixed", "prefill", "drafts"]
+)
+WINDOWS = pytest.mark.parametrize("window", [-1, 8])
 
 
 class Batch:
@@ -46,11 +50,12 @@ class Batch:
     def new(self, rows: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([r[c:] for r, c in zip(rows, self.context, strict=True)])
 
-    def expected(self) -> torch.Tensor:
-        """[T, HEADS, D], computed in float64."""
+    def expected(self, window: int) -> torch.Tensor:
+        """[T, HEADS, D], computed in float64. A query sees itself and `window` keys before it, or all (-1)."""
         parts = []
         for q, k, v in zip(self.query.split(self.queries), self.keys, self.values, strict=True):
             mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+            mask = mask if window < 0 else mask.triu(len(k) - len(q) - window)
             heads = [t.double().transpose(0, 1) for t in (q, k, v)]
             out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
             parts.append(out.transpose(0, 1).float())
@@ -66,12 +71,14 @@ class HostImpl:
         raise AssertionError("fell back to the host's attention")
 
 
+@WINDOWS
 @BATCHES
-def test_vllm_reads_and_writes_the_hosts_layout(queries: list[int]) -> None:
+def test_vllm_reads_and_writes_the_hosts_layout(queries: list[int], window: int) -> None:
     batch = Batch(queries)
     shape = (batch.blocks, BLOCK, KV_HEADS, 2 * D)
     kv_cache = torch.full(shape, float("nan")).transpose(1, 2)  # NHD in memory
     impl = vllm_layers._implementation(HostImpl)()
+    impl.sliding_window = (window, 0 if window >= 0 else -1)
     padding = torch.zeros(3, KV_HEADS, D)  # key and value are padded, slot_mapping is not
     impl.do_kv_cache_update(
         None, torch.cat([*batch.keys, padding]), torch.cat([*batch.values, padding]), kv_cache, torch.cat(batch.slots)
@@ -83,7 +90,7 @@ def test_vllm_reads_and_writes_the_hosts_layout(queries: list[int]) -> None:
     output = torch.full((sum(queries) + 3, HEADS, D), 7.0)
     padded = torch.cat([batch.query, torch.zeros(3, HEADS, D)])
     assert impl.forward(None, padded, None, None, kv_cache, metadata, output) is output
-    torch.testing.assert_close(output[:-3], batch.expected(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output[:-3], batch.expected(window), atol=1e-5, rtol=1e-5)
     assert (output[-3:] == 7.0).all()
 
 
@@ -94,6 +101,27 @@ def test_vllm_what_it_cannot_do_goes_to_the_host_and_is_counted() -> None:
     with pytest.raises(AssertionError, match="fell back"):
         impl.forward(None, None, None, None, None, metadata, None)
     assert attention_prefill.fallbacks == {"attention that is not causal": 1}
+
+
+def test_vllm_says_why_a_layer_is_left_alone() -> None:
+    impl: Any = SimpleNamespace(
+        attn_type="decoder", kv_cache_dtype="auto", alibi_slopes=None, sinks=None, sliding_window=(7, 0)
+    )
+    graphs = SimpleNamespace(mixed_mode=lambda: SimpleNamespace(name="PIECEWISE"))
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=graphs),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
+
+    def reason(**change: Any) -> str | None:
+        return vllm_layers._unsupported(SimpleNamespace(**{**vars(impl), **change}), config)
+
+    assert reason() is None and reason(sliding_window=None) is None
+    assert reason(kv_cache_dtype="fp8_e4m3") == "a KV cache of fp8_e4m3 is not supported"
+    assert reason(sliding_window=(7, 7)) == "sliding window (7, 7) looks ahead"
+    assert reason(sinks=torch.ones(HEADS)) == "ALiBi and attention sinks are not supported"
+    config.parallel_config.decode_context_parallel_size = 2
+    assert reason() == "decode context parallelism is not supported"
 
 
 class HostBackend:
@@ -138,15 +166,17 @@ def sglang(batch: Batch) -> tuple[Any, Layer, SimpleNamespace]:
     return backend, layer, forward_batch
 
 
+@WINDOWS
 @BATCHES
-def test_sglang_reads_and_writes_the_hosts_layout(queries: list[int]) -> None:
+def test_sglang_reads_and_writes_the_hosts_layout(queries: list[int], window: int) -> None:
     batch = Batch(queries)
     backend, layer, forward_batch = sglang(batch)
+    layer.sliding_window_size = window
     calls = attention_decode.calls
     forward = backend.forward_decode if max(queries) == 1 else backend.forward_extend
     q = batch.query.view(-1, HEADS * D)
     out = forward(q, batch.new(batch.keys), batch.new(batch.values), layer, forward_batch, sinks=None)
-    torch.testing.assert_close(out.view(-1, HEADS, D), batch.expected(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.view(-1, HEADS, D), batch.expected(window), atol=1e-5, rtol=1e-5)
     assert (attention_decode.calls > calls) == (max(queries) == 1)
     again = forward(q, None, None, layer, forward_batch)  # a layer that shares the keys of another
     assert torch.equal(again, out)
