@@ -1,0 +1,426 @@
+"""What works with what on a GPU (docs/what-works.md): each feature of vLLM or SGLang beside the patch, one line a cell.
+
+    python bench/scenarios/works_with.py --host vllm --out rows.jsonl [--features fp8,fp8_kv,sleep,spec] [--timeout 300]
+
+A cell is a process with a time limit: one that crashes or hangs is a row, and the next begins. Models are small random
+checkpoints of a GPU's shapes, engines have their defaults: compiled code, CUDA graphs. Two ways: `live`, an engine
+that is measured, patched, measured and undone; `start`, one that is patched before construction.
+
+Measured are log-probabilities of fixed texts (teacher-forced), and by how much the engine's own greedy tokens miss
+the best ones when it is given them as a prompt: so decode steps, drafts included, are held to prefills. Both must be
+what the unpatched engine shows, within NOISE, and the report's rows what EXPECTED says. With random weights wrong
+attention or a wrong norm gives 1 and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+NOISE = 0.15  # nats, mean over all tokens
+OPS = [
+    "rms_norm",
+    "gemma_rms_norm",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "rotary_emb",
+    "embedding",
+    "linear",
+    "attention",
+]
+SHAPES = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 128,
+}  # fmt: skip
+QUANTIZED = "quant_method is "
+
+# feature: (checkpoint, options of vLLM, options of SGLang). MODEL and LORA stand for paths.
+FEATURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": ("llama", {}, {}),
+    "fp8": ("llama", {"quantization": "fp8"}, {"quantization": "fp8"}),
+    "gptq": ("gptq", {"dtype": "float16"}, {"dtype": "float16"}),
+    "awq": ("awq", {"dtype": "float16"}, {"dtype": "float16"}),
+    "fp8_kv": ("llama", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
+    "lora": (
+        "llama",
+        {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
+        {"enable_lora": True, "lora_paths": {"a": "LORA"}, "max_lora_rank": 8},
+    ),
+    "spec": (
+        "llama",
+        {"speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 3}},
+        {
+            "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "MODEL",
+            "speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4,
+        },
+    ),
+    "ngram": (
+        "llama",
+        {"speculative_config": {
+            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+        }},
+        {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
+    ),
+    "window": ("mistral", {}, {"disable_hybrid_swa_memory": True}),
+    "sleep": ("llama", {"enable_sleep_mode": True}, {"enable_memory_saver": True}),
+    "tp": ("llama", {"tensor_parallel_size": 2}, {"tp_size": 2}),
+    "pp": ("llama", {"pipeline_parallel_size": 2}, {"pp_size": 2}),
+}  # fmt: skip
+# (feature, host): {op: part of its row's reason}; 'live': part of the PatchError of a live patch
+EXPECTED: dict[tuple[str, str], dict[str, str]] = {
+    **{(f, h): {"linear": QUANTIZED} for f in ("fp8", "gptq", "awq") for h in ("vllm", "sglang")},
+    **{("fp8_kv", h): {"attention": "a KV cache of "} for h in ("vllm", "sglang")},
+    ("spec", "vllm"): {"live": "the compiled code of a draft model"},
+    ("spec", "sglang"): {"live": "speculative decoding"},
+    ("ngram", "sglang"): {"live": "speculative decoding"},
+}
+
+
+def checkpoint(folder: Path, kind: str) -> Path:
+    """A random model of SHAPES, made once; 'gptq' and 'awq' are the Llama in four bits."""
+    sys.path.insert(0, str(ROOT / "tests"))  # the tests' checkpoints
+    from safetensors.torch import load_file, save_file
+    from support.tiny import make_tiny
+    from support.variants import make_quantized
+
+    path = folder / kind
+    if path.exists():
+        return path
+    if kind in ("gptq", "awq"):
+        return make_quantized(path, checkpoint(folder, "llama"), kind)
+    window = {"sliding_window": 64} if kind == "mistral" else {}
+    make_tiny(path, kind, **SHAPES, **window)
+    tensors = load_file(path / "model.safetensors")
+    scaled = {
+        name: t * 0.35 if t.dim() > 1 else t for name, t in tensors.items()
+    }  # its std is for 128 wide rows
+    save_file(scaled, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def adapter(folder: Path, model: Path) -> Path:
+    from support.variants import make_lora
+
+    return folder / "lora" if (folder / "lora").exists() else make_lora(folder / "lora", model)
+
+
+class Vllm:
+    def __init__(self, model: str, lora: str | None, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.model, self.lora = model, None
+        if lora is not None:
+            from vllm.lora.request import LoRARequest
+
+            self.lora = LoRARequest("a", 1, lora)
+        self.engine = LLM(
+            model, max_model_len=512, max_num_seqs=8, gpu_memory_utilization=0.4, seed=0, enable_prefix_caching=False,
+            **options,
+        )  # fmt: skip
+
+    def _generate(self, prompts: list[list[int]], **params: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        chosen = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **params)
+        inputs: Any = [{"prompt_token_ids": p} for p in prompts]
+        return self.engine.generate(inputs, chosen, use_tqdm=False, lora_request=self.lora)
+
+    def tokens(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        return [list(o.outputs[0].token_ids) for o in self._generate(prompts, max_tokens=n)]
+
+    def forced(self, texts: list[list[int]]) -> list[list[tuple[float, float]]]:
+        """Of each token after the first: its log-probability, and that of the best one there."""
+        found = []
+        for output, text in zip(self._generate(texts, max_tokens=1, prompt_logprobs=1), texts, strict=True):
+            pairs = zip(output.prompt_logprobs[1:], text[1:], strict=True)
+            found.append([(at[t].logprob, max(e.logprob for e in at.values())) for at, t in pairs])
+        return found
+
+    def sleep(self) -> None:
+        self.engine.sleep(level=1)
+
+    def wake(self) -> None:
+        self.engine.wake_up()
+
+    def reload(self) -> None:
+        self.engine.collective_rpc("reload_weights")
+
+    def close(self) -> None:
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+class SGLang:
+    def __init__(self, model: str, lora: str | None, options: dict[str, Any]) -> None:
+        import sglang
+
+        self.model, self.lora = model, {} if lora is None else {"lora_path": "a"}
+        graphs = {"cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs_prefill": 512}
+        self.engine = sglang.Engine(
+            model_path=model, mem_fraction_static=0.4, context_length=512, random_seed=0, log_level="warning",
+            disable_radix_cache=True, max_running_requests=8, **graphs, **options,
+        )  # fmt: skip
+
+    def _generate(self, prompts: list[list[int]], n: int, **options: Any) -> list[Any]:
+        params = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}
+        lora = {name: [value] * len(prompts) for name, value in self.lora.items()}
+        return self.engine.generate(input_ids=prompts, sampling_params=params, **lora, **options)
+
+    def tokens(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        return [o["output_ids"] for o in self._generate(prompts, n)]
+
+    def forced(self, texts: list[list[int]]) -> list[list[tuple[float, float]]]:
+        wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+        found = []
+        for output in self._generate(texts, 1, **wanted):
+            info = output["meta_info"]
+            pairs = zip(info["input_token_logprobs"][1:], info["input_top_logprobs"][1:], strict=True)
+            found.append([(entry[0], top[0][0]) for entry, top in pairs])
+        return found
+
+    def sleep(self) -> None:
+        self.engine.release_memory_occupation()
+
+    def wake(self) -> None:
+        self.engine.resume_memory_occupation()
+        self.reload()  # SGLang keeps no copy of the weights, unless it is told to
+
+    def reload(self) -> None:
+        self.engine.update_weights_from_disk(self.model)
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+
+class Cell:
+    """One feature, one way. `problems` is what is not as it must be."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.problems = args, list[str]()
+        self.metrics: dict[str, float] = {}
+        self.lines: list[str] = []
+        self.reference = args.work / f"{args.host}-{args.child}.json"
+        kind, *options = FEATURES[args.child]
+        model = checkpoint(args.work, kind)
+        lora = str(adapter(args.work, model)) if args.child == "lora" else None
+        text = json.dumps(options[args.host == "sglang"]).replace('"MODEL"', json.dumps(str(model)))
+        start = time.monotonic()
+        engine = Vllm if args.host == "vllm" else SGLang
+        self.host = engine(str(model), lora, json.loads(text.replace('"LORA"', json.dumps(lora))))
+        self.metrics["start_s"] = time.monotonic() - start
+        self.expected = EXPECTED.get((args.child, args.host), {})
+        rng = random.Random(0)
+        self.prompts = [[rng.randrange(4, 512) for _ in range(100 + 7 * i)] for i in range(6)]
+
+    def miss(self) -> tuple[float, list[list[int]]]:
+        """How far the log-probabilities of the engine's own greedy tokens are below the best, and prompts with them."""
+        texts = [p + t for p, t in zip(self.prompts, self.host.tokens(self.prompts, 24), strict=True)]
+        gaps = [best - own for text in self.host.forced(texts) for own, best in text[-24:]]
+        return sum(gaps) / len(gaps), texts
+
+    def same(self, name: str, texts: list[list[int]], wanted: list[float], own: float) -> None:
+        """Note and judge how far the engine is from the one without the patch."""
+        found = [value for text in self.host.forced(texts) for value, _ in text]
+        far = sum(abs(a - b) for a, b in zip(found, wanted, strict=True)) / len(wanted)
+        missed, _ = self.miss()
+        self.metrics |= {f"{name}_logprob_mean_abs_diff": far, f"{name}_greedy_miss": missed}
+        if not far <= NOISE or not missed <= 2 * own + NOISE:
+            self.problems.append(
+                f"{name}: log-probabilities are {far:.3f} apart, greedy tokens miss by {missed:.3f}"
+            )
+
+    def rows(self, rows: list[Any]) -> None:
+        """Note and judge what the report says."""
+        active = {r.op for r in rows if r.state == "active" and r.calls > 0}
+        for op in ("rms_norm", "rotary_emb", "embedding"):
+            if op not in active:
+                self.problems.append(f"{op} did not run: {[r.reason for r in rows if r.op == op]}")
+        for op in ("linear", "attention"):
+            reasons = "; ".join(dict.fromkeys(r.reason for r in rows if r.op == op and r.reason))
+            if op in self.expected and self.expected[op] not in reasons:
+                self.problems.append(f"{op} should say {self.expected[op]!r}, says {reasons!r}")
+            if op not in self.expected and op not in active:
+                self.problems.append(f"{op} did not run: {reasons}")
+        self.lines = [str(r.reason) for r in rows if r.state == "off" and "no such module" not in r.reason]
+        self.lines += [f"fell back {n} x: {why}" for r in rows for why, n in r.fallbacks.items()]
+
+    def live(self) -> None:
+        import fastkernels
+
+        own, texts = self.miss()
+        wanted = [value for text in self.host.forced(texts) for value, _ in text]
+        self.metrics["stock_greedy_miss"] = own
+        self.reference.write_text(json.dumps({"texts": texts, "wanted": wanted, "own": own}))
+        refusal = self.expected.get("live")
+        try:
+            report = fastkernels.patch(self.host.engine, ops=OPS)
+        except fastkernels.PatchError as error:
+            self.lines = [f"refused: {error}"]
+            if refusal is None or refusal not in str(error):
+                self.problems.append(f"refused: {error}")
+            self.same("refused", texts, wanted, own)
+            return
+        if refusal is not None:
+            self.problems.append(f"a live patch should be refused with {refusal!r}")
+        self.same("patched", texts, wanted, own)
+        self.rows(report.refresh().rows)
+        print(report, flush=True)
+        if self.args.child == "sleep":
+            self.slept(report, texts, wanted, own)
+        report.undo()
+        self.same("undone", texts, wanted, own)
+
+    def slept(self, report: Any, texts: list[list[int]], wanted: list[float], own: float) -> None:
+        import fastkernels
+
+        self.host.sleep()
+        try:
+            report.undo()
+            self.problems.append("an undo while the engine sleeps was not refused")
+        except fastkernels.PatchError as error:
+            self.lines.append(f"refused: {error}")
+        self.host.wake()
+        self.same("awake", texts, wanted, own)
+        self.host.reload()
+        self.same("reloaded", texts, wanted, own)
+
+    def start(self) -> None:
+        from fk_integrations import reports
+
+        from fastkernels.patch import Row
+
+        saved = json.loads(self.reference.read_text())
+        self.same("patched", saved["texts"], saved["wanted"], saved["own"])
+        replies = reports.read(os.environ["FASTKERNELS_REPORT"], self.args.host)
+        self.rows([Row(**row) for reply in replies for row in reply["rows"]])
+
+
+def child(args: argparse.Namespace) -> None:
+    """Run one cell; its last line of standard output is JSON."""
+    cell = None
+    try:
+        cell = Cell(args)
+        getattr(cell, args.way)()
+        result = {"problems": cell.problems, "metrics": cell.metrics, "lines": cell.lines}
+    except Exception as error:
+        traceback.print_exc()
+        last = str(error).strip().splitlines() or [""]
+        result = {
+            "problems": [f"{type(error).__name__}: {last[-1]}"],
+            "metrics": {},
+            "lines": [],
+            "crash": True,
+        }
+    print("\nCELL " + json.dumps(result), flush=True)
+    if cell is not None:
+        cell.host.close()
+
+
+def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str, Any]]:
+    """(status, result) of one cell in a session of its own; its output goes to a log beside the checkpoints."""
+    log = args.work / f"{args.host}-{feature}-{way}.log"
+    environment = {
+        **os.environ,
+        "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
+    }
+    for name in [n for n in environment if n.startswith("FASTKERNELS") and n != "FASTKERNELS_CACHE"]:
+        del environment[name]
+    if way == "start":
+        reports = args.work / f"{args.host}-{feature}-reports"
+        environment |= {
+            "FASTKERNELS": "1",
+            "FASTKERNELS_OPS": ",".join(OPS),
+            "FASTKERNELS_REPORT": str(reports),
+        }
+    command = [
+        sys.executable, __file__, "--host", args.host, "--out", str(args.out), "--work", str(args.work), "--child",
+        feature, "--way", way,
+    ]  # fmt: skip
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(timeout=args.timeout)
+            status = "crash"
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+        finally:
+            _end(process)
+    text = log.read_text(errors="replace")
+    found = [line for line in text.splitlines() if line.startswith("CELL ")]
+    if not found:
+        tail = [line for line in text.splitlines() if "Error" in line][-1:] or text.splitlines()[-1:]
+        return status, {"problems": [f"{status}: {' '.join(tail)[:400]} ({log})"], "metrics": {}, "lines": []}
+    result = json.loads(found[-1][5:])
+    return "crash" if result.pop("crash", False) else "wrong" if result["problems"] else "ok", result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The cell's whole session: engine cores, workers and schedulers too."""
+    import signal
+
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--host", choices=("vllm", "sglang"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--features", default=",".join(FEATURES), help=f"of {', '.join(FEATURES)}; default: all"
+    )
+    parser.add_argument("--ways", default="live,start")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a cell may take")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fastkernels-works-with")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.child:
+        child(args)
+        return
+    import torch
+    from fk_bench import machine
+    from fk_bench.rows import Row, Status, Subject, append
+
+    wrong = 0
+    for feature in args.features.split(","):
+        for way in args.ways.split(","):
+            begun = time.monotonic()
+            if feature in ("tp", "pp") and torch.cuda.device_count() < 2:
+                status, result = "skipped", {"problems": ["it needs two GPUs"], "metrics": {}, "lines": []}
+            else:
+                status, result = run(args, feature, way)
+            wrong += status not in ("ok", "skipped")
+            took = time.monotonic() - begun
+            row = Row(
+                run_id=f"works_with-{args.host}", command="works_with", machine=machine.machine(),
+                commit=machine.commit(), versions={"torch": str(torch.__version__)}, status=Status(status),
+                reason="; ".join(result["problems"]), subject=Subject(host=args.host, model=FEATURES[feature][0]),
+                case={"kind": feature, "way": way, "lines": result["lines"]},
+                metrics={**result["metrics"], "cell_s": took},
+            )  # fmt: skip
+            append(args.out, [row])
+            said = "; ".join([*result["problems"], *result["lines"]])
+            print(f"{args.host} {feature} {way}: {status}, {took:.0f} s. {said}", flush=True)
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
