@@ -216,8 +216,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     reasons: dict[str, int] = {}
     others = _passed_over(patched.model, host_class) if target.seam == "quant_method" else []
     for why in others:
-        reason = f"{'unsupported' if named else LEFT}: {why}"
-        reasons[reason] = reasons.get(reason, 0) + 1
+        line = f"{'unsupported' if named else LEFT}: {why}"
+        reasons[line] = reasons.get(line, 0) + 1
     for module in modules:
         slower = None if named else tuned.not_faster(spec.name, spec.op.key, module, device)
         reason = slower or _swap(patched, module, host_class, ours, target.seam)
