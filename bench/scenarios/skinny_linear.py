@@ -95,11 +95,13 @@ def compile_share(part: int, parts: int, sizes: list[int]) -> None:
     skinny._skinny_kernel = _Compiles(skinny._skinny_kernel)
     if sizes[0] == 4096:
         device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
-        sources = {(p["row_tiles"], t, p["block_k"], p["stages"]) for p in cuda.PARAMS for t in (1, 2)}
-        for source in sorted(sources)[part::parts]:
-            for kind in kinds:
-                with contextlib.suppress(Exception):
-                    cuda._kernel(device, *source, *kind)
+        wanted = {
+            cuda.options(p, tiles, k, *kind): (p, 8 * tiles, k, *kind)
+            for p in cuda.PARAMS for tiles in (1, 2) for k in (*sizes, 736, 288, 12288) for kind in kinds
+        }  # fmt: skip
+        for _, what in sorted(wanted.items())[part::parts]:
+            with contextlib.suppress(Exception):
+                cuda.kernel_for(device, *what)
     jobs: list[tuple[Shape, torch.dtype, dict[str, Any]]] = []
     for p in skinny.PARAMS:
         jobs += [((256, k), torch.bfloat16, {**p, "pdl": pdl}) for k in sizes for pdl in (0, 4)]
@@ -222,7 +224,7 @@ def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
             start = call(start, w)
         return start
 
-    plain, overlapped, wrong = partial(fn, **p), partial(fn, **{**p, "pdl": pdl}), ""
+    plain, overlapped, wrong = partial(fn, **{**p, "pdl": 0}), partial(fn, **{**p, "pdl": pdl}), ""
     try:
         want = [chain(start, plain) for start in x]
         chain(x[0], overlapped)
@@ -267,8 +269,10 @@ def time_layer(
     ours = sorted((name for name in times if name != "cublas"), key=times.__getitem__)
     if run.cuda:
         overlapped = {}
-        for name in [*ours[:3], *[x for x in ours[3:] if named[x][0] == "cuda-skinny"][:2]]:
+        for name in ours[:3]:
             provider, p, _ = named[name]
+            if p["pdl"]:
+                continue
             more = {**p, "pdl": KERNELS[provider].pdl}
             overlapped[f"{provider} {label(more)}"] = (
                 provider,
@@ -282,7 +286,10 @@ def time_layer(
         provider, p, _ = named[name]
         case = {"tokens": m, "layer": layer, "out": n, "in": k, "params": label(p)}
         run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6)
-    kinds = {"cublas": ["cublas"], "best": ours, "best+pdl": [x for x in times if named[x][1].get("pdl")]}
+    pdl = {name: bool(p.get("pdl")) for name, (_, p, _) in named.items()}
+    kinds = {
+        "cublas": ["cublas"], "best": [x for x in ours if not pdl[x]], "best+pdl": [x for x in times if pdl[x]],
+    }  # fmt: skip
     found = best[layer] = {}
     for kind, names in kinds.items():
         if names:

@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastkernels import read_ahead
+
 MAX_TOKENS = 64
+SHARERS = tl.constexpr(264)  # at most so many programs, the last to start, have the next weight read ahead
 
 
 def _set(variant: str, block_m: int, block_n: int, block_k: int, split_k: int, num_warps: int, num_stages: int
@@ -33,42 +36,23 @@ def _set(variant: str, block_m: int, block_n: int, block_k: int, split_k: int, n
 # pdl is programmatic dependent launch, on Hopper and later: the first `pdl` blocks (a power of two) of each program's
 # weights are read while the kernel before still runs. It is off in all of these: that kernel must not write them.
 PARAMS: tuple[dict[str, Any], ...] = (
-    *(
-        _set("sum", m, *sizes)
-        for m in (1, 2)
-        for sizes in (
-            (8, 512, 1, 4, 4), (4, 1024, 1, 4, 4), (16, 512, 1, 8, 4), (8, 512, 1, 4, 1), (16, 256, 1, 4, 4),
-            (8, 512, 2, 4, 4), (16, 512, 4, 8, 4),
-        )
-    ),
-    *(_set("sum", 4, *sizes) for sizes in ((8, 256, 1, 4, 4), (16, 256, 1, 8, 4), (8, 256, 2, 4, 4))),
+    *(_set("sum", m, *sizes) for m in (1, 2) for sizes in ((8, 512, 1, 4, 4), (16, 256, 1, 4, 4))),
+    *(_set("sum", 4, *sizes) for sizes in ((8, 256, 1, 4, 4), (16, 256, 1, 8, 4))),
     *(
         _set("swap", 8, *sizes)
         for sizes in (
-            (16, 256, 1, 1, 4), (32, 256, 1, 2, 4), (64, 128, 1, 4, 5), (16, 512, 1, 1, 4), (32, 256, 2, 2, 4),
-            (64, 128, 2, 4, 5), (64, 128, 4, 4, 5), (64, 128, 6, 4, 5), (64, 256, 1, 4, 4), (64, 256, 2, 4, 3),
+            (32, 256, 1, 2, 4), (16, 512, 1, 1, 4), (64, 128, 1, 4, 5), (64, 256, 1, 4, 4), (16, 256, 1, 1, 4),
         )
     ),
     *(
         _set("swap", 16, *sizes)
         for sizes in (
-            (16, 256, 1, 1, 4), (32, 256, 1, 2, 4), (64, 128, 1, 4, 5), (64, 128, 2, 4, 5), (64, 128, 4, 4, 5),
-            (64, 256, 1, 4, 4), (128, 64, 1, 4, 5),
+            (64, 256, 1, 4, 4), (64, 128, 1, 4, 5), (32, 256, 1, 2, 4), (128, 64, 1, 4, 5), (64, 128, 2, 4, 5),
         )
     ),
-    *(
-        _set("dot", 16, *sizes)
-        for sizes in ((32, 256, 1, 4, 4), (64, 128, 1, 4, 5), (32, 256, 2, 4, 4), (64, 128, 4, 4, 5))
-    ),
-    *(
-        _set("swap", m, *sizes)
-        for m in (32, 64)
-        for sizes in (
-            (64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (64, 64, 2, 4, 6), (64, 128, 4, 4, 4), (128, 64, 1, 4, 5),
-            (128, 64, 4, 4, 5),
-        )
-    ),
-    *(_set("dot", m, *sizes) for m in (32, 64) for sizes in ((64, 128, 1, 4, 4), (64, 128, 2, 4, 4))),
+    *(_set("dot", 16, *sizes) for sizes in ((64, 128, 1, 4, 5), (32, 256, 1, 4, 4))),
+    *(_set("swap", 32, *sizes) for sizes in ((64, 128, 1, 4, 4), (64, 128, 2, 4, 4))),
+    *(_set("swap", 64, *sizes) for sizes in ((64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (128, 64, 1, 4, 5))),
 )  # fmt: skip
 
 
@@ -107,6 +91,24 @@ def _prefetch(w_at, ks, K: tl.constexpr):
 
 
 @triton.jit
+def _into_l2(start, ahead, program, programs):
+    # This program's share of the `ahead` bytes from `start` on, by the first warp, 4 KiB a thread at a time.
+    sharers = tl.minimum(programs, SHARERS)
+    share = tl.cdiv(ahead, sharers * 4096) * 4096
+    rank = program - (programs - sharers)
+    if rank >= 0:
+        for at in range(rank * share, tl.minimum((rank + 1) * share, ahead), 32 * 4096):
+            begins = at + tl.arange(0, 32) * 4096
+            sizes = tl.minimum(tl.minimum((rank + 1) * share, ahead) - begins, 4096)
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p, q; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32; setp.gt.s32 q, $2, 0;"
+                " and.pred p, p, q; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+                "=r,l,r", [start.to(tl.int64) + begins, sizes],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
 def _weights(w_at, k, ks, K: tl.constexpr, BLOCK_K: tl.constexpr):
     # Read once: first to leave the caches. (Triton 3.6 drops the hint where it pipelines: cp.async carries none.)
     if K % BLOCK_K == 0:
@@ -124,12 +126,12 @@ def _token(x_at, k, ks, there, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.load(x_at + k + ks[None, :], mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "ahead"])
 def _skinny_kernel(
-    x_ptr, w_ptr, b_ptr, out_ptr, partial_ptr, ticket_ptr, M, N, x_stride, w_stride,
+    x_ptr, w_ptr, b_ptr, out_ptr, partial_ptr, ticket_ptr, next_ptr, ahead, M, N, x_stride, w_stride,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr, VARIANT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * BLOCK_M
@@ -185,6 +187,11 @@ def _skinny_kernel(
                 acc = tl.dot(w, x, acc)
             else:
                 acc = tl.dot(x, w.T, acc)
+    if AHEAD:
+        program = (
+            tl.program_id(2) * tl.num_programs(1) * tl.num_programs(0) + split * tl.num_programs(0) + tile
+        )
+        _into_l2(next_ptr, ahead, program, tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2))
     mask = (row < M) & (col < N)
     at = row.to(tl.int64) * N + col
     mine = True
@@ -300,10 +307,11 @@ def linear_skinny(
         taken = tickets.get(x.device, grid[0] * grid[2])
     pdl = p["pdl"] if overlaps else 0
     more = {"launch_pdl": True} if pdl else {}
+    following, ahead = read_ahead.after(weight)
     _skinny_kernel[grid](
-        rows, weight, bias, out, partial, taken, m, n, rows.stride(0), weight.stride(0), K=k,
+        rows, weight, bias, out, partial, taken, following, ahead, m, n, rows.stride(0), weight.stride(0), K=k,
         HAS_BIAS=bias is not None, UPCAST=x.device.type == "cpu", VARIANT=p["variant"], BLOCK_M=p["block_m"],
         BLOCK_N=p["block_n"], BLOCK_K=p["block_k"], SPLIT_K=p["split_k"], STAGES=p["num_stages"], PDL=pdl,
-        num_warps=p["num_warps"], num_stages=p["num_stages"], **more,
+        AHEAD=ahead > 0, num_warps=p["num_warps"], num_stages=p["num_stages"], **more,
     )  # fmt: skip
     return out
