@@ -1,10 +1,10 @@
-"""A whole decode step of a model in one CUDA graph, with different linear layers and with weights read ahead or not.
+"""A whole decode step of a model in one CUDA graph: our linear layers or cuBLAS's, kernels that overlap or not.
 
     python bench/scenarios/decode_step.py --rows skinny.jsonl --out rows.jsonl [--batch 1,8,16,32] [--context 512]
 
 The model is ours (fastkernels.models), with random weights and Llama-3.1-8B's shapes; its small ops run their first
 provider. --rows are those that skinny_linear.py wrote: for each layer and number of tokens the fastest right set makes
-a tuned table, one with programmatic dependent launch and one without, and calls are dispatched by it as in production.
+a tuned table, and calls are dispatched by it as in production.
 Each variant's logits are compared with cuBLAS's; then all are timed in interleaved rounds. Needs torch, triton and
 transformers. --device cpu --quick runs a tiny model (TRITON_INTERPRET=1): its times mean nothing.
 """
@@ -22,14 +22,15 @@ import torch
 from graph_clock import Clock, Run, measure
 from transformers import LlamaConfig
 
-from fastkernels import read_ahead, tuned
+from fastkernels import tuned
 from fastkernels.dispatch import OPS
 from fastkernels.forward_context import AttentionMetadata, forward_context
 from fastkernels.models import build
 from fastkernels.models.llama import LlamaForCausalLM
+from fastkernels.overrides.l1 import _overlap
 from fastkernels.overrides.l2.attention import PagedAttention
 
-MIB = 1 << 20
+_can = _overlap._can
 SIZES = {
     False: {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 128},
@@ -39,35 +40,38 @@ SIZES = {
 PAGE = 16
 
 
-def tables(rows: Path | None, folder: Path, chip: str) -> dict[str, Path]:
-    """{'skinny' | 'skinny+pdl': a tuned table} of the fastest sets in the rows, without and with dependent launch."""
+def table_of(rows: Path, path: Path, chip: str) -> Path:
+    """A tuned table of the fastest sets in the rows; cuBLAS where it is faster."""
     times: dict[tuple[int, int, int], dict[tuple[str, str], float]] = {}
-    for line in rows.read_text().splitlines() if rows is not None else ():
+    for line in rows.read_text().splitlines():
         row = json.loads(line)
         case = row["case"]
         if case["kind"] == "time" and row["status"] == "ok" and "params" in case:
             place = times.setdefault((case["out"], case["in"], case["tokens"]), {})
             place[row["subject"]["provider"], case["params"]] = row["metrics"]["us"]
-    made = {}
     providers = {p.name: p for p in OPS["linear"].providers}
-    for name, with_pdl in (("skinny", False), ("skinny+pdl", True)):
-        entries = []
-        for (n, k, m), found in times.items():
-            ours = {w: us for w, us in found.items() if w[0] != "cublas" and (with_pdl or w[1][-2:] == "/0")}
-            (provider, label), us = min(ours.items(), key=lambda item: item[1])
-            names = list(providers[provider].params[0])
-            values = [v if i == 0 and not v.isdigit() else int(v) for i, v in enumerate(label.split("/"))]
-            place = {"shape": {"N": n, "K": k, "dtype": "bfloat16"}, "sizes": {"M": m}, "run": "sweep"}
+    entries = []
+    for (n, k, m), found in times.items():
+        (provider, label), us = min(found.items(), key=lambda item: item[1])
+        entry: dict[str, Any] = {
+            "op": "linear", "shape": {"N": n, "K": k, "dtype": "bfloat16"}, "sizes": {"M": m}, "provider": None,
+            "baseline": "cublas", "run": "sweep",
+        }  # fmt: skip
+        if provider != "cublas":
+            values = [int(v) if v.isdigit() else v for v in label.split("/")]
+            params = dict(zip(providers[provider].params[0], values, strict=True))
             speedup = found["cublas", ""] / us
-            chosen: dict[str, Any] = {"provider": None}
-            if speedup > 1:
-                chosen = {"provider": provider, "params": dict(zip(names, values, strict=True))}
-                chosen |= {"speedup": speedup, "ci95": [1 + (speedup - 1) / 2, speedup]}
-            entries.append({"op": "linear", "baseline": "cublas", **place, **chosen})
-        made[name] = folder / f"{name}.json"
-        table = {"schema": tuned.SCHEMA, "chip": chip, "runs": {"sweep": {}}, "entries": entries}
-        made[name].write_text(json.dumps(table))
-    return made
+            entry |= {
+                "provider": provider,
+                "params": params,
+                "speedup": speedup,
+                "ci95": [(1 + speedup) / 2, speedup],
+            }
+        entries.append(entry)
+    path.write_text(
+        json.dumps({"schema": tuned.SCHEMA, "chip": chip, "runs": {"sweep": {}}, "entries": entries})
+    )
+    return path
 
 
 def make_model(run: Run) -> tuple[LlamaForCausalLM, LlamaConfig]:
@@ -110,12 +114,12 @@ def step_of(run: Run, model: LlamaForCausalLM, config: LlamaConfig, batch: int, 
 
 
 class Variant:
-    """A way to run the step: which tuned table is used, and how many bytes are read ahead."""
+    """A way to run the step: which tuned table is used, and whether kernels start before the one before has ended."""
 
     current: Variant | None = None
 
-    def __init__(self, name: str, table: Path | None, ahead: int) -> None:
-        self.name, self.table, self.ahead = name, table, ahead
+    def __init__(self, name: str, table: Path | None, overlap: bool) -> None:
+        self.name, self.table, self.overlap = name, table, overlap
 
     def call(self, step: Any) -> torch.Tensor:
         if Variant.current is not self:
@@ -125,10 +129,9 @@ class Variant:
             for op in OPS.values():
                 op.reset()
             tuned._by_op.cache_clear()
-            read_ahead.enable(self.ahead)
+            _overlap._can = _can if self.overlap else lambda device: False
             Variant.current = self
-            step()  # learns the order of the weights, and the next one compiles what reads ahead
-            step()
+            step()  # compiles
         return step()
 
 
@@ -156,19 +159,19 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="of skinny_linear.py on this GPU")
     parser.add_argument("--batch", default="1,8,16,32")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--ahead", default="4,8,16,24,32", help="MiB of the next weight")
-    parser.add_argument("--profile", default="cublas,skinny+pdl/16", help="variants whose kernels are listed")
+    parser.add_argument(
+        "--profile", default="cublas, one by one;skinny", help="variants whose kernels are listed"
+    )
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     options = parser.parse_args()
     run = Run("decode_step", "linear", options)
     chip = torch.cuda.get_device_name() if run.cuda else "cpu"
-    made = tables(options.rows, options.out.parent, chip)
-    variants = [Variant("cublas", None, 0)]
-    for name, table in made.items():
-        ahead = [0, *(int(a) * MIB for a in options.ahead.split(","))]
-        variants += [Variant(f"{name}/{a // MIB}", table, a) for a in ahead]
+    variants = [Variant("cublas, one by one", None, False), Variant("cublas", None, True)]
+    if options.rows is not None:
+        table = table_of(options.rows, options.out.with_suffix(".table.json"), chip)
+        variants += [Variant("skinny, one by one", table, False), Variant("skinny", table, True)]
     with torch.inference_mode():
         model, config = make_model(run)
         for batch in (int(b) for b in options.batch.split(",")):
@@ -188,7 +191,7 @@ def main() -> None:
                     good[variant.name] = [partial(variant.call, step)]
             for name, us in measure(run, good).items():
                 run.row("time", name, {"batch": batch, "context": options.context}, ms=1e-3 * us)
-            for name in options.profile.split(","):
+            for name in options.profile.split(";"):
                 if name in good:
                     kernels(run, good[name], {"batch": batch, "context": options.context, "variant": name})
     raise SystemExit(1 if run.wrong else 0)

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from fastkernels import cuda_rtc, read_ahead
-from fastkernels.overrides.l1._skinny_linear_triton import supports_skinny
+from fastkernels import cuda_rtc
+from fastkernels.overrides.l1._skinny_linear_triton import _sms, supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
 MAX_TOKENS, CONSUMERS = 16, 8
 THREADS = 32 * (CONSUMERS + 1)
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
-TYPES = (_P, _P, _P, _P, _P, _L, _I, _I, _I, _L, _L)
+TYPES = (_P, _P, _P, _P, _I, _I, _I, _L, _L)
 
 
 def _set(row_tiles: int, block_k: int, stages: int, blocks: int) -> dict[str, Any]:
@@ -93,11 +93,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-@lru_cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def options(p: dict[str, Any], token_tiles: int, k: int, bf16: bool, bias: bool) -> tuple[str, ...]:
     """What NVRTC is told, beside the architecture."""
     return (
@@ -135,10 +130,9 @@ def linear_cuda(
     sms = _sms(x.device)
     p = {**choose(n, sms), **params}
     kernel = kernel_for(x.device, p, m, k, x.dtype == torch.bfloat16, bias is not None)
-    following, ahead = read_ahead.after(weight)
-    pointers = (None if t is None else t.data_ptr() for t in (rows, weight, bias, out, following))
+    pointers = (None if t is None else t.data_ptr() for t in (rows, weight, bias, out))
     blocks = min(sms * p["blocks"], -(-n // (16 * p["row_tiles"])))
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    args = (*pointers, ahead, m, n, k, rows.stride(0), weight.stride(0))
+    args = (*pointers, m, n, k, rows.stride(0), weight.stride(0))
     kernel.launch(blocks, THREADS, stream, args, overlap=bool(p["pdl"]))
     return out

@@ -13,19 +13,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastkernels import read_ahead
+from fastkernels.overrides.l1._overlap import follow, overlap
 
 MAX_TOKENS = 64
-SHARERS = tl.constexpr(264)  # at most so many programs, the last to start, have the next weight read ahead
 
 
 def _set(variant: str, block_m: int, block_n: int, block_k: int, split_k: int, num_warps: int, num_stages: int
          ) -> dict[str, Any]:  # fmt: skip
     return {
         "variant": variant, "block_m": block_m, "block_n": block_n, "block_k": block_k, "split_k": split_k,
-        "num_warps": num_warps, "num_stages": num_stages, "pdl": 0,
+        "num_warps": num_warps, "num_stages": num_stages,
     }  # fmt: skip
 
 
@@ -33,8 +31,6 @@ def _set(variant: str, block_m: int, block_n: int, block_k: int, split_k: int, n
 #   sum   CUDA cores, up to 4 tokens: no padding; as many rows of the weight in flight as registers allow
 #   swap  tensor cores, the weight is the left matrix (16 rows and up), so tokens are padded to 8 only
 #   dot   tensor cores, x is the left matrix: tokens are padded to 16
-# pdl is programmatic dependent launch, on Hopper and later: the first `pdl` blocks (a power of two) of each program's
-# weights are read while the kernel before still runs. It is off in all of these: that kernel must not write them.
 PARAMS: tuple[dict[str, Any], ...] = (
     *(_set("sum", m, *sizes) for m in (1, 2) for sizes in ((8, 512, 1, 4, 4), (16, 256, 1, 4, 4))),
     *(_set("sum", 4, *sizes) for sizes in ((8, 256, 1, 4, 4), (16, 256, 1, 8, 4))),
@@ -81,34 +77,6 @@ def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
 
 
 @triton.jit
-def _prefetch(w_at, ks, K: tl.constexpr):
-    # 128 bytes of each row of `w_at` from each of `ks` on, into L2. The last chunk ends with the row.
-    at = (w_at + tl.minimum(ks, K - 64)[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0;", "=r,l", [at],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _into_l2(start, ahead, program, programs):
-    # This program's share of the `ahead` bytes from `start` on, by the first warp, 4 KiB a thread at a time.
-    sharers = tl.minimum(programs, SHARERS)
-    share = tl.cdiv(ahead, sharers * 4096) * 4096
-    rank = program - (programs - sharers)
-    if rank >= 0:
-        for at in range(rank * share, tl.minimum((rank + 1) * share, ahead), 32 * 4096):
-            begins = at + tl.arange(0, 32) * 4096
-            sizes = tl.minimum(tl.minimum((rank + 1) * share, ahead) - begins, 4096)
-            tl.inline_asm_elementwise(
-                "{ .reg .pred p, q; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32; setp.gt.s32 q, $2, 0;"
-                " and.pred p, p, q; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-                "=r,l,r", [start.to(tl.int64) + begins, sizes],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-@triton.jit
 def _weights(w_at, k, ks, K: tl.constexpr, BLOCK_K: tl.constexpr):
     # Read once: first to leave the caches. (Triton 3.6 drops the hint where it pipelines: cp.async carries none.)
     if K % BLOCK_K == 0:
@@ -126,13 +94,14 @@ def _token(x_at, k, ks, there, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.load(x_at + k + ks[None, :], mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["M", "ahead"])
+@triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
-    x_ptr, w_ptr, b_ptr, out_ptr, partial_ptr, ticket_ptr, next_ptr, ahead, M, N, x_stride, w_stride,
+    x_ptr, w_ptr, b_ptr, out_ptr, partial_ptr, ticket_ptr, M, N, x_stride, w_stride,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr, VARIANT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * BLOCK_M
     rows = token + tl.arange(0, BLOCK_M)
@@ -141,13 +110,6 @@ def _skinny_kernel(
     w_at = w_ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * w_stride
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first, last = split * steps // SPLIT_K * BLOCK_K, (split + 1) * steps // SPLIT_K * BLOCK_K
-    if PDL:
-        # The kernel before may still run: its output x must not be read before the wait, a weight may. Nor is
-        # anything written before it: the memory of `out`, sums and tickets may be in use until then.
-        gdc_launch_dependents()
-        if K >= 64:
-            _prefetch(w_at, first + 64 * tl.arange(0, PDL * BLOCK_K // 64), K)
-        gdc_wait()
     ks = tl.arange(0, BLOCK_K)
     if VARIANT == "sum":
         # Each product has an accumulator of its own; they are added up once, after the loop.
@@ -187,11 +149,6 @@ def _skinny_kernel(
                 acc = tl.dot(w, x, acc)
             else:
                 acc = tl.dot(x, w.T, acc)
-    if AHEAD:
-        program = (
-            tl.program_id(2) * tl.num_programs(1) * tl.num_programs(0) + split * tl.num_programs(0) + tile
-        )
-        _into_l2(next_ptr, ahead, program, tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2))
     mask = (row < M) & (col < N)
     at = row.to(tl.int64) * N + col
     mine = True
@@ -277,12 +234,8 @@ tickets = _Tickets()
 
 
 @lru_cache
-def _chip(device: torch.device) -> tuple[int, bool]:
-    """(number of SMs, whether a kernel can start while the one before ends)."""
-    if device.type != "cuda":
-        return 132, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def linear_skinny(
@@ -298,20 +251,16 @@ def linear_skinny(
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    sms, overlaps = _chip(x.device)
-    p = {**choose(m, n, k, sms), **params}
+    p = {**choose(m, n, k, _sms(x.device)), **params}
     grid = (triton.cdiv(n, p["block_n"]), p["split_k"], triton.cdiv(m, p["block_m"]))
     partial = taken = None
     if p["split_k"] > 1:
         partial = torch.empty((p["split_k"], m, n), dtype=torch.float32, device=x.device)
         taken = tickets.get(x.device, grid[0] * grid[2])
-    pdl = p["pdl"] if overlaps else 0
-    more = {"launch_pdl": True} if pdl else {}
-    following, ahead = read_ahead.after(weight)
     _skinny_kernel[grid](
-        rows, weight, bias, out, partial, taken, following, ahead, m, n, rows.stride(0), weight.stride(0), K=k,
+        rows, weight, bias, out, partial, taken, m, n, rows.stride(0), weight.stride(0), K=k,
         HAS_BIAS=bias is not None, UPCAST=x.device.type == "cpu", VARIANT=p["variant"], BLOCK_M=p["block_m"],
-        BLOCK_N=p["block_n"], BLOCK_K=p["block_k"], SPLIT_K=p["split_k"], STAGES=p["num_stages"], PDL=pdl,
-        AHEAD=ahead > 0, num_warps=p["num_warps"], num_stages=p["num_stages"], **more,
+        BLOCK_N=p["block_n"], BLOCK_K=p["block_k"], SPLIT_K=p["split_k"], STAGES=p["num_stages"],
+        num_warps=p["num_warps"], num_stages=p["num_stages"], **overlap(x.device),
     )  # fmt: skip
     return out

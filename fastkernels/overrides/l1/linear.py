@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from fastkernels import read_ahead
 from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1 import _skinny_linear_cuda, _skinny_linear_triton
 from fastkernels.overrides.l1._skinny_linear_cuda import linear_cuda, supports_cuda
@@ -100,7 +99,6 @@ def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def _torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     # cuBLAS on CUDA, oneDNN on the CPU. Both multiply bf16 with float32 accumulators and round once.
-    read_ahead.after(weight)  # it reads nothing ahead itself, but has its place in the order
     return F.linear(x, weight, bias)
 
 

@@ -5,8 +5,7 @@
 // 32 of K, with the weight's rows as the tensor cores' m16 and the tokens as their n8, and at the end of a tile their
 // sums are added up in the warps' order. x stays in registers where K is small (X_UNITS), else it comes from L2.
 // The reader needs nothing of the kernel before: it fills the ring before griddepcontrol.wait. x is read, and all that
-// is written is written, only after it. When the reader has asked for its last unit, it asks for a share of the
-// weight that is read next (`next`, `ahead` bytes of it) to be brought into L2, so that memory does not rest until then.
+// is written is written, only after it.
 //
 // Compiled for one set of: ROW_TILES (16 rows each), TOKEN_TILES (8 tokens each), KC, STAGES, BLOCKS (for each SM),
 // X_UNITS (K / KC rounded up, or 0), BF16, HAS_BIAS. Needs K % 32 == 0 and rows of x and W that start at multiples of
@@ -21,7 +20,6 @@ constexpr int ROWS = 16 * ROW_TILES, TOKENS = 8 * TOKEN_TILES, OUTPUTS = ROWS * 
 // 64 bytes more than a multiple of 128: two rows' 64 bytes, which 8 lanes read at once, are in different banks.
 constexpr int PITCH = 2 * KC + 64, STAGE = ROWS * PITCH;
 constexpr int STEPS = KC / 32 / CONSUMERS;  // of one warp in one unit
-constexpr int PIECE = 4096;                 // bytes of the next weight that one instruction asks for
 static_assert(KC % (32 * CONSUMERS) == 0, "each warp has as many steps of a unit as the others");
 
 struct Tokens { uint4 of[STEPS][TOKEN_TILES]; };
@@ -53,10 +51,6 @@ __device__ __forceinline__ void copy(u32 to, const void* from, int bytes, u32 ba
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
         ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
-
-__device__ __forceinline__ void into_l2(const void* from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void consumers_meet() {
@@ -104,7 +98,7 @@ __device__ __forceinline__ u16 narrow(float f) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny_linear(
     const u16* __restrict__ x, const u16* __restrict__ w, const u16* __restrict__ bias, u16* __restrict__ out,
-    const char* __restrict__ next, long long ahead, int M, int N, int K, long long x_stride, long long w_stride) {
+    int M, int N, int K, long long x_stride, long long w_stride) {
     extern __shared__ __align__(128) unsigned char ring[];
     __shared__ float sums[CONSUMERS * OUTPUTS];
     __shared__ __align__(8) u64 full_barriers[STAGES];
@@ -142,8 +136,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny_linear(
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
-        for (long long at = (long long)(blockIdx.x * 32 + lane) * PIECE; at < ahead; at += (long long)gridDim.x * 32 * PIECE)
-            into_l2(next + at, (int)min((long long)PIECE, ahead - at));
         return;
     }
 
