@@ -1,4 +1,4 @@
-"""As a script under TRITON_INTERPRET=1: attention_decode's kernel in one launch against float64, a line of JSON a case."""
+"""As a script under TRITON_INTERPRET=1: attention_decode in one launch against float64, a line of JSON a case."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def main() -> None:
         for j, layout in enumerate(LAYOUTS):
             params = split._set(*SETS[(i + j) % len(SETS)])
             dtype = ("float16", "bfloat16")[(i + j) % 2]
-            more = {"max_seqlen_k": 4096} if (i + j) % 3 == 0 else {}  # as a CUDA graph's, for sequences of any length
+            more = (
+                {"max_seqlen_k": 4096} if (i + j) % 3 == 0 else {}
+            )  # as a CUDA graph's, for sequences of any length
             cases[f"{lens} {layout} {dtype} {tuple(params.values())}"] = (
                 {"seq_lens": lens, **layout, **more}, dtype, params
             )  # fmt: skip

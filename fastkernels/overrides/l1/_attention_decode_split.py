@@ -1,7 +1,8 @@
-"""attention_decode in one launch: keys are split over programs, and the last of a sequence to arrive adds up its parts.
+"""attention_decode in one launch: keys are split over programs, and the last of a sequence to arrive adds its parts.
 
-How many parts there may be follows from shapes, how many there are from the sequence's length, on the device: nothing is
-planned on the host, and one CUDA graph serves all lengths. Parts are added in a fixed order: equal calls, equal bits.
+How many parts there may be follows from shapes, how many there are from the sequence's length, on the device: nothing
+is planned on the host, and one CUDA graph serves all lengths. Parts are added in a fixed order: equal calls have equal
+bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fastkernels.overrides.l1.attention_prefill import check
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 
 MAX_SPLITS = 128
-SHARED = 227 * 1024  # bytes of shared memory that a program may have
+SHARED = 216 * 1024  # bytes of shared memory that a program may have for tiles
 COMBINED = 2048  # values of parts, in float32, that a warp adds at once
 LOG2E = 1.4426950408889634
 
@@ -40,26 +41,27 @@ def _set(
 #   pdl        programmatic dependent launch, on Hopper and later: the launch overlaps the end of the kernel before;
 #              nothing is read or written until that has ended
 PARAMS: tuple[dict[str, int], ...] = (
-    _set(2, 64, 4, 3), _set(1, 64, 4, 4), _set(3, 64, 4, 2), _set(4, 32, 4, 3), _set(2, 128, 8, 2), _set(1, 128, 8, 3),
-    _set(4, 32, 2, 3), _set(2, 32, 4, 5), _set(2, 64, 4, 3, 128), _set(4, 64, 4, 2), _set(2, 64, 8, 3),
-    _set(2, 64, 4, 3, 256), _set(4, 16, 2, 4, 32), _set(8, 32, 2, 2),
+    _set(2, 64, 4, 4), _set(3, 64, 4, 3), _set(1, 64, 4, 7), _set(2, 64, 4, 3), _set(4, 64, 4, 3), _set(3, 32, 4, 4),
+    _set(2, 32, 4, 6), _set(4, 32, 2, 4), _set(6, 32, 2, 3), _set(2, 64, 8, 4), _set(1, 128, 8, 4), _set(2, 64, 2, 4),
+    _set(4, 16, 2, 6, 32), _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(1, 64, 4, 4),
 )  # fmt: skip
 
 
-def _has_room(params: dict[str, int], head_size: int, itemsize: int) -> bool:
+def has_room(params: dict[str, int], head_size: int, itemsize: int) -> bool:
+    """Whether tiles of keys and values of so many bytes a channel go into a multiprocessor's shared memory."""
     width = max(triton.next_power_of_2(head_size), 16) * itemsize
-    return 2 * params["block_n"] * width * params["num_stages"] <= SHARED
+    return 2 * params["block_n"] * width * (params["num_stages"] - 1) <= SHARED
 
 
 def fits(params: dict[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
-    """Whether the tiles of this set have room in a multiprocessor's shared memory."""
-    return _has_room(params, q.shape[2], key_cache.element_size())
+    """Whether this set is meant for such a call: its tiles have room."""
+    return has_room(params, q.shape[2], key_cache.element_size())
 
 
 @lru_cache(maxsize=64)
 def choose(head_size: int, itemsize: int) -> dict[str, int]:
     """The default sizes: the first set whose tiles have room."""
-    return next(p for p in PARAMS if _has_room(p, head_size, itemsize))
+    return next(p for p in PARAMS if has_room(p, head_size, itemsize))
 
 
 def splits_of(programs: int, max_seqlen_k: int, per_sm: int, min_split: int, sms: int) -> int:
@@ -174,11 +176,7 @@ def _decode_split_kernel(
 
     first_row = (seq * tl.num_programs(0) + kv_head) * group
     out_at = out_ptr + (first_row + rows)[:, None] * D + dims[None, :]
-    if not SPLIT:
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
-    elif parts == 1:
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
-    else:
+    if SPLIT and parts > 1:
         first_part = (seq * tl.num_programs(0) + kv_head) * splits
         row = (first_part + split) * group + rows
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
@@ -189,8 +187,10 @@ def _decode_split_kernel(
         if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
             _add_parts(
                 out_ptr + first_row * D, part_ptr, lse_ptr, first_part, parts, group, D, BLOCK_P, BLOCK_G, BLOCK_D
-            )
+            )  # fmt: skip
             tl.store(ticket, 0)  # as it was found, for the next launch
+    else:
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 def supports_split(
@@ -212,7 +212,12 @@ def supports_split(
         return f"head size {q.shape[-1]} is over 256"
     if (group := q.shape[1] // key_cache.shape[2]) > 64:
         return f"{group} query heads on one key head are over 64"
-    for name, t in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache), ("block_table", block_table)):
+    for name, t in (
+        ("q", q),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        ("block_table", block_table),
+    ):
         if t.stride(-1) != 1:
             return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
     return None

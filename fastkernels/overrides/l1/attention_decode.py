@@ -261,11 +261,14 @@ def _key(
     return shape, (q.shape[0], max_seqlen_k)
 
 
-TYPICAL = 4096  # keys: a longer context is mostly what a CUDA graph was captured for, not what its sequences have
+TYPICAL = (
+    4096  # keys: a longer context is mostly what a CUDA graph was captured for, not what its sequences have
+)
 
 
 def _key_dims(
-    heads: int, kv_heads: int, head_size: int, block_size: int, window: int, dtype: torch.dtype, batch: int, context: int
+    heads: int, kv_heads: int, head_size: int, block_size: int, window: int, dtype: torch.dtype, batch: int,
+    context: int,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "seq_lens": [min(context, TYPICAL)] * batch, "max_seqlen_k": context, "heads": heads, "kv_heads": kv_heads,
@@ -282,7 +285,11 @@ attention_decode = define(
         Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3),
         Provider("triton", _triton, supports=supports_triton),
         Provider(
-            "triton-split", split.decode_split, supports=split.supports_split, params=split.PARAMS, fits=split.fits
+            "triton-split",
+            split.decode_split,
+            supports=split.supports_split,
+            params=split.PARAMS,
+            fits=split.fits,
         ),
         Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),
         Provider("reference", reference, devices=("cuda", "cpu")),
