@@ -380,10 +380,8 @@ def main() -> None:
         return compile_share(*map(int, options.compile.split("/")))
     begin, run = time.monotonic(), Run("decode_attention", "attention_decode", options)
     run.common["baseline"] = "fa3"
-    found = {
-        m: importlib.util.find_spec(m) is not None for m in ("vllm", "flash_attn_interface", "flashinfer")
-    }
-    print(", ".join(f"{m}: {'there' if there else 'not there'}" for m, there in found.items()), flush=True)
+    for name in ("fa3", "flashinfer"):
+        print(f"{name}: {PROVIDERS[name].unavailable('cuda') or 'there'}", flush=True)
     with torch.inference_mode():
         if run.cuda and not run.quick:
             compile_all()
