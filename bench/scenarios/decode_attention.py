@@ -98,9 +98,8 @@ def jobs() -> Iterator[tuple[Case, dict[str, int]]]:
     """A call for each kernel that will be launched."""
     for p in split.PARAMS:
         for lens in ([1], [1] * 4096):  # with and without parts
-            for pdl in (0, 1):
-                dims = {"seq_lens": lens, "max_seqlen_k": 4096, "max_blocks": 8, **LLAMA.dims}
-                yield Case("compile", dims), {**p, "pdl": pdl}
+            dims = {"seq_lens": lens, "max_seqlen_k": 4096, "max_blocks": 8, **LLAMA.dims}
+            yield Case("compile", dims), p
     for dtype, dims in KINDS:
         for p in split.PARAMS[:3]:
             yield Case("compile", dims, dtype), p
@@ -221,7 +220,7 @@ def graphs(run: Run, p: dict[str, int]) -> None:
             split.decode_split(*args, **p)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                outs.append(split.decode_split(*args, **{**p, "pdl": 1}))
+                outs.append(split.decode_split(*args, **p))
             captured.append(graph)
         for lens in (*batches, batches[0]):
             for args, out in zip(made, outs, strict=True):
@@ -306,20 +305,13 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int) ->
         named[f"split {label(p)}"] = ("triton-split", p, partial(split.decode_split, **p))
     times = timed(run, named, calls)
     ours = sorted((n for n in times if named[n][0] == "triton-split"), key=times.__getitem__)
-    if run.cuda:
-        more = [{**named[n][1], "pdl": 1} for n in ours[:2]]
-        overlapped = {
-            f"split {label(p)}": ("triton-split", p, partial(split.decode_split, **p)) for p in more
-        }
-        named |= overlapped
-        times |= timed(run, overlapped, calls)
     size = kv_bytes(caches.layout, batch, context) + 4 * batch * caches.layout.heads * caches.layout.head_size
     for n, us in times.items():
         provider, p, _ = named[n]
         case = {"model": model, "batch": batch, "context": context, "params": label(p)}
         run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6, quiet=True)
     kinds = {k: [n for n in times if named[n][0] == k] for k in ("triton", "fa3", "flashinfer")}
-    kinds |= {"split": ours, "split+pdl": [n for n in times if named[n][1].get("pdl")]}
+    kinds["split"] = ours
     firsts = {kind: min(names, key=times.__getitem__) for kind, names in kinds.items() if names}
     others = [times[n] for kind, n in firsts.items() if kind in ("fa3", "flashinfer")]
     for kind, n in firsts.items():

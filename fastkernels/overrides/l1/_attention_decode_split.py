@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastkernels.overrides.l1._skinny_linear_triton import tickets
+from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._skinny_linear_triton import _sms, tickets
 from fastkernels.overrides.l1.attention_prefill import check
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 
@@ -25,12 +25,10 @@ COMBINED = 2048  # values of parts, in float32, that a warp adds at once
 LOG2E = 1.4426950408889634
 
 
-def _set(
-    per_sm: int, block_n: int, num_warps: int, num_stages: int, min_split: int = 64, pdl: int = 0
-) -> dict[str, int]:
+def _set(per_sm: int, block_n: int, num_warps: int, num_stages: int, min_split: int = 64) -> dict[str, int]:
     return {
         "per_sm": per_sm, "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages,
-        "min_split": min_split, "pdl": pdl,
+        "min_split": min_split,
     }  # fmt: skip
 
 
@@ -38,8 +36,6 @@ def _set(
 #   per_sm     programs a multiprocessor, which decides how many parts a sequence may have
 #   block_n    keys in a tile
 #   min_split  keys of the smallest part: below, a part costs more to add than it saves
-#   pdl        programmatic dependent launch, on Hopper and later: the launch overlaps the end of the kernel before;
-#              nothing is read or written until that has ended
 PARAMS: tuple[dict[str, int], ...] = (
     _set(2, 64, 4, 4), _set(3, 64, 4, 3), _set(1, 64, 4, 7), _set(2, 64, 4, 3), _set(4, 64, 4, 3), _set(3, 32, 4, 4),
     _set(2, 32, 4, 6), _set(4, 32, 2, 4), _set(6, 32, 2, 3), _set(2, 64, 8, 4), _set(1, 128, 8, 4), _set(2, 64, 2, 4),
@@ -107,14 +103,12 @@ def _decode_split_kernel(
     group, D, scale, v_scale, window_left, softcap, splits, min_split,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
     EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (key head, split, sequence): all query heads of the group share the keys it reads. Programs of one
     # sequence's heads are neighbours, as are what they read.
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     n_k = tl.load(len_ptr + seq)
     first = 0
     if WINDOW:
@@ -223,15 +217,6 @@ def supports_split(
     return None
 
 
-@lru_cache
-def _chip(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether a kernel can start while the one before ends)."""
-    if device.type != "cuda":
-        return 132, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9
-
-
 def decode_split(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -254,16 +239,14 @@ def decode_split(
     if out.numel() == 0:
         return out
     p = {**choose(d, key_cache.element_size()), **params}
-    sms, overlaps = _chip(q.device)
     group, block_d = q.shape[1] // kv_heads, max(triton.next_power_of_2(d), 16)
-    splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], sms)
+    splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], _sms(q.device))
     part = lse = taken = None
     if splits > 1:
         part = torch.empty((batch, kv_heads, splits, group, d), dtype=torch.float32, device=q.device)
         lse = torch.empty((batch, kv_heads, splits, group), dtype=torch.float32, device=q.device)
         taken = tickets.get(q.device, batch * kv_heads)
-    block_g, pdl = triton.next_power_of_2(group), p["pdl"] if overlaps else 0
-    more = {"launch_pdl": True} if pdl else {}
+    block_g = triton.next_power_of_2(group)
     _decode_split_kernel[(kv_heads, splits, batch)](
         q, key_cache, value_cache, out, part, lse, taken, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), group, d, scale * k_scale * LOG2E,
@@ -271,6 +254,7 @@ def decode_split(
         PAGE=block_size, WINDOW=window_left >= 0, SOFTCAP=softcap > 0, SPLIT=splits > 1,
         UPCAST=q.device.type == "cpu", EVEN_D=d == block_d, BLOCK_G=block_g, BLOCK_M=max(block_g, 16),
         BLOCK_N=p["block_n"], BLOCK_D=block_d, BLOCK_P=max(p["num_warps"] * COMBINED // (block_g * block_d), 1),
-        STAGES=p["num_stages"], PDL=pdl, num_warps=p["num_warps"], num_stages=p["num_stages"], **more,
+        STAGES=p["num_stages"], num_warps=p["num_warps"], num_stages=p["num_stages"],
+        **overlap(q.device),
     )  # fmt: skip
     return out

@@ -261,7 +261,7 @@ def _key(
     window_left: int = -1,
     *_: float,
 ) -> tuple[tuple[Any, ...], tuple[int, int]]:
-    _, block_size, kv_heads, head_size = key_cache.shape
+    block_size, kv_heads, head_size = key_cache.shape[1:]
     shape = q.shape[1], kv_heads, head_size, block_size, max(window_left + 1, 0), key_cache.dtype
     return shape, (q.shape[0], max_seqlen_k)
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _rope_store_calls as calls
 from fastkernels.overrides.l1 import rms_norm, rotary_emb, store_kvcache
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1.store_kvcache import _round_e4m3, fp8_refusal
 from fastkernels.spec import TOLERANCE, Case, OpSpec, Tolerance
 
@@ -85,8 +86,9 @@ def _rope_store_kernel(
     kc_stride_b, kc_stride_s, kc_stride_h, vc_stride_b, vc_stride_s, vc_stride_h, table_stride,
     block_size, n_q, n_k, q_blocks, k_blocks, D, HALF, eps, k_scale, v_scale,
     NEOX: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (token, block of heads): the blocks of the queries' heads, of the keys', of the values'.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -250,7 +252,7 @@ def _triton(
         eps, k_scale, v_scale, NEOX=is_neox_style, NORM=q_weight is not None,
         FP8=key_cache.dtype == torch.float8_e4m3fn, REST=rest > 0, BLOCK_H=block_h,
         BLOCK=max(triton.next_power_of_2(half), 1), BLOCK_R=triton.next_power_of_2(max(rest, 1)),
-        BLOCK_D=triton.next_power_of_2(d), num_warps=4,
+        BLOCK_D=triton.next_power_of_2(d), num_warps=4, **overlap(query.device),
     )  # fmt: skip
 
 
