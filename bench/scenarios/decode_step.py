@@ -160,10 +160,11 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="of skinny_linear.py on this GPU")
     parser.add_argument("--batch", default="1,8,16,32")
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--attention", default="triton,triton-split,fa3,flashinfer", help="its providers")
     parser.add_argument(
         "--profile",
         default="cublas, triton, in turn;skinny, triton-split, early",
-        help="variants whose kernels are listed",
+        help="whose kernels to list",
     )
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
