@@ -128,7 +128,7 @@ SPEC = OpSpec(
     activations=(1, 2),
     build=_dense_calls.build,
     mutates=MUTATES,
-    calls=("rms_norm",),
+    calls=("rms_norm", "rope_store_kvcache"),
     parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb"),
     targets=(
         Target("vllm", _VLLM, "VllmLlamaDecoderLayer", "module", default=False, note=_NOTE),

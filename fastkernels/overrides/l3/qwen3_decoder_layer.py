@@ -159,7 +159,7 @@ SPEC = OpSpec(
     activations=(1, 2),
     build=_dense_calls.build,
     mutates=MUTATES,
-    calls=("rms_norm",),
+    calls=("rms_norm", "rope_store_kvcache"),
     parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb"),
     targets=(
         Target("vllm", _VLLM, "VllmQwen3DecoderLayer_0_26", "module", "<0.32", False, _NOTE),
