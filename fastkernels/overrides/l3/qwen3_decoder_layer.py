@@ -159,8 +159,8 @@ SPEC = OpSpec(
     activations=(1, 2),
     build=_dense_calls.build,
     mutates=MUTATES,
-    calls=("rms_norm", "rope_store_kvcache"),
-    parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb"),
+    calls=("rms_norm",),
+    parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb", "rope_store_kvcache"),
     targets=(
         Target("vllm", _VLLM, "VllmQwen3DecoderLayer_0_26", "module", "<0.32", False, _NOTE),
         Target("vllm", _VLLM, "VllmQwen3DecoderLayer", "module", ">=0.32", False, _NOTE),
