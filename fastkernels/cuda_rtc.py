@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,13 @@ from typing import Any
 from .env import Environment
 
 log = logging.getLogger("fastkernels")
+
+
+counts = {
+    "cached": 0,
+    "compiled": 0,
+    "compile_s": 0.0,
+}  # of this process: cubins, and seconds of the compiler
 
 
 class CompileError(RuntimeError):
@@ -118,10 +126,14 @@ def cubin(
     try:
         code = path.read_bytes()
         if code[:4] == b"\x7fELF":
+            counts["cached"] += 1
             return code
     except OSError:
         pass
+    start = time.monotonic()
     code = compiler(source, options)
+    counts["compiled"] += 1
+    counts["compile_s"] += time.monotonic() - start
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{key}-")
         with os.fdopen(handle, "wb") as file:

@@ -6,6 +6,7 @@ makes a StepInput of it; the executor's runners compute and sample; outputs turn
 
 from __future__ import annotations
 
+import logging
 import operator
 import random
 import reprlib
@@ -27,6 +28,9 @@ from .outputs import News, RequestGroup
 from .request import Request, RequestOutput
 from .sampling_params import SamplingParams
 from .scheduler import QueueFull, Scheduler
+from .startup import Phases
+
+log = logging.getLogger("fastkernels")
 
 
 @dataclass
@@ -47,12 +51,16 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig):
+        self.phases = phases = Phases()
         self.config = config
         folder = weights.resolve(config.model)
         self.hf_config = build.load_config(folder)
+        phases.mark("config")
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(config.tokenizer or folder)
         self.eos_token_ids = _eos_token_ids(folder, self.hf_config, self.tokenizer)
-        self.executor = make_executor(config, folder, self.hf_config)
+        phases.mark("tokenizer")
+        with phases.counting():
+            self.executor = make_executor(config, folder, self.hf_config, phases)
         limits = self.executor.limits
         self.max_model_len = limits.max_model_len
         self.blocks = BlockManager(limits.num_blocks, config.block_size, config.enable_prefix_caching)
@@ -67,6 +75,8 @@ class LLMEngine:
         self._seeds = random.Random(config.seed)
         self.stats = StepStats()
         self.patched = candidates.from_environment(self.executor)
+        phases.mark("rest")
+        log.info("%s", phases.line())
 
     @property
     def runner(self) -> Any:
