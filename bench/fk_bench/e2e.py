@@ -169,7 +169,8 @@ def e2e_command(
     try:
         counts = comma_list("--requests", requests, int)
         names = comma_list("--hosts", hosts, str)
-        pythons = _by_host("--python", python)
+        given = _by_host("--python", python)
+        pythons = {h: os.path.abspath(os.path.expanduser(p)) if os.sep in p else p for h, p in given.items()}
         extra = {host: json.loads(text) for host, text in _by_host("--engine-args", engine_args).items()}
         unknown = [n for n in names if n not in HOSTS]
         if unknown or not names:

@@ -6,6 +6,7 @@ makes a StepInput of it; the executor's runners compute and sample; outputs turn
 
 from __future__ import annotations
 
+import json
 import logging
 import operator
 import random
@@ -291,11 +292,9 @@ def _tokenizer(source: str | Path) -> Any:
 
 def _eos_token_ids(folder: Path, hf_config: Any, tokenizer: Any) -> list[int]:
     """EOS of generation_config.json (instruct models have several), else of config.json, and the tokenizer's."""
-    from transformers import GenerationConfig
-
     try:
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    except OSError:
+        found = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):  # none, no JSON, no object
         found = None
     found = found if found is not None else getattr(hf_config, "eos_token_id", None)
     ids = list(found) if isinstance(found, (list, tuple)) else [found]
