@@ -37,7 +37,7 @@ def warm_up_steps(
         for context, params in zip((0, LONG, LONG), ways, strict=True):
             yield made_up_step(one, np.minimum(one + context, max_model_len), params)
     for i, tokens in enumerate(sorted({n for n in PROMPTS if n < max_tokens} | {max_tokens})):
-        rows = max(1, min(max_num_seqs, tokens // TOKENS_OF_A_ROW))
+        rows = min(max_num_seqs, max(tokens // TOKENS_OF_A_ROW, -(-tokens // max_model_len)))
         decodes = max(0, min(rows, max_num_seqs - rows, tokens - 2)) if i % 2 else 0
         lens = even(rows, tokens - decodes, max_model_len)
         lens = np.sort(np.concatenate([np.ones(decodes, dtype=np.int32), lens]))
