@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import stat
@@ -279,7 +278,7 @@ def test_without_nvrtc_the_provider_says_so() -> None:
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
 def test_real_compiler() -> None:
-    told = ("--gpu-architecture=sm_90a", *skinny.options(2, 1, 256, 3, True, True))
+    told = ("--gpu-architecture=sm_90a", *skinny.options(skinny.PARAMS[0], 1, 4096, True, True))
     assert cuda_rtc.cubin(skinny.SOURCE.read_text(), told)[:4] == b"\x7fELF"
     with pytest.raises(cuda_rtc.CompileError, match="expected a"):
         cuda_rtc.nvrtc_compile("int f(", ("--gpu-architecture=sm_90a",))
@@ -289,34 +288,15 @@ def test_sizes_fit_the_chip() -> None:
     for p in skinny.PARAMS:
         for token_tiles in (1, 2):
             outputs = 16 * p["row_tiles"] * 8 * token_tiles
-            static = 4 * skinny.WARPS * outputs + 8 * skinny.WARPS * p["stages"] + 16
+            static = 4 * skinny.CONSUMERS * outputs + 16 * p["stages"]
             assert skinny.shared_bytes(p) + static <= 227 * 1024, p
             assert p["blocks"] * (skinny.shared_bytes(p) + static + 1024) <= 228 * 1024, p
     for n in (16, 768, 4096, 6144, 28672, 128256):
         assert skinny.choose(n) in skinny.PARAMS
-    assert skinny.choose(4096)["whole"] and not skinny.choose(768)["whole"]
 
 
-@pytest.mark.parametrize("n, k", [(33, 288), (768, 4096), (4096, 14336), (6144, 4096), (16, 32)])
-def test_every_unit_is_read_once_and_shared_tiles_add_up(n: int, k: int) -> None:
-    """The source's arithmetic: who reads what, how many blocks a shared tile waits for, and where their sums are."""
-    for p in skinny.PARAMS:
-        grid, tiles, granule = skinny.parts(n, k, p, 132)
-        per_tile = -(-k // p["block_k"])
-        units = tiles * per_tile
-        first = [block * (units // granule) // grid * granule for block in range(grid + 1)]
-        assert first[0] == 0 and first[-1] == units and all(a < b for a, b in itertools.pairwise(first))
-        places = set()
-        for tile in range(tiles):
-            begin, end = tile * per_tile, (tile + 1) * per_tile
-            blocks = [b for b in range(grid) if first[b] < end and first[b + 1] > begin]
-            if len(blocks) == 1:
-                continue
-            assert not p["whole"]
-            low, high = ((begin + 1) * grid - 1) // units, (end * grid - 1) // units
-            assert blocks == list(range(low, high + 1))
-            for block in blocks:
-                read = max(first[block], begin)
-                writes = (block, int(read != first[block]))
-                assert writes == (block, int(first[block] // per_tile != tile)) and writes not in places
-                places.add(writes)
+def test_x_stays_in_registers_where_they_hold_it() -> None:
+    one, two = (next(p for p in skinny.PARAMS if p["blocks"] == b and p["block_k"] == 1024) for b in (1, 2))
+    assert skinny.x_units(one, 1, 4096) == skinny.x_units(one, 2, 4096) == 4
+    assert skinny.x_units(one, 1, 14336) == skinny.x_units(two, 2, 4096) == 0
+    assert skinny.x_units(two, 1, 4096) == 4 and skinny.x_units(one, 1, 576) == 1

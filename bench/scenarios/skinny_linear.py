@@ -57,17 +57,16 @@ def label(params: dict[str, Any]) -> str:
 
 
 class Kernel(NamedTuple):
-    """A provider: its function, its sets of parameters, which of them are meant for (set, m, k), pdl when on."""
+    """A provider: its function, its sets of parameters, and which of them are meant for (set, m, k)."""
 
     fn: Callable[..., torch.Tensor]
     sets: Sets
     fits: Callable[[dict[str, Any], int, int], bool]
-    pdl: int
 
 
 KERNELS = {
-    "triton-skinny": Kernel(skinny.linear_skinny, skinny.PARAMS, skinny.fits, 4),
-    "cuda-skinny": Kernel(cuda.linear_cuda, cuda.PARAMS, cuda.fits, 1),
+    "triton-skinny": Kernel(skinny.linear_skinny, skinny.PARAMS, skinny.fits),
+    "cuda-skinny": Kernel(cuda.linear_cuda, cuda.PARAMS, cuda.fits),
 }
 
 
@@ -91,18 +90,20 @@ class _Compiles:
 
 
 def compile_share(part: int, parts: int, sizes: list[int]) -> None:
-    """Every `parts`-th of all that will be launched: the odd shapes, and these K with and without overlap."""
+    """Every `parts`-th of all that will be launched: the odd shapes, and these K."""
     skinny._skinny_kernel = _Compiles(skinny._skinny_kernel)
     if sizes[0] == 4096:
         device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
-        sources = {(p["row_tiles"], t, p["block_k"], p["stages"]) for p in cuda.PARAMS for t in (1, 2)}
-        for source in sorted(sources)[part::parts]:
-            for kind in kinds:
-                with contextlib.suppress(Exception):
-                    cuda._kernel(device, *source, *kind)
+        wanted = {
+            cuda.options(p, tiles, k, *kind): (p, 8 * tiles, k, *kind)
+            for p in cuda.PARAMS for tiles in (1, 2) for k in (*sizes, 736, 288, 12288) for kind in kinds
+        }  # fmt: skip
+        for _, what in sorted(wanted.items())[part::parts]:
+            with contextlib.suppress(Exception):
+                cuda.kernel_for(device, *what)
     jobs: list[tuple[Shape, torch.dtype, dict[str, Any]]] = []
     for p in skinny.PARAMS:
-        jobs += [((256, k), torch.bfloat16, {**p, "pdl": pdl}) for k in sizes for pdl in (0, 4)]
+        jobs += [((256, k), torch.bfloat16, p) for k in sizes]
         jobs += [(shape, dtype, p) for shape, dtype in ODD if sizes[0] == 4096]
     for (n, k), dtype, p in jobs[part::parts]:
         x = torch.empty(p["block_m"], k, dtype=dtype, device="cuda")
@@ -214,23 +215,26 @@ def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
     """In graphs: layers that overlap must not read x too early; two graphs at once must not share tickets."""
     n = k = 4096
     weights = [run.randn(n, k, scale=k**-0.5) for _ in range(8)]
-    fn, pdl = KERNELS[provider].fn, KERNELS[provider].pdl
+    fn = KERNELS[provider].fn
     x = [run.randn(m, k), run.randn(m, k)]
+
+    def alone(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return call(x, w)
 
     def chain(start: torch.Tensor, call: Call) -> torch.Tensor:
         for w in weights:
             start = call(start, w)
         return start
 
-    plain, overlapped, wrong = partial(fn, **p), partial(fn, **{**p, "pdl": pdl}), ""
+    call, wrong = partial(fn, **p), ""
     try:
-        want = [chain(start, plain) for start in x]
-        chain(x[0], overlapped)
+        want = [chain(start, alone) for start in x]
         captured, outs = [], []
         for start in x:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                outs.append(chain(start, overlapped))
+                outs.append(chain(start, call))
             captured.append(graph)
         streams = [torch.cuda.Stream() for _ in x]
         for _ in range(20):
@@ -243,7 +247,7 @@ def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
                         graph.replay()
             torch.cuda.synchronize()
             if not all(torch.equal(a, b) for a, b in zip(outs, want, strict=True)):
-                wrong = "graphs replayed side by side, with overlap, have other bits than eager calls without"
+                wrong = "graphs replayed side by side, have other bits than calls made one by one"
     except Exception as error:
         wrong = f"{type(error).__name__}: {str(error)[:200]}"
     if wrong:
@@ -265,24 +269,12 @@ def time_layer(
                 named[f"{provider} {label(p)}"] = (provider, p, partial(kernel.fn, **p))
     times = measure_named(run, named, x, rotated)
     ours = sorted((name for name in times if name != "cublas"), key=times.__getitem__)
-    if run.cuda:
-        overlapped = {}
-        for name in [*ours[:3], *[x for x in ours[3:] if named[x][0] == "cuda-skinny"][:2]]:
-            provider, p, _ = named[name]
-            more = {**p, "pdl": KERNELS[provider].pdl}
-            overlapped[f"{provider} {label(more)}"] = (
-                provider,
-                more,
-                partial(KERNELS[provider].fn, **more),
-            )
-        named |= overlapped
-        times |= measure_named(run, overlapped, x, rotated)
     size = 2 * (n * k + m * (n + k))
     for name, us in times.items():
         provider, p, _ = named[name]
         case = {"tokens": m, "layer": layer, "out": n, "in": k, "params": label(p)}
         run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6)
-    kinds = {"cublas": ["cublas"], "best": ours, "best+pdl": [x for x in times if named[x][1].get("pdl")]}
+    kinds = {"cublas": ["cublas"], "best": ours}
     found = best[layer] = {}
     for kind, names in kinds.items():
         if names:
@@ -314,7 +306,7 @@ def time_model(run: Run, model: str, tokens: list[int]) -> None:
                 )
                 return
             time_layer(run, layer, weights[layer], m, best)
-        for kind in ("cublas", "best", "best+pdl"):
+        for kind in ("cublas", "best"):
             if all(kind in found for found in best.values()):
                 total = sum(layers[name][2] * found[kind][0] for name, found in best.items())
                 run.row("sum", kind, {"model": model, "tokens": m}, ms=1e-3 * total)
@@ -332,7 +324,7 @@ def step(
     order = [(name, made[i]) for i in range(depth) for name, made in weights.items() if i < len(made)]
     order.sort(key=lambda item: item[0] == "lm_head")  # the last of a step
     todo = {}
-    for kind in ("cublas", "best", "best+pdl"):
+    for kind in ("cublas", "best"):
         if all(kind in found for found in best.values()):
             todo[kind] = [partial(best[name][kind][1], inputs[name], w) for name, w in order]
     for kind, us in measure(run, todo).items():

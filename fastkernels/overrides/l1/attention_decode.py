@@ -12,6 +12,7 @@ import triton.language as tl
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
 from fastkernels.overrides.l1 import _flashinfer
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1.attention_prefill import (
     FA3_MODULES,
     FP8_TOLERANCE,
@@ -75,8 +76,9 @@ def _attention_decode_kernel(
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
     block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (sequence, key head, split): all query heads of the group share the keys it reads.
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_k = tl.load(len_ptr + seq)
@@ -135,7 +137,9 @@ def _attention_decode_kernel(
 @triton.jit
 def _combine_kernel(
     part_ptr, lse_ptr, out_ptr, D, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (sequence, query head): the splits' results, weighted by their shares of the softmax.
     row = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -192,7 +196,7 @@ def _triton(
         scale * k_scale, v_scale, window_left, softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
         BLOCK_G=max(triton.next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=2, **overlap(q.device),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(batch * heads,)](
@@ -204,6 +208,7 @@ def _triton(
             BLOCK_S=triton.next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=4,
+            **overlap(q.device),
         )
     return out
 
