@@ -202,7 +202,7 @@ def e2e_command(
 
         model = str(small_model())
     elif load_format == "dummy":
-        model = _sizes_of(model, folder)
+        model = sizes_of(model, folder)
     if startup:
         from .startup import measure_starts, show_starts
 
@@ -250,7 +250,7 @@ def e2e_command(
     _show(made, folder, json_only)
 
 
-def _sizes_of(model: str, folder: Path) -> str:
+def sizes_of(model: str, folder: Path) -> str:
     """A folder with the config.json of a public model that is given by name; any other model as it is."""
     from .model_configs import load_config, public_name
 
