@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import tempfile
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -67,8 +68,21 @@ def _temporary() -> Path | None:
         return None
 
 
+def prepare_triton() -> None:
+    """For our own engine, before its first kernel: set_triton_folder, and Triton's hash of its own files in a thread.
+
+    The first kernel waits for that hash of 416 MB: 0.5 s of a Xeon core (Triton 3.6), in which Python may go on.
+    """
+    set_triton_folder()
+    from triton.runtime import cache
+
+    made = getattr(cache, "triton_key", None)  # kept by Triton; not there in every version
+    if made is not None:
+        threading.Thread(target=made, name="fastkernels-triton-key", daemon=True).start()
+
+
 def set_triton_folder() -> None:
-    """Give Triton a folder that can be written, in this process and in those that it starts. For our own engine.
+    """Give Triton a folder that can be written, in this process and in those that it starts.
 
     TRITON_CACHE_DIR is left as it is; then comes FASTKERNELS_CACHE, if it is set; then Triton's own, in the home
     folder, if that can be written. Raises ValueError where nothing can: Triton cannot run from memory.

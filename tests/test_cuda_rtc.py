@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -248,6 +249,18 @@ def test_tritons_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     from triton import knobs
 
     assert knobs.cache.dir == os.environ["TRITON_CACHE_DIR"] == f"{asked_for}/triton"
+
+
+def test_triton_is_hashed_in_a_thread(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import cache as triton_cache
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    triton_cache.triton_key.cache_clear()
+    compile_cache.prepare_triton()
+    for thread in threading.enumerate():
+        if thread.name == "fastkernels-triton-key":
+            thread.join(60)
+    assert triton_cache.triton_key.cache_info().currsize == 1
 
 
 def test_tritons_folder_with_a_home_that_cannot_be_written(

@@ -17,9 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fastkernels.compile_cache import set_triton_folder
 from fastkernels.models import build, weights
 
 from . import candidates, outputs
@@ -63,8 +60,6 @@ class LLMEngine:
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(config.tokenizer or folder)
         self.eos_token_ids = _eos_token_ids(folder, self.hf_config, self.tokenizer)
         phases.mark("tokenizer")
-        if (config.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
-            set_triton_folder()
         with phases.counting():
             self.executor = make_executor(config, folder, self.hf_config, phases)
         limits = self.executor.limits

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastkernels import compile_cache
 from fastkernels.forward_context import AttentionMetadata, forward_context
 from fastkernels.models import build
 from fastkernels.overrides.l2.attention import PagedAttention
@@ -50,6 +51,8 @@ class ModelRunner:
         self.config, self.hf_config, self.rank = config, hf_config, rank
         self._phases = phases or Phases()
         self.device = _device(config.device, rank)
+        if self.device.type == "cuda":
+            compile_cache.prepare_triton()
         self._mark("device")
         self.dtype = pick_dtype(config.dtype, hf_config, self.device)
         self.cache_dtype = kv_cache.cache_dtype(config.kv_cache_dtype, self.dtype)

@@ -6,10 +6,12 @@ cache. Which kernels run follows from a step's tokens, its rows, how long its co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from .profile import even, every_way, made_up_step
 from .sampling_params import SamplingParams
@@ -18,11 +20,13 @@ from .step import StepInput
 if TYPE_CHECKING:
     from .runner import ModelRunner
 
+log = logging.getLogger("fastkernels")
 # Both sides of where kernels change: multiples of 16 or not (Triton), tiles of 64 to 256 rows (cuBLAS), tuned tables.
 DECODES = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256)  # rows
 PROMPTS = (2, 3, 17, 32, 65, 129, 300, 512, 520, 777, 1040, 1531, 2048, 3001, 4096)  # tokens
 LONG = 2000  # tokens that half of the rows have in the cache: long enough that attention splits them
 TOKENS_OF_A_ROW = 200
+LOGPROBS = 20  # a row, at most: who may ask for all of the vocabulary's need not be waited for here
 
 
 def warm_up_steps(
@@ -48,9 +52,20 @@ def warm_up_steps(
 def warm_up(runner: ModelRunner) -> None:
     """Run them. Everything is written to block 0 and to slots that nobody has yet: not while requests are under way."""
     config, replays = runner.config, dict(runner.graphs.replays) if runner.graphs is not None else None
+    logprobs = config.max_logprobs if 0 <= config.max_logprobs <= LOGPROBS else LOGPROBS
     for step in warm_up_steps(
-        config.max_num_seqs, config.max_num_batched_tokens, runner.limits.max_model_len, config.max_logprobs
+        config.max_num_seqs, config.max_num_batched_tokens, runner.limits.max_model_len, logprobs
     ):
-        runner.launch(step).result()
+        try:
+            runner.launch(step).result()
+        except torch.OutOfMemoryError as error:
+            if config.tensor_parallel_size > 1:
+                raise  # the ranks are out of step
+            log.warning(
+                "a step of %d tokens in %d rows does not fit into memory, and requests will need such: make num_blocks,"
+                " kv_cache_memory or max_num_batched_tokens smaller (%s)",
+                len(step.input_ids), len(step.slots), error,
+            )  # fmt: skip
+            break
     if runner.graphs is not None and replays is not None:
         runner.graphs.replays = replays  # which counts steps of requests

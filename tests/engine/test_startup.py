@@ -138,6 +138,29 @@ def test_answers_are_the_same_after_it(tiny: Path) -> None:
         assert answers(llm) == before
 
 
+def test_a_step_that_does_not_fit_is_said_and_ends_it(
+    tiny: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(tiny), **SMALL) as llm:
+        runner, forward = llm.llm_engine.runner, llm.llm_engine.runner._forward
+        seen: list[int] = []
+
+        def small(inputs: Any, metadata: Any) -> torch.Tensor:
+            seen.append(len(inputs.input_ids))
+            if seen[-1] > 30:
+                raise torch.OutOfMemoryError("tried to allocate")
+            return forward(inputs, metadata)
+
+        monkeypatch.setattr(runner, "_forward", small)
+        with caplog.at_level(logging.WARNING, "fastkernels"):
+            warm_up(runner)
+        (record,) = caplog.records
+        assert "32 tokens in 2 rows" in record.getMessage() and "num_blocks" in record.getMessage()
+        assert seen[-1] == 32
+        monkeypatch.undo()
+        assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_no_kernel_is_new_after_it(tiny: Path) -> None:
