@@ -25,7 +25,7 @@ log = logging.getLogger("fastkernels")
 DECODES = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256)  # rows
 PROMPTS = (2, 3, 17, 32, 65, 129, 300, 512, 520, 777, 1040, 1531, 2048, 3001, 4096)  # tokens
 LONG = 2000  # tokens that half of the rows have in the cache: long enough that attention splits them
-TOKENS_OF_A_ROW = 200
+TOKENS_OF_A_ROW, FEW = 200, 64
 LOGPROBS = 20  # a row, at most: who may ask for all of the vocabulary's need not be waited for here
 
 
@@ -38,11 +38,12 @@ def warm_up_steps(
     ways = (SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=0), every_way(logprobs))
     for rows in sorted({n for n in DECODES if n < max_num_seqs} | {max_num_seqs}):
         one = np.ones(rows, dtype=np.int32)
-        for context, params in zip((0, LONG, LONG), ways, strict=True):
+        many = FEW < rows < max_num_seqs  # penalties are set up row by row, which takes time
+        for context, params in zip((0, LONG, LONG), ways[: 2 if many else 3], strict=False):
             yield made_up_step(one, np.minimum(one + context, max_model_len), params)
     for i, tokens in enumerate(sorted({n for n in PROMPTS if n < max_tokens} | {max_tokens})):
         rows = min(max_num_seqs, max(tokens // TOKENS_OF_A_ROW, -(-tokens // max_model_len)))
-        decodes = max(0, min(rows, max_num_seqs - rows, tokens - 2)) if i % 2 else 0
+        decodes = max(0, min(rows, max_num_seqs - rows, tokens - 2 * rows)) if i % 2 else 0
         lens = even(rows, tokens - decodes, max_model_len)
         lens = np.sort(np.concatenate([np.ones(decodes, dtype=np.int32), lens]))
         context = LONG if i % 4 > 1 else 0

@@ -85,7 +85,10 @@ def test_a_real_process_knows_its_age() -> None:
 
 @pytest.mark.parametrize(
     ("seqs", "tokens", "length", "logprobs"),
-    [(256, 8192, 131072, 20), (256, 8192, 60, -1), (6, 100, 64, 20), (1, 1, 16, 0), (33, 33, 2000, 20), (2, 99, 9, 1)],
+    [
+        (256, 8192, 131072, 20), (256, 8192, 60, -1), (6, 100, 64, 20), (1, 1, 16, 0), (33, 33, 2000, 20),
+        (2, 99, 9, 1), (9, 20, 1, 2),
+    ],
 )  # fmt: skip
 def test_steps_keep_the_limits(seqs: int, tokens: int, length: int, logprobs: int) -> None:
     steps = list(warm_up_steps(seqs, tokens, length, logprobs))
