@@ -19,7 +19,7 @@ from typing import Any
 
 from fastkernels.models import build, weights
 
-from . import candidates, outputs
+from . import candidates, outputs, tokenizer
 from .blocks import BlockManager
 from .config import EngineConfig
 from .core import EngineCore, StepResult
@@ -57,7 +57,7 @@ class LLMEngine:
         folder = weights.resolve(config.model)
         self.hf_config = build.load_config(folder)
         phases.mark("config")
-        self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(config.tokenizer or folder)
+        self.tokenizer = None if config.skip_tokenizer_init else tokenizer.load(config.tokenizer or folder)
         self.eos_token_ids = _eos_token_ids(folder, self.hf_config, self.tokenizer)
         phases.mark("tokenizer")
         with phases.counting():
@@ -277,17 +277,6 @@ def is_integer(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
-
-
-def _tokenizer(source: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise weights.CheckpointError(
-            f"the tokenizer of {source} cannot be used ({error}); token ids work without: skip_tokenizer_init"
-        ) from error
 
 
 def _eos_token_ids(folder: Path, hf_config: Any, tokenizer: Any) -> list[int]:
