@@ -299,17 +299,28 @@ def test_real_compiler() -> None:
 
 def test_sizes_fit_the_chip() -> None:
     for p in skinny.PARAMS:
-        for token_tiles in (1, 2):
-            outputs = 16 * p["row_tiles"] * 8 * token_tiles
-            static = 4 * skinny.CONSUMERS * outputs + 16 * p["stages"]
-            assert skinny.shared_bytes(p) + static <= 227 * 1024, p
-            assert p["blocks"] * (skinny.shared_bytes(p) + static + 1024) <= 228 * 1024, p
+        for tiles in (1, 2, 4):
+            stages, shared = skinny.shared_bytes(p, tiles)
+            outputs = 16 * 8 * tiles
+            parts = 2 * p["cluster"] * outputs * 4 + 16 if p["cluster"] > 1 else 0
+            assert shared + 4 * skinny.CONSUMERS * outputs + 16 * stages + parts <= 227 * 1024, p
+            assert stages >= 5
     for n in (16, 768, 4096, 6144, 28672, 128256):
-        assert skinny.choose(n) in skinny.PARAMS
+        for m in (1, 16, 32):
+            assert skinny.choose(m, n, 4096) in skinny.PARAMS
+            assert skinny.choose(m, n, 576)["cluster"] == 1
+    assert skinny.choose(1, 4096, 4096)["cluster"] == 1 and skinny.choose(16, 4096, 4096)["cluster"] == 4
 
 
 def test_x_stays_in_registers_where_they_hold_it() -> None:
-    one, two = (next(p for p in skinny.PARAMS if p["blocks"] == b and p["block_k"] == 1024) for b in (1, 2))
-    assert skinny.x_units(one, 1, 4096) == skinny.x_units(one, 2, 4096) == 4
-    assert skinny.x_units(one, 1, 14336) == skinny.x_units(two, 2, 4096) == 0
-    assert skinny.x_units(two, 1, 4096) == 4 and skinny.x_units(one, 1, 576) == 1
+    alone, pair, four = (next(p for p in skinny.PARAMS if p["cluster"] == c) for c in (1, 2, 4))
+    assert skinny.x_units(alone, 1, 4096) == skinny.x_units(alone, 2, 4096) == 4
+    assert skinny.x_units(alone, 1, 14336) == skinny.x_units(alone, 4, 4096) == 0
+    assert skinny.x_units(pair, 2, 4096) == 2 and skinny.x_units(four, 4, 4096) == 1
+    assert skinny.x_units(four, 1, 4128) == 2  # 129 times 32: one of four blocks has 33 of them
+
+
+def test_a_grid_runs_at_once() -> None:
+    alone, four = (next(p for p in skinny.PARAMS if p["cluster"] == c) for c in (1, 4))
+    assert skinny.blocks(alone, 4096, 132) == 132 and skinny.blocks(alone, 100, 132) == 7
+    assert skinny.blocks(four, 4096, 132) == 128 and skinny.blocks(four, 100, 132) == 8

@@ -114,18 +114,19 @@ def step_of(run: Run, model: LlamaForCausalLM, config: LlamaConfig, batch: int, 
 
 
 class Variant:
-    """A way to run the step: which tuned table is used, and whether kernels start before the one before has ended."""
+    """A way to run the step: which tuned table is used, who attends, and whether kernels start early."""
 
     current: Variant | None = None
 
-    def __init__(self, name: str, table: Path | None, overlap: bool) -> None:
-        self.name, self.table, self.overlap = name, table, overlap
+    def __init__(self, name: str, table: Path | None, overlap: bool, attention: str) -> None:
+        self.name, self.table, self.overlap, self.attention = name, table, overlap, attention
 
     def call(self, step: Any) -> torch.Tensor:
         if Variant.current is not self:
             os.environ.pop("FASTKERNELS_TUNED", None)
             if self.table is not None:
                 os.environ["FASTKERNELS_TUNED"] = str(self.table)
+            os.environ["FASTKERNELS_PROVIDER"] = f"attention_decode:{self.attention}"
             for op in OPS.values():
                 op.reset()
             tuned._by_op.cache_clear()
@@ -159,8 +160,11 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="of skinny_linear.py on this GPU")
     parser.add_argument("--batch", default="1,8,16,32")
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--attention", default="triton,triton-split,fa3,flashinfer", help="its providers")
     parser.add_argument(
-        "--profile", default="cublas, one by one;skinny", help="variants whose kernels are listed"
+        "--profile",
+        default="cublas, triton, in turn;skinny, triton-split, early",
+        help="whose kernels to list",
     )
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -168,10 +172,15 @@ def main() -> None:
     options = parser.parse_args()
     run = Run("decode_step", "linear", options)
     chip = torch.cuda.get_device_name() if run.cuda else "cpu"
-    variants = [Variant("cublas, one by one", None, False), Variant("cublas", None, True)]
+    tables: dict[str, Path | None] = {"cublas": None}
     if options.rows is not None:
-        table = table_of(options.rows, options.out.with_suffix(".table.json"), chip)
-        variants += [Variant("skinny, one by one", table, False), Variant("skinny", table, True)]
+        tables["skinny"] = table_of(options.rows, options.out.with_suffix(".table.json"), chip)
+    found = {p.name: p.unavailable(run.device) for p in OPS["attention_decode"].providers}
+    attention = [a for a in options.attention.split(",") if found.get(a, "") is None] or ["reference"]
+    variants = [
+        Variant(f"{linear}, {a}, {how}", table, how == "early", a)
+        for linear, table in tables.items() for a in attention for how in ("in turn", "early")
+    ]  # fmt: skip
     with torch.inference_mode():
         model, config = make_model(run)
         for batch in (int(b) for b in options.batch.split(",")):

@@ -47,6 +47,11 @@ MODELS: dict[str, dict[str, tuple[int, int, int]]] = {
 }  # fmt: skip
 TINY = {"tiny": {"a": (48, 64, 2), "b": (33, 288, 1)}}
 ODD: tuple[tuple[Shape, torch.dtype], ...] = (((130, 200), torch.bfloat16), ((33, 288), torch.float16))
+CUDA_ODD = {
+    288: (33, torch.float16),
+    736: (1000, torch.bfloat16),
+    4128: (1000, torch.bfloat16),
+}  # K: N, dtype
 COMPILE_S, CHILD_S = 150, 120
 CHECKED = (1, 2, 3, 4, 7, 8, 16, 17, 32, 64)
 LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the op's own SPEC, absolute and relative
@@ -95,8 +100,9 @@ def compile_share(part: int, parts: int, sizes: list[int]) -> None:
     if sizes[0] == 4096:
         device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
         wanted = {
-            cuda.options(p, tiles, k, *kind): (p, 8 * tiles, k, *kind)
-            for p in cuda.PARAMS for tiles in (1, 2) for k in (*sizes, 736, 288, 12288) for kind in kinds
+            cuda.options(p, m, k, *kind): (p, m, k, *kind)
+            for p in cuda.PARAMS for m in (8, 16, 32) for k in (*sizes, *CUDA_ODD, 12288) for kind in kinds
+            if cuda.fits(p, m, k)
         }  # fmt: skip
         for _, what in sorted(wanted.items())[part::parts]:
             with contextlib.suppress(Exception):
@@ -202,10 +208,11 @@ def check_child(run: Run, shapes: list[Shape]) -> None:
     """What the child does: set after set, so that those before one that hangs are known to be right."""
     for p in cuda.PARAMS:
         print("trying", label(p), flush=True)
-        for shape, dtype, odd in ((ODD[1][0], torch.float16, True), ((1000, 736), torch.bfloat16, True),
-                                  *((shape, torch.bfloat16, False) for shape in shapes)):  # fmt: skip
-            check(run, "cuda-skinny", (p,), shape, dtype, odd)
-        for m in (8, 16):
+        for k, (n, dtype) in CUDA_ODD.items():
+            check(run, "cuda-skinny", (p,), (n, k), dtype, True)
+        for shape in shapes:
+            check(run, "cuda-skinny", (p,), shape, torch.bfloat16, False)
+        for m in (8, 16, 32):
             graphs(run, "cuda-skinny", p, m)
         if ("cuda-skinny", label(p)) not in run.bad:
             run.row("set", "cuda-skinny", {"params": label(p)})

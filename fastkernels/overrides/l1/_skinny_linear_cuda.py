@@ -1,4 +1,4 @@
-"""y = x W^T + b for 1 to 16 tokens in CUDA C++ for Hopper: csrc/skinny_linear.cu, compiled when it is first called."""
+"""y = x W^T + b for 1 to 32 tokens in CUDA C++ for Hopper: csrc/skinny_linear.cu, compiled when it is first called."""
 
 from __future__ import annotations
 
@@ -13,55 +13,65 @@ from fastkernels import cuda_rtc
 from fastkernels.overrides.l1._skinny_linear_triton import _sms, supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
-MAX_TOKENS, CONSUMERS = 16, 8
+MAX_TOKENS, CONSUMERS = 32, 8
 THREADS = 32 * (CONSUMERS + 1)
+SHARED, REGISTERS = 227 * 1024, 128  # bytes of a block; of a thread, for x
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (_P, _P, _P, _P, _I, _I, _I, _L, _L)
 
-
-def _set(row_tiles: int, block_k: int, stages: int, blocks: int) -> dict[str, Any]:
-    return {"row_tiles": row_tiles, "block_k": block_k, "stages": stages, "blocks": blocks, "pdl": 0}
-
-
-# row_tiles  a tile is so many times 16 rows of the weight
-# block_k    of K that is read at once of each of these rows
-# stages     of the ring: stages * 16 * row_tiles * (2 * block_k + 64) bytes of shared memory a block
-# blocks     for each SM
-# pdl        1: the ring is filled while the kernel before still runs; it must not write the weight
+# groups   a tile is so many times 16 rows of the weight
+# block_k  of K that is read at once of each of 16 rows
+# cluster  blocks that share a tile, each with a part of K: 1 or groups
 PARAMS: tuple[dict[str, Any], ...] = tuple(
-    {**_set(*sizes), "pdl": pdl}
-    for sizes in ((1, 1024, 6, 1), (2, 512, 6, 1), (2, 1024, 3, 1), (1, 1024, 3, 2), (1, 512, 6, 2))
-    for pdl in (0, 1)
+    {"groups": groups, "block_k": 1024, "cluster": cluster}
+    for groups, cluster in ((1, 1), (2, 1), (2, 2), (4, 4))
 )
 
 
-def shared_bytes(p: dict[str, Any]) -> int:
-    """Of the ring: the dynamic shared memory of a block."""
-    return p["stages"] * 16 * p["row_tiles"] * (2 * p["block_k"] + 64)
+def token_tiles(m: int) -> int:
+    """How many times 8 tokens the kernel for m of them has."""
+    return next(t for t in (1, 2, 4) if m <= 8 * t)
 
 
-def x_units(p: dict[str, Any], token_tiles: int, k: int) -> int:
+def shared_bytes(p: dict[str, Any], tiles: int) -> tuple[int, int]:
+    """(stages, dynamic shared memory of the ring): as many stages as there is room for beside the sums."""
+    outputs, stage = 16 * 8 * tiles, 16 * (2 * p["block_k"] + 64)
+    sums = 4 * CONSUMERS * outputs + (8 * p["cluster"] * outputs + 16 if p["cluster"] > 1 else 0)
+    stages = (SHARED - sums - 128) // (stage + 16)
+    return stages, stages * stage
+
+
+def x_units(p: dict[str, Any], tiles: int, k: int) -> int:
     """In how many units of block_k each thread keeps its part of x, if its registers hold all of it; else 0."""
-    units = -(-k // p["block_k"])
-    registers = 4 * units * (p["block_k"] // 32 // CONSUMERS) * token_tiles
-    return units if registers <= (128 if p["blocks"] == 1 else 64) else 0
+    units = -(-(-(-k // 32 // p["cluster"]) * 32) // p["block_k"])
+    x = 4 * units * (p["block_k"] // 32 // CONSUMERS) * tiles
+    return units if x + 4 * p["groups"] * tiles <= REGISTERS + 16 else 0
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
-    """Whether these sizes are meant for m tokens and K = k: all are, up to 16 tokens."""
-    return m <= MAX_TOKENS and k % 32 == 0
+    """Whether these sizes are meant for m tokens and K = k: a block's part of K is at least a unit."""
+    shared = params["cluster"] == 1 or k >= params["cluster"] * params["block_k"]
+    return m <= MAX_TOKENS and k % 32 == 0 and shared
+
+
+def blocks(p: dict[str, Any], n: int, sms: int) -> int:
+    """The grid: blocks that run at once. Clusters of four do not fill a part of the chip with 18 SMs."""
+    each = p["cluster"]
+    clusters = sms // 16 * 16 // each if each > 2 else sms // each
+    return each * min(clusters, -(-n // (16 * p["groups"])))
 
 
 @lru_cache(maxsize=1024)
-def choose(n: int, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for weight [n, K]: the first whose tiles keep nine of ten SMs busy to the end, else most."""
+def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
+    """The default sizes for x [m, k] and weight [n, k]: clusters where x is large, if they keep most SMs busy."""
 
     def busy(p: dict[str, Any]) -> float:
-        tiles, blocks = -(-n // (16 * p["row_tiles"])), sms * p["blocks"]
-        return tiles / (blocks * -(-tiles // blocks))
+        tiles, at_once = -(-n // (16 * p["groups"])), sms // p["cluster"]
+        return tiles / (at_once * -(-tiles // at_once))
 
-    sets = [p for p in PARAMS if not p["pdl"]]
-    return next((p for p in sets if busy(p) >= 0.9), max(sets, key=busy))
+    sets = [p for p in PARAMS if fits(p, m, k)] or [PARAMS[0]]
+    liked = [p for p in (sets if m <= 8 else reversed(sets)) if busy(p) >= 0.9]
+    return liked[0] if liked else max(sets, key=busy)
 
 
 def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -93,25 +103,29 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def options(p: dict[str, Any], token_tiles: int, k: int, bf16: bool, bias: bool) -> tuple[str, ...]:
+def options(p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool) -> tuple[str, ...]:
     """What NVRTC is told, beside the architecture."""
+    tiles = token_tiles(m)
     return (
-        "--std=c++17", f"-DROW_TILES={p['row_tiles']}", f"-DTOKEN_TILES={token_tiles}", f"-DKC={p['block_k']}",
-        f"-DSTAGES={p['stages']}", f"-DBLOCKS={p['blocks']}", f"-DX_UNITS={x_units(p, token_tiles, k)}",
+        "--std=c++17", f"-DGROUPS={p['groups']}", f"-DTOKEN_TILES={tiles}", f"-DKC={p['block_k']}",
+        f"-DSTAGES={shared_bytes(p, tiles)[0]}", f"-DCLUSTER={p['cluster']}", f"-DX_UNITS={x_units(p, tiles, k)}",
         f"-DBF16={int(bf16)}", f"-DHAS_BIAS={int(bias)}",
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, shared: int, told: tuple[str, ...]) -> cuda_rtc.Kernel:
-    return cuda_rtc.Kernel(SOURCE.read_text(), "skinny_linear", told, device.index, TYPES, shared)
+def _kernel(device: torch.device, shared: int, told: tuple[str, ...], cluster: int) -> cuda_rtc.Kernel:
+    return cuda_rtc.Kernel(
+        SOURCE.read_text(), "skinny_linear", told, device.index, TYPES, shared, cluster=cluster
+    )
 
 
 def kernel_for(
     device: torch.device, p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool
 ) -> cuda_rtc.Kernel:
     """The kernel of these sizes for m tokens, compiled and loaded."""
-    return _kernel(device, shared_bytes(p), options(p, 1 if m <= 8 else 2, k, bf16, bias))
+    shared = shared_bytes(p, token_tiles(m))[1]
+    return _kernel(device, shared, options(p, m, k, bf16, bias), p["cluster"])
 
 
 def linear_cuda(
@@ -119,7 +133,8 @@ def linear_cuda(
 ) -> torch.Tensor:
     """x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N] in x's dtype.
 
-    params: one of PARAMS, or some of its keys; the others are as `choose` says.
+    params: one of PARAMS; without any, as `choose` says. In a CUDA graph the weight is read while the kernel before
+    still runs: that one must not write it.
     """
     n, k = weight.shape
     rows = x.reshape(-1, k)
@@ -128,11 +143,11 @@ def linear_cuda(
     if m == 0 or n == 0:
         return out
     sms = _sms(x.device)
-    p = {**choose(n, sms), **params}
+    p = {**choose(m, n, k, sms), **params}
     kernel = kernel_for(x.device, p, m, k, x.dtype == torch.bfloat16, bias is not None)
     pointers = (None if t is None else t.data_ptr() for t in (rows, weight, bias, out))
-    blocks = min(sms * p["blocks"], -(-n // (16 * p["row_tiles"])))
     stream = torch.cuda.current_stream(x.device).cuda_stream
     args = (*pointers, m, n, k, rows.stride(0), weight.stride(0))
-    kernel.launch(blocks, THREADS, stream, args, overlap=bool(p["pdl"]))
+    early = torch.cuda.is_current_stream_capturing()
+    kernel.launch(blocks(p, n, sms), THREADS, stream, args, overlap=early)
     return out

@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.dispatch import Provider, define
+from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
+from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1.attention_prefill import (
@@ -22,6 +23,7 @@ from fastkernels.overrides.l1.attention_prefill import (
     supports_triton,
     take_blocks,
 )
+from fastkernels.shapes import optional, unless
 from fastkernels.spec import Case, OpSpec
 
 
@@ -244,8 +246,39 @@ def _fa3(
 ) -> torch.Tensor:
     return fa3(
         q, key_cache, value_cache, _starts(q.shape[0], q.device), seq_lens, block_table, 1, max_seqlen_k, scale,
-        window_left, softcap, k_scale, v_scale,
+        window_left, softcap, k_scale, v_scale, torch.empty(q.shape, dtype=q.dtype, device=q.device),
     )  # fmt: skip
+
+
+def _key(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    *_: float,
+) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    block_size, kv_heads, head_size = key_cache.shape[1:]
+    shape = q.shape[1], kv_heads, head_size, block_size, max(window_left + 1, 0), key_cache.dtype
+    return shape, (q.shape[0], max_seqlen_k)
+
+
+TYPICAL = (
+    4096  # keys: a longer context is mostly what a CUDA graph was captured for, not what its sequences have
+)
+
+
+def _key_dims(
+    heads: int, kv_heads: int, head_size: int, block_size: int, window: int, dtype: torch.dtype, batch: int,
+    context: int,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "seq_lens": [min(context, TYPICAL)] * batch, "max_seqlen_k": context, "heads": heads, "kv_heads": kv_heads,
+        "head_size": head_size, "block_size": block_size, **optional(window_left=unless(window - 1, -1)),
+    }  # fmt: skip
 
 
 attention_decode = define(
@@ -256,8 +289,21 @@ attention_decode = define(
     providers=(
         Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3),
         Provider("triton", _triton, supports=supports_triton),
+        Provider(
+            "triton-split",
+            split.decode_split,
+            supports=split.supports_split,
+            params=split.PARAMS,
+            fits=split.fits,
+        ),
         Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),
         Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+    key=Key(
+        shape=("heads", "kv_heads", "head_size", "block_size", "window", "dtype"),
+        sizes=("batch", "context"),
+        of=_key,
+        dims=_key_dims,
     ),
 )
 

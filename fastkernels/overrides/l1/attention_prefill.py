@@ -249,9 +249,15 @@ def fa3(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The arguments of `reference`. Rows of padding are not defined."""
+    """The arguments of `reference`. Rows of padding are not defined, unless `out` (made here if None) has zeros there.
+
+    FA3 itself writes zeros for a sequence with queries and without keys; behind the last sequence it writes nothing.
+    """
     check("attention", q, key_cache, value_cache)
+    if out is None:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     entry, is_vllm = _fa3()
     window = (window_left, 0 if window_left >= 0 else -1)
     scale *= k_scale
@@ -259,7 +265,7 @@ def fa3(
         out = entry(
             q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
             softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
-            out=torch.zeros_like(q, memory_format=torch.contiguous_format), fa_version=3,
+            out=out, fa_version=3,
         )  # fmt: skip
     else:
         out = entry(
