@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
-from fastkernels.overrides.l1 import _flashinfer
+from fastkernels.overrides.l1 import _flashinfer, _vllm_flash_attn
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 from fastkernels.shapes import optional
 from fastkernels.spec import TOLERANCE, Case, OpSpec, Tolerance
@@ -209,7 +209,7 @@ FA3_MODULES = ("vllm.vllm_flash_attn", "flash_attn_interface")
 def _fa3() -> tuple[Any, bool]:
     """FlashAttention-3's entry and whether it is vLLM's build of it."""
     try:
-        return importlib.import_module(FA3_MODULES[0]).flash_attn_varlen_func, True
+        return _vllm_flash_attn.load(FA3_MODULES[0]).flash_attn_varlen_func, True
     except ImportError:
         return importlib.import_module(FA3_MODULES[1]).flash_attn_with_kvcache, False
 
