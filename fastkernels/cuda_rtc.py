@@ -6,20 +6,28 @@ compiled before it is needed, and the first call must not be inside a CUDA graph
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import os
-import stat
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .env import Environment
+from . import compile_cache
 
 log = logging.getLogger("fastkernels")
+
+
+counts = {
+    "cached": 0,
+    "compiled": 0,
+    "compile_s": 0.0,
+}  # of this process: cubins, and seconds of the compiler
 
 
 class CompileError(RuntimeError):
@@ -75,61 +83,56 @@ def nvrtc_compile(source: str, options: Sequence[str]) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-@lru_cache
-def folder() -> Path:
-    """Where machine code is kept: FASTKERNELS_CACHE, or, if that cannot be written, this user's temporary folder."""
-    wanted = Path(Environment.read().cache) / "nvrtc"
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=wanted):
-            return wanted
-    except OSError as error:
-        other = _temporary()
-        log.warning("compiled kernels are kept in %s: %s cannot be written (%s)", other, wanted, error)
-        return other
-
-
-def _temporary() -> Path:
-    """A folder that only this user can write to, the same one for all processes where that can be."""
-    shared = Path(tempfile.gettempdir()) / f"fastkernels-{os.getuid()}"
-    try:
-        shared.mkdir(mode=0o700, exist_ok=True)
-        found = shared.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-            return shared
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="fastkernels-"))
-
-
 def cubin(
     source: str,
     options: Sequence[str],
     compiler: Callable[[str, Sequence[str]], bytes] = nvrtc_compile,
     version: Callable[[], str] = nvrtc_version,
 ) -> bytes:
-    """The machine code of a source, from the folder if it is there.
+    """The machine code of a source, from the folder (compile_cache.py) if it is there.
 
     The key is everything that it depends on: source, options (with the architecture) and NVRTC's version. Any number
     of processes may do this at once: each writes a file of its own and renames it, and a half-written file is no file.
+    Where no folder can be written it is compiled every time.
     """
     key = hashlib.sha256("\0".join((version(), *options, source)).encode()).hexdigest()[:32]
-    path = folder() / f"{key}.cubin"
-    try:
-        code = path.read_bytes()
-        if code[:4] == b"\x7fELF":
-            return code
-    except OSError:
-        pass
+    if (found := _kept(compile_cache.asked_for("nvrtc"), key)) is not None:
+        return found
+    folder = compile_cache.folder("nvrtc")
+    if folder is not None and (found := _kept(folder, key)) is not None:
+        return found
+    start = time.monotonic()
     code = compiler(source, options)
+    counts["compiled"] += 1
+    counts["compile_s"] += time.monotonic() - start
+    if folder is not None:
+        _keep(code, folder / f"{key}.cubin")
+    return code
+
+
+def _kept(folder: Path, key: str) -> bytes | None:
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{key}-")
+        code = (folder / f"{key}.cubin").read_bytes()
+    except OSError:
+        return None
+    if code[:4] != b"\x7fELF":
+        return None
+    counts["cached"] += 1
+    return code
+
+
+def _keep(code: bytes, path: Path) -> None:
+    name = None
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
         with os.fdopen(handle, "wb") as file:
             file.write(code)
         os.replace(name, path)
     except OSError as error:
         log.warning("a compiled kernel is not kept, the next process compiles it again: %s: %s", path, error)
-    return code
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 class Kernel:

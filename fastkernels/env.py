@@ -51,7 +51,7 @@ class Environment:
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
     report      FASTKERNELS_REPORT       folder that every patched process writes its report to
     capture     FASTKERNELS_CAPTURE=1    hosts note how their modules are constructed, for `fk-bench capture`
-    cache       FASTKERNELS_CACHE        folder for converted models and environments
+    cache       FASTKERNELS_CACHE        folder for compiled kernels, converted models and environments
     interpret   TRITON_INTERPRET=1       Triton's own: run Triton kernels on the CPU
     """
 

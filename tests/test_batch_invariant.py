@@ -16,6 +16,7 @@ from fastkernels.overrides.l1.layer_norm import layer_norm
 from fastkernels.overrides.l1.quick_gelu import quick_gelu
 from fastkernels.overrides.l1.relu2 import relu2
 from fastkernels.overrides.l1.rms_norm import rms_norm
+from fastkernels.overrides.l1.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.l1.rotary_emb import rotary_emb
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
 from fastkernels.overrides.l1.t5_layer_norm import t5_layer_norm
@@ -29,6 +30,18 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     table = torch.linspace(-1, 1, 100 * HEAD, device=x.device).view(100, HEAD)
     rotary_emb((x[:, 0].abs() * 20).long().clamp(max=99), q, None, HEAD, table.to(x.dtype), True)
     return q
+
+
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    """Queries and keys as they are behind it; each token has a block of its own."""
+    q, k, v = (x[:, i * 2 * HEAD : (i + 1) * 2 * HEAD].reshape(-1, 2, HEAD).clone() for i in range(3))
+    table = torch.linspace(-1, 1, 100 * HEAD, device=x.device).view(100, HEAD).to(x.dtype)
+    caches = [torch.zeros(len(x), 1, 2, HEAD, dtype=x.dtype, device=x.device) for _ in range(2)]
+    positions, weight = (x[:, 0].abs() * 20).long().clamp(max=99), _weight(x)[:HEAD]
+    rope_store_kvcache(
+        positions, q, k, v, *caches, torch.arange(len(x), device=x.device), table, True, weight, weight
+    )
+    return torch.cat([q, *(cache[:, 0] for cache in caches)], dim=1)
 
 
 def _weight(x: torch.Tensor) -> torch.Tensor:
@@ -47,6 +60,7 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "t5_layer_norm": lambda x: t5_layer_norm(x, _weight(x), 1e-6),
     "silu_and_mul": silu_and_mul,
     "rotary_emb": _rotated,
+    "rope_store_kvcache": _stored,
 }  # fmt: skip
 
 

@@ -124,6 +124,7 @@ def test_the_servers_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.metrics import Metrics
     from fastkernels.engine.scheduler import Scheduler
     from fastkernels.engine.server import Server
+    from fastkernels.engine.startup import Phases
 
     text = (ROOT / "docs" / "server.md").read_text()
     server = Server.__new__(Server)  # its routes need no engine
@@ -137,6 +138,7 @@ def test_the_servers_page_names_every_route_flag_field_and_metric() -> None:
     implied = {"model", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert {f for f in fields if f"`{f}`" not in text} <= implied
     blocks = BlockManager(2, 16)
-    engine: Any = SimpleNamespace(scheduler=Scheduler(blocks, 1, 1, 1), blocks=blocks, max_model_len=16)
+    scheduler = Scheduler(blocks, 1, 1, 1)
+    engine: Any = SimpleNamespace(scheduler=scheduler, blocks=blocks, max_model_len=16, phases=Phases())
     names = re.findall(r"# TYPE (\w+:\w+) ", Metrics("m", engine).text().decode())
     assert set(re.findall(r"`((?:vllm|fastkernels):\w+)`", text)) == set(names)

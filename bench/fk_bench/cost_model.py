@@ -31,6 +31,7 @@ BLOCK_SIZE = 16  # of the KV cache: EngineConfig's and vLLM's default
 GROUPS = {
     "linear": "linears", "logits_processor": "linears",
     "attention_decode": "attention", "attention_prefill": "attention", "store_kvcache": "attention",
+    "rope_store_kvcache": "attention",
     "topk_softmax": "experts", "grouped_topk": "experts", "fused_experts": "experts",
     "all_reduce": "collectives", "all_gather": "collectives",
 }  # fmt: skip

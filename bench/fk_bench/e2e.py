@@ -1,4 +1,6 @@
-"""`fk-bench e2e`: whole models offline, host beside host; with --scheduler-only, the CPU cost of a step without one."""
+"""`fk-bench e2e`: whole models offline, host beside host; how long they take to start (--startup); and without a model,
+the CPU cost of a step (--scheduler-only).
+"""
 
 from __future__ import annotations
 
@@ -51,6 +53,7 @@ class Host:
         log = self.log = folder / f"{self.lane}.log"
         settings = {**settings, "candidate": candidate}
         file = Path(__file__).with_name(script)
+        self.started = time.monotonic()
         with open(log, "wb") as out:
             self.process = subprocess.Popen(
                 [python, str(file), json.dumps({"host": name, **settings})],
@@ -109,12 +112,12 @@ class Host:
                 process.kill()
 
 
-def _prompts(seed: str, requests: int, length: int, vocab: int) -> list[list[int]]:
+def prompts_of(seed: str, requests: int, length: int, vocab: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(requests)]
 
 
-def _vocab(model: str) -> int:
+def vocab_size(model: str) -> int:
     from fastkernels.models import build, weights
 
     return int(build.load_config(weights.resolve(model)).vocab_size)
@@ -150,21 +153,32 @@ def e2e_command(
     scheduler_only: Annotated[
         bool, typer.Option("--scheduler-only", help="no model: what scheduling and bookkeeping cost a step")
     ] = False,
+    startup: Annotated[
+        bool,
+        typer.Option("--startup", help="start each host --rounds times instead: seconds to the first token"),
+    ] = False,
     json_only: Annotated[
         bool, typer.Option("--json", help="only the line of JSON on standard output")
     ] = False,
 ) -> None:
-    """Throughput and latency of a model offline: our engine, real vLLM, real SGLang, in interleaved rounds."""
+    """Throughput and latency of a model offline: our engine, real vLLM, real SGLang, in interleaved rounds.
+
+    --startup: from the command to the first token, by phases, each host with its own default sizes. With --load-format
+    dummy a public name (llama-3.1-8b) will do for MODEL.
+    """
     try:
         counts = comma_list("--requests", requests, int)
         names = comma_list("--hosts", hosts, str)
-        pythons = _by_host("--python", python)
+        given = _by_host("--python", python)
+        pythons = {h: os.path.abspath(os.path.expanduser(p)) if os.sep in p else p for h, p in given.items()}
         extra = {host: json.loads(text) for host, text in _by_host("--engine-args", engine_args).items()}
         unknown = [n for n in names if n not in HOSTS]
         if unknown or not names:
             raise ConfigError(f"--hosts: unknown host {unknown[:1]}, known: {', '.join(HOSTS)}")
         if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
             raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
+        if startup and (candidate is not None or scheduler_only):
+            raise ConfigError("--startup goes with neither --candidate nor --scheduler-only")
         if candidate is not None:
             from_directory(candidate)
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:
@@ -175,7 +189,7 @@ def e2e_command(
         from .scheduler_cost import measure
 
         made = [
-            _row("scheduler", {"kind": "scheduler", "requests": n, "context": context}, metrics)
+            make_row("scheduler", {"kind": "scheduler", "requests": n, "context": context}, metrics)
             for n in counts
             for context in (128, 2048)
             for metrics in [measure(n, context)]
@@ -187,6 +201,21 @@ def e2e_command(
         from .small_model import small_model
 
         model = str(small_model())
+    elif load_format == "dummy":
+        model = sizes_of(model, folder)
+    if startup:
+        from .startup import measure_starts, show_starts
+
+        own = {
+            "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
+            "tensor_parallel": tensor_parallel, "gpu_share": gpu_share or None,
+        }  # fmt: skip
+        try:
+            made = measure_starts(model, names, pythons, extra, own, rounds, input_len, folder, timeout, seed)
+        except (HostFailed, ValueError) as error:
+            fail(str(error), 1)
+        show_starts(made, folder, json_only)
+        return
     longest = input_len + output_len + 16
     kv_tokens = -(-max(counts) * longest * 33 // 32 // 16) * 16
     with_them = [] if candidate is None else [str(candidate.expanduser().resolve())]
@@ -197,7 +226,7 @@ def e2e_command(
         "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share or 0.9 / len(lanes),
         "tensor_parallel": tensor_parallel,
     }  # fmt: skip
-    vocab = _vocab(model)
+    vocab = vocab_size(model)
     made = []
     started: list[Host] = []
     try:
@@ -207,7 +236,7 @@ def e2e_command(
             _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
         for count in counts:
             for r in range(-1, rounds):  # the first round warms up
-                prompts = _prompts(f"{seed} {count} {r}", count, input_len, vocab)
+                prompts = prompts_of(f"{seed} {count} {r}", count, input_len, vocab)
                 for host in started:
                     found = host.generate(prompts, output_len, timeout)
                     if r >= 0:
@@ -219,6 +248,17 @@ def e2e_command(
         for host in started:
             host.stop()
     _show(made, folder, json_only)
+
+
+def sizes_of(model: str, folder: Path) -> str:
+    """A folder with the config.json of a public model that is given by name; any other model as it is."""
+    from .model_configs import load_config, public_name
+
+    if public_name(model) is None:
+        return model
+    name, config = load_config(model)
+    config.save_pretrained(folder / name)
+    return str(folder / name)
 
 
 def _check_size(host: str, held: int, wanted: int) -> None:
@@ -240,7 +280,7 @@ def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
 _RUN = uuid4().hex[:12]
 
 
-def _row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
+def make_row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
     return Row(
         run_id=_RUN, commit=machine.commit(), command=COMMAND, machine=machine.machine(), case=case, metrics=metrics,
         **{"subject": Subject(host=host), **more},
@@ -268,7 +308,7 @@ def _round(
     case |= {k: settings[k] for k in ("dtype", "load_format", "tensor_parallel", "kv_tokens")}
     case |= {} if live is None else {"live": live}
     subject = Subject(model=settings["model"], host=host.name, candidate=host.candidate)
-    return _row(
+    return make_row(
         host.name, case, metrics, round=r, subject=subject, baseline=host.name if host.candidate else None,
         versions=machine.interpreter(host.python).versions, status=status, reason=reason,
     )  # fmt: skip

@@ -40,16 +40,22 @@ class ModelError(ValueError):
     """A model whose step cannot be told; the message says why, and what to give instead."""
 
 
+def public_name(model: str) -> str | None:
+    """The key of PUBLIC that a name like 'meta-llama/Llama-3.1-8B-Instruct' means; None for others and for paths."""
+    owner, _, last = model.strip().rpartition("/")
+    public = re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", last.lower())
+    known = public in PUBLIC and owner.lower() in _OWNERS and not Path(model).expanduser().exists()
+    return public if known else None
+
+
 def load_config(model: str) -> tuple[str, Any]:
     """(name, transformers config) of a public model by name, an architecture's short name (its config's defaults), a
     folder or file with a config.json, or a hub id, of which nothing but the config is fetched. Raises ModelError.
     """
     from transformers import AutoConfig
 
-    owner, _, last = model.strip().rpartition("/")
-    public = re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", last.lower())
-    path = Path(model).expanduser()
-    if public in PUBLIC and owner.lower() in _OWNERS and not path.exists():
+    path, public = Path(model).expanduser(), public_name(model)
+    if public is not None:
         kind, sizes, rest = PUBLIC[public]
         fields = {
             "tie_word_embeddings": False,

@@ -2,8 +2,10 @@
 
 Reads lines {"prompts": [[token ids]], "output_len": n} and answers each with {"seconds": s, "output_tokens": n} and,
 with candidates, "live": {op: calls}, on the file descriptor that standard output was; its first line there is
-{"kv_tokens": n}, the size of its KV cache. What the host prints goes to standard error. Imports nothing of ours but the
-engine that it runs, and the patcher where there are candidates.
+{"kv_tokens": n, "ends": [[phase, when it ended]], "engine": {...}}: the size of its KV cache, the phases of the start
+by time.monotonic(), and what our engine says of its own. What the host prints goes to standard error. Sizes that are
+None are left to the host. Imports nothing of ours but the engine that it runs, and the patcher where there are
+candidates.
 """
 
 from __future__ import annotations
@@ -21,15 +23,30 @@ sys.path[:] = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.p
 Generate = Callable[[list[list[int]], int], int]  # prompts, tokens to generate of each -> tokens generated
 
 
+ENDS = [("interpreter", time.monotonic())]
+
+
+def ended(phase: str) -> None:
+    ENDS.append((phase, time.monotonic()))
+
+
+def given(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Without what is None."""
+    return {**{k: v for k, v in settings.items() if v is not None}, **more}
+
+
 def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     from fastkernels import LLM, SamplingParams
 
+    ended("imports")
+    tokens = options["kv_tokens"]
     settings = {
         "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
         "max_model_len": options["max_model_len"], "max_num_seqs": options["max_num_seqs"],
-        "num_blocks": options["kv_tokens"] // 16 + 1, "tensor_parallel_size": options["tensor_parallel"],
+        "num_blocks": tokens and tokens // 16 + 1, "tensor_parallel_size": options["tensor_parallel"],
     }  # fmt: skip
-    llm = LLM(options["model"], **{**settings, **options["engine_args"]})
+    llm = LLM(options["model"], **given(settings, options["engine_args"]))
+    ended("engine")
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
@@ -42,16 +59,18 @@ def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
 def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     from vllm import LLM, SamplingParams
 
+    ended("imports")
     settings = {
         "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
         "max_model_len": options["max_model_len"], "max_num_seqs": options["max_num_seqs"],
         "tensor_parallel_size": options["tensor_parallel"], "gpu_memory_utilization": options["gpu_share"],
     }  # fmt: skip
     if options["gpu"]:
-        settings["num_gpu_blocks_override"] = options["kv_tokens"] // 16
+        settings["num_gpu_blocks_override"] = options["kv_tokens"] and options["kv_tokens"] // 16
     else:
         settings["enforce_eager"] = True
-    llm = LLM(model=options["model"], **{**settings, **options["engine_args"]})
+    llm = LLM(model=options["model"], **given(settings, options["engine_args"]))
+    ended("engine")
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
@@ -65,23 +84,25 @@ def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
 def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     import sglang
 
+    ended("imports")
     settings: dict[str, Any] = {
         "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
         "context_length": options["max_model_len"], "max_running_requests": options["max_num_seqs"],
         "max_total_tokens": options["kv_tokens"], "tp_size": options["tensor_parallel"],
     }  # fmt: skip
-    if options["gpu"]:
+    if options["gpu"] and options["gpu_share"]:
         import torch
 
         free, total = torch.cuda.mem_get_info()
         # SGLang's share is of what is free when it starts, and other hosts are there already.
         settings["mem_fraction_static"] = round(min(0.9, options["gpu_share"] * total / free), 3)
-    else:
+    elif not options["gpu"]:
         settings |= {
             "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
         }  # fmt: skip
-    engine = sglang.Engine(model_path=options["model"], **{**settings, **options["engine_args"]})
+    engine = sglang.Engine(model_path=options["model"], **given(settings, options["engine_args"]))
+    ended("engine")
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
@@ -107,7 +128,11 @@ def main() -> None:
     hosts = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}
     generate, kv_tokens, engine = hosts[options["host"]](options)
     report = patched(engine, options["candidate"]) if options.get("candidate") else None
-    print(json.dumps({"kv_tokens": kv_tokens}), file=answers, flush=True)
+    first: dict[str, Any] = {"kv_tokens": kv_tokens, "ends": ENDS}
+    if options["host"] == "fastkernels":
+        phases = engine.llm_engine.phases
+        first["engine"] = {"phases": phases.seconds, "kernels": phases.kernels}
+    print(json.dumps(first), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         start = time.perf_counter()

@@ -47,6 +47,11 @@ MODELS: dict[str, dict[str, tuple[int, int, int]]] = {
 }  # fmt: skip
 TINY = {"tiny": {"a": (48, 64, 2), "b": (33, 288, 1)}}
 ODD: tuple[tuple[Shape, torch.dtype], ...] = (((130, 200), torch.bfloat16), ((33, 288), torch.float16))
+CUDA_ODD = {
+    288: (33, torch.float16),
+    736: (1000, torch.bfloat16),
+    4128: (1000, torch.bfloat16),
+}  # K: N, dtype
 COMPILE_S, CHILD_S = 150, 120
 CHECKED = (1, 2, 3, 4, 7, 8, 16, 17, 32, 64)
 LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the op's own SPEC, absolute and relative
@@ -57,17 +62,16 @@ def label(params: dict[str, Any]) -> str:
 
 
 class Kernel(NamedTuple):
-    """A provider: its function, its sets of parameters, which of them are meant for (set, m, k), pdl when on."""
+    """A provider: its function, its sets of parameters, and which of them are meant for (set, m, k)."""
 
     fn: Callable[..., torch.Tensor]
     sets: Sets
     fits: Callable[[dict[str, Any], int, int], bool]
-    pdl: int
 
 
 KERNELS = {
-    "triton-skinny": Kernel(skinny.linear_skinny, skinny.PARAMS, skinny.fits, 4),
-    "cuda-skinny": Kernel(cuda.linear_cuda, cuda.PARAMS, cuda.fits, 1),
+    "triton-skinny": Kernel(skinny.linear_skinny, skinny.PARAMS, skinny.fits),
+    "cuda-skinny": Kernel(cuda.linear_cuda, cuda.PARAMS, cuda.fits),
 }
 
 
@@ -91,18 +95,21 @@ class _Compiles:
 
 
 def compile_share(part: int, parts: int, sizes: list[int]) -> None:
-    """Every `parts`-th of all that will be launched: the odd shapes, and these K with and without overlap."""
+    """Every `parts`-th of all that will be launched: the odd shapes, and these K."""
     skinny._skinny_kernel = _Compiles(skinny._skinny_kernel)
     if sizes[0] == 4096:
         device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
-        sources = {(p["row_tiles"], t, p["block_k"], p["stages"]) for p in cuda.PARAMS for t in (1, 2)}
-        for source in sorted(sources)[part::parts]:
-            for kind in kinds:
-                with contextlib.suppress(Exception):
-                    cuda._kernel(device, *source, *kind)
+        wanted = {
+            cuda.options(p, m, k, *kind): (p, m, k, *kind)
+            for p in cuda.PARAMS for m in (8, 16) for k in (*sizes, *CUDA_ODD, 12288) for kind in kinds
+            if cuda.fits(p, m, k)
+        }  # fmt: skip
+        for _, what in sorted(wanted.items())[part::parts]:
+            with contextlib.suppress(Exception):
+                cuda.kernel_for(device, *what)
     jobs: list[tuple[Shape, torch.dtype, dict[str, Any]]] = []
     for p in skinny.PARAMS:
-        jobs += [((256, k), torch.bfloat16, {**p, "pdl": pdl}) for k in sizes for pdl in (0, 4)]
+        jobs += [((256, k), torch.bfloat16, p) for k in sizes]
         jobs += [(shape, dtype, p) for shape, dtype in ODD if sizes[0] == 4096]
     for (n, k), dtype, p in jobs[part::parts]:
         x = torch.empty(p["block_m"], k, dtype=dtype, device="cuda")
@@ -201,9 +208,10 @@ def check_child(run: Run, shapes: list[Shape]) -> None:
     """What the child does: set after set, so that those before one that hangs are known to be right."""
     for p in cuda.PARAMS:
         print("trying", label(p), flush=True)
-        for shape, dtype, odd in ((ODD[1][0], torch.float16, True), ((1000, 736), torch.bfloat16, True),
-                                  *((shape, torch.bfloat16, False) for shape in shapes)):  # fmt: skip
-            check(run, "cuda-skinny", (p,), shape, dtype, odd)
+        for k, (n, dtype) in CUDA_ODD.items():
+            check(run, "cuda-skinny", (p,), (n, k), dtype, True)
+        for shape in shapes:
+            check(run, "cuda-skinny", (p,), shape, torch.bfloat16, False)
         for m in (8, 16):
             graphs(run, "cuda-skinny", p, m)
         if ("cuda-skinny", label(p)) not in run.bad:
@@ -214,23 +222,26 @@ def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
     """In graphs: layers that overlap must not read x too early; two graphs at once must not share tickets."""
     n = k = 4096
     weights = [run.randn(n, k, scale=k**-0.5) for _ in range(8)]
-    fn, pdl = KERNELS[provider].fn, KERNELS[provider].pdl
+    fn = KERNELS[provider].fn
     x = [run.randn(m, k), run.randn(m, k)]
+
+    def alone(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return call(x, w)
 
     def chain(start: torch.Tensor, call: Call) -> torch.Tensor:
         for w in weights:
             start = call(start, w)
         return start
 
-    plain, overlapped, wrong = partial(fn, **p), partial(fn, **{**p, "pdl": pdl}), ""
+    call, wrong = partial(fn, **p), ""
     try:
-        want = [chain(start, plain) for start in x]
-        chain(x[0], overlapped)
+        want = [chain(start, alone) for start in x]
         captured, outs = [], []
         for start in x:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                outs.append(chain(start, overlapped))
+                outs.append(chain(start, call))
             captured.append(graph)
         streams = [torch.cuda.Stream() for _ in x]
         for _ in range(20):
@@ -243,7 +254,7 @@ def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
                         graph.replay()
             torch.cuda.synchronize()
             if not all(torch.equal(a, b) for a, b in zip(outs, want, strict=True)):
-                wrong = "graphs replayed side by side, with overlap, have other bits than eager calls without"
+                wrong = "graphs replayed side by side, have other bits than calls made one by one"
     except Exception as error:
         wrong = f"{type(error).__name__}: {str(error)[:200]}"
     if wrong:
@@ -265,24 +276,12 @@ def time_layer(
                 named[f"{provider} {label(p)}"] = (provider, p, partial(kernel.fn, **p))
     times = measure_named(run, named, x, rotated)
     ours = sorted((name for name in times if name != "cublas"), key=times.__getitem__)
-    if run.cuda:
-        overlapped = {}
-        for name in [*ours[:3], *[x for x in ours[3:] if named[x][0] == "cuda-skinny"][:2]]:
-            provider, p, _ = named[name]
-            more = {**p, "pdl": KERNELS[provider].pdl}
-            overlapped[f"{provider} {label(more)}"] = (
-                provider,
-                more,
-                partial(KERNELS[provider].fn, **more),
-            )
-        named |= overlapped
-        times |= measure_named(run, overlapped, x, rotated)
     size = 2 * (n * k + m * (n + k))
     for name, us in times.items():
         provider, p, _ = named[name]
         case = {"tokens": m, "layer": layer, "out": n, "in": k, "params": label(p)}
         run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6)
-    kinds = {"cublas": ["cublas"], "best": ours, "best+pdl": [x for x in times if named[x][1].get("pdl")]}
+    kinds = {"cublas": ["cublas"], "best": ours}
     found = best[layer] = {}
     for kind, names in kinds.items():
         if names:
@@ -314,7 +313,7 @@ def time_model(run: Run, model: str, tokens: list[int]) -> None:
                 )
                 return
             time_layer(run, layer, weights[layer], m, best)
-        for kind in ("cublas", "best", "best+pdl"):
+        for kind in ("cublas", "best"):
             if all(kind in found for found in best.values()):
                 total = sum(layers[name][2] * found[kind][0] for name, found in best.items())
                 run.row("sum", kind, {"model": model, "tokens": m}, ms=1e-3 * total)
@@ -332,7 +331,7 @@ def step(
     order = [(name, made[i]) for i in range(depth) for name, made in weights.items() if i < len(made)]
     order.sort(key=lambda item: item[0] == "lm_head")  # the last of a step
     todo = {}
-    for kind in ("cublas", "best", "best+pdl"):
+    for kind in ("cublas", "best"):
         if all(kind in found for found in best.values()):
             todo[kind] = [partial(best[name][kind][1], inputs[name], w) for name, w in order]
     for kind, us in measure(run, todo).items():

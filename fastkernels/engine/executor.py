@@ -25,22 +25,25 @@ from fastkernels.models import build
 from .config import EngineConfig
 from .ranks import Ranks, WorkerDied
 from .runner import ModelRunner
+from .startup import Phases
 from .step import Pending, StepInput, StepOutput
 from .worker import Setup, build_runner, encode, invoke, join
 
 NOTICE = 2.0  # seconds that the watcher gets to see a worker's death after a collective has failed
 
 
-def make_executor(config: EngineConfig, folder: Path, hf_config: Any) -> Executor:
-    """The ranks that config asks for, loaded, with their KV caches, ready to run steps.
+def make_executor(
+    config: EngineConfig, folder: Path, hf_config: Any, phases: Phases | None = None
+) -> Executor:
+    """The ranks that config asks for, loaded, with their KV caches, ready to run steps. `phases`: of rank 0.
 
     Raises what building the model raises, ValueError for a model that the ranks cannot share, and WorkerDied.
     """
     if config.tensor_parallel_size == 1:
         with parallel.build_as(0, 1):
-            return Executor(ModelRunner(config, folder, hf_config))
+            return Executor(ModelRunner(config, folder, hf_config, phases=phases))
     _check_ranks(config, folder, hf_config)
-    return TensorParallelExecutor(config, folder, hf_config)
+    return TensorParallelExecutor(config, folder, hf_config, phases or Phases())
 
 
 class Executor:
@@ -84,7 +87,7 @@ class Executor:
 class TensorParallelExecutor(Executor):
     """Rank 0 here, the others in processes that end with this one, with the engine, or when it is collected."""
 
-    def __init__(self, config: EngineConfig, folder: Path, hf_config: Any):
+    def __init__(self, config: EngineConfig, folder: Path, hf_config: Any, phases: Phases):
         if dist.is_initialized():
             raise ValueError(
                 "this process is in a torch.distributed group already, and a tensor-parallel engine needs its own:"
@@ -107,11 +110,12 @@ class TensorParallelExecutor(Executor):
             for rank in range(1, size):
                 self._ranks.start(Setup(config, folder, hf_config, rank, threads))
             self._ranks.watch(tell)
-            self.runner = build_runner(Setup(config, folder, hf_config, 0, threads))
+            self.runner = build_runner(Setup(config, folder, hf_config, 0, threads), phases)
             with self._together():
                 for worker in self._ranks.workers:
                     worker.receive()  # it has loaded
             self.call(join, os.path.join(self._ranks.scratch.name, "rendezvous"))
+            phases.mark("ranks")  # the last of them has loaded, and all have met
             self.call("bind", min(self.call("num_fitting_blocks")))
         except BaseException:
             self.shutdown()

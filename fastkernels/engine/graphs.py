@@ -68,12 +68,15 @@ class Graphs:
         self._hidden: torch.Tensor | None = None
         self._most, self._pool = most, torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        # One of each for all graphs: cuBLAS keeps a workspace for every stream that it has seen.
+        self._eager, self._capturing = torch.cuda.Stream(), torch.cuda.Stream()
         self.replays = {"decode": 0, "mixed": 0}
         with torch.inference_mode():
             backend.capture_buffers(max_num_seqs, batch.width)
             self._mixed = self._capture_all(self._mixed, decode=False)
             self._decode = self._capture_all(self._decode, decode=True)
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # of the runs before each capture
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -122,16 +125,19 @@ class Graphs:
                 )
             self._hidden[:tokens].copy_(hidden)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels and makes workspaces, which capture cannot
-                self._backend.plan_replay(metadata, inputs, self._batch.block_table)
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        self._eager.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._eager):  # compiles and loads kernels, which capture cannot
+            self._backend.plan_replay(metadata, inputs, self._batch.block_table)
             run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: it gives the allocator's free memory back to the device before every capture.
+        with torch.cuda.stream(self._capturing):
+            graph.capture_begin(pool=self._pool)
+            try:
+                run()
+            finally:
+                graph.capture_end()
         self._graphs[tokens, rows, decode] = _Graph(graph, metadata)
 
     def _example(self, tokens: int, rows: int, decode: bool) -> Inputs:

@@ -6,6 +6,8 @@ makes a StepInput of it; the executor's runners compute and sample; outputs turn
 
 from __future__ import annotations
 
+import json
+import logging
 import operator
 import random
 import reprlib
@@ -17,7 +19,7 @@ from typing import Any
 
 from fastkernels.models import build, weights
 
-from . import candidates, outputs
+from . import candidates, outputs, tokenizer
 from .blocks import BlockManager
 from .config import EngineConfig
 from .core import EngineCore, StepResult
@@ -27,6 +29,9 @@ from .outputs import News, RequestGroup
 from .request import Request, RequestOutput
 from .sampling_params import SamplingParams
 from .scheduler import QueueFull, Scheduler
+from .startup import Phases
+
+log = logging.getLogger("fastkernels")
 
 
 @dataclass
@@ -47,12 +52,16 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig):
+        self.phases = phases = Phases()
         self.config = config
         folder = weights.resolve(config.model)
         self.hf_config = build.load_config(folder)
-        self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(config.tokenizer or folder)
+        phases.mark("config")
+        self.tokenizer = None if config.skip_tokenizer_init else tokenizer.load(config.tokenizer or folder)
         self.eos_token_ids = _eos_token_ids(folder, self.hf_config, self.tokenizer)
-        self.executor = make_executor(config, folder, self.hf_config)
+        phases.mark("tokenizer")
+        with phases.counting():
+            self.executor = make_executor(config, folder, self.hf_config, phases)
         limits = self.executor.limits
         self.max_model_len = limits.max_model_len
         self.blocks = BlockManager(limits.num_blocks, config.block_size, config.enable_prefix_caching)
@@ -67,6 +76,8 @@ class LLMEngine:
         self._seeds = random.Random(config.seed)
         self.stats = StepStats()
         self.patched = candidates.from_environment(self.executor)
+        phases.mark("rest")
+        log.info("%s", phases.line())
 
     @property
     def runner(self) -> Any:
@@ -268,24 +279,11 @@ def is_integer(value: Any) -> bool:
     return not isinstance(value, bool)
 
 
-def _tokenizer(source: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise weights.CheckpointError(
-            f"the tokenizer of {source} cannot be used ({error}); token ids work without: skip_tokenizer_init"
-        ) from error
-
-
 def _eos_token_ids(folder: Path, hf_config: Any, tokenizer: Any) -> list[int]:
     """EOS of generation_config.json (instruct models have several), else of config.json, and the tokenizer's."""
-    from transformers import GenerationConfig
-
     try:
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    except OSError:
+        found = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):  # none, no JSON, no object
         found = None
     found = found if found is not None else getattr(hf_config, "eos_token_id", None)
     ids = list(found) if isinstance(found, (list, tuple)) else [found]

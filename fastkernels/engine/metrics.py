@@ -107,6 +107,12 @@ class Metrics:
         yield self._one(
             GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1", blocks.usage
         )
+        startup = GaugeMetricFamily(
+            "fastkernels:startup_seconds", "Of the engine's start, by phase", labels=[*self._labels, "phase"]
+        )
+        for phase, seconds in self.engine.phases.seconds.items():
+            startup.add_metric([*self._labels.values(), phase], seconds)
+        yield startup
         for name, text, value in (
             ("vllm:num_preemptions", "Preemptions", scheduler.num_preemptions),
             ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", scheduler.prefix_queries),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,21 +20,36 @@ SLACK = 1 << 30  # bytes left free beside the measured peak: allocator slack and
 
 def largest_step(max_num_seqs: int, max_tokens: int, max_model_len: int, logprobs: int) -> StepInput:
     """max_num_seqs rows with max_tokens tokens in all, sampled in every way at once, and prompt_logprobs of a row."""
-    rows = min(max_num_seqs, max_tokens)
-    lens = np.full(rows, max_tokens // rows, dtype=np.int32)
-    lens[-(max_tokens % rows) or rows :] += 1
-    lens = np.minimum(lens, max_model_len)
-    params = SamplingParams(
+    lens = even(min(max_num_seqs, max_tokens), max_tokens, max_model_len)
+    targets = PromptTargets(len(lens) - 1, logprobs, np.zeros(int(lens[-1]), dtype=np.int64))
+    return replace(made_up_step(lens, lens, every_way(logprobs)), prompt_targets=[targets])
+
+
+def even(rows: int, tokens: int, longest: int) -> np.ndarray:
+    """[rows] int32: `tokens` shared out, the longer rows last, none over `longest`."""
+    lens = np.full(rows, tokens // rows, dtype=np.int32)
+    lens[-(tokens % rows) or rows :] += 1
+    return np.minimum(lens, longest)
+
+
+def every_way(logprobs: int) -> SamplingParams:
+    """All that the sampler does, at once."""
+    return SamplingParams(
         temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
         frequency_penalty=0.1, logprobs=logprobs, seed=0,
     )  # fmt: skip
+
+
+def made_up_step(query_lens: np.ndarray, seq_lens: np.ndarray, params: SamplingParams) -> StepInput:
+    """A step of the first slots, where nobody is yet; rows of one query first. Empty block tables mean block 0, which
+    is nobody's, too.
+    """
+    rows = len(query_lens)
     new = [NewRow(i, params, 0, frozenset(), (0,), (0,)) for i in range(rows)]
-    ids = np.zeros(int(lens.sum()), dtype=np.int64)
-    targets = PromptTargets(rows - 1, logprobs, np.zeros(int(lens[-1]), dtype=np.int64))
-    decodes = int((lens == 1).sum())
+    ids = np.zeros(int(query_lens.sum()), dtype=np.int64)
     return StepInput(
-        np.arange(rows), lens, lens, np.zeros(rows, dtype=np.int64), ids, decodes,
-        np.empty((0, 3), dtype=np.int32), new, [targets],
+        np.arange(rows), query_lens, seq_lens, np.zeros(rows, dtype=np.int64), ids, int((query_lens == 1).sum()),
+        np.empty((0, 3), dtype=np.int32), new,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastkernels import compile_cache
 from fastkernels.forward_context import AttentionMetadata, forward_context
 from fastkernels.models import build
 from fastkernels.overrides.l2.attention import PagedAttention
@@ -23,7 +24,9 @@ from .kv_cache import Limits
 from .profile import activation_bytes
 from .sampler import Sampler
 from .sampler_state import LogprobsTensors
+from .startup import Phases
 from .step import PromptTargets, StepInput, StepOutput, TokenLogprobs
+from .warm_up import warm_up
 
 log = logging.getLogger("fastkernels")
 PROMPT_LOGITS = 1 << 26  # logits that prompt_logprobs makes at once
@@ -33,7 +36,7 @@ class ModelRunner:
     """The model of one rank. Every rank runs the same launches; a rank's own are only its weights and its caches.
 
     bind_cache=False leaves the KV cache out: ranks that must agree on its size call num_fitting_blocks() and then
-    bind(num_blocks) with the smallest of their numbers.
+    bind(num_blocks) with the smallest of their numbers. `phases` is told what each part of this took.
     Raises CheckpointError, UnknownName, or ValueError for a model that does not fit or an option that cannot be served.
     """
 
@@ -42,14 +45,20 @@ class ModelRunner:
     batch: InputBatch
 
     def __init__(
-        self, config: EngineConfig, folder: Path, hf_config: Any, rank: int = 0, bind_cache: bool = True
-    ):
+        self, config: EngineConfig, folder: Path, hf_config: Any, rank: int = 0, bind_cache: bool = True,
+        phases: Phases | None = None,
+    ):  # fmt: skip
         self.config, self.hf_config, self.rank = config, hf_config, rank
+        self._phases = phases or Phases()
         self.device = _device(config.device, rank)
+        if self.device.type == "cuda":
+            compile_cache.prepare_triton()
+        self._mark("device")
         self.dtype = pick_dtype(config.dtype, hf_config, self.device)
         self.cache_dtype = kv_cache.cache_dtype(config.kv_cache_dtype, self.dtype)
         self.max_model_len = kv_cache.wanted_model_len(config, hf_config)
         self.model: Any = self._build(folder)
+        self._mark("weights")
         self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
         self.sampler = Sampler(self.device, hf_config.vocab_size, config.max_num_seqs)
         self.graphs: Graphs | None = None
@@ -67,6 +76,7 @@ class ModelRunner:
             return kv_cache.CPU_CACHE // each
         self._bind(2, min(self.max_model_len, config.max_num_batched_tokens))
         weights, activations = activation_bytes(self)
+        self._mark("largest step")
         del self.backend  # and its workspaces
         kv_cache.unbind(self.layers)
         budget = kv_cache.cuda_budget(config)
@@ -78,10 +88,18 @@ class ModelRunner:
         return blocks
 
     def bind(self, num_blocks: int) -> None:
-        """Make the KV cache and what depends on its size, and capture graphs. Raises ValueError for too few blocks."""
+        """Make the KV cache and what depends on its size, capture graphs, and run steps of many sizes (warm_up.py).
+
+        Raises ValueError for too few blocks.
+        """
         self.limits = kv_cache.limits(self.config, self.max_model_len, num_blocks)
         self._bind(num_blocks, self.limits.max_model_len)
+        self._mark("KV cache")
         self.capture()
+        self._mark("graphs")
+        if self.device.type == "cuda":
+            warm_up(self)
+            self._mark("warm-up")
 
     def capture(self) -> None:
         """Capture CUDA graphs (again): needed after every change of the model's code. Does nothing on the CPU."""
@@ -146,6 +164,12 @@ class ModelRunner:
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, keys and values."""
         return kv_cache.block_bytes(self.layers, self.config.block_size, self.cache_dtype)
+
+    def _mark(self, phase: str) -> None:
+        """What ran until now was that phase of the start; on CUDA it has ended on the device, too."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the first makes the device's context
+        self._phases.mark(phase)
 
     def _bind(self, num_blocks: int, max_model_len: int) -> None:
         config = self.config

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from .config import EngineConfig
+from .startup import Phases
 from .step import StepInput
 
 
@@ -38,7 +39,7 @@ class Setup:
     threads: int | None
 
 
-def build_runner(setup: Setup) -> Any:
+def build_runner(setup: Setup, phases: Phases | None = None) -> Any:
     """This rank's ModelRunner with its weights; without a group and without a KV cache as yet."""
     import torch
 
@@ -49,7 +50,9 @@ def build_runner(setup: Setup) -> Any:
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     with parallel.build_as(setup.rank, setup.config.tensor_parallel_size):
-        return ModelRunner(setup.config, setup.folder, setup.hf_config, rank=setup.rank, bind_cache=False)
+        return ModelRunner(
+            setup.config, setup.folder, setup.hf_config, rank=setup.rank, bind_cache=False, phases=phases
+        )
 
 
 def join(runner: Any, rendezvous: str) -> None:

@@ -12,12 +12,16 @@ from torch import nn
 
 from fastkernels import parallel
 
+from . import config as config_file
 from . import weights
 from .registry import architectures, model_class
 
 
 def load_config(folder: Path) -> Any:
-    """The checkpoint's transformers config. Raises CheckpointError that names the file."""
+    """The checkpoint's transformers config, or what has its fields. Raises CheckpointError that names the file."""
+    plain = config_file.read(folder)
+    if plain is not None:
+        return plain
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fk_bench import stubs
 from fk_bench.rows import read
 from support_bench import fk_bench, last_json
@@ -56,6 +57,45 @@ def test_a_folder_of_candidates_beside_the_same_host_without(tmp_path: Path) -> 
     assert [r["host"] for r in last_json(done)["results"]] == ["fastkernels", "fastkernels+candidates"]
 
 
+def test_starts_by_phases(tmp_path: Path) -> None:
+    from tiny import make_tiny_llama
+
+    model = make_tiny_llama(tmp_path / "tiny")
+    done = fk_bench(
+        "e2e", model, "--startup", "--rounds", "2", "--input-len", "9", "--load-format", "dummy", "--engine-args",
+        'fastkernels={"num_blocks": 64}', "--out", tmp_path / "run", timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, warnings = read(tmp_path / "run" / "rows.jsonl")
+    assert not warnings and [(r.kind, r.round) for r in rows] == [("startup", 0), ("startup", 1)]
+    for row in rows:
+        m = row.metrics
+        assert row.case["kv_tokens"] == 63 * 16 and row.case["load_format"] == "dummy"
+        parts = [
+            v for k, v in m.items() if k not in ("first_token_s", "ready_s") and not k.startswith("kernels")
+        ]
+        assert min(parts) >= 0 and sum(parts) == pytest.approx(m["first_token_s"], abs=1e-6)
+        assert (
+            m["imports_s"] > 0.1 and {"config_s", "weights_s", "kv_cache_s", "graphs_s", "rest_s"} < m.keys()
+        )
+        assert m["first_token_s"] - m["ready_s"] == pytest.approx(m["request_s"])
+    (result,) = last_json(done)["results"]
+    assert result["first_token_s"] == rows[1].metrics["first_token_s"] and result["starts"] == 1
+    assert result["cold_first_token_s"] == rows[0].metrics["first_token_s"]
+    assert "weights_s" in done.stdout and "start 1" in done.stdout
+
+
+def test_a_public_name_is_sizes_enough_for_dummy_weights(tmp_path: Path) -> None:
+    from fk_bench.e2e import sizes_of
+
+    from fastkernels.models.build import load_config
+
+    found = load_config(Path(sizes_of("meta-llama/Llama-3.1-8B-Instruct", tmp_path)))
+    assert found.architectures == ["LlamaForCausalLM"] and found.num_hidden_layers == 32
+    assert (found.hidden_size, found.vocab_size, found.dtype) == (4096, 128256, torch.bfloat16)
+    assert sizes_of(str(tmp_path), tmp_path) == str(tmp_path)
+
+
 def test_scheduler_only(tmp_path: Path) -> None:
     done = fk_bench("e2e", "--scheduler-only", "--requests", "1,16", "--out", tmp_path / "run", "--json")
     results = last_json(done)["results"]
@@ -77,6 +117,7 @@ def test_a_host_that_does_not_start_says_why(tmp_path: Path) -> None:
         (["--requests", "0"], "at least 1"),
         (["--python", "vllm"], "HOST=VALUE"),
         (["--candidate", "/no/such"], "there is no folder /no/such"),
+        (["--startup", "--scheduler-only"], "--startup goes with neither"),
     ],
 )
 def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -59,6 +59,8 @@ def test_the_page_has_vllms_names_and_counts_what_happened(tiny):
     assert values["vllm:prefix_cache_queries_total"] >= 80 and values["vllm:kv_cache_usage_perc"] == 0
     ended = {s.labels["finished_reason"]: s.value for s in families["vllm:request_success"].samples}
     assert ended == {"stop": 0, "length": 2, "abort": 0}
+    startup = {s.labels["phase"]: s.value for s in families["fastkernels:startup_seconds"].samples}
+    assert startup == engine.phases.seconds and startup["weights"] > 0
     phases = ("queue", "prefill", "decode")
     total = sum(values[f"vllm:request_{p}_time_seconds_sum"] for p in phases)
     assert 0 < total <= values["vllm:e2e_request_latency_seconds_sum"] + 1e-3

@@ -164,6 +164,29 @@ def _no_store(
     return first(None if fp8 else same(key, value, key_cache), filled(key))
 
 
+def _rope_store() -> Function:
+    rope, store = _rotary_emb(), _store_kvcache()
+
+    def rope_store_kvcache(
+        positions: T, query: T, key: T, value: T, key_cache: T, value_cache: T, slots: T, table: T, neox: bool,
+        q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, *scales: float,
+    ) -> None:  # fmt: skip
+        rope(positions, query, key, query.shape[-1], table, neox)
+        store(key, value, key_cache, value_cache, slots, *scales)
+
+    return rope_store_kvcache
+
+
+def _no_rope_store(
+    positions: T, query: T, key: T, value: T, key_cache: T, value_cache: T, slots: T, table: T, neox: bool,
+    q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, *scales: float,
+) -> str | None:  # fmt: skip
+    if q_weight is not None:
+        return "vLLM's norms make new queries: Inductor fuses them with what is around them"
+    rope = _no_rotary(positions, query, key, query.shape[-1], table, neox)
+    return first(rope, _no_store(key, value, key_cache, value_cache, slots, *scales))
+
+
 def _merge_state() -> Function:
     c = kernels()
 
@@ -278,6 +301,7 @@ ADAPTERS: dict[str, tuple[Baseline, ...]] = {
     "t5_layer_norm": (vllm(_t5_layer_norm, _no_rms_norm),),
     "rotary_emb": (vllm(_rotary_emb, _no_rotary),),
     "store_kvcache": (vllm(_store_kvcache, _no_store),),
+    "rope_store_kvcache": (vllm(_rope_store, _no_rope_store, overwrites=(2,)),),
     "merge_state": (vllm(_merge_state, _no_merge),),
     "attention_decode": (Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),),
     "attention_prefill": (Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 
+from fastkernels.overrides.l1._overlap import overlap
 from fastkernels.overrides.l1._rows import rows
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case
@@ -18,7 +19,7 @@ TILE = 1024  # with 4 warps, 16 bytes a thread of what is 2 bytes wide
 
 
 def launch(kernel: Any, x: torch.Tensor, **constants: Any) -> torch.Tensor:
-    """A new tensor like x, which kernel(x, out, n_inner, stride0, stride1, D, n_tiles, ..., TILE) has filled.
+    """A new tensor like x, which kernel(x, out, n_inner, stride0, stride1, D, n_tiles, ..., TILE, OVERLAP) has filled.
 
     One program a (row, tile of columns). A contiguous x is one row; another has the rows that `_rows.rows` finds.
     """
@@ -32,7 +33,9 @@ def launch(kernel: Any, x: torch.Tensor, **constants: Any) -> torch.Tensor:
         assert strided is not None, x.stride()
         found = strided
     n_tiles = triton.cdiv(d, TILE)
-    kernel[(x.numel() // d * n_tiles,)](x, out, *found, d, n_tiles, **constants, TILE=TILE, num_warps=4)
+    kernel[(x.numel() // d * n_tiles,)](
+        x, out, *found, d, n_tiles, **constants, TILE=TILE, num_warps=4, **overlap(x.device)
+    )
     return out
 
 

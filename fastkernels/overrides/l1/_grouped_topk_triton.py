@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.overrides.l1._overlap import follow, overlap
+
 MAX_EXPERTS, MAX_TOPK = 1024, 32
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -15,7 +17,9 @@ def _grouped_topk_kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, stride, factor, T, E, G, S, TOPK: tl.constexpr,
     TOPK_GROUP: tl.constexpr, SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # A tile is [tokens, groups, experts of a group], padded to powers of two.
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
@@ -156,5 +160,6 @@ def grouped_topk_triton(
         num_expert_group, members, TOPK=topk, TOPK_GROUP=topk_group, SOFTMAX=scoring_func == "softmax",
         HAS_BIAS=bias is not None, RENORMALIZE=renormalize, BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
         BLOCK_K=triton.next_power_of_2(topk), num_warps=4 if block_t * block_g * block_s >= 512 else 1,
+        **overlap(gating_output.device),
     )  # fmt: skip
     return weights, ids

@@ -16,6 +16,7 @@ from fastkernels.overrides.l1._fp8 import (
     scales_of,
     to_fp8,
 )
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -24,8 +25,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 @triton.jit
 def _groups_kernel(
     x_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, total, n_groups, group_size, s_row, s_col, min_absmax,
-    HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # A program has GROUPS groups, side by side in a row or in the next one. A token is a group of all its columns.
     at = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     row, group = at // n_groups, at % n_groups
@@ -56,7 +58,9 @@ def _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK: tl.c
 @triton.jit
 def _absmax_kernel(
     x_ptr, part_ptr, x_stride0, x_stride1, n_inner, N, n_blocks, total, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     most = tl.zeros((BLOCK,), dtype=tl.float32)
     for block in range(tl.program_id(0), total, tl.num_programs(0)):
         x, _, _ = _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK)
@@ -67,8 +71,9 @@ def _absmax_kernel(
 @triton.jit
 def _tensor_kernel(
     x_ptr, part_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, N, n_blocks, n_parts, min_absmax,
-    STATIC: tl.constexpr, UE8M0: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, UE8M0: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # Every program reads what the programs of _absmax_kernel found: no atomics, and nothing to set to zero before.
     block = tl.program_id(0)
     if STATIC:
@@ -136,7 +141,7 @@ def quantize_triton(
     _groups_kernel[(triton.cdiv(total, groups),)](
         x, scale_ub, q, s, stride0, stride1, n_inner, total, n // width, width, s_row, s_col, min_absmax,
         HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
-        num_warps=min(max(groups * block // 1024, 1), 16),
+        num_warps=min(max(groups * block // 1024, 1), 16), **overlap(x.device),
     )  # fmt: skip
     return q, s
 
@@ -169,10 +174,11 @@ def _per_tensor(
         parts = min(total, 1024)
         part = torch.empty(parts, dtype=torch.float32, device=x.device)
         _absmax_kernel[(parts,)](
-            x, part, stride0, stride1, n_inner, n, n_blocks, total, BLOCK=block, num_warps=warps
-        )
+            x, part, stride0, stride1, n_inner, n, n_blocks, total, BLOCK=block, num_warps=warps,
+            **overlap(x.device),
+        )  # fmt: skip
     _tensor_kernel[(total,)](
         x, part if scale is None else scale, q, s, stride0, stride1, n_inner, n, n_blocks, parts, min_absmax,
         STATIC=scale is not None, UE8M0=scale_ue8m0, PARTS=triton.next_power_of_2(parts), BLOCK=block,
-        num_warps=warps,
+        num_warps=warps, **overlap(x.device),
     )  # fmt: skip

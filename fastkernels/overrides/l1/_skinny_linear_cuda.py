@@ -10,41 +10,36 @@ from typing import Any
 import torch
 
 from fastkernels import cuda_rtc
-from fastkernels.overrides.l1._skinny_linear_triton import supports_skinny, tickets
+from fastkernels.overrides.l1._skinny_linear_triton import _sms, supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
-MAX_TOKENS, WARPS = 16, 4
+MAX_TOKENS, CONSUMERS = 16, 8
+THREADS = 32 * (CONSUMERS + 1)
+SHARED, REGISTERS = 227 * 1024, 128  # bytes of a block; of a thread, for x
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
-TYPES = (_P, _P, _P, _P, _P, _P, _I, _I, _I, _L, _L, _I)
+TYPES = (_P, _P, _P, _P, _I, _I, _I, _L, _L)
+
+# groups   a tile is so many times 16 rows of the weight
+# block_k  of K that is read at once of each of 16 rows; copies of less than 2 KiB are slow
+PARAMS: tuple[dict[str, Any], ...] = ({"groups": 1, "block_k": 1024}, {"groups": 2, "block_k": 1024})
 
 
-def _set(row_tiles: int, block_k: int, stages: int, blocks: int) -> dict[str, Any]:
-    return {
-        "row_tiles": row_tiles,
-        "block_k": block_k,
-        "stages": stages,
-        "blocks": blocks,
-        "whole": 1,
-        "pdl": 0,
-    }
+def token_tiles(m: int) -> int:
+    """How many times 8 tokens the kernel for m of them has."""
+    return 1 if m <= 8 else 2
 
 
-# row_tiles  a tile is so many times 16 rows of the weight
-# block_k    of K that a warp reads at once
-# stages     of each warp's ring: WARPS * stages * 16 * row_tiles * (2 * block_k + 64) bytes of shared memory a block
-# blocks     for each SM
-# whole      1: no tile is shared by two blocks; 0: all blocks read equally much, to one unit
-# pdl        1: the ring is filled while the kernel before still runs; it must not write the weight
-PARAMS: tuple[dict[str, Any], ...] = (
-    *(_set(*sizes) for sizes in ((2, 256, 3, 1), (1, 256, 6, 1), (3, 128, 3, 1), (4, 128, 2, 1))),
-    *(_set(*sizes) for sizes in ((1, 256, 3, 2), (2, 128, 2, 2), (2, 256, 2, 1))),
-    *({**_set(*sizes), "whole": 0} for sizes in ((2, 256, 3, 1), (4, 128, 2, 1), (1, 256, 3, 2))),
-)
+def shared_bytes(p: dict[str, Any], tiles: int) -> tuple[int, int]:
+    """(stages, dynamic shared memory of the ring): as many stages as there is room for beside the sums."""
+    stage = 16 * (2 * p["block_k"] + 64)
+    stages = (SHARED - 4 * CONSUMERS * 16 * 8 * tiles - 128) // (stage + 16)
+    return stages, stages * stage
 
 
-def shared_bytes(p: dict[str, Any]) -> int:
-    """Of the rings: the dynamic shared memory of a block."""
-    return WARPS * p["stages"] * 16 * p["row_tiles"] * (2 * p["block_k"] + 64)
+def x_units(p: dict[str, Any], tiles: int, k: int) -> int:
+    """In how many units of block_k each thread keeps its part of x, if its registers hold all of it; else 0."""
+    units = -(-k // p["block_k"])
+    return units if 4 * units * (p["block_k"] // 32 // CONSUMERS) * tiles <= REGISTERS else 0
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
@@ -53,22 +48,9 @@ def fits(params: dict[str, Any], m: int, k: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def choose(n: int, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for weight [n, K]: whole tiles where those keep nine of ten SMs busy, else equal parts."""
-
-    def busy(p: dict[str, Any]) -> float:
-        tiles, blocks = -(-n // (16 * p["row_tiles"])), sms * p["blocks"]
-        return tiles / (blocks * -(-tiles // blocks))
-
-    whole = [p for p in PARAMS if p["whole"]]
-    return next((p for p in whole if busy(p) >= 0.9), next(p for p in PARAMS if not p["whole"]))
-
-
-def parts(n: int, k: int, p: dict[str, Any], sms: int) -> tuple[int, int, int]:
-    """(blocks, tiles, units that are dealt together): see first_unit in the source. No block is without a unit."""
-    tiles, per_tile = -(-n // (16 * p["row_tiles"])), -(-k // p["block_k"])
-    granule = per_tile if p["whole"] else 1
-    return min(sms * p["blocks"], tiles * per_tile // granule), tiles, granule
+def choose(n: int, k: int, sms: int = 132) -> dict[str, Any]:
+    """The default sizes for weight [n, k]: large tiles where x is read anew for each, if there are enough of them."""
+    return PARAMS[int(k > 4096 and -(-n // 32) >= 0.9 * sms)]
 
 
 def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -100,28 +82,27 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-@lru_cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def options(
-    row_tiles: int, token_tiles: int, block_k: int, stages: int, bf16: bool, bias: bool
-) -> tuple[str, ...]:
+def options(p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool) -> tuple[str, ...]:
     """What NVRTC is told, beside the architecture."""
+    tiles = token_tiles(m)
     return (
-        "--std=c++17", f"-DROW_TILES={row_tiles}", f"-DTOKEN_TILES={token_tiles}", f"-DKW={block_k}",
-        f"-DSTAGES={stages}", f"-DBF16={int(bf16)}", f"-DHAS_BIAS={int(bias)}",
+        "--std=c++17", f"-DGROUPS={p['groups']}", f"-DTOKEN_TILES={tiles}", f"-DKC={p['block_k']}",
+        f"-DSTAGES={shared_bytes(p, tiles)[0]}", f"-DX_UNITS={x_units(p, tiles, k)}", f"-DBF16={int(bf16)}",
+        f"-DHAS_BIAS={int(bias)}",
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def _kernel(
-    device: torch.device, row_tiles: int, token_tiles: int, block_k: int, stages: int, bf16: bool, bias: bool
-) -> cuda_rtc.Kernel:  # fmt: skip
-    shared = shared_bytes({"row_tiles": row_tiles, "block_k": block_k, "stages": stages})
-    told = options(row_tiles, token_tiles, block_k, stages, bf16, bias)
+def _kernel(device: torch.device, shared: int, told: tuple[str, ...]) -> cuda_rtc.Kernel:
     return cuda_rtc.Kernel(SOURCE.read_text(), "skinny_linear", told, device.index, TYPES, shared)
+
+
+def kernel_for(
+    device: torch.device, p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool
+) -> cuda_rtc.Kernel:
+    """The kernel of these sizes for m tokens, compiled and loaded."""
+    shared = shared_bytes(p, token_tiles(m))[1]
+    return _kernel(device, shared, options(p, m, k, bf16, bias))
 
 
 def linear_cuda(
@@ -129,7 +110,8 @@ def linear_cuda(
 ) -> torch.Tensor:
     """x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N] in x's dtype.
 
-    params: one of PARAMS, or some of its keys; the others are as `choose` says.
+    params: one of PARAMS; without any, as `choose` says. In a CUDA graph the weight is read while the kernel before
+    still runs: that one must not write it.
     """
     n, k = weight.shape
     rows = x.reshape(-1, k)
@@ -138,18 +120,11 @@ def linear_cuda(
     if m == 0 or n == 0:
         return out
     sms = _sms(x.device)
-    p = {**choose(n, sms), **params}
-    token_tiles, bf16 = 1 if m <= 8 else 2, x.dtype == torch.bfloat16
-    kernel = _kernel(x.device, p["row_tiles"], token_tiles, p["block_k"], p["stages"], bf16, bias is not None)
-    blocks, tiles, granule = parts(n, k, p, sms)
-    partial = taken = None
-    if not p["whole"]:
-        size = 2 * blocks * 16 * p["row_tiles"] * 8 * token_tiles
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        taken = tickets.get(x.device, tiles)
-    tensors = (rows, weight, bias, out, partial, taken)
-    args = [None if t is None else t.data_ptr() for t in tensors]
+    p = {**choose(n, k, sms), **params}
+    kernel = kernel_for(x.device, p, m, k, x.dtype == torch.bfloat16, bias is not None)
+    pointers = (None if t is None else t.data_ptr() for t in (rows, weight, bias, out))
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    sizes = (m, n, k, rows.stride(0), weight.stride(0), granule)
-    kernel.launch(blocks, 32 * WARPS, stream, (*args, *sizes), overlap=bool(p["pdl"]))
+    args = (*pointers, m, n, k, rows.stride(0), weight.stride(0))
+    early = torch.cuda.is_current_stream_capturing()
+    kernel.launch(min(sms, -(-n // (16 * p["groups"]))), THREADS, stream, args, overlap=early)
     return out

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastkernels.overrides.l1._overlap import follow, overlap
 
 MAX_TOKENS = 64
 
@@ -22,7 +23,7 @@ def _set(variant: str, block_m: int, block_n: int, block_k: int, split_k: int, n
          ) -> dict[str, Any]:  # fmt: skip
     return {
         "variant": variant, "block_m": block_m, "block_n": block_n, "block_k": block_k, "split_k": split_k,
-        "num_warps": num_warps, "num_stages": num_stages, "pdl": 0,
+        "num_warps": num_warps, "num_stages": num_stages,
     }  # fmt: skip
 
 
@@ -30,45 +31,24 @@ def _set(variant: str, block_m: int, block_n: int, block_k: int, split_k: int, n
 #   sum   CUDA cores, up to 4 tokens: no padding; as many rows of the weight in flight as registers allow
 #   swap  tensor cores, the weight is the left matrix (16 rows and up), so tokens are padded to 8 only
 #   dot   tensor cores, x is the left matrix: tokens are padded to 16
-# pdl is programmatic dependent launch, on Hopper and later: the first `pdl` blocks (a power of two) of each program's
-# weights are read while the kernel before still runs. It is off in all of these: that kernel must not write them.
 PARAMS: tuple[dict[str, Any], ...] = (
-    *(
-        _set("sum", m, *sizes)
-        for m in (1, 2)
-        for sizes in (
-            (8, 512, 1, 4, 4), (4, 1024, 1, 4, 4), (16, 512, 1, 8, 4), (8, 512, 1, 4, 1), (16, 256, 1, 4, 4),
-            (8, 512, 2, 4, 4), (16, 512, 4, 8, 4),
-        )
-    ),
-    *(_set("sum", 4, *sizes) for sizes in ((8, 256, 1, 4, 4), (16, 256, 1, 8, 4), (8, 256, 2, 4, 4))),
+    *(_set("sum", m, *sizes) for m in (1, 2) for sizes in ((8, 512, 1, 4, 4), (16, 256, 1, 4, 4))),
+    *(_set("sum", 4, *sizes) for sizes in ((8, 256, 1, 4, 4), (16, 256, 1, 8, 4))),
     *(
         _set("swap", 8, *sizes)
         for sizes in (
-            (16, 256, 1, 1, 4), (32, 256, 1, 2, 4), (64, 128, 1, 4, 5), (16, 512, 1, 1, 4), (32, 256, 2, 2, 4),
-            (64, 128, 2, 4, 5), (64, 128, 4, 4, 5), (64, 128, 6, 4, 5), (64, 256, 1, 4, 4), (64, 256, 2, 4, 3),
+            (32, 256, 1, 2, 4), (16, 512, 1, 1, 4), (64, 128, 1, 4, 5), (64, 256, 1, 4, 4), (16, 256, 1, 1, 4),
         )
     ),
     *(
         _set("swap", 16, *sizes)
         for sizes in (
-            (16, 256, 1, 1, 4), (32, 256, 1, 2, 4), (64, 128, 1, 4, 5), (64, 128, 2, 4, 5), (64, 128, 4, 4, 5),
-            (64, 256, 1, 4, 4), (128, 64, 1, 4, 5),
+            (64, 256, 1, 4, 4), (64, 128, 1, 4, 5), (32, 256, 1, 2, 4), (128, 64, 1, 4, 5), (64, 128, 2, 4, 5),
         )
     ),
-    *(
-        _set("dot", 16, *sizes)
-        for sizes in ((32, 256, 1, 4, 4), (64, 128, 1, 4, 5), (32, 256, 2, 4, 4), (64, 128, 4, 4, 5))
-    ),
-    *(
-        _set("swap", m, *sizes)
-        for m in (32, 64)
-        for sizes in (
-            (64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (64, 64, 2, 4, 6), (64, 128, 4, 4, 4), (128, 64, 1, 4, 5),
-            (128, 64, 4, 4, 5),
-        )
-    ),
-    *(_set("dot", m, *sizes) for m in (32, 64) for sizes in ((64, 128, 1, 4, 4), (64, 128, 2, 4, 4))),
+    *(_set("dot", 16, *sizes) for sizes in ((64, 128, 1, 4, 5), (32, 256, 1, 4, 4))),
+    *(_set("swap", 32, *sizes) for sizes in ((64, 128, 1, 4, 4), (64, 128, 2, 4, 4))),
+    *(_set("swap", 64, *sizes) for sizes in ((64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (128, 64, 1, 4, 5))),
 )  # fmt: skip
 
 
@@ -97,16 +77,6 @@ def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
 
 
 @triton.jit
-def _prefetch(w_at, ks, K: tl.constexpr):
-    # 128 bytes of each row of `w_at` from each of `ks` on, into L2. The last chunk ends with the row.
-    at = (w_at + tl.minimum(ks, K - 64)[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0;", "=r,l", [at],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _weights(w_at, k, ks, K: tl.constexpr, BLOCK_K: tl.constexpr):
     # Read once: first to leave the caches. (Triton 3.6 drops the hint where it pipelines: cp.async carries none.)
     if K % BLOCK_K == 0:
@@ -129,8 +99,9 @@ def _skinny_kernel(
     x_ptr, w_ptr, b_ptr, out_ptr, partial_ptr, ticket_ptr, M, N, x_stride, w_stride,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr, VARIANT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * BLOCK_M
     rows = token + tl.arange(0, BLOCK_M)
@@ -139,13 +110,6 @@ def _skinny_kernel(
     w_at = w_ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * w_stride
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first, last = split * steps // SPLIT_K * BLOCK_K, (split + 1) * steps // SPLIT_K * BLOCK_K
-    if PDL:
-        # The kernel before may still run: its output x must not be read before the wait, a weight may. Nor is
-        # anything written before it: the memory of `out`, sums and tickets may be in use until then.
-        gdc_launch_dependents()
-        if K >= 64:
-            _prefetch(w_at, first + 64 * tl.arange(0, PDL * BLOCK_K // 64), K)
-        gdc_wait()
     ks = tl.arange(0, BLOCK_K)
     if VARIANT == "sum":
         # Each product has an accumulator of its own; they are added up once, after the loop.
@@ -270,12 +234,8 @@ tickets = _Tickets()
 
 
 @lru_cache
-def _chip(device: torch.device) -> tuple[int, bool]:
-    """(number of SMs, whether a kernel can start while the one before ends)."""
-    if device.type != "cuda":
-        return 132, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def linear_skinny(
@@ -291,19 +251,16 @@ def linear_skinny(
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    sms, overlaps = _chip(x.device)
-    p = {**choose(m, n, k, sms), **params}
+    p = {**choose(m, n, k, _sms(x.device)), **params}
     grid = (triton.cdiv(n, p["block_n"]), p["split_k"], triton.cdiv(m, p["block_m"]))
     partial = taken = None
     if p["split_k"] > 1:
         partial = torch.empty((p["split_k"], m, n), dtype=torch.float32, device=x.device)
         taken = tickets.get(x.device, grid[0] * grid[2])
-    pdl = p["pdl"] if overlaps else 0
-    more = {"launch_pdl": True} if pdl else {}
     _skinny_kernel[grid](
         rows, weight, bias, out, partial, taken, m, n, rows.stride(0), weight.stride(0), K=k,
         HAS_BIAS=bias is not None, UPCAST=x.device.type == "cpu", VARIANT=p["variant"], BLOCK_M=p["block_m"],
-        BLOCK_N=p["block_n"], BLOCK_K=p["block_k"], SPLIT_K=p["split_k"], STAGES=p["num_stages"], PDL=pdl,
-        num_warps=p["num_warps"], num_stages=p["num_stages"], **more,
+        BLOCK_N=p["block_n"], BLOCK_K=p["block_k"], SPLIT_K=p["split_k"], STAGES=p["num_stages"],
+        num_warps=p["num_warps"], num_stages=p["num_stages"], **overlap(x.device),
     )  # fmt: skip
     return out

@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.dispatch import Provider, define
+from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
+from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.overrides.l1 import _flashinfer
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1.attention_prefill import (
     FA3_MODULES,
     FP8_TOLERANCE,
@@ -21,6 +23,7 @@ from fastkernels.overrides.l1.attention_prefill import (
     supports_triton,
     take_blocks,
 )
+from fastkernels.shapes import optional, unless
 from fastkernels.spec import Case, OpSpec
 
 
@@ -75,8 +78,9 @@ def _attention_decode_kernel(
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
     block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (sequence, key head, split): all query heads of the group share the keys it reads.
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_k = tl.load(len_ptr + seq)
@@ -135,7 +139,9 @@ def _attention_decode_kernel(
 @triton.jit
 def _combine_kernel(
     part_ptr, lse_ptr, out_ptr, D, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (sequence, query head): the splits' results, weighted by their shares of the softmax.
     row = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -192,7 +198,7 @@ def _triton(
         scale * k_scale, v_scale, window_left, softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
         BLOCK_G=max(triton.next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=2, **overlap(q.device),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(batch * heads,)](
@@ -204,6 +210,7 @@ def _triton(
             BLOCK_S=triton.next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=4,
+            **overlap(q.device),
         )
     return out
 
@@ -239,8 +246,41 @@ def _fa3(
 ) -> torch.Tensor:
     return fa3(
         q, key_cache, value_cache, _starts(q.shape[0], q.device), seq_lens, block_table, 1, max_seqlen_k, scale,
-        window_left, softcap, k_scale, v_scale,
+        window_left, softcap, k_scale, v_scale, torch.empty(q.shape, dtype=q.dtype, device=q.device),
     )  # fmt: skip
+
+
+def _key(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    block_size, kv_heads, head_size = key_cache.shape[1:]
+    shape = q.shape[1], kv_heads, head_size, block_size, max(window_left + 1, 0), key_cache.dtype
+    return shape, (q.shape[0], max_seqlen_k)
+
+
+TYPICAL = (
+    4096  # keys: a longer context is mostly what a CUDA graph was captured for, not what its sequences have
+)
+
+
+def _key_dims(
+    heads: int, kv_heads: int, head_size: int, block_size: int, window: int, dtype: torch.dtype, batch: int,
+    context: int,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "seq_lens": [min(context, TYPICAL)] * batch, "max_seqlen_k": context, "heads": heads, "kv_heads": kv_heads,
+        "head_size": head_size, "block_size": block_size, **optional(window_left=unless(window - 1, -1)),
+    }  # fmt: skip
 
 
 attention_decode = define(
@@ -251,8 +291,21 @@ attention_decode = define(
     providers=(
         Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3),
         Provider("triton", _triton, supports=supports_triton),
+        Provider(
+            "triton-split",
+            split.decode_split,
+            supports=split.supports_split,
+            params=split.PARAMS,
+            fits=split.fits,
+        ),
         Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),
         Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+    key=Key(
+        shape=("heads", "kv_heads", "head_size", "block_size", "window", "dtype"),
+        sizes=("batch", "context"),
+        of=_key,
+        dims=_key_dims,
     ),
 )
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
-from fastkernels.overrides.l1 import _flashinfer
+from fastkernels.overrides.l1 import _flashinfer, _vllm_flash_attn
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 from fastkernels.shapes import optional
 from fastkernels.spec import TOLERANCE, Case, OpSpec, Tolerance
@@ -209,7 +209,7 @@ FA3_MODULES = ("vllm.vllm_flash_attn", "flash_attn_interface")
 def _fa3() -> tuple[Any, bool]:
     """FlashAttention-3's entry and whether it is vLLM's build of it."""
     try:
-        return importlib.import_module(FA3_MODULES[0]).flash_attn_varlen_func, True
+        return _vllm_flash_attn.load(FA3_MODULES[0]).flash_attn_varlen_func, True
     except ImportError:
         return importlib.import_module(FA3_MODULES[1]).flash_attn_with_kvcache, False
 
@@ -249,9 +249,15 @@ def fa3(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The arguments of `reference`. Rows of padding are not defined."""
+    """The arguments of `reference`. Rows of padding are not defined, unless `out` (made here if None) has zeros there.
+
+    FA3 itself writes zeros for a sequence with queries and without keys; behind the last sequence it writes nothing.
+    """
     check("attention", q, key_cache, value_cache)
+    if out is None:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     entry, is_vllm = _fa3()
     window = (window_left, 0 if window_left >= 0 else -1)
     scale *= k_scale
@@ -259,7 +265,7 @@ def fa3(
         out = entry(
             q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
             softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
-            out=torch.zeros_like(q, memory_format=torch.contiguous_format), fa_version=3,
+            out=out, fa_version=3,
         )  # fmt: skip
     else:
         out = entry(

@@ -12,6 +12,7 @@ import triton.language as tl
 from fastkernels import parallel
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _embedding_calls
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._vocab import (
     Head,
     SGLangUnquantizedEmbeddingMethod,
@@ -52,8 +53,9 @@ def reference(
 @triton.jit
 def _embedding_kernel(
     ids_ptr, w_ptr, out_ptr, w_stride, rows, D, org_start, org_end, first_added, added_start, added_end,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token).to(tl.int64)
@@ -96,6 +98,7 @@ def _triton(
     _embedding_kernel[(ids.numel(), triton.cdiv(dim, block))](
         ids, weight, out, weight.stride(0), rows, dim, org_start, org_end,
         org_end - org_start + num_org_padding, added_start, added_end, MASKED=org_end >= 0, BLOCK=block,
+        **overlap(ids.device),
     )  # fmt: skip
     return out
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import silu_and_mul
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -31,8 +32,10 @@ def reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 @triton.jit
 def _gelu_and_mul_kernel(
-    x_ptr, out_ptr, n_inner, stride0, stride1, D, n_blocks, TANH: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, out_ptr, n_inner, stride0, stride1, D, n_blocks,
+    TANH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
     # One program a (row, block of columns), as in silu_and_mul.
     pid = tl.program_id(0)
     row, block = (pid // n_blocks).to(tl.int64), pid % n_blocks
@@ -67,7 +70,7 @@ def _triton(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     block = min(triton.next_power_of_2(d), 1024)
     n_blocks = triton.cdiv(d, block)
     _gelu_and_mul_kernel[(out.numel() // d * n_blocks,)](
-        x, out, *found, d, n_blocks, TANH=approximate == "tanh", BLOCK=block, num_warps=4
+        x, out, *found, d, n_blocks, TANH=approximate == "tanh", BLOCK=block, num_warps=4, **overlap(x.device)
     )
     return out
 

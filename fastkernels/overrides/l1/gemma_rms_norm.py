@@ -12,6 +12,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls, rms_norm
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -33,8 +34,9 @@ def reference(
 @triton.jit
 def _gemma_rms_norm_kernel(
     x_ptr, res_ptr, w_ptr, out_ptr, n_inner, x_stride0, x_stride1, res_inner, res_stride0, res_stride1, H, eps,
-    HAS_RES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a row.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -80,7 +82,7 @@ def _triton(
     block = triton.next_power_of_2(x.shape[-1])
     _gemma_rms_norm_kernel[(x.numel() // x.shape[-1],)](
         x, residual, weight, out, *x_rows, *res_rows, x.shape[-1], eps,
-        HAS_RES=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        HAS_RES=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device),
     )  # fmt: skip
     return out
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import FLOATS, rows, unsupported_rows
 from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -30,8 +31,10 @@ def reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | No
 
 @triton.jit
 def _l2_norm_kernel(
-    x_ptr, out_ptr, n_inner, stride0, stride1, n_rows, D, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, out_ptr, n_inner, stride0, stride1, n_rows, D, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
     # A head has 64 to 256 elements: a program takes several, so that a warp's reads are 16 bytes a thread.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
@@ -65,8 +68,9 @@ def _triton(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None
     n_rows, block = x.numel() // d, triton.next_power_of_2(d)
     at_once = max(1, 1024 // block)
     _l2_norm_kernel[(triton.cdiv(n_rows, at_once),)](
-        x, out, *found, n_rows, d, eps, ROWS=at_once, BLOCK=block, num_warps=min(max(block // 512, 4), 16)
-    )
+        x, out, *found, n_rows, d, eps, ROWS=at_once, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
+        **overlap(x.device),
+    )  # fmt: skip
     return out
 
 

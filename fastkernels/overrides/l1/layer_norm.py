@@ -13,6 +13,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -30,8 +31,9 @@ def reference(
 @triton.jit
 def _layer_norm_kernel(
     x_ptr, w_ptr, b_ptr, out_ptr, n_inner, stride0, stride1, H, eps,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a row, which is read once: the mean and the variance are of registers.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -73,7 +75,7 @@ def _triton(
     block = triton.next_power_of_2(hidden)
     _layer_norm_kernel[(x.numel() // hidden,)](
         x, weight, bias, out, *found, hidden, eps, HAS_W=weight is not None, HAS_B=bias is not None,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device),
     )  # fmt: skip
     return out
 

@@ -19,6 +19,7 @@ from torch import nn
 from fastkernels import assemble, parallel
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import linear as gemm
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._vocab import VllmUnquantizedEmbeddingMethod
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -55,8 +56,10 @@ def _cap_and_scale(y: torch.Tensor, scale: float, soft_cap: float | None, scale_
 
 @triton.jit
 def _cap_kernel(
-    in_ptr, out_ptr, n, scale_before, scale_after, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
+    in_ptr, out_ptr, n, scale_before, scale_after, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(in_ptr + at, mask=at < n, other=0.0).to(tl.float32) * scale_before
     if HAS_CAP:
@@ -76,7 +79,7 @@ def _finish_triton(
     if n:
         _cap_kernel[(triton.cdiv(n, 1024),)](
             y, out, n, scale if scale_first else 1.0, 1.0 if scale_first else scale, soft_cap or 1.0,
-            HAS_CAP=soft_cap is not None, BLOCK=1024,
+            HAS_CAP=soft_cap is not None, BLOCK=1024, **overlap(y.device),
         )  # fmt: skip
     return out
 

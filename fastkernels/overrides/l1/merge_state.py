@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._fp8 import FP8, fp8_inverse, quantized, to_fp8
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import FLOATS
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -61,7 +62,9 @@ def _merge_state_kernel(
     p_ptr, p_lse_ptr, s_ptr, s_lse_ptr, out_ptr, out_lse_ptr, scale_ptr, p_stride0, p_stride1, p_lse0, p_lse1,
     s_stride0, s_stride1, s_lse0, s_lse1, out_stride0, out_stride1, out_lse0, out_lse1, total, Q, D, with_context,
     HAS_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # A program has ROWS pairs of token and head.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < total
@@ -166,6 +169,7 @@ def _triton(
         *output.stride()[:2], lse0, lse1, total, heads, size,
         tokens if tokens_with_context is None else tokens_with_context, HAS_LSE=output_lse is not None,
         HAS_SCALE=output_scale is not None, ROWS=n_rows, BLOCK=block, num_warps=max(n_rows * block // 512, 1),
+        **overlap(output.device),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
@@ -74,7 +75,9 @@ def _buckets(ids_ptr, map_ptr, at, N, E, HAS_MAP: tl.constexpr, INVALID_FIRST: t
 def _moe_align_kernel(
     ids_ptr, map_ptr, sorted_ptr, experts_ptr, total_ptr, N, E, capacity, n_blocks, block_size,
     HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a bucket, no program waits for another: each counts all pairs, then places those of its own bucket
     # in order. That reads the ids once more for each expert, from L2, and needs one launch and no scratch memory.
     mine = tl.program_id(0)
@@ -158,6 +161,7 @@ def _triton(
         ids, expert_map, *outs, ids.numel(), num_experts, max_num_tokens_padded, outs[1].numel(), block_size,
         HAS_MAP=expert_map is not None, INVALID_FIRST=invalid_first, CHUNK=chunk,
         BINS=max(triton.next_power_of_2(num_experts + 2), 16), num_warps=4 if chunk <= 1024 else 8,
+        **overlap(ids.device),
     )  # fmt: skip
     return outs
 

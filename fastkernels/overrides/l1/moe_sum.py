@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import FLOATS
 from fastkernels.shapes import drawn, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -44,7 +45,9 @@ def reference(
 def _moe_sum_kernel(
     in_ptr, out_ptr, weights_ptr, ids_ptr, map_ptr, in_stride0, in_stride1, out_stride, factor, H, n_blocks,
     K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (token, block of columns); the loop over experts is unrolled, so that all loads are in flight.
     token = (tl.program_id(0) // n_blocks).to(tl.int64)
     cols = (tl.program_id(0) % n_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -130,6 +133,7 @@ def _triton(
         input, output, topk_weights, topk_ids, expert_map, input.stride(0), input.stride(1), output.stride(0),
         routed_scaling_factor, hidden, n_blocks, K=k, HAS_WEIGHTS=topk_weights is not None,
         HAS_IDS=topk_ids is not None, HAS_MAP=expert_map is not None, BLOCK=block, num_warps=max(block // 256, 1),
+        **overlap(input.device),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _elementwise
+from fastkernels.overrides.l1._overlap import follow
 from fastkernels.overrides.l1._rows import unsupported_rows
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -19,7 +20,10 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _relu2_kernel(x_ptr, out_ptr, n_inner, stride0, stride1, D, n_tiles, TILE: tl.constexpr):
+def _relu2_kernel(
+    x_ptr, out_ptr, n_inner, stride0, stride1, D, n_tiles, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // n_tiles).to(tl.int64)
     cols = (pid % n_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -12,6 +12,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -47,8 +48,9 @@ def reference(
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, res_ptr, w_ptr, out_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, H, H_VAR, eps,
-    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a row; a row is x[outer, inner, :], so that q/k heads inside a packed qkv need no copy.
     row = tl.program_id(0).to(tl.int64)
     outer, inner = row // n_inner, row % n_inner
@@ -116,7 +118,7 @@ def _triton(
     _rms_norm_kernel[(rows,)](
         x, residual, weight, out, x0, x1, r0, r1, n_inner, hidden, var_hidden_size or hidden, eps,
         HAS_RES=residual is not None, HAS_W=weight is not None, CAST_FIRST=cast_x_before_out_mul,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device),
     )  # fmt: skip
     return out
 

@@ -23,6 +23,7 @@ from fastkernels.overrides.l1._fp8 import (
     refuse,
     to_fp8,
 )
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -62,8 +63,9 @@ def reference(
 def _rms_norm_quant_kernel(
     x_ptr, res_ptr, w_ptr, scale_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, H,
     s_row, s_col, eps, min_absmax, HAS_RES: tl.constexpr, STATIC: tl.constexpr, HAS_UB: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a row, which is read once. GROUP: columns that share a scale, 0 for all of them.
     row = tl.program_id(0).to(tl.int64)
     outer, inner = row // n_inner, row % n_inner
@@ -160,7 +162,7 @@ def _triton(
     _rms_norm_quant_kernel[(x.numel() // hidden,)](
         x, residual, weight, scale, scale_ub, q, s, x0, x1, r0, r1, n_inner, hidden, s_row, s_col, eps, min_absmax,
         HAS_RES=residual is not None, STATIC=scale is not None, HAS_UB=scale_ub is not None, GROUP=group,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device),
     )  # fmt: skip
     return q, s
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _rotary_calls
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rope_rounding import host_truncates, truncate
 from fastkernels.overrides.l1._rope_tables import Llama3, RopeModule
 from fastkernels.spec import Case, OpSpec, Target
@@ -96,8 +97,9 @@ def _rotary_emb_kernel(
     pos_ptr, q_ptr, k_ptr, cache_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, cache_stride,
     n_q, n_k, q_blocks, HALF,
     NEOX: tl.constexpr, CAST: tl.constexpr, ROUND: tl.constexpr, HAS_KEY: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (token, block of heads); the blocks of the query's heads come before those of the key's.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -175,7 +177,7 @@ def _triton(
     _rotary_emb_kernel[(tokens, q_blocks + triton.cdiv(n_k, block_h))](
         positions, q, k, cos_sin_cache, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0),
         n_q, n_k, q_blocks, half, NEOX=is_neox_style, CAST=cast_cache, ROUND=round_products, HAS_KEY=key is not None,
-        BLOCK_H=block_h, BLOCK=triton.next_power_of_2(half), num_warps=4,
+        BLOCK_H=block_h, BLOCK=triton.next_power_of_2(half), num_warps=4, **overlap(q.device),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -29,8 +30,9 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _silu_and_mul_kernel(
-    x_ptr, out_ptr, x_stride0, x_stride1, n_inner, D, n_blocks, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, x_stride0, x_stride1, n_inner, D, n_blocks, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program a (row, block of columns): a decode step has few rows and many columns.
     pid = tl.program_id(0)
     row = (pid // n_blocks).to(tl.int64)
@@ -69,7 +71,7 @@ def _triton(x: torch.Tensor) -> torch.Tensor:
     block = min(triton.next_power_of_2(d), 1024)
     n_blocks = triton.cdiv(d, block)
     _silu_and_mul_kernel[(out.numel() // d * n_blocks,)](
-        x, out, stride0, stride1, inner, d, n_blocks, BLOCK=block, num_warps=4
+        x, out, stride0, stride1, inner, d, n_blocks, BLOCK=block, num_warps=4, **overlap(x.device)
     )
     return out
 

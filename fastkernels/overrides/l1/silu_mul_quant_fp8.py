@@ -26,6 +26,7 @@ from fastkernels.overrides.l1._fp8 import (
     to_fp8,
     written,
 )
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -56,8 +57,9 @@ def reference(
 def _silu_quant_kernel(
     x_ptr, scale_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, total, n_groups, group_size, D, s_row,
     s_col, min_absmax, STATIC: tl.constexpr, HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # A program has GROUPS groups of columns, side by side in a row or in the next one; under a given scale a group
     # is only a block of columns.
     at = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -143,7 +145,7 @@ def _triton(
     _silu_quant_kernel[(triton.cdiv(total, groups),)](
         x, scale, scale_ub, q, s, stride0, stride1, n_inner, total, n_groups, width, d, s_row, s_col, min_absmax,
         STATIC=scale is not None, HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
-        num_warps=min(max(groups * block // 512, 1), 16),
+        num_warps=min(max(groups * block // 512, 1), 16), **overlap(x.device),
     )  # fmt: skip
     return q, s
 

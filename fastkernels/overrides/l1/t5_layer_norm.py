@@ -14,6 +14,7 @@ from torch import nn
 
 from fastkernels import assemble
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -31,7 +32,10 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 @triton.jit
-def _t5_layer_norm_kernel(x_ptr, w_ptr, out_ptr, n_inner, stride0, stride1, H, eps, BLOCK: tl.constexpr):
+def _t5_layer_norm_kernel(
+    x_ptr, w_ptr, out_ptr, n_inner, stride0, stride1, H, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
     # One program a row, which is read once.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -68,8 +72,9 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
     _t5_layer_norm_kernel[(x.numel() // hidden,)](
-        x, weight, out, *found, hidden, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
-    )
+        x, weight, out, *found, hidden, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        **overlap(x.device),
+    )  # fmt: skip
     return out
 
 

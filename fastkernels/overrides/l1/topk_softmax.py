@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
@@ -42,8 +43,9 @@ def reference(
 def _topk_softmax_kernel(
     logits_ptr, weights_ptr, ids_ptr, pairs_ptr, stride, T, E,
     TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.arange(0, BLOCK_E)
     at = logits_ptr + rows.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -118,7 +120,7 @@ def _triton(
     _topk_softmax_kernel[(triton.cdiv(tokens, block_t),)](
         gating_output, *outs, gating_output.stride(0), tokens, experts, TOPK=topk, RENORMALIZE=renormalize,
         BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=triton.next_power_of_2(topk),
-        num_warps=4 if block_t * block_e >= 512 else 1,
+        num_warps=4 if block_t * block_e >= 512 else 1, **overlap(gating_output.device),
     )  # fmt: skip
     return outs
 

@@ -1,25 +1,42 @@
 // y = x W^T + b for M <= 16 tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding.
 //
-// The weight's rows are the tensor cores' m16 and the tokens its n8, so 8 tokens waste nothing. W comes through a ring
-// of bulk copies into shared memory, one ring a warp, so that a warp waits for nobody; x is small and comes from L1 / L2.
-// A block reads a part of the list of units (tile of ROWS rows, KW of K), tile by tile; its warps take every WARPS-th
-// unit and add up at the end of a tile. A tile that two blocks share is added up by the one that arrives last, in the
-// blocks' order. Everything of W may be read before griddepcontrol.wait; x, and all that is written, only after it.
+// Reading W is all the time. One warp of a block reads: bulk copies of KC neighbours of each of 16 rows, STAGES of such
+// units ahead, tile after tile of the block's share of N. The other warps multiply: each takes every CONSUMERS-th 32 of
+// K, with the weight's rows as the tensor cores' m16 and the tokens as their n8; at the end of a tile of 16 * GROUPS
+// rows the warps' sums are added up in order. x stays in registers where K is small (X_UNITS); else it comes from L2.
 //
-// Compiled for one set of: ROW_TILES (16 rows each), TOKEN_TILES (8 tokens each), KW, STAGES, BF16, HAS_BIAS.
-// Needs K % 32 == 0 and rows of x and W that start at multiples of 16 bytes. No header is needed.
+// The reader needs nothing of the kernel before: it fills the ring before griddepcontrol.wait. x is read, and all that
+// is written is written, only after it.
+//
+// Compiled for one set of: GROUPS, TOKEN_TILES (8 tokens each), KC, STAGES, X_UNITS (K / KC rounded up, or 0), BF16,
+// HAS_BIAS. Needs K % 32 == 0 and rows of x and W that start at multiples of 16 bytes. No header is needed.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int ROWS = 16 * ROW_TILES, TOKENS = 8 * TOKEN_TILES, OUTPUTS = ROWS * TOKENS;
+constexpr int CONSUMERS = 8, THREADS = 32 * (CONSUMERS + 1);
+constexpr int ROWS = 16 * GROUPS, TOKENS = 8 * TOKEN_TILES, OUTPUTS = 16 * TOKENS;  // outputs of 16 rows
 // 64 bytes more than a multiple of 128: two rows' 64 bytes, which 8 lanes read at once, are in different banks.
-constexpr int PITCH = 2 * KW + 64, STAGE = ROWS * PITCH;
-static_assert(KW % 64 == 0, "rows of the ring must be multiples of 128 bytes before the padding");
+constexpr int PITCH = 2 * KC + 64, STAGE = 16 * PITCH;
+constexpr int STEPS = KC / 32 / CONSUMERS;  // of one warp in one unit
+static_assert(KC % (32 * CONSUMERS) == 0, "each warp has as many steps of a unit as the others");
+
+struct Tokens { uint4 of[STEPS][TOKEN_TILES]; };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     u32 done = 0;
@@ -28,6 +45,17 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
             "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
             : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     }
+}
+
+
+__device__ __forceinline__ void copy(u32 to, const void* from, int bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void consumers_meet() {
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_x(const u16* at) {
@@ -69,163 +97,143 @@ __device__ __forceinline__ u16 narrow(float f) {
     return bits;
 }
 
-// The part of W that block `block` reads: units from here to here(block + 1). granule: the units are dealt in such lots.
-__device__ __forceinline__ int first_unit(int block, int units, int granule) {
-    return (int)((u64)block * (u64)(units / granule) / gridDim.x) * granule;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_linear(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
     const u16* __restrict__ x, const u16* __restrict__ w, const u16* __restrict__ bias, u16* __restrict__ out,
-    float* partial, u32* tickets, int M, int N, int K, long long x_stride, long long w_stride, int granule) {
+    int M, int N, int K, long long x_stride, long long w_stride) {
     extern __shared__ __align__(128) unsigned char ring[];
-    __shared__ float sums[WARPS * OUTPUTS];
-    __shared__ __align__(8) u64 barriers[WARPS * STAGES];
-    __shared__ u32 arrived;
+    __shared__ float sums[CONSUMERS * OUTPUTS];
+    __shared__ __align__(8) u64 full_barriers[STAGES];
+    __shared__ __align__(8) u64 empty_barriers[STAGES];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
-    const int per_tile = (K + KW - 1) / KW, units = (N + ROWS - 1) / ROWS * per_tile;
-    const int begin = first_unit(blockIdx.x, units, granule), end = first_unit(blockIdx.x + 1, units, granule);
-    const u32 mine = shared_address(ring) + warp * STAGES * STAGE;
-    const u32 full = shared_address(barriers + warp * STAGES);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int tiles = (N + ROWS - 1) / ROWS;
+    const int first = (int)((u64)blockIdx.x * tiles / gridDim.x), last = (int)((u64)(blockIdx.x + 1) * tiles / gridDim.x);
+    const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
 
-    if (lane == 0) {
-        for (int s = 0; s < STAGES; s++)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * s) : "memory");
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, CONSUMERS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-    __syncwarp();
-    u64 once;  // what is read once is the first to leave L2
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    __syncthreads();
 
-    auto read_ahead = [&](int unit, int stage) {
-        if (unit >= end) return;
-        const int tile = unit / per_tile, k = (unit - tile * per_tile) * KW, bytes = 2 * min(KW, K - k);
-        const u32 barrier = full + 8 * stage;
-        if (lane == 0)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(ROWS * bytes)
-                         : "memory");
-        __syncwarp();
-        for (int row = lane; row < ROWS; row += 32) {
-            // A row past the end is the last row once more; it is not stored.
-            const u16* from = w + (long long)min(tile * ROWS + row, N - 1) * w_stride + k;
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                " [%0], [%1], %2, [%3], %4;" ::"r"(mine + stage * STAGE + row * PITCH), "l"(from), "r"(bytes),
-                "r"(barrier), "l"(once) : "memory");
+    if (warp == CONSUMERS) {  // the reader
+        u64 once;             // what is read once is the first to leave L2
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+        int stage = 0;
+        u32 parity = 1;  // of a barrier that nobody has used: empty at once
+        for (int tile = first; tile < last; tile++) {
+            for (int k = 0; k < K; k += KC) {
+                const int bytes = 2 * min(KC, K - k);
+                for (int g = 0; g < GROUPS; g++) {
+                    wait(empty + 8 * stage, parity);
+                    if (lane == 0) expect(full + 8 * stage, 16 * bytes);
+                    __syncwarp();
+                    if (lane < 16) {
+                        // A row past the end is the last row once more; it is not stored.
+                        const u16* from = w + (long long)min(tile * ROWS + 16 * g + lane, N - 1) * w_stride + k;
+                        copy(shared_address(ring) + stage * STAGE + lane * PITCH, from, bytes, full + 8 * stage, once);
+                    }
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+            }
         }
-    };
+        return;
+    }
 
-    int unit = begin + warp, stage = 0;
-    u32 parity = 0;
-    for (int s = 0; s < STAGES; s++) read_ahead(unit + s * WARPS, s);
     asm volatile("griddepcontrol.wait;" ::: "memory");
-
     // Lane (group, quad) has 8 neighbours of K of token `group` and, below, of rows `group` and `group + 8`. The tensor
     // cores believe that they are at other places of K: the same ones in both matrices.
-    auto load_tokens = [&](int unit, uint4 (&to)[KW / 32][TOKEN_TILES]) {
-        const int k = unit % per_tile * KW, length = unit < end ? min(KW, K - k) : 0;
+    const int group = lane / 4, quad = lane % 4;
+    auto load_tokens = [&](int unit, Tokens& to) {
 #pragma unroll
-        for (int i = 0; i < KW / 32; i++)
+        for (int i = 0; i < STEPS; i++)
 #pragma unroll
             for (int t = 0; t < TOKEN_TILES; t++) {
-                const int token = 8 * t + group;
-                to[i][t] = make_uint4(0, 0, 0, 0);
-                if (token < M && 32 * i < length) to[i][t] = load_x(x + token * x_stride + k + 32 * i + 8 * quad);
+                const int token = 8 * t + group, k = unit * KC + 32 * (warp + i * CONSUMERS);
+                to.of[i][t] = make_uint4(0, 0, 0, 0);
+                if (token < M && k < K) to.of[i][t] = load_x(x + token * x_stride + k + 8 * quad);
             }
     };
-    uint4 tokens[KW / 32][TOKEN_TILES];
-    load_tokens(unit, tokens);
-
-    auto store = [&](int tile, int i, float sum) {  // output i of a tile: token i / ROWS, row i % ROWS
-        const int token = i / ROWS, n = tile * ROWS + i % ROWS;
-        if (token >= M || n >= N) return;
-#if HAS_BIAS
-        sum += widen(bias[n]);
-#endif
-        out[(long long)token * N + n] = narrow(sum);
-    };
-
-    for (int from = begin; from < end;) {
-        const int tile = from / per_tile, first = tile * per_tile, to = min(end, first + per_tile);
-        float acc[ROW_TILES][TOKEN_TILES][4] = {};
-        for (; unit < to; unit += WARPS) {
-            const int length = min(KW, K - (unit - first) * KW);
-            uint4 later[KW / 32][TOKEN_TILES];  // x comes from L2: it is asked for one unit ahead
-            load_tokens(unit + WARPS, later);
+    int stage = 0;
+    u32 parity = 0;
+    float acc[GROUPS][TOKEN_TILES][4];
+    auto take = [&](int unit, const Tokens& tokens) {  // KC of K of all the tile's rows
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
             wait(full + 8 * stage, parity);
-            const unsigned char* rows = ring + (warp * STAGES + stage) * STAGE + group * PITCH + 16 * quad;
-            auto step = [&](int i) {
+            const unsigned char* rows = ring + stage * STAGE + group * PITCH + 16 * quad;
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; r++) {
-                    const uint4 low = *(const uint4*)(rows + 16 * r * PITCH + 64 * i);
-                    const uint4 high = *(const uint4*)(rows + (16 * r + 8) * PITCH + 64 * i);
+            for (int i = 0; i < STEPS; i++) {
+                const int at = warp + i * CONSUMERS;
+                if (unit * KC + 32 * at >= K) continue;
+                const uint4 low = *(const uint4*)(rows + 64 * at);
+                const uint4 high = *(const uint4*)(rows + 8 * PITCH + 64 * at);
 #pragma unroll
-                    for (int t = 0; t < TOKEN_TILES; t++) {
-                        multiply(acc[r][t], low.x, high.x, low.y, high.y, tokens[i][t].x, tokens[i][t].y);
-                        multiply(acc[r][t], low.z, high.z, low.w, high.w, tokens[i][t].z, tokens[i][t].w);
-                    }
+                for (int t = 0; t < TOKEN_TILES; t++) {
+                    const uint4 v = tokens.of[i][t];
+                    multiply(acc[g][t], low.x, high.x, low.y, high.y, v.x, v.y);
+                    multiply(acc[g][t], low.z, high.z, low.w, high.w, v.z, v.w);
                 }
-            };
-            if (length == KW) {  // no branch between the steps: shared memory is read ahead of the tensor cores
-#pragma unroll
-                for (int i = 0; i < KW / 32; i++) step(i);
-            } else {
-#pragma unroll
-                for (int i = 0; i < KW / 32; i++)
-                    if (32 * i < length) step(i);
             }
-#pragma unroll
-            for (int i = 0; i < KW / 32; i++)
-#pragma unroll
-                for (int t = 0; t < TOKEN_TILES; t++) tokens[i][t] = later[i][t];
-            __syncwarp();  // all lanes have read the stage before it is written again
-            read_ahead(unit + STAGES * WARPS, stage);
+            __syncwarp();  // all lanes have read the stage before it is filled again
+            if (lane == 0) arrive(empty + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
+    };
+    auto store = [&](int row, int token, float sum) {  // `row` of W
+        if (token >= M || row >= N) return;
+#if HAS_BIAS
+        sum += widen(bias[row]);
+#endif
+        out[(long long)token * N + row] = narrow(sum);
+    };
 
+#if X_UNITS
+    Tokens tokens[X_UNITS];
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; r++)
+    for (int u = 0; u < X_UNITS; u++) load_tokens(u, tokens[u]);
+#else
+    Tokens tokens;
+    load_tokens(0, tokens);
+#endif
+    for (int tile = first; tile < last; tile++) {
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+            for (int t = 0; t < TOKEN_TILES; t++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) acc[g][t][i] = 0;
+#if X_UNITS
+#pragma unroll
+        for (int u = 0; u < X_UNITS; u++)
+            take(u, tokens[u]);
+#else
+        for (int u = 0, units = (K + KC - 1) / KC; u < units; u++) {
+            Tokens later;  // asked for one unit ahead
+            load_tokens(u + 1 < units ? u + 1 : 0, later);
+            take(u, tokens);
+            tokens = later;
+        }
+#endif
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            consumers_meet();  // the sums before are read
 #pragma unroll
             for (int t = 0; t < TOKEN_TILES; t++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const int token = 8 * t + 2 * quad + i % 2, row = 16 * r + group + i / 2 * 8;
-                    sums[warp * OUTPUTS + token * ROWS + row] = acc[r][t][i];
+                    const int token = 8 * t + 2 * quad + i % 2, row = group + i / 2 * 8;
+                    sums[warp * OUTPUTS + token * 16 + row] = acc[g][t][i];
                 }
-        __syncthreads();
-        const bool whole = from == first && to == first + per_tile;
-        // A block has at most two tiles that are not whole: the one that it begins in and the one that it ends in.
-        float* place = partial + (2 * blockIdx.x + (from != begin)) * OUTPUTS;
-        for (int i = thread; i < OUTPUTS; i += THREADS) {
-            float sum = sums[i];
-            for (int v = 1; v < WARPS; v++) sum += sums[v * OUTPUTS + i];
-            if (whole) store(tile, i, sum);
-            else place[i] = sum;
-        }
-        if (!whole) {
-            __threadfence();
-            __syncthreads();
-            // The blocks that have units of this tile; granule is 1 here, and no block is empty.
-            const int low = (int)(((u64)(first + 1) * gridDim.x - 1) / units);
-            const int high = (int)(((u64)(first + per_tile) * gridDim.x - 1) / units);
-            if (thread == 0) arrived = atomicAdd(tickets + tile, 1);
-            __syncthreads();
-            if (arrived == high - low) {
-                __threadfence();
-                for (int i = thread; i < OUTPUTS; i += THREADS) {
-                    float sum = 0;
-                    for (int block = low; block <= high; block++) {
-                        const int slot = first_unit(block, units, granule) / per_tile != tile;
-                        sum += ((volatile float*)partial)[(2 * block + slot) * OUTPUTS + i];
-                    }
-                    store(tile, i, sum);
-                }
-                if (thread == 0) tickets[tile] = 0;  // as it was found, for the next launch
+            consumers_meet();
+            for (int i = thread; i < OUTPUTS; i += 32 * CONSUMERS) {
+                float sum = sums[i];
+#pragma unroll
+                for (int v = 1; v < CONSUMERS; v++) sum += sums[v * OUTPUTS + i];
+                store(tile * ROWS + 16 * g + i % 16, i / 16, sum);
             }
         }
-        __syncthreads();  // `sums` and `arrived` are read
-        from = to;
     }
 }

@@ -1,0 +1,210 @@
+"""A whole decode step of a model in one CUDA graph: our linear layers or cuBLAS's, kernels that overlap or not.
+
+    python bench/scenarios/decode_step.py --rows skinny.jsonl --out rows.jsonl [--batch 1,8,16,32] [--context 512]
+
+The model is ours (fastkernels.models), with random weights and Llama-3.1-8B's shapes; its small ops run their first
+provider. --rows are those that skinny_linear.py wrote: for each layer and number of tokens the fastest right set makes
+a tuned table, and calls are dispatched by it as in production.
+Each variant's logits are compared with cuBLAS's; then all are timed in interleaved rounds. Needs torch, triton and
+transformers. --device cpu --quick runs a tiny model (TRITON_INTERPRET=1): its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from graph_clock import Clock, Run, measure
+from transformers import LlamaConfig
+
+from fastkernels import tuned
+from fastkernels.dispatch import OPS
+from fastkernels.forward_context import AttentionMetadata, forward_context
+from fastkernels.models import build
+from fastkernels.models.llama import LlamaForCausalLM
+from fastkernels.overrides.l1 import _overlap
+from fastkernels.overrides.l2.attention import PagedAttention
+
+_can = _overlap._can
+SIZES = {
+    False: {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 128},
+    True: {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 16},
+}  # fmt: skip
+PAGE = 16
+
+
+def table_of(rows: Path, path: Path, chip: str) -> Path:
+    """A tuned table of the fastest sets in the rows; cuBLAS where it is faster."""
+    times: dict[tuple[int, int, int], dict[tuple[str, str], float]] = {}
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        case = row["case"]
+        if case["kind"] == "time" and row["status"] == "ok" and "params" in case:
+            place = times.setdefault((case["out"], case["in"], case["tokens"]), {})
+            place[row["subject"]["provider"], case["params"]] = row["metrics"]["us"]
+    providers = {p.name: p for p in OPS["linear"].providers}
+    entries = []
+    for (n, k, m), found in times.items():
+        (provider, label), us = min(found.items(), key=lambda item: item[1])
+        entry: dict[str, Any] = {
+            "op": "linear", "shape": {"N": n, "K": k, "dtype": "bfloat16"}, "sizes": {"M": m}, "provider": None,
+            "baseline": "cublas", "run": "sweep",
+        }  # fmt: skip
+        if provider != "cublas":
+            values = [int(v) if v.isdigit() else v for v in label.split("/")]
+            params = dict(zip(providers[provider].params[0], values, strict=True))
+            speedup = found["cublas", ""] / us
+            entry |= {
+                "provider": provider,
+                "params": params,
+                "speedup": speedup,
+                "ci95": [(1 + speedup) / 2, speedup],
+            }
+        entries.append(entry)
+    path.write_text(
+        json.dumps({"schema": tuned.SCHEMA, "chip": chip, "runs": {"sweep": {}}, "entries": entries})
+    )
+    return path
+
+
+def make_model(run: Run) -> tuple[LlamaForCausalLM, LlamaConfig]:
+    config = LlamaConfig(**SIZES[run.quick], rope_theta=500000.0, tie_word_embeddings=False)
+    config.architectures = ["LlamaForCausalLM"]
+    with build._defaults(torch.bfloat16, torch.device(run.device)), torch.no_grad():
+        model = LlamaForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.02, generator=run.generator)
+            if "norm" in name:
+                parameter.add_(1.0)
+    return model.eval().requires_grad_(False), config
+
+
+def step_of(run: Run, model: LlamaForCausalLM, config: LlamaConfig, batch: int, context: int) -> Any:
+    """A function that gives the logits [batch, V] of a decode step at this context."""
+    pages = -(-context // PAGE)
+    shape = (batch * pages + 1, PAGE, config.num_key_value_heads, config.head_dim)
+    for layer in model.modules():
+        if isinstance(layer, PagedAttention):
+            layer.kv_cache = (run.randn(*shape), run.randn(*shape))
+    device = run.device
+    table = (1 + torch.arange(batch * pages, device=device, dtype=torch.int32)).view(batch, pages)
+    last = context - 1
+    slots = table[:, last // PAGE].long() * PAGE + last % PAGE
+    metadata = AttentionMetadata(
+        slots, torch.arange(batch + 1, device=device, dtype=torch.int32),
+        torch.full((batch,), context, device=device, dtype=torch.int32), table, 1, context, batch, context,
+    )  # fmt: skip
+    ids = torch.randint(
+        config.vocab_size, (batch,), device=device, generator=torch.Generator(device).manual_seed(1)
+    )
+    positions = torch.full((batch,), last, device=device)
+
+    def step() -> torch.Tensor:
+        with forward_context(metadata):
+            return model.compute_logits(model(ids, positions))
+
+    return step
+
+
+class Variant:
+    """A way to run the step: which tuned table is used, who attends, and whether kernels start early."""
+
+    current: Variant | None = None
+
+    def __init__(self, name: str, table: Path | None, overlap: bool, attention: str) -> None:
+        self.name, self.table, self.overlap, self.attention = name, table, overlap, attention
+
+    def call(self, step: Any) -> torch.Tensor:
+        if Variant.current is not self:
+            os.environ.pop("FASTKERNELS_TUNED", None)
+            if self.table is not None:
+                os.environ["FASTKERNELS_TUNED"] = str(self.table)
+            os.environ["FASTKERNELS_PROVIDER"] = f"attention_decode:{self.attention}"
+            for op in OPS.values():
+                op.reset()
+            tuned._by_op.cache_clear()
+            _overlap._can = _can if self.overlap else lambda device: False
+            Variant.current = self
+            step()  # compiles
+        return step()
+
+
+def kernels(run: Run, calls: list[Any], case: dict[str, Any]) -> None:
+    """A row for each kernel of the step: launches, and microseconds of all of them as CUPTI sees them."""
+    if not run.cuda:
+        return
+    graph, replays = Clock(run, calls).graph, 5
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+    for found in sorted(profile.key_averages(), key=lambda e: -e.device_time_total):
+        if found.device_time_total:
+            us = found.device_time_total / replays
+            name = found.key[:90]
+            run.row("kernel", name, case, launches=found.count / replays, us=us)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=Path, help="of skinny_linear.py on this GPU")
+    parser.add_argument("--batch", default="1,8,16,32")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--attention", default="triton,triton-split,fa3,flashinfer", help="its providers")
+    parser.add_argument(
+        "--profile",
+        default="cublas, triton, in turn;skinny, triton-split, early",
+        help="whose kernels to list",
+    )
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    options = parser.parse_args()
+    run = Run("decode_step", "linear", options)
+    chip = torch.cuda.get_device_name() if run.cuda else "cpu"
+    tables: dict[str, Path | None] = {"cublas": None}
+    if options.rows is not None:
+        tables["skinny"] = table_of(options.rows, options.out.with_suffix(".table.json"), chip)
+    found = {p.name: p.unavailable(run.device) for p in OPS["attention_decode"].providers}
+    attention = [a for a in options.attention.split(",") if found.get(a, "") is None] or ["reference"]
+    variants = [
+        Variant(f"{linear}, {a}, {how}", table, how == "early", a)
+        for linear, table in tables.items() for a in attention for how in ("in turn", "early")
+    ]  # fmt: skip
+    with torch.inference_mode():
+        model, config = make_model(run)
+        for batch in (int(b) for b in options.batch.split(",")):
+            if run.left() <= 0:
+                run.row("time", "all", {"batch": batch}, "out of time", "skipped")
+                continue
+            step = step_of(run, model, config, batch, options.context)
+            want, good = None, {}
+            for variant in variants:
+                got = variant.call(step).float()
+                want = got if want is None else want
+                gap = (got - want).abs().max().item() / want.abs().max().item()
+                case = {"batch": batch, "context": options.context}
+                wrong = "" if gap < 0.05 else f"logits differ by {gap:.3g} of the largest"
+                run.row("check", variant.name, case, wrong, quiet=True, gap=gap)
+                if not wrong:
+                    good[variant.name] = [partial(variant.call, step)]
+            for name, us in measure(run, good).items():
+                run.row("time", name, {"batch": batch, "context": options.context}, ms=1e-3 * us)
+            for name in options.profile.split(";"):
+                if name in good:
+                    kernels(run, good[name], {"batch": batch, "context": options.context, "variant": name})
+    raise SystemExit(1 if run.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""attention_decode in one launch: keys are split over programs, and the last of a sequence to arrive adds its parts.
+
+How many parts there may be follows from shapes, how many there are from the sequence's length, on the device: nothing
+is planned on the host, and one CUDA graph serves all lengths. Parts are added in a fixed order: equal calls have equal
+bits.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._skinny_linear_triton import _sms, tickets
+from fastkernels.overrides.l1.attention_prefill import check
+from fastkernels.overrides.l1.store_kvcache import fp8_refusal
+
+MAX_SPLITS = 128
+SHARED = 216 * 1024  # bytes of shared memory that a program may have for tiles
+COMBINED = 2048  # values of parts, in float32, that a warp adds at once
+LOG2E = 1.4426950408889634
+
+
+def _set(per_sm: int, block_n: int, num_warps: int, num_stages: int, min_split: int = 64) -> dict[str, int]:
+    return {
+        "per_sm": per_sm, "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages,
+        "min_split": min_split,
+    }  # fmt: skip
+
+
+# What may be chosen; any set is right for any shape.
+#   per_sm     programs a multiprocessor, which decides how many parts a sequence may have
+#   block_n    keys in a tile
+#   min_split  keys of the smallest part: below, a part costs more to add than it saves
+PARAMS: tuple[dict[str, int], ...] = (
+    _set(2, 64, 4, 4), _set(3, 64, 4, 3), _set(1, 64, 4, 7), _set(2, 64, 4, 3), _set(4, 64, 4, 3), _set(3, 32, 4, 4),
+    _set(2, 32, 4, 6), _set(4, 32, 2, 4), _set(6, 32, 2, 3), _set(2, 64, 8, 4), _set(1, 128, 8, 4), _set(2, 64, 2, 4),
+    _set(4, 16, 2, 6, 32), _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(1, 64, 4, 4),
+)  # fmt: skip
+
+
+def has_room(params: dict[str, int], head_size: int, itemsize: int) -> bool:
+    """Whether tiles of keys and values of so many bytes a channel go into a multiprocessor's shared memory."""
+    width = max(triton.next_power_of_2(head_size), 16) * itemsize
+    return 2 * params["block_n"] * width * (params["num_stages"] - 1) <= SHARED
+
+
+def fits(params: dict[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
+    """Whether this set is meant for such a call: its tiles have room."""
+    return has_room(params, q.shape[2], key_cache.element_size())
+
+
+@lru_cache(maxsize=64)
+def choose(head_size: int, itemsize: int) -> dict[str, int]:
+    """The default sizes: the first set whose tiles have room."""
+    return next(p for p in PARAMS if has_room(p, head_size, itemsize))
+
+
+def splits_of(programs: int, max_seqlen_k: int, per_sm: int, min_split: int, sms: int) -> int:
+    """Most parts that keys are cut into: `per_sm` programs a multiprocessor, and no part smaller than min_split."""
+    return max(min(per_sm * sms // programs, -(-max_seqlen_k // min_split), MAX_SPLITS), 1)
+
+
+@triton.jit
+def _add_parts(
+    out_ptr, part_ptr, lse_ptr, first, parts, group, D,
+    BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # The parts first .. first + parts - 1, of one sequence and key head, by their shares of the softmax.
+    heads, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for begin in range(0, parts, BLOCK_P):
+        part = begin + tl.arange(0, BLOCK_P)
+        there = (part < parts)[:, None] & (heads < group)[None, :]
+        at = (first + part)[:, None] * group + heads[None, :]
+        # Other multiprocessors wrote them while this kernel runs: they are not read from L1.
+        lse = tl.load(lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            part_ptr + at[:, :, None] * D + dims[None, None, :], mask=there[:, :, None] & (dims < D)[None, None, :],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        share, decay = tl.exp2(lse - base[None, :]), tl.exp2(top - base)
+        total = total * decay + tl.sum(share, 0)
+        acc = acc * decay[:, None] + tl.sum(values * share[:, :, None], 0)
+        top = new_top
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    mask = (heads < group)[:, None] & (dims < D)[None, :]
+    tl.store(out_ptr + heads[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits", "table_stride", "min_split", "window_left"])
+def _decode_split_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    group, D, scale, v_scale, window_left, softcap, splits, min_split,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (key head, split, sequence): all query heads of the group share the keys it reads. Programs of one
+    # sequence's heads are neighbours, as are what they read.
+    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_k = tl.load(len_ptr + seq)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+    # As many parts as the longest sequence may have, fewer where they would be under min_split; none is empty.
+    tiles = tl.cdiv(n_k - first, BLOCK_N)
+    parts = tl.minimum(tl.cdiv(n_k - first, min_split), splits)
+    per_part = tl.cdiv(tiles, tl.maximum(parts, 1))
+    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(per_part, 1)), 1)
+    if split >= parts:
+        return
+    low = first + split * per_part * BLOCK_N
+    high = tl.minimum(low + per_part * BLOCK_N, n_k)
+
+    dims, rows, offs = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    heads = kv_head * group + rows
+    q_mask = (rows < group)[:, None] & (dims < D)[None, :]
+    q = tl.load(
+        q_ptr + seq * q_stride_b + heads[:, None] * q_stride_h + dims[None, :], mask=q_mask, other=0.0
+    )
+    table_at = table_ptr + seq * table_stride
+    k_at = k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, :]
+    v_at = v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, :]
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # A tile's blocks are looked up one tile ahead, so that no read of keys waits for the table.
+    page = tl.load(table_at + (low + offs) // PAGE, mask=low + offs < high, other=0)
+    for begin in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        cols = begin + offs
+        inside = cols < high
+        mask = inside[:, None] if EVEN_D else inside[:, None] & (dims < D)[None, :]
+        block, slot = page.to(tl.int64), cols % PAGE
+        k = tl.load(k_at + (block * k_stride_b + slot * k_stride_s)[:, None], mask=mask, other=0.0)
+        v = tl.load(v_at + (block * v_stride_b + slot * v_stride_s)[:, None], mask=mask, other=0.0)
+        page = tl.load(table_at + (cols + BLOCK_N) // PAGE, mask=cols + BLOCK_N < high, other=0)
+        if UPCAST:  # the interpreter
+            scores = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))) * scale
+        else:
+            scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
+        if SOFTCAP:  # scale has log2 e in it, and so has softcap
+            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / softcap))))
+        seen = inside
+        if WINDOW:
+            seen = seen & (cols >= n_k - 1 - window_left)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        if UPCAST:
+            acc += tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32))
+        else:
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc)
+        top = new_top
+    acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+
+    first_row = (seq * tl.num_programs(0) + kv_head) * group
+    out_at = out_ptr + (first_row + rows)[:, None] * D + dims[None, :]
+    if SPLIT and parts > 1:
+        first_part = (seq * tl.num_programs(0) + kv_head) * splits
+        row = (first_part + split) * group + rows
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        tl.store(lse_ptr + row, lse, mask=rows < group)
+        tl.store(part_ptr + row[:, None] * D + dims[None, :], acc, mask=q_mask)
+        tl.debug_barrier()  # one thread takes the ticket, for what all have stored
+        ticket = ticket_ptr + seq * tl.num_programs(0) + kv_head
+        if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            _add_parts(
+                out_ptr + first_row * D, part_ptr, lse_ptr, first_part, parts, group, D, BLOCK_P, BLOCK_G, BLOCK_D
+            )  # fmt: skip
+            tl.store(ticket, 0)  # as it was found, for the next launch
+    else:
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def supports_split(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    *_: Any,
+) -> str | None:
+    """None if the kernel takes this call, else the reason why not."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is not bfloat16 or float16"
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
+    if key_cache.dtype == torch.float8_e4m3fn and (reason := fp8_refusal(q.device)) is not None:
+        return reason
+    if q.shape[-1] > 256:
+        return f"head size {q.shape[-1]} is over 256"
+    if (group := q.shape[1] // key_cache.shape[2]) > 64:
+        return f"{group} query heads on one key head are over 64"
+    for name, t in (
+        ("q", q),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        ("block_table", block_table),
+    ):
+        if t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    return None
+
+
+def decode_split(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    **params: int,
+) -> torch.Tensor:
+    """The arguments of attention_decode.reference; params: one of PARAMS, or some of its keys."""
+    check("attention_decode", q, key_cache, value_cache)
+    batch, _, d = q.shape
+    block_size, kv_heads = key_cache.shape[1:3]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    p = {**choose(d, key_cache.element_size()), **params}
+    group, block_d = q.shape[1] // kv_heads, max(triton.next_power_of_2(d), 16)
+    splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], _sms(q.device))
+    part = lse = taken = None
+    if splits > 1:
+        part = torch.empty((batch, kv_heads, splits, group, d), dtype=torch.float32, device=q.device)
+        lse = torch.empty((batch, kv_heads, splits, group), dtype=torch.float32, device=q.device)
+        taken = tickets.get(q.device, batch * kv_heads)
+    block_g = triton.next_power_of_2(group)
+    _decode_split_kernel[(kv_heads, splits, batch)](
+        q, key_cache, value_cache, out, part, lse, taken, seq_lens, block_table, *q.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), group, d, scale * k_scale * LOG2E,
+        v_scale, window_left, softcap * LOG2E, splits, p["min_split"],
+        PAGE=block_size, WINDOW=window_left >= 0, SOFTCAP=softcap > 0, SPLIT=splits > 1,
+        UPCAST=q.device.type == "cpu", EVEN_D=d == block_d, BLOCK_G=block_g, BLOCK_M=max(block_g, 16),
+        BLOCK_N=p["block_n"], BLOCK_D=block_d, BLOCK_P=max(p["num_warps"] * COMBINED // (block_g * block_d), 1),
+        STAGES=p["num_stages"], num_warps=p["num_warps"], num_stages=p["num_stages"],
+        **overlap(q.device),
+    )  # fmt: skip
+    return out

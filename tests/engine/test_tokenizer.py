@@ -1,0 +1,73 @@
+"""The tokenizer without AutoTokenizer: the same one, and only where AutoTokenizer would take it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastkernels.engine import tokenizer
+from fastkernels.models.weights import CheckpointError
+
+
+@pytest.fixture()
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+def edited(folder: Path, name: str, **fields: Any) -> Path:
+    config = {**json.loads((folder / name).read_text()), **fields}
+    (folder / name).write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_it_is_the_one_that_autotokenizer_takes(copy: Path, name: str, kind: str) -> None:
+    from transformers import AutoTokenizer
+
+    edited(copy, "tokenizer_config.json", tokenizer_class=name)
+    edited(copy, "config.json", model_type=kind)
+    assert tokenizer.is_plain(copy)
+    ours, theirs = tokenizer.load(copy), AutoTokenizer.from_pretrained(copy)
+    assert type(ours) is type(theirs) and ours.init_kwargs == theirs.init_kwargs
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert (ours.chat_template, ours.eos_token_id) == (theirs.chat_template, theirs.eos_token_id)
+    assert ours("Grüße, 世界").input_ids == theirs("Grüße, 世界").input_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}),
+        ("tokenizer_config.json", {"tokenizer_class": None}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a", "b"]}}),
+        ("config.json", {"model_type": "mixtral"}),
+        ("config.json", {"model_type": None}),
+    ],
+)
+def test_all_else_is_for_autotokenizer(copy: Path, name: str, fields: dict[str, Any]) -> None:
+    assert not tokenizer.is_plain(edited(copy, name, **fields))
+
+
+def test_what_is_not_there_is_not_plain_and_said(copy: Path, tmp_path: Path) -> None:
+    assert not tokenizer.is_plain(tmp_path / "none")
+    (copy / "tokenizer.json").unlink()
+    assert not tokenizer.is_plain(copy)
+    with pytest.raises(CheckpointError, match="skip_tokenizer_init"):
+        tokenizer.load(copy)
+
+
+def test_it_does_not_import_what_takes_seconds(copy: Path) -> None:
+    code = (
+        f"import sys; from fastkernels.engine import tokenizer; print(tokenizer.load({str(copy)!r})('a').input_ids);"
+        "print([m for m in ('torch._dynamo', 'sympy', 'transformers.generation') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == "[]" and done.stdout.startswith("[")
