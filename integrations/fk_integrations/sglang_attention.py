@@ -21,7 +21,7 @@ MODES = ("DECODE", "EXTEND", "MIXED")
 
 def swap_attention(runner: Any, layer: Any, version: str, journal: Journal) -> str | None:
     """Put our kernels behind a RadixAttention, in every backend of the runner that we know. None, or why not."""
-    reason = _unsupported_layer(layer)
+    reason = _unsupported_layer(runner, layer)
     if reason is not None:
         return reason
     reasons = []
@@ -67,7 +67,7 @@ def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal) -> 
 # What is not supported
 
 
-def _unsupported_layer(layer: Any) -> str | None:
+def _unsupported_layer(runner: Any, layer: Any) -> str | None:
     if layer.attn_type.value != "decoder":
         return f"attention type {layer.attn_type.value!r} is not supported"
     if layer.is_cross_attention:
@@ -79,7 +79,9 @@ def _unsupported_layer(layer: Any) -> str | None:
         return f"position encoding and capping of {kinds} are not supported"
     if layer.xai_temperature_len > 0:
         return "a temperature by length is not supported"
-    if layer.k_scale is not None or layer.v_scale is not None:
+    # Every layer of an FP8 model has scales, which the host uses where the cache has a dtype of its own.
+    scaled = layer.k_scale is not None or layer.v_scale is not None
+    if scaled and runner.server_args.kv_cache_dtype != "auto":
         return "scaled keys and values are not supported"
     return None
 

@@ -236,5 +236,10 @@ def test_sglang_says_why_a_layer_or_a_backend_is_left_alone() -> None:
 
     assert "Backend; known: sglang.srt" in reason()
     assert "keys of 32 with values of 16" in reason(v_head_dim=16)
+    layer.v_head_dim = D
+    ones, runner.server_args = torch.ones(()), SimpleNamespace(kv_cache_dtype="auto")
+    assert "Backend; known: sglang.srt" in reason(k_scale=ones, v_scale=ones)  # as in an FP8 model
+    runner.server_args.kv_cache_dtype = "bfloat16"
+    assert reason() == "scaled keys and values are not supported"
     assert "encoder_only" in reason(attn_type=SimpleNamespace(value="encoder_only"))
     assert type(runner.attn_backend) is Backend and not journal.steps
