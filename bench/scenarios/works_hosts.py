@@ -25,7 +25,7 @@ def checkpoint(folder: Path, kind: str) -> Path:
         return path
     if kind in ("gptq", "awq"):
         return make_quantized(path, checkpoint(folder, "llama"), kind)
-    window = {"sliding_window": 64} if kind == "mistral" else {}
+    window = {"sliding_window": 64} if kind in ("mistral", "gemma2") else {}
     make_tiny(path, kind, **SHAPES, **window)
     tensors = load_file(path / "model.safetensors")
     scaled = {

@@ -92,6 +92,8 @@ class Cell:
         self.lines: list[str] = []
         self.reference = args.work / f"{args.host}-{args.child}.json"
         kind, *options = FEATURES[args.child]
+        if (kind, args.host) == ("mistral", "sglang"):
+            kind = "gemma2"  # SGLang's Mistral has no window
         model = checkpoint(args.work, kind)
         lora = str(adapter(args.work, model)) if args.child == "lora" else None
         text = json.dumps(options[args.host == "sglang"]).replace('"MODEL"', json.dumps(str(model)))
@@ -123,7 +125,8 @@ class Cell:
     def rows(self, rows: list[Any]) -> None:
         """Note and judge what the report says."""
         active = {r.op for r in rows if r.state == "active" and r.calls > 0}
-        for op in ("rms_norm", "rotary_emb", "embedding"):
+        norm = "gemma_rms_norm" if any("Gemma" in r.host_class and r.modules for r in rows) else "rms_norm"
+        for op in (norm, "rotary_emb", "embedding"):
             if op not in active:
                 self.problems.append(f"{op} did not run: {[r.reason for r in rows if r.op == op]}")
         for op in ("linear", "attention"):

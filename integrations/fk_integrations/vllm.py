@@ -25,7 +25,7 @@ from .before import BeforeConstruction
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
-ASLEEP = "the engine is asleep, so no step can be run: wake it up (wake_up()), then patch or undo"
+ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
 
 def installed_version() -> str | None:
