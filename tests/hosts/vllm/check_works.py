@@ -2,21 +2,35 @@
 
 import pytest
 from conftest import make_llm
-from features import BASE, LEAVES, NAMED, both_ways, build, check_leaves, check_same, said
+from features import BASE, LEAVES, NAMED, check_leaves, check_same, said
 from support.tiny import make_tiny
 from support.variants import make_lora
 
 import fastkernels
 from fastkernels.patch import PatchError
 
-__all__ = ["build"]  # a fixture
-
 
 @pytest.fixture(scope="module")
 def llm():
-    llm = make_llm(str(BASE))
+    llm = make_llm(str(BASE), enable_lora=True, max_lora_rank=8, max_loras=1)
     yield llm
     llm.llm_engine.engine_core.shutdown()
+
+
+def test_lora(llm, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("a", 1, str(make_lora(tmp_path / "lora", BASE)))
+    stock, adapted = said(llm), said(llm, adapter)
+    assert stock != adapted
+    with fastkernels.patch(llm, ops=NAMED) as report:
+        check_same(said(llm), stock)
+        check_same(said(llm, adapter), adapted)
+        check_leaves(report)
+        rows = {r.op: r for r in report.active}
+        assert rows["linear"].modules == 8 and rows["embedding"].modules == 1  # inside the wrappers, once
+        assert rows["linear"].calls == 8 * rows["embedding"].calls and rows["gated_mlp"].modules == 2
+    assert said(llm) == stock and said(llm, adapter) == adapted
 
 
 def test_prefix_cache(llm):
@@ -73,21 +87,3 @@ def test_an_engine_that_sleeps_is_not_changed(llm):
         fastkernels.patch(llm)
     llm.wake_up()
     assert said(llm) == stock
-
-
-def test_lora(build, tmp_path):
-    from vllm.lora.request import LoRARequest
-
-    adapter = LoRARequest("a", 1, str(make_lora(tmp_path / "lora", BASE)))
-
-    def say(llm):
-        plain, adapted = said(llm), said(llm, lora=adapter)
-        assert plain != adapted
-        return plain + adapted
-
-    for report in both_ways(build, say, enable_lora=True, max_lora_rank=8, max_loras=1):
-        rows = {r.op: r for r in report.active}
-        assert (
-            rows["linear"].modules == 8 and rows["embedding"].modules == 1
-        )  # the layers inside the wrappers, once
-        assert rows["linear"].calls == 8 * rows["embedding"].calls and rows["gated_mlp"].modules == 2

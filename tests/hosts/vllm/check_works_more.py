@@ -1,10 +1,10 @@
-"""As check_works.py, what takes longer: quantized models, windows, fp8 caches, speculative decoding."""
+"""As check_works.py, what needs an engine of its own: quantized models, windows, fp8 caches, speculative decoding."""
 
 import pytest
 import torch
 from features import BASE, LEAVES, PROMPTS, both_ways, build, reason, said
 from support.tiny import make_tiny
-from support.variants import make_quantized, unpacked
+from support.variants import make_lora, make_quantized, unpacked
 
 __all__ = ["build"]  # a fixture
 QUANTIZED = {
@@ -73,3 +73,21 @@ def test_speculative_decoding_with_several_tokens_a_step(build):
         assert (
             rows["rms_norm"].calls == 5 * steps and steps < tokens / 2
         )  # the draft's own norms are the host's
+
+
+def test_lora(build, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("a", 1, str(make_lora(tmp_path / "lora", BASE)))
+
+    def say(llm):
+        plain, adapted = said(llm), said(llm, lora=adapter)
+        assert plain != adapted
+        return plain + adapted
+
+    for report in both_ways(build, say, enable_lora=True, max_lora_rank=8, max_loras=1):
+        rows = {r.op: r for r in report.active}
+        assert (
+            rows["linear"].modules == 8 and rows["embedding"].modules == 1
+        )  # the layers inside the wrappers, once
+        assert rows["linear"].calls == 8 * rows["embedding"].calls and rows["gated_mlp"].modules == 2

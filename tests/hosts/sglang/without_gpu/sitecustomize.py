@@ -1,33 +1,6 @@
-"""What SGLang asks of a GPU machine in places where its CPU platform has no say. Only processes with this folder in
-PYTHONPATH run it: pinned memory, which torch refuses where there is no accelerator, is plain memory; and the AWQ
-kernel has a form for the CPU."""
+"""Run by every Python process that has this folder in PYTHONPATH: an engine's get the stand-ins for a GPU."""
 
-import functools
+import sys
 
-import torch
-from support.variants import AWQ_ORDER, unpacked
-
-
-def _plain(make):
-    @functools.wraps(make)
-    def made(*args, pin_memory=False, **kwargs):
-        return make(*args, **kwargs)
-
-    return made
-
-
-for _name in ("tensor", "empty", "zeros"):
-    setattr(torch, _name, _plain(getattr(torch, _name)))
-torch.Tensor.pin_memory = lambda self, device=None: self
-
-_LIBRARY = torch.library.Library("sglang", "IMPL")
-_COLUMNS = [AWQ_ORDER.index(i) for i in range(8)]
-
-
-def _awq_dequantize(qweight, scales, qzeros):
-    values, zeros = (unpacked(t).unflatten(1, (-1, 8))[:, :, _COLUMNS].flatten(1) for t in (qweight, qzeros))
-    rows = len(values) // len(scales)
-    return (values - zeros.repeat_interleave(rows, 0)) * scales.repeat_interleave(rows, 0)
-
-
-_LIBRARY.impl("awq_dequantize", _awq_dequantize, "CPU")
+if not any("resource_tracker" in word for word in sys.orig_argv):  # multiprocessing's, which needs no torch
+    import stand_ins  # noqa: F401
