@@ -1,6 +1,6 @@
 """What SGLang asks of a GPU machine in places where its CPU platform has no say.
 
-Pinned memory, which torch refuses where there is no accelerator, is plain memory; the AWQ kernel has a form for the CPU.
+Pinned memory, which torch refuses without an accelerator, is plain memory; the AWQ kernel has a form for the CPU.
 """
 
 import functools
