@@ -97,14 +97,14 @@ class _Compiles:
 def jobs() -> Iterator[tuple[Case, dict[str, int]]]:
     """A call for each kernel that will be launched."""
     for p in split.PARAMS:
-        for lens in ([1], [1] * 4096):  # with and without parts
+        for lens in ([1], [1] * (64 if p["even"] else 4096)):  # with and without parts; of many sequences
             dims = {"seq_lens": lens, "max_seqlen_k": 4096, "max_blocks": 8, **LLAMA.dims}
             yield Case("compile", dims), p
     for dtype, dims in KINDS:
         for p in split.PARAMS[:3]:
             yield Case("compile", dims, dtype), p
     for layout in OTHERS.values():
-        for p in split.PARAMS:
+        for p in split.PARAMS[::3]:
             yield Case("compile", {"seq_lens": [1], "max_seqlen_k": 4096, **layout.dims}), p
 
 
@@ -301,7 +301,7 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int) ->
         provider = PROVIDERS[name]
         if run.cuda and provider.unavailable("cuda") is None and provider.supports(*calls[0]) is None:
             named[name] = (name, {}, provider.fn)
-    for p in sets_of(run, caches.layout):
+    for p in sets_of(run, caches.layout)[:: 1 if caches.layout == LLAMA else 3]:
         named[f"split {label(p)}"] = ("triton-split", p, partial(split.decode_split, **p))
     times = timed(run, named, calls)
     ours = sorted((n for n in times if named[n][0] == "triton-split"), key=times.__getitem__)
