@@ -54,7 +54,7 @@ def test_parts_fill_the_device_and_are_not_too_small() -> None:
 @pytest.mark.parametrize("itemsize", [1, 2])
 def test_default_has_room(head_size: int, itemsize: int) -> None:
     chosen = split.choose(head_size, itemsize)
-    assert chosen in split.PARAMS and split.has_room(chosen, head_size, itemsize) and not chosen["pdl"]
+    assert chosen in split.PARAMS and split.has_room(chosen, head_size, itemsize)
 
 
 def test_sets_are_compilable_sizes() -> None:

@@ -35,6 +35,7 @@ SPEC = registry.get("attention_decode")
 PROVIDERS = {p.name: p for p in SPEC.op.providers}
 COMPILE_S = 100
 LAYERS, COLD = 32, 256 << 20  # bytes that one pass over the calls of a graph reads at least
+CAPACITY = 8192  # what a server's graphs are captured for
 
 
 class Layout(NamedTuple):
@@ -268,22 +269,28 @@ class Caches:
         dtype = torch.float16 if run.quick else torch.bfloat16
         self.keys, self.values = (run.randn(*shape, dtype=dtype) for _ in "kv")
 
-    def calls(self, batch: int, context: int) -> list[list[Any]]:
-        """The arguments of enough calls that what they read is not in L2."""
+    def calls(self, batch: int, context: int, ragged: bool = False) -> list[list[Any]]:
+        """The arguments of enough calls that what they read is not in L2.
+
+        ragged: lengths from an eighth of the context to almost twice it, in a call for any up to CAPACITY.
+        """
         layout, run = self.layout, self.run
-        width = -(-context // layout.block_size)
+        longest = context * 15 // 8 if ragged else context
+        width = -(-longest // layout.block_size)
         sets = min(
             max(-(-COLD // (len(self.keys) * kv_bytes(layout, batch, context))), 1),
             self.blocks // (batch * width),
         )
         order = torch.randperm(self.blocks, generator=run.generator, device=run.device).to(torch.int32)
-        lens = torch.full((batch,), context, dtype=torch.int32, device=run.device)
+        lens = (
+            torch.linspace(2 * context - longest, longest, batch).int()[torch.randperm(batch)].to(run.device)
+        )
         found = []
         for i in range(1 if run.quick else sets):
             table = order[i * batch * width : (i + 1) * batch * width].view(batch, width)
             for keys, values in zip(self.keys, self.values, strict=True):
                 q = run.randn(batch, layout.heads, layout.head_size, dtype=keys.dtype)
-                scalars = [context, layout.head_size**-0.5, -1, 0.0]
+                scalars = [CAPACITY if ragged else context, layout.head_size**-0.5, -1, 0.0]
                 found.append([q, keys, values, lens, table, *scalars])
         return found
 
@@ -292,10 +299,10 @@ def kv_bytes(layout: Layout, batch: int, context: int) -> int:
     return 2 * 2 * batch * context * layout.kv_heads * layout.head_size
 
 
-def time_case(run: Run, model: str, caches: Caches, batch: int, context: int) -> None:
+def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ragged: bool = False) -> None:
     split.tickets.captured.clear()  # those of the case before are used up, and its graphs are gone
     split.tickets.streams.clear()
-    calls = caches.calls(batch, context)
+    calls = caches.calls(batch, context, ragged)
     named: dict[str, tuple[str, dict[str, int], Callable[..., Any]]] = {}
     for name in ("triton", "fa3", "flashinfer"):
         provider = PROVIDERS[name]
@@ -342,6 +349,9 @@ def time_all(run: Run, batches: list[int], contexts: list[int]) -> None:
             time_case(run, "llama-8b", caches, batch, context)
         else:
             run.row("time", "all", {"batch": batch, "context": context}, "out of time", "skipped")
+    for batch in (8, 32, 48, 64, 256):
+        if run.left() > 0:
+            time_case(run, "ragged", caches, batch, 1024, ragged=True)
     del caches
     for model, layout in OTHERS.items():
         caches = Caches(run, layout, 32 * 2048, LAYERS)
