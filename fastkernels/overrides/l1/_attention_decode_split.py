@@ -22,7 +22,7 @@ from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 MAX_SPLITS = 128
 SHARED = 216 * 1024  # bytes of shared memory that a program may have for tiles
 REGISTERS = 1 << 16  # of a multiprocessor
-COMBINED = 2048  # values of parts, in float32, that a warp adds at once
+COMBINED = 2048  # values of parts, in float32, that a warp adds at once, of four at most
 LOG2E = 1.4426950408889634
 
 
@@ -41,11 +41,10 @@ def _set(
 #   min_split  keys of the smallest part: below, a part costs more to add than it saves
 #   even       all keys of a batch are shared out evenly, so that no program has more than another; else each sequence's
 PARAMS: tuple[dict[str, int], ...] = (
-    _set(2, 64, 4, 4), _set(3, 64, 4, 3), _set(1, 64, 4, 7), _set(2, 64, 4, 3), _set(4, 64, 4, 3), _set(3, 32, 4, 4),
-    _set(2, 32, 4, 6), _set(4, 32, 2, 4), _set(6, 32, 2, 3), _set(2, 64, 8, 4), _set(1, 128, 8, 4), _set(2, 64, 2, 4),
-    _set(4, 16, 2, 6, 32), _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(1, 64, 4, 4),
-    _set(2, 64, 4, 4, 64, 1), _set(3, 64, 4, 3, 64, 1), _set(1, 64, 4, 7, 64, 1), _set(3, 32, 4, 4, 64, 1),
-    _set(4, 32, 2, 4, 64, 1), _set(2, 64, 4, 4, 256, 1), _set(1, 128, 8, 4, 128, 1),
+    _set(2, 64, 4, 4, 128), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(3, 64, 4, 3, 256), _set(2, 64, 2, 4),
+    _set(6, 32, 2, 3), _set(1, 64, 4, 7, 256), _set(1, 64, 8, 7, 128), _set(1, 128, 8, 4, 128), _set(2, 64, 8, 4, 256),
+    _set(2, 64, 4, 4, 128, 1), _set(4, 32, 2, 4, 64, 1), _set(1, 64, 4, 7, 128, 1), _set(6, 32, 2, 3, 128, 1),
+    _set(2, 64, 2, 4, 64, 1), _set(1, 128, 8, 4, 128, 1),
 )  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def _add_parts(
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for begin in range(0, parts, BLOCK_P):
+    for begin in tl.range(0, parts, BLOCK_P, num_stages=3):  # the next are on their way while these are added
         part = begin + tl.arange(0, BLOCK_P)
         there = (part < parts)[:, None] & (heads < group)[None, :]
         row = first + part * step + tl.where(part == 0, bump, 0)
@@ -343,14 +342,14 @@ def decode_split(
     options: dict[str, Any] = {
         "PAGE": block_size, "WINDOW": window_left >= 0, "SOFTCAP": softcap > 0, "UPCAST": q.device.type == "cpu",
         "EVEN_D": d == block_d, "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
-        "BLOCK_D": block_d, "BLOCK_P": max(p["num_warps"] * COMBINED // (block_g * block_d), 1),
+        "BLOCK_D": block_d, "BLOCK_P": max(min(p["num_warps"], 4) * COMBINED // (block_g * block_d), 1),
         "STAGES": p["num_stages"], "num_warps": p["num_warps"], "num_stages": p["num_stages"], **overlap(q.device),
+        # What adds parts would take more registers than so many programs have, without need.
+        "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
     }  # fmt: skip
     if p["even"]:
         block_b = 32 if batch <= 32 else max(triton.next_power_of_2(batch), 256)
         least = max(p["min_split"] // p["block_n"], 1)
-        # The loop over sequences would take more registers than so many programs have, without need.
-        options["maxnreg"] = min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248)
         _decode_even_kernel[(kv_heads, workers)](*arguments, batch, least, BLOCK_B=block_b, **options)
     else:
         _decode_split_kernel[(kv_heads, splits, batch)](
