@@ -3,10 +3,9 @@
     python bench/scenarios/decode_attention.py --out rows.jsonl [--seconds 110] [--batch 1,8,32,64,256]
 
 Needs torch and triton; FA3 and FlashInfer are timed beside it where they can be imported. Compiles all sets of
-parameters in parallel, compares each with float64 on odd lengths and on model shapes, replays a graph whose lengths
-change, and looks whether FA3 itself writes zeros where a sequence has no keys. Then times everything at each batch and
-context: a model's layers with their own caches one after the other in a CUDA graph, so that nothing is in L2, the slope
-between n and 2n replays, interleaved. It prints the best of each case and what it reads in TB/s.
+parameters in parallel, compares each with float64, replays graphs whose lengths change. Then times everything: a
+model's layers with their own caches one after the other in a CUDA graph, so that nothing is in L2, the slope between n
+and 2n replays, interleaved; and rope_store_kvcache beside the launches that it stands for.
 --device cpu --quick runs all of it on tiny shapes, interpreted (TRITON_INTERPRET=1): the times mean nothing there.
 """
 
@@ -29,6 +28,7 @@ from graph_clock import Run, measure, poisoned
 
 from fastkernels import registry
 from fastkernels.overrides.l1 import _attention_decode_split as split
+from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.spec import Case
 
 SPEC = registry.get("attention_decode")
@@ -204,16 +204,14 @@ def check_all(run: Run) -> None:
         check(run, sets_of(run), {"seq_lens": [length] * batch, **LLAMA.dims})
     for p in sets_of(run):
         graphs(run, p)
-    fa3_writes_zeros(run)
+    zeros(run)
 
 
 def graphs(run: Run, p: dict[str, int]) -> None:
     """Two graphs with the same kernel at once, whose lengths change between replays."""
     batches = [[900, 17, 4000], [1, 0, 65]]
-    made = [
-        SPEC.inputs(Case("graph", {"seq_lens": [4096] * 3, **LLAMA.dims}), run.device, run.generator)
-        for _ in "ab"
-    ]
+    case = Case("graph", {"seq_lens": [4096] * 3, **LLAMA.dims})
+    made = [SPEC.inputs(case, run.device, run.generator) for _ in "ab"]
     wrong = ""
     try:
         captured, outs, streams = [], [], [torch.cuda.Stream() for _ in made]
@@ -245,16 +243,23 @@ def graphs(run: Run, p: dict[str, int]) -> None:
     run.row("graphs", "triton-split", {"params": label(p)}, wrong, quiet=True)
 
 
-def fa3_writes_zeros(run: Run) -> None:
-    """Whether FA3 needs an output that was zeroed: batches with empty sequences, its keys split and not."""
-    fa3 = PROVIDERS["fa3"]
-    for lens in ([0], [0, 8000], [0, 5, 0, 700] * 8, [0] * 200):
-        args = SPEC.inputs(Case("empty", {"seq_lens": lens, **LLAMA.dims}), run.device, run.generator)
-        if fa3.unavailable("cuda") is not None or fa3.supports(*args) is not None:
-            return
-        with poisoned():
-            wrong = problem(partial(fa3.fn, *args), oracle(args))
-        run.row("zeros", "fa3", {"lengths": str(lens)[:40]}, wrong)
+def zeros(run: Run) -> None:
+    """Zeros where a sequence has no keys, which FA3 writes itself: it gets memory that was not zeroed."""
+    for name in ("fa3", "flashinfer"):
+        provider = PROVIDERS[name]
+        for lens in ([0], [0, 8000], [0, 5, 0, 700] * 8, [0] * 200):
+            args = SPEC.inputs(Case("zeros", {"seq_lens": lens, **LLAMA.dims}), run.device, run.generator)
+            if provider.unavailable("cuda") is None and provider.supports(*args) is None:
+                with poisoned():
+                    wrong = problem(partial(provider.fn, *args), oracle(args))
+                run.row("zeros", name, {"lengths": str(lens)[:40]}, wrong)
+
+
+def xqa(q: torch.Tensor, *args: Any) -> torch.Tensor:
+    """FlashInfer as a host calls it: all of these sequences have keys."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _flashinfer.xqa(out, q, *args[:7])
+    return out
 
 
 # -- times
@@ -307,7 +312,7 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
     for name in ("triton", "fa3", "flashinfer"):
         provider = PROVIDERS[name]
         if run.cuda and provider.unavailable("cuda") is None and provider.supports(*calls[0]) is None:
-            named[name] = (name, {}, provider.fn)
+            named[name] = (name, {}, xqa if name == "flashinfer" else provider.fn)
     for p in sets_of(run, caches.layout)[:: 1 if caches.layout == LLAMA else 3]:
         named[f"split {label(p)}"] = ("triton-split", p, partial(split.decode_split, **p))
     times = timed(run, named, calls)
@@ -325,9 +330,8 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
         ratio = f"{min(others) / times[n]:5.2f} x the better of the hosts'" if others else ""
         speed = f"{times[n]:8.2f} us {size / times[n] / 1e6:6.3f} TB/s"
         which = n if "split" in kind else ""
-        run.summary.append(
-            f"{model} batch {batch:>3} context {context:>5}  {kind:<10} {speed}  {ratio}  {which}"
-        )
+        where = f"{model} batch {batch:>3} context {context:>5}"
+        run.summary.append(f"{where}  {kind:<10} {speed}  {ratio}  {which}")
         print(run.summary[-1], flush=True)
 
 
