@@ -343,16 +343,18 @@ def decode_split(
         "PAGE": block_size, "WINDOW": window_left >= 0, "SOFTCAP": softcap > 0, "UPCAST": q.device.type == "cpu",
         "EVEN_D": d == block_d, "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
         "BLOCK_D": block_d, "BLOCK_P": max(min(p["num_warps"], 4) * COMBINED // (block_g * block_d), 1),
-        "STAGES": p["num_stages"], "num_warps": p["num_warps"], "num_stages": p["num_stages"], **overlap(q.device),
+        "STAGES": p["num_stages"], "num_warps": p["num_warps"], "num_stages": p["num_stages"],
         # What adds parts would take more registers than so many programs have, without need.
         "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
     }  # fmt: skip
     if p["even"]:
         block_b = 32 if batch <= 32 else max(triton.next_power_of_2(batch), 256)
         least = max(p["min_split"] // p["block_n"], 1)
-        _decode_even_kernel[(kv_heads, workers)](*arguments, batch, least, BLOCK_B=block_b, **options)
+        _decode_even_kernel[(kv_heads, workers)](
+            *arguments, batch, least, BLOCK_B=block_b, **options, **overlap(q.device)
+        )
     else:
         _decode_split_kernel[(kv_heads, splits, batch)](
-            *arguments, splits, p["min_split"], SPLIT=splits > 1, **options
+            *arguments, splits, p["min_split"], SPLIT=splits > 1, **options, **overlap(q.device)
         )
     return out
