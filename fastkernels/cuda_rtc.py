@@ -140,23 +140,15 @@ class Kernel:
 
     types        ctypes of the kernel's parameters, in order
     shared       bytes of dynamic shared memory
-    cluster      blocks of a cluster
     """
 
     def __init__(
-        self,
-        source: str,
-        name: str,
-        options: Sequence[str],
-        device: int,
-        types: Sequence[Any],
-        shared: int,
-        cluster: int = 1,
+        self, source: str, name: str, options: Sequence[str], device: int, types: Sequence[Any], shared: int
     ) -> None:
         import torch
         from cuda.bindings import driver
 
-        self.driver, self.types, self.shared, self.cluster = driver, tuple(types), shared, cluster
+        self.driver, self.types, self.shared = driver, tuple(types), shared
         self.configs: dict[tuple[int, int, int, bool], Any] = {}
         with torch.cuda.device(device):
             torch.cuda.mem_get_info(device)  # makes the device's context, if nothing has
@@ -183,18 +175,10 @@ class Kernel:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes, config.hStream = self.shared, stream
-        attributes = []
+        config.sharedMemBytes, config.hStream, config.numAttrs = self.shared, stream, 0
         if overlap:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        if self.cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attribute.value.clusterDim
-            size.x, size.y, size.z = self.cluster, 1, 1
-            attributes.append(attribute)
-        config.attrs, config.numAttrs = attributes, len(attributes)
+            config.attrs, config.numAttrs = [attribute], 1
         return config

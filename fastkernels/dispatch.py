@@ -98,6 +98,7 @@ class Op:
     _order: dict[str, list[Provider]] = field(default_factory=dict)
     _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
     _strict: bool = False
+    _asked: str | None = None
 
     def __call__(self, *args: Any) -> Any:
         return self.overload(*args)
@@ -166,6 +167,18 @@ class Op:
         """Find the providers, and what the tuned tables say, anew at the next call."""
         self._order.clear()
         self._tuned.clear()
+        self._asked = None
+
+    @property
+    def asked(self) -> str:
+        """What somebody asked for here by name: 'off' (FASTKERNELS_DISABLE), 'named' (a candidate, a provider, or all
+        ops are being recorded), or ''. A fusion stands in only for ops that nobody asked for.
+        """
+        if self._asked is None:
+            env = Environment.read()
+            named = self.candidate is not None or self.name in env.provider or _around is not None
+            self._asked = "off" if self.name in env.disable else "named" if named else ""
+        return self._asked
 
     def _resolve(self, device: str) -> list[Provider]:
         self._strict = Environment.read().strict

@@ -69,6 +69,13 @@ def counted(name: str) -> list[Op]:
     return [OPS[n] for n in names if n in OPS]
 
 
+def standing_in(name: str) -> list[Op]:
+    """The functional ops, of those that are loaded, that are run in the place of this one; see OpSpec.stands_for."""
+    from .dispatch import OPS
+
+    return [OPS[n] for n in op_modules() if n in OPS and name in get(n).stands_for]
+
+
 def reached(name: str, parts: bool = False) -> set[str]:
     """The ops that the modules of this op call by name, and what those call; with parts, what its parts call, too."""
 

@@ -94,6 +94,7 @@ class OpSpec:
                   from float64 arguments: half a step and what comes before it
     calls         other ops that the modules of this file call by name
     parts         ops of whose modules those of this file are made, standalone and in our engine
+    stands_for  other ops whose calls a layer of our engine may leave to this one, where nobody asked for them by name
     batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
                   split or schedule is chosen by the batch. Others are off where a host promises that
     dims_of       dims_of(*args) -> the dims of the case that these arguments (of `inputs`' kind) are a call of. It may
@@ -126,6 +127,7 @@ class OpSpec:
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: dict(TOLERANCE))
     calls: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    stands_for: tuple[str, ...] = ()
     baseline: str = "reference"
     batch_invariant: bool = False
     dims_of: Callable[..., dict[str, Any]] | None = None

@@ -299,28 +299,16 @@ def test_real_compiler() -> None:
 
 def test_sizes_fit_the_chip() -> None:
     for p in skinny.PARAMS:
-        for tiles in (1, 2, 4):
+        for tiles in (1, 2):
             stages, shared = skinny.shared_bytes(p, tiles)
-            outputs = 16 * 8 * tiles
-            parts = 2 * p["cluster"] * outputs * 4 + 16 if p["cluster"] > 1 else 0
-            assert shared + 4 * skinny.CONSUMERS * outputs + 16 * stages + parts <= 227 * 1024, p
-            assert stages >= 5
-    for n in (16, 768, 4096, 6144, 28672, 128256):
-        for m in (1, 16, 32):
-            assert skinny.choose(m, n, 4096) in skinny.PARAMS
-            assert skinny.choose(m, n, 576)["cluster"] == 1
-    assert skinny.choose(1, 4096, 4096)["cluster"] == 1 and skinny.choose(16, 4096, 4096)["cluster"] == 4
+            static = 4 * skinny.CONSUMERS * 16 * 8 * tiles + 16 * stages
+            assert shared + static <= 227 * 1024 and stages == 6, p
+    assert skinny.choose(4096, 4096)["groups"] == 1 and skinny.choose(4096, 14336)["groups"] == 2
+    assert skinny.choose(64, 14336)["groups"] == 1
 
 
 def test_x_stays_in_registers_where_they_hold_it() -> None:
-    alone, pair, four = (next(p for p in skinny.PARAMS if p["cluster"] == c) for c in (1, 2, 4))
-    assert skinny.x_units(alone, 1, 4096) == skinny.x_units(alone, 2, 4096) == 4
-    assert skinny.x_units(alone, 1, 14336) == skinny.x_units(alone, 4, 4096) == 0
-    assert skinny.x_units(pair, 2, 4096) == 2 and skinny.x_units(four, 4, 4096) == 1
-    assert skinny.x_units(four, 1, 4128) == 2  # 129 times 32: one of four blocks has 33 of them
-
-
-def test_a_grid_runs_at_once() -> None:
-    alone, four = (next(p for p in skinny.PARAMS if p["cluster"] == c) for c in (1, 4))
-    assert skinny.blocks(alone, 4096, 132) == 132 and skinny.blocks(alone, 100, 132) == 7
-    assert skinny.blocks(four, 4096, 132) == 128 and skinny.blocks(four, 100, 132) == 8
+    p = skinny.PARAMS[0]
+    assert skinny.x_units(p, 1, 4096) == skinny.x_units(p, 2, 4096) == 4
+    assert skinny.x_units(p, 1, 4128) == 5 and skinny.x_units(p, 2, 4128) == 0
+    assert skinny.x_units(p, 1, 14336) == 0 and skinny.x_units(p, 1, 576) == 1

@@ -101,7 +101,7 @@ def compile_share(part: int, parts: int, sizes: list[int]) -> None:
         device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
         wanted = {
             cuda.options(p, m, k, *kind): (p, m, k, *kind)
-            for p in cuda.PARAMS for m in (8, 16, 32) for k in (*sizes, *CUDA_ODD, 12288) for kind in kinds
+            for p in cuda.PARAMS for m in (8, 16) for k in (*sizes, *CUDA_ODD, 12288) for kind in kinds
             if cuda.fits(p, m, k)
         }  # fmt: skip
         for _, what in sorted(wanted.items())[part::parts]:
@@ -212,7 +212,7 @@ def check_child(run: Run, shapes: list[Shape]) -> None:
             check(run, "cuda-skinny", (p,), (n, k), dtype, True)
         for shape in shapes:
             check(run, "cuda-skinny", (p,), shape, torch.bfloat16, False)
-        for m in (8, 16, 32):
+        for m in (8, 16):
             graphs(run, "cuda-skinny", p, m)
         if ("cuda-skinny", label(p)) not in run.bad:
             run.row("set", "cuda-skinny", {"params": label(p)})

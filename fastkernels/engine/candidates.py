@@ -111,6 +111,10 @@ class RankPatch:
             ops = registry.counted(row.op)
             row.calls = sum(op.calls for op in ops)
             row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
+            if not row.calls and not row.candidate:
+                fused = [op for op in registry.standing_in(row.op) if op.calls]
+                row.calls = sum(op.calls for op in fused)
+                row.reason = f"{fused[0].name} runs in its place" if fused else row.reason
             row.proof = "calls" if row.calls else ""
             if row.reason == UNCALLED and row.calls:  # by the engine itself, as `sampling` is
                 row.state, row.reason = "active", "candidate"

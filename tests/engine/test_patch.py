@@ -158,6 +158,18 @@ def test_stubs_of_every_op_together(llm, tmp_path):
     assert run(llm) == before
 
 
+def test_a_candidate_for_a_fusion_is_called_in_the_place_of_its_parts(llm, tmp_path):
+    before = run(llm)
+    with fastkernels.patch(llm, candidates=stubs_in(tmp_path / "one", "rope_store_kvcache")) as report:
+        assert run(llm) == before
+        rows = {r.op: r for r in report.refresh().rows}
+        assert report.verified
+    assert rows["rope_store_kvcache"].calls == 8 * 2 and rows["rope_store_kvcache"].state == "active"
+    assert rows["rotary_emb"].calls == 8 * 2
+    assert rows["rotary_emb"].reason == rows["store_kvcache"].reason == "rope_store_kvcache runs in its place"
+    assert run(llm) == before
+
+
 def test_a_folder_that_cannot_be_used_changes_nothing(llm, tmp_path):
     before = run(llm)
     with pytest.raises(CandidateError, match="no file OP"):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEATHS = 3  # a candidate whose process ended so often is not started again for the op's other cases
 MAX_ROUNDS = {"cpu": 5, "cuda": 100}
 BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # seconds that N calls should last
-MAX_CALLS = {"cpu": 16, "cuda": 2048}  # of a batch, N
+MAX_CALLS = {"cpu": 16, "cuda": 1024}  # of a batch, N
 
 
 class Pair:

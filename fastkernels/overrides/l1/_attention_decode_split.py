@@ -37,9 +37,7 @@ def _set(per_sm: int, block_n: int, num_warps: int, num_stages: int, min_split: 
 #   block_n    keys in a tile
 #   min_split  keys of the smallest part: below, a part costs more to add than it saves
 PARAMS: tuple[dict[str, int], ...] = (
-    _set(2, 64, 4, 4), _set(3, 64, 4, 3), _set(1, 64, 4, 7), _set(2, 64, 4, 3), _set(4, 64, 4, 3), _set(3, 32, 4, 4),
-    _set(2, 32, 4, 6), _set(4, 32, 2, 4), _set(6, 32, 2, 3), _set(2, 64, 8, 4), _set(1, 128, 8, 4), _set(2, 64, 2, 4),
-    _set(4, 16, 2, 6, 32), _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(1, 64, 4, 4),
+    _set(2, 64, 4, 4, 128), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(3, 64, 4, 3, 256),
 )  # fmt: skip
 
 

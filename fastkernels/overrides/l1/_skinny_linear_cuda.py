@@ -1,4 +1,4 @@
-"""y = x W^T + b for 1 to 32 tokens in CUDA C++ for Hopper: csrc/skinny_linear.cu, compiled when it is first called."""
+"""y = x W^T + b for 1 to 16 tokens in CUDA C++ for Hopper: csrc/skinny_linear.cu, compiled when it is first called."""
 
 from __future__ import annotations
 
@@ -13,65 +13,44 @@ from fastkernels import cuda_rtc
 from fastkernels.overrides.l1._skinny_linear_triton import _sms, supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
-MAX_TOKENS, CONSUMERS = 32, 8
+MAX_TOKENS, CONSUMERS = 16, 8
 THREADS = 32 * (CONSUMERS + 1)
 SHARED, REGISTERS = 227 * 1024, 128  # bytes of a block; of a thread, for x
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (_P, _P, _P, _P, _I, _I, _I, _L, _L)
 
 # groups   a tile is so many times 16 rows of the weight
-# block_k  of K that is read at once of each of 16 rows
-# cluster  blocks that share a tile, each with a part of K: 1 or groups
-PARAMS: tuple[dict[str, Any], ...] = tuple(
-    {"groups": groups, "block_k": 1024, "cluster": cluster}
-    for groups, cluster in ((1, 1), (2, 1), (2, 2), (4, 4))
-)
+# block_k  of K that is read at once of each of 16 rows; copies of less than 2 KiB are slow
+PARAMS: tuple[dict[str, Any], ...] = ({"groups": 1, "block_k": 1024}, {"groups": 2, "block_k": 1024})
 
 
 def token_tiles(m: int) -> int:
     """How many times 8 tokens the kernel for m of them has."""
-    return next(t for t in (1, 2, 4) if m <= 8 * t)
+    return 1 if m <= 8 else 2
 
 
 def shared_bytes(p: dict[str, Any], tiles: int) -> tuple[int, int]:
     """(stages, dynamic shared memory of the ring): as many stages as there is room for beside the sums."""
-    outputs, stage = 16 * 8 * tiles, 16 * (2 * p["block_k"] + 64)
-    sums = 4 * CONSUMERS * outputs + (8 * p["cluster"] * outputs + 16 if p["cluster"] > 1 else 0)
-    stages = (SHARED - sums - 128) // (stage + 16)
+    stage = 16 * (2 * p["block_k"] + 64)
+    stages = (SHARED - 4 * CONSUMERS * 16 * 8 * tiles - 128) // (stage + 16)
     return stages, stages * stage
 
 
 def x_units(p: dict[str, Any], tiles: int, k: int) -> int:
     """In how many units of block_k each thread keeps its part of x, if its registers hold all of it; else 0."""
-    units = -(-(-(-k // 32 // p["cluster"]) * 32) // p["block_k"])
-    x = 4 * units * (p["block_k"] // 32 // CONSUMERS) * tiles
-    return units if x + 4 * p["groups"] * tiles <= REGISTERS + 16 else 0
+    units = -(-k // p["block_k"])
+    return units if 4 * units * (p["block_k"] // 32 // CONSUMERS) * tiles <= REGISTERS else 0
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
-    """Whether these sizes are meant for m tokens and K = k: a block's part of K is at least a unit."""
-    shared = params["cluster"] == 1 or k >= params["cluster"] * params["block_k"]
-    return m <= MAX_TOKENS and k % 32 == 0 and shared
-
-
-def blocks(p: dict[str, Any], n: int, sms: int) -> int:
-    """The grid: blocks that run at once. Clusters of four do not fill a part of the chip with 18 SMs."""
-    each = p["cluster"]
-    clusters = sms // 16 * 16 // each if each > 2 else sms // each
-    return each * min(clusters, -(-n // (16 * p["groups"])))
+    """Whether these sizes are meant for m tokens and K = k: all are, up to 16 tokens."""
+    return m <= MAX_TOKENS and k % 32 == 0
 
 
 @lru_cache(maxsize=1024)
-def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for x [m, k] and weight [n, k]: clusters where x is large, if they keep most SMs busy."""
-
-    def busy(p: dict[str, Any]) -> float:
-        tiles, at_once = -(-n // (16 * p["groups"])), sms // p["cluster"]
-        return tiles / (at_once * -(-tiles // at_once))
-
-    sets = [p for p in PARAMS if fits(p, m, k)] or [PARAMS[0]]
-    liked = [p for p in (sets if m <= 8 else reversed(sets)) if busy(p) >= 0.9]
-    return liked[0] if liked else max(sets, key=busy)
+def choose(n: int, k: int, sms: int = 132) -> dict[str, Any]:
+    """The default sizes for weight [n, k]: large tiles where x is read anew for each, if there are enough of them."""
+    return PARAMS[int(k > 4096 and -(-n // 32) >= 0.9 * sms)]
 
 
 def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -108,16 +87,14 @@ def options(p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool) -> tuple[
     tiles = token_tiles(m)
     return (
         "--std=c++17", f"-DGROUPS={p['groups']}", f"-DTOKEN_TILES={tiles}", f"-DKC={p['block_k']}",
-        f"-DSTAGES={shared_bytes(p, tiles)[0]}", f"-DCLUSTER={p['cluster']}", f"-DX_UNITS={x_units(p, tiles, k)}",
-        f"-DBF16={int(bf16)}", f"-DHAS_BIAS={int(bias)}",
+        f"-DSTAGES={shared_bytes(p, tiles)[0]}", f"-DX_UNITS={x_units(p, tiles, k)}", f"-DBF16={int(bf16)}",
+        f"-DHAS_BIAS={int(bias)}",
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, shared: int, told: tuple[str, ...], cluster: int) -> cuda_rtc.Kernel:
-    return cuda_rtc.Kernel(
-        SOURCE.read_text(), "skinny_linear", told, device.index, TYPES, shared, cluster=cluster
-    )
+def _kernel(device: torch.device, shared: int, told: tuple[str, ...]) -> cuda_rtc.Kernel:
+    return cuda_rtc.Kernel(SOURCE.read_text(), "skinny_linear", told, device.index, TYPES, shared)
 
 
 def kernel_for(
@@ -125,7 +102,7 @@ def kernel_for(
 ) -> cuda_rtc.Kernel:
     """The kernel of these sizes for m tokens, compiled and loaded."""
     shared = shared_bytes(p, token_tiles(m))[1]
-    return _kernel(device, shared, options(p, m, k, bf16, bias), p["cluster"])
+    return _kernel(device, shared, options(p, m, k, bf16, bias))
 
 
 def linear_cuda(
@@ -143,11 +120,11 @@ def linear_cuda(
     if m == 0 or n == 0:
         return out
     sms = _sms(x.device)
-    p = {**choose(m, n, k, sms), **params}
+    p = {**choose(n, k, sms), **params}
     kernel = kernel_for(x.device, p, m, k, x.dtype == torch.bfloat16, bias is not None)
     pointers = (None if t is None else t.data_ptr() for t in (rows, weight, bias, out))
     stream = torch.cuda.current_stream(x.device).cuda_stream
     args = (*pointers, m, n, k, rows.stride(0), weight.stride(0))
     early = torch.cuda.is_current_stream_capturing()
-    kernel.launch(blocks(p, n, sms), THREADS, stream, args, overlap=early)
+    kernel.launch(min(sms, -(-n // (16 * p["groups"]))), THREADS, stream, args, overlap=early)
     return out

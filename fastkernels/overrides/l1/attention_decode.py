@@ -259,7 +259,9 @@ def _key(
     max_seqlen_k: int,
     scale: float,
     window_left: int = -1,
-    *_: float,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[tuple[Any, ...], tuple[int, int]]:
     block_size, kv_heads, head_size = key_cache.shape[1:]
     shape = q.shape[1], kv_heads, head_size, block_size, max(window_left + 1, 0), key_cache.dtype

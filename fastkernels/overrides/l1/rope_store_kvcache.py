@@ -325,6 +325,7 @@ SPEC = OpSpec(
     vary=calls.vary,
     extremes=calls.EXTREMES,
     activations=(1, 2, 3),
+    stands_for=("rotary_emb", "store_kvcache"),
     dtype_arg=4,  # the cache's
     # e4m3 has three bits of fraction: half a step, and keys that were rounded before.
     tolerance={**TOLERANCE, "float8_e4m3fn": Tolerance(2**-9, 0.066)},

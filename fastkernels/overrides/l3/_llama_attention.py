@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.overrides.l1.rotary_emb import get_rope
+from fastkernels.forward_context import get_forward_context
+from fastkernels.overrides.l1.rms_norm import VllmRMSNorm, rms_norm
+from fastkernels.overrides.l1.rope_store_kvcache import rope_store_kvcache
+from fastkernels.overrides.l1.rotary_emb import (
+    VllmLlama3RotaryEmbedding,
+    VllmRotaryEmbedding,
+    get_rope,
+    rotary_emb,
+)
+from fastkernels.overrides.l1.store_kvcache import store_kvcache
 from fastkernels.overrides.l2.attention import AttentionType, SGLangRadixAttention, VllmAttention
 from fastkernels.overrides.l2.parallel_linear import (
     SGLangQKVParallelLinear,
@@ -62,12 +71,49 @@ class SelfAttention(nn.Module):
         """q: [T, q_size], k: [T, kv_size]; models that normalize queries and keys do it here."""
         return q, k
 
+    def _head_norms(self) -> tuple[Any, ...]:
+        """The modules of `_before_rope`: none, or the norms of query heads and of key heads."""
+        return ()
+
     def _attend(self, positions: torch.Tensor, hidden_states: torch.Tensor, *batch: Any) -> torch.Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = self.rotary_emb(positions, *self._before_rope(q, k))
+        if not batch and not torch.compiler.is_compiling() and self._fuses(qkv):
+            self._rope_and_store(positions, q, k, v)
+            k = v = None
+        else:
+            q, k = self.rotary_emb(positions, *self._before_rope(q, k))
         out, _ = self.o_proj(self.attn(q, k, v, *batch))
         return out
+
+    def _fuses(self, qkv: torch.Tensor) -> bool:
+        """Whether one launch does what the norms, rotary_emb and store_kvcache would: on a GPU, or where somebody asks
+        for it by name, if all of those are ours and nobody has asked for one of them by name.
+        """
+        norms, apart = self._head_norms(), (rotary_emb, store_kvcache)
+        return (
+            rope_store_kvcache.asked != "off"
+            and (qkv.is_cuda or rope_store_kvcache.asked == "named")
+            and not any(op.asked for op in ((*apart, rms_norm) if norms else apart))
+            and type(self.rotary_emb) in (VllmRotaryEmbedding, VllmLlama3RotaryEmbedding)
+            and type(self.attn) is VllmAttention
+            and self.attn.kv_cache is not None
+            and all(type(norm) is VllmRMSNorm and norm.variance_size_override is None for norm in norms)
+            and len({norm.variance_epsilon for norm in norms}) <= 1
+        )
+
+    def _rope_and_store(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """q becomes what `attn` takes; keys and values go into its cache."""
+        by_head, rope, attn = (-1, self.head_dim), self.rotary_emb, self.attn
+        norms = self._head_norms()
+        weights = [norm.weight for norm in norms] or [None, None]
+        rope_store_kvcache(
+            positions, q.unflatten(-1, by_head), k.unflatten(-1, by_head), v.unflatten(-1, by_head), *attn.kv_cache,
+            get_forward_context().slot_mapping, rope.cos_sin_cache, rope.is_neox_style, *weights,
+            norms[0].variance_epsilon if norms else 1e-6, attn.k_scale, attn.v_scale,
+        )  # fmt: skip
 
 
 class HeadNorms(SelfAttention):
@@ -75,6 +121,9 @@ class HeadNorms(SelfAttention):
 
     q_norm: nn.Module
     k_norm: nn.Module
+
+    def _head_norms(self) -> tuple[Any, ...]:
+        return self.q_norm, self.k_norm
 
     def _before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.q_norm(q.view(-1, self.num_heads, self.head_dim))

@@ -129,7 +129,7 @@ SPEC = OpSpec(
     build=_dense_calls.build,
     mutates=MUTATES,
     calls=("rms_norm",),
-    parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb"),
+    parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb", "rope_store_kvcache"),
     targets=(
         Target("vllm", _VLLM, "VllmLlamaDecoderLayer", "module", default=False, note=_NOTE),
         Target("sglang", _SGLANG, "SGLangLlamaDecoderLayer_0_5_16", "module", "<0.5.23", False, _NOTE),

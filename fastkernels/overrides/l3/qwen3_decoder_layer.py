@@ -160,7 +160,7 @@ SPEC = OpSpec(
     build=_dense_calls.build,
     mutates=MUTATES,
     calls=("rms_norm",),
-    parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb"),
+    parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb", "rope_store_kvcache"),
     targets=(
         Target("vllm", _VLLM, "VllmQwen3DecoderLayer_0_26", "module", "<0.32", False, _NOTE),
         Target("vllm", _VLLM, "VllmQwen3DecoderLayer", "module", ">=0.32", False, _NOTE),

@@ -1,19 +1,15 @@
-// y = x W^T + b for M <= 32 tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding.
+// y = x W^T + b for M <= 16 tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding.
 //
 // Reading W is all the time. One warp of a block reads: bulk copies of KC neighbours of each of 16 rows, STAGES of such
-// units ahead, tile after tile. The other warps multiply: each takes every CONSUMERS-th 32 of K, with the weight's rows
-// as the tensor cores' m16 and the tokens as their n8; at the end of a tile the warps' sums are added up in order.
-//
-// A tile has ROWS = 16 * GROUPS rows. With CLUSTER = 1 a block has tiles of its own, and reads all of x. With CLUSTER =
-// GROUPS, so many blocks share a tile: each has a part of K, and so reads only that part of x, and adds up the sums of
-// 16 of the rows, which the others write into its shared memory, again in a fixed order.
-// x stays in registers where its part is small (X_UNITS); else it comes from L2, once for the 16 * GROUPS rows.
+// units ahead, tile after tile of the block's share of N. The other warps multiply: each takes every CONSUMERS-th 32 of
+// K, with the weight's rows as the tensor cores' m16 and the tokens as their n8; at the end of a tile of 16 * GROUPS
+// rows the warps' sums are added up in order. x stays in registers where K is small (X_UNITS); else it comes from L2.
 //
 // The reader needs nothing of the kernel before: it fills the ring before griddepcontrol.wait. x is read, and all that
 // is written is written, only after it.
 //
-// Compiled for one set of: GROUPS, TOKEN_TILES (8 tokens each), KC, STAGES, CLUSTER, X_UNITS (units of a block's part of
-// K, or 0), BF16, HAS_BIAS. Needs K % 32 == 0 and rows of x and W that start at multiples of 16 bytes. No header.
+// Compiled for one set of: GROUPS, TOKEN_TILES (8 tokens each), KC, STAGES, X_UNITS (K / KC rounded up, or 0), BF16,
+// HAS_BIAS. Needs K % 32 == 0 and rows of x and W that start at multiples of 16 bytes. No header is needed.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -25,7 +21,6 @@ constexpr int ROWS = 16 * GROUPS, TOKENS = 8 * TOKEN_TILES, OUTPUTS = 16 * TOKEN
 constexpr int PITCH = 2 * KC + 64, STAGE = 16 * PITCH;
 constexpr int STEPS = KC / 32 / CONSUMERS;  // of one warp in one unit
 static_assert(KC % (32 * CONSUMERS) == 0, "each warp has as many steps of a unit as the others");
-static_assert(CLUSTER == 1 || CLUSTER == GROUPS, "each block of a cluster adds up 16 rows of a tile");
 
 struct Tokens { uint4 of[STEPS][TOKEN_TILES]; };
 
@@ -52,41 +47,6 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     }
 }
 
-#if CLUSTER > 1
-__device__ __forceinline__ int rank_in_cluster() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return (int)rank;
-}
-
-__device__ __forceinline__ void cluster_meets() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ u32 in_block(u32 address, int rank) {  // the same place in another block of the cluster
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-
-__device__ __forceinline__ void store_in_cluster(u32 address, float value) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void arrive_in_cluster(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done) {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
-            " selp.u32 %0, 1, 0, p; }"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    }
-}
-#endif
 
 __device__ __forceinline__ void copy(u32 to, const void* from, int bytes, u32 barrier, u64 policy) {
     asm volatile(
@@ -144,36 +104,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
     __shared__ float sums[CONSUMERS * OUTPUTS];
     __shared__ __align__(8) u64 full_barriers[STAGES];
     __shared__ __align__(8) u64 empty_barriers[STAGES];
-#if CLUSTER > 1
-    __shared__ float parts[2 * CLUSTER * OUTPUTS];  // of the rows that this block adds up, from each; for two tiles
-    __shared__ __align__(8) u64 parts_barriers[2];
-    const int rank = rank_in_cluster();
-#else
-    const int rank = 0;
-#endif
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, tiles = (N + ROWS - 1) / ROWS;
-    const int first = (int)((u64)cluster * tiles / clusters), last = (int)((u64)(cluster + 1) * tiles / clusters);
-    // This block's part of K, in whole 32s.
-    const int k_first = K / 32 * rank / CLUSTER * 32, k_last = K / 32 * (rank + 1) / CLUSTER * 32;
-    const int units = (k_last - k_first + KC - 1) / KC;
+    const int tiles = (N + ROWS - 1) / ROWS;
+    const int first = (int)((u64)blockIdx.x * tiles / gridDim.x), last = (int)((u64)(blockIdx.x + 1) * tiles / gridDim.x);
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
 
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, CONSUMERS);
-#if CLUSTER > 1
-        for (int b = 0; b < 2; b++) make_barrier(shared_address(parts_barriers + b), CLUSTER * CONSUMERS);
-#endif
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-#if CLUSTER > 1
-    cluster_meets();  // all barriers are there
-#else
     __syncthreads();
-#endif
 
     if (warp == CONSUMERS) {  // the reader
         u64 once;             // what is read once is the first to leave L2
@@ -181,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
         int stage = 0;
         u32 parity = 1;  // of a barrier that nobody has used: empty at once
         for (int tile = first; tile < last; tile++) {
-            for (int k = k_first; k < k_last; k += KC) {
-                const int bytes = 2 * min(KC, k_last - k);
+            for (int k = 0; k < K; k += KC) {
+                const int bytes = 2 * min(KC, K - k);
                 for (int g = 0; g < GROUPS; g++) {
                     wait(empty + 8 * stage, parity);
                     if (lane == 0) expect(full + 8 * stage, 16 * bytes);
@@ -208,9 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
         for (int i = 0; i < STEPS; i++)
 #pragma unroll
             for (int t = 0; t < TOKEN_TILES; t++) {
-                const int token = 8 * t + group, k = k_first + unit * KC + 32 * (warp + i * CONSUMERS);
+                const int token = 8 * t + group, k = unit * KC + 32 * (warp + i * CONSUMERS);
                 to.of[i][t] = make_uint4(0, 0, 0, 0);
-                if (token < M && k < k_last) to.of[i][t] = load_x(x + token * x_stride + k + 8 * quad);
+                if (token < M && k < K) to.of[i][t] = load_x(x + token * x_stride + k + 8 * quad);
             }
     };
     int stage = 0;
@@ -224,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
 #pragma unroll
             for (int i = 0; i < STEPS; i++) {
                 const int at = warp + i * CONSUMERS;
-                if (k_first + unit * KC + 32 * at >= k_last) continue;
+                if (unit * KC + 32 * at >= K) continue;
                 const uint4 low = *(const uint4*)(rows + 64 * at);
                 const uint4 high = *(const uint4*)(rows + 8 * PITCH + 64 * at);
 #pragma unroll
@@ -251,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
     Tokens tokens[X_UNITS];
 #pragma unroll
     for (int u = 0; u < X_UNITS; u++) load_tokens(u, tokens[u]);
-#elif TOKEN_TILES <= 2
+#else
     Tokens tokens;
     load_tokens(0, tokens);
 #endif
@@ -265,23 +208,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
 #if X_UNITS
 #pragma unroll
         for (int u = 0; u < X_UNITS; u++)
-            if (u < units) take(u, tokens[u]);
-#elif TOKEN_TILES <= 2
-        for (int u = 0; u < units; u++) {
+            take(u, tokens[u]);
+#else
+        for (int u = 0, units = (K + KC - 1) / KC; u < units; u++) {
             Tokens later;  // asked for one unit ahead
             load_tokens(u + 1 < units ? u + 1 : 0, later);
             take(u, tokens);
             tokens = later;
         }
-#else
-        for (int u = 0; u < units; u++) {  // no registers for what is ahead
-            Tokens tokens;
-            load_tokens(u, tokens);
-            take(u, tokens);
-        }
-#endif
-#if CLUSTER > 1
-        const int turn = (tile - first) % 2;
 #endif
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
@@ -298,28 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
                 float sum = sums[i];
 #pragma unroll
                 for (int v = 1; v < CONSUMERS; v++) sum += sums[v * OUTPUTS + i];
-#if CLUSTER > 1
-                const u32 place = shared_address(parts + (turn * CLUSTER + rank) * OUTPUTS + i);
-                store_in_cluster(in_block(place, g), sum);
-#else
                 store(tile * ROWS + 16 * g + i % 16, i / 16, sum);
-#endif
             }
-#if CLUSTER > 1
-            __syncwarp();
-            if (lane == 0) arrive_in_cluster(in_block(shared_address(parts_barriers + turn), g));
-#endif
         }
-#if CLUSTER > 1
-        // A block writes the parts of a tile only after it has waited here for the tile before, and so after every
-        // other block has read its parts of the one before that: two places are enough.
-        wait_for_cluster(shared_address(parts_barriers + turn), (tile - first) / 2 % 2);
-        for (int i = thread; i < OUTPUTS; i += 32 * CONSUMERS) {
-            float sum = 0;
-#pragma unroll
-            for (int c = 0; c < CLUSTER; c++) sum += parts[(turn * CLUSTER + c) * OUTPUTS + i];
-            store(tile * ROWS + 16 * rank + i % 16, i / 16, sum);
-        }
-#endif
     }
 }
