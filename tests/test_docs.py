@@ -107,6 +107,7 @@ def test_the_judges_page_names_every_file_status_field_and_source() -> None:
         "op",
         "baseline",
         "batch_invariant",
+        "stands_for",
     }
     assert {f"`{f}`" for f in asked} <= first
     metrics = text[text.index("| metric |") : text.index("Rows of an op")]

@@ -3,10 +3,9 @@
     python bench/scenarios/decode_attention.py --out rows.jsonl [--seconds 110] [--batch 1,8,32,64,256]
 
 Needs torch and triton; FA3 and FlashInfer are timed beside it where they can be imported. Compiles all sets of
-parameters in parallel, compares each with float64 on odd lengths and on model shapes, replays a graph whose lengths
-change, and looks whether FA3 itself writes zeros where a sequence has no keys. Then times everything at each batch and
-context: a model's layers with their own caches one after the other in a CUDA graph, so that nothing is in L2, the slope
-between n and 2n replays, interleaved. It prints the best of each case and what it reads in TB/s.
+parameters in parallel, compares each with float64, replays graphs whose lengths change. Then times everything: a
+model's layers with their own caches one after the other in a CUDA graph, so that nothing is in L2, the slope between n
+and 2n replays, interleaved; and rope_store_kvcache beside the launches that it stands for.
 --device cpu --quick runs all of it on tiny shapes, interpreted (TRITON_INTERPRET=1): the times mean nothing there.
 """
 
@@ -29,12 +28,14 @@ from graph_clock import Run, measure, poisoned
 
 from fastkernels import registry
 from fastkernels.overrides.l1 import _attention_decode_split as split
+from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.spec import Case
 
 SPEC = registry.get("attention_decode")
 PROVIDERS = {p.name: p for p in SPEC.op.providers}
 COMPILE_S = 100
 LAYERS, COLD = 32, 256 << 20  # bytes that one pass over the calls of a graph reads at least
+CAPACITY = 8192  # what a server's graphs are captured for
 
 
 class Layout(NamedTuple):
@@ -97,14 +98,14 @@ class _Compiles:
 def jobs() -> Iterator[tuple[Case, dict[str, int]]]:
     """A call for each kernel that will be launched."""
     for p in split.PARAMS:
-        for lens in ([1], [1] * 4096):  # with and without parts
+        for lens in ([1], [1] * (64 if p["even"] else 4096)):  # with and without parts; of many sequences
             dims = {"seq_lens": lens, "max_seqlen_k": 4096, "max_blocks": 8, **LLAMA.dims}
             yield Case("compile", dims), p
     for dtype, dims in KINDS:
         for p in split.PARAMS[:3]:
             yield Case("compile", dims, dtype), p
     for layout in OTHERS.values():
-        for p in split.PARAMS:
+        for p in split.PARAMS[::3]:
             yield Case("compile", {"seq_lens": [1], "max_seqlen_k": 4096, **layout.dims}), p
 
 
@@ -203,16 +204,14 @@ def check_all(run: Run) -> None:
         check(run, sets_of(run), {"seq_lens": [length] * batch, **LLAMA.dims})
     for p in sets_of(run):
         graphs(run, p)
-    fa3_writes_zeros(run)
+    zeros(run)
 
 
 def graphs(run: Run, p: dict[str, int]) -> None:
     """Two graphs with the same kernel at once, whose lengths change between replays."""
     batches = [[900, 17, 4000], [1, 0, 65]]
-    made = [
-        SPEC.inputs(Case("graph", {"seq_lens": [4096] * 3, **LLAMA.dims}), run.device, run.generator)
-        for _ in "ab"
-    ]
+    case = Case("graph", {"seq_lens": [4096] * 3, **LLAMA.dims})
+    made = [SPEC.inputs(case, run.device, run.generator) for _ in "ab"]
     wrong = ""
     try:
         captured, outs, streams = [], [], [torch.cuda.Stream() for _ in made]
@@ -244,16 +243,23 @@ def graphs(run: Run, p: dict[str, int]) -> None:
     run.row("graphs", "triton-split", {"params": label(p)}, wrong, quiet=True)
 
 
-def fa3_writes_zeros(run: Run) -> None:
-    """Whether FA3 needs an output that was zeroed: batches with empty sequences, its keys split and not."""
-    fa3 = PROVIDERS["fa3"]
-    for lens in ([0], [0, 8000], [0, 5, 0, 700] * 8, [0] * 200):
-        args = SPEC.inputs(Case("empty", {"seq_lens": lens, **LLAMA.dims}), run.device, run.generator)
-        if fa3.unavailable("cuda") is not None or fa3.supports(*args) is not None:
-            return
-        with poisoned():
-            wrong = problem(partial(fa3.fn, *args), oracle(args))
-        run.row("zeros", "fa3", {"lengths": str(lens)[:40]}, wrong)
+def zeros(run: Run) -> None:
+    """Zeros where a sequence has no keys, which FA3 writes itself: it gets memory that was not zeroed."""
+    for name in ("fa3", "flashinfer"):
+        provider = PROVIDERS[name]
+        for lens in ([0], [0, 8000], [0, 5, 0, 700] * 8, [0] * 200):
+            args = SPEC.inputs(Case("zeros", {"seq_lens": lens, **LLAMA.dims}), run.device, run.generator)
+            if provider.unavailable("cuda") is None and provider.supports(*args) is None:
+                with poisoned():
+                    wrong = problem(partial(provider.fn, *args), oracle(args))
+                run.row("zeros", name, {"lengths": str(lens)[:40]}, wrong)
+
+
+def xqa(q: torch.Tensor, *args: Any) -> torch.Tensor:
+    """FlashInfer as a host calls it: all of these sequences have keys."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _flashinfer.xqa(out, q, *args[:7])
+    return out
 
 
 # -- times
@@ -268,22 +274,28 @@ class Caches:
         dtype = torch.float16 if run.quick else torch.bfloat16
         self.keys, self.values = (run.randn(*shape, dtype=dtype) for _ in "kv")
 
-    def calls(self, batch: int, context: int) -> list[list[Any]]:
-        """The arguments of enough calls that what they read is not in L2."""
+    def calls(self, batch: int, context: int, ragged: bool = False) -> list[list[Any]]:
+        """The arguments of enough calls that what they read is not in L2.
+
+        ragged: lengths from an eighth of the context to almost twice it, in a call for any up to CAPACITY.
+        """
         layout, run = self.layout, self.run
-        width = -(-context // layout.block_size)
+        longest = context * 15 // 8 if ragged else context
+        width = -(-longest // layout.block_size)
         sets = min(
             max(-(-COLD // (len(self.keys) * kv_bytes(layout, batch, context))), 1),
             self.blocks // (batch * width),
         )
         order = torch.randperm(self.blocks, generator=run.generator, device=run.device).to(torch.int32)
-        lens = torch.full((batch,), context, dtype=torch.int32, device=run.device)
+        lens = (
+            torch.linspace(2 * context - longest, longest, batch).int()[torch.randperm(batch)].to(run.device)
+        )
         found = []
         for i in range(1 if run.quick else sets):
             table = order[i * batch * width : (i + 1) * batch * width].view(batch, width)
             for keys, values in zip(self.keys, self.values, strict=True):
                 q = run.randn(batch, layout.heads, layout.head_size, dtype=keys.dtype)
-                scalars = [context, layout.head_size**-0.5, -1, 0.0]
+                scalars = [CAPACITY if ragged else context, layout.head_size**-0.5, -1, 0.0]
                 found.append([q, keys, values, lens, table, *scalars])
         return found
 
@@ -292,16 +304,16 @@ def kv_bytes(layout: Layout, batch: int, context: int) -> int:
     return 2 * 2 * batch * context * layout.kv_heads * layout.head_size
 
 
-def time_case(run: Run, model: str, caches: Caches, batch: int, context: int) -> None:
+def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ragged: bool = False) -> None:
     split.tickets.captured.clear()  # those of the case before are used up, and its graphs are gone
     split.tickets.streams.clear()
-    calls = caches.calls(batch, context)
+    calls = caches.calls(batch, context, ragged)
     named: dict[str, tuple[str, dict[str, int], Callable[..., Any]]] = {}
     for name in ("triton", "fa3", "flashinfer"):
         provider = PROVIDERS[name]
         if run.cuda and provider.unavailable("cuda") is None and provider.supports(*calls[0]) is None:
-            named[name] = (name, {}, provider.fn)
-    for p in sets_of(run, caches.layout):
+            named[name] = (name, {}, xqa if name == "flashinfer" else provider.fn)
+    for p in sets_of(run, caches.layout)[:: 1 if caches.layout == LLAMA else 3]:
         named[f"split {label(p)}"] = ("triton-split", p, partial(split.decode_split, **p))
     times = timed(run, named, calls)
     ours = sorted((n for n in times if named[n][0] == "triton-split"), key=times.__getitem__)
@@ -318,9 +330,8 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int) ->
         ratio = f"{min(others) / times[n]:5.2f} x the better of the hosts'" if others else ""
         speed = f"{times[n]:8.2f} us {size / times[n] / 1e6:6.3f} TB/s"
         which = n if "split" in kind else ""
-        run.summary.append(
-            f"{model} batch {batch:>3} context {context:>5}  {kind:<10} {speed}  {ratio}  {which}"
-        )
+        where = f"{model} batch {batch:>3} context {context:>5}"
+        run.summary.append(f"{where}  {kind:<10} {speed}  {ratio}  {which}")
         print(run.summary[-1], flush=True)
 
 
@@ -340,8 +351,9 @@ def time_all(run: Run, batches: list[int], contexts: list[int]) -> None:
     for batch, context in cases:
         if run.left() > 0:
             time_case(run, "llama-8b", caches, batch, context)
-        else:
-            run.row("time", "all", {"batch": batch, "context": context}, "out of time", "skipped")
+    for batch in (8, 32, 48, 64, 256):
+        if run.left() > 0 and batch * 2048 <= caches.blocks * LLAMA.block_size:
+            time_case(run, "ragged", caches, batch, 1024, ragged=True)
     del caches
     for model, layout in OTHERS.items():
         caches = Caches(run, layout, 32 * 2048, LAYERS)

@@ -54,7 +54,7 @@ def _is_plain(raw: dict[str, Any]) -> bool:
         and type(raw.get("hidden_act")) is str
         and type(raw.get("tie_word_embeddings")) is bool
         and all(type(raw.get(name, False)) is bool for name in ("attention_bias", "mlp_bias"))
-        and all(type(i) is int for i in (eos if isinstance(eos, list) else [eos]))
+        and (eos is None or all(type(i) is int for i in (eos if isinstance(eos, list) else [eos])))
         and isinstance(names, list)
         and bool(names)
         and all(type(name) is str for name in names)

@@ -78,6 +78,16 @@ def test_no_head_dim_and_a_window(tmp_path: Path) -> None:
         assert seen(found) == seen(AutoConfig.from_pretrained(folder)), kind
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+def test_no_end_token(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoConfig
+
+    folder = written(tmp_path, {**plain(kind), "eos_token_id": None})
+    found = config.read(folder)
+    assert found is not None and found.eos_token_id is None
+    assert seen(found) == seen(AutoConfig.from_pretrained(folder))
+
+
 def test_what_transformers_saves_is_plain(tiny: Path) -> None:
     from transformers import AutoConfig
 

@@ -15,6 +15,7 @@ from fastkernels.spec import Case
 
 SPEC = registry.get("attention_decode")
 # per_sm, block_n, num_warps, num_stages, min_split: one part and many, parts of one tile and of several.
+EVEN = ((2, 16, 4, 2, 16, 1), (1, 16, 4, 2, 64, 1), (1, 32, 4, 2, 96, 1))
 SETS = ((2, 16, 4, 2, 16), (2, 32, 4, 2, 32), (1, 16, 4, 2, 64), (2, 64, 4, 2, 32))
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"heads": 4, "kv_heads": 1, "head_size": 64, "block_size": 16},
@@ -45,6 +46,7 @@ def problem(dims: dict[str, Any], dtype: str, params: dict[str, int]) -> str | N
 
 def main() -> None:
     poison()
+    split._sms = lambda device: 12  # fewer programs, and more to do for each
     cases: dict[str, tuple[Any, ...]] = {}
     for i, (lens, at) in enumerate(LENGTHS):
         layout, params = LAYOUTS[at], split._set(*SETS[(i + at) % len(SETS)])
@@ -53,6 +55,13 @@ def main() -> None:
         cases[f"{lens} {layout} {dtype} {tuple(params.values())}"] = (
             {"seq_lens": lens, **layout, **more}, dtype, params
         )  # fmt: skip
+    ragged = ([0, 1, 15, 16, 17, 0, 33], [65, 130, 3, 0], [200, 33, 1, 1, 1, 90], [0], [257], [0, 0, 70, 0])
+    for i, lens in enumerate(ragged):
+        layout, dtype = LAYOUTS[i % len(LAYOUTS)], ("float16", "bfloat16")[i % 2]
+        for sizes in EVEN[: 2 if i else 3]:
+            cases[f"even {lens} {layout} {dtype} {sizes}"] = (
+                {"seq_lens": list(lens), **layout}, dtype, split._set(*sizes)
+            )  # fmt: skip
     small = {"heads": 3, "kv_heads": 1, "head_size": 64, "block_size": 16}
     fp8 = {"seq_lens": [5, 17, 100], **small, "scales": (0.5, 0.75)}
     cases["fp8"] = (fp8, "float8_e4m3fn", split._set(1, 16, 4, 2, 16))

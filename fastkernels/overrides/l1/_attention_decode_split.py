@@ -21,14 +21,17 @@ from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 
 MAX_SPLITS = 128
 SHARED = 216 * 1024  # bytes of shared memory that a program may have for tiles
-COMBINED = 2048  # values of parts, in float32, that a warp adds at once
+REGISTERS = 1 << 16  # of a multiprocessor
+COMBINED = 2048  # values of parts, in float32, that a warp adds at once, of four at most
 LOG2E = 1.4426950408889634
 
 
-def _set(per_sm: int, block_n: int, num_warps: int, num_stages: int, min_split: int = 64) -> dict[str, int]:
+def _set(
+    per_sm: int, block_n: int, num_warps: int, num_stages: int, min_split: int = 64, even: int = 0
+) -> dict[str, int]:
     return {
         "per_sm": per_sm, "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages,
-        "min_split": min_split,
+        "min_split": min_split, "even": even,
     }  # fmt: skip
 
 
@@ -36,8 +39,12 @@ def _set(per_sm: int, block_n: int, num_warps: int, num_stages: int, min_split: 
 #   per_sm     programs a multiprocessor, which decides how many parts a sequence may have
 #   block_n    keys in a tile
 #   min_split  keys of the smallest part: below, a part costs more to add than it saves
+#   even       all keys of a batch are shared out evenly, so that no program has more than another; else each sequence's
 PARAMS: tuple[dict[str, int], ...] = (
-    _set(2, 64, 4, 4, 128), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(3, 64, 4, 3, 256),
+    _set(2, 64, 4, 4, 128), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(3, 64, 4, 3, 256), _set(2, 64, 2, 4),
+    _set(6, 32, 2, 3), _set(1, 64, 4, 7, 256), _set(1, 64, 8, 7, 128), _set(1, 128, 8, 4, 128), _set(2, 64, 8, 4, 256),
+    _set(2, 64, 4, 4, 128, 1), _set(4, 32, 2, 4, 64, 1), _set(1, 64, 4, 7, 128, 1), _set(6, 32, 2, 3, 128, 1),
+    _set(2, 64, 2, 4, 64, 1), _set(1, 128, 8, 4, 128, 1),
 )  # fmt: skip
 
 
@@ -65,18 +72,19 @@ def splits_of(programs: int, max_seqlen_k: int, per_sm: int, min_split: int, sms
 
 @triton.jit
 def _add_parts(
-    out_ptr, part_ptr, lse_ptr, first, parts, group, D,
+    out_ptr, part_ptr, lse_ptr, first, bump, step, parts, group, D,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # The parts first .. first + parts - 1, of one sequence and key head, by their shares of the softmax.
+    # The parts of one sequence and key head, by their shares of the softmax: rows first + bump, first + step, ...
     heads, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for begin in range(0, parts, BLOCK_P):
+    for begin in tl.range(0, parts, BLOCK_P, num_stages=3):  # the next are on their way while these are added
         part = begin + tl.arange(0, BLOCK_P)
         there = (part < parts)[:, None] & (heads < group)[None, :]
-        at = (first + part)[:, None] * group + heads[None, :]
+        row = first + part * step + tl.where(part == 0, bump, 0)
+        at = row[:, None] * group + heads[None, :]
         # Other multiprocessors wrote them while this kernel runs: they are not read from L1.
         lse = tl.load(lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         values = tl.load(
@@ -94,42 +102,14 @@ def _add_parts(
     tl.store(out_ptr + heads[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits", "table_stride", "min_split", "window_left"])
-def _decode_split_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
-    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
-    group, D, scale, v_scale, window_left, softcap, splits, min_split,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
-    EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit
+def _attend(
+    q, k_at, v_at, table_at, low, high, n_k, D, scale, v_scale, window_left, softcap, k_stride_b, k_stride_s,
+    v_stride_b, v_stride_s, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
-    # One program a (key head, split, sequence): all query heads of the group share the keys it reads. Programs of one
-    # sequence's heads are neighbours, as are what they read.
-    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n_k = tl.load(len_ptr + seq)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
-    # As many parts as the longest sequence may have, fewer where they would be under min_split; none is empty.
-    tiles = tl.cdiv(n_k - first, BLOCK_N)
-    parts = tl.minimum(tl.cdiv(n_k - first, min_split), splits)
-    per_part = tl.cdiv(tiles, tl.maximum(parts, 1))
-    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(per_part, 1)), 1)
-    if split >= parts:
-        return
-    low = first + split * per_part * BLOCK_N
-    high = tl.minimum(low + per_part * BLOCK_N, n_k)
-
-    dims, rows, offs = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    heads = kv_head * group + rows
-    q_mask = (rows < group)[:, None] & (dims < D)[None, :]
-    q = tl.load(
-        q_ptr + seq * q_stride_b + heads[:, None] * q_stride_h + dims[None, :], mask=q_mask, other=0.0
-    )
-    table_at = table_ptr + seq * table_stride
-    k_at = k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, :]
-    v_at = v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, :]
+    # Attention of q [BLOCK_M, BLOCK_D] to the keys low .. high - 1, and the log2 of the sum of the weights.
+    dims, offs = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -164,25 +144,132 @@ def _decode_split_kernel(
         else:
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc)
         top = new_top
-    acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+    weight = tl.where(total == 0.0, 1.0, total)
+    return acc * v_scale / weight[:, None], tl.where(total == 0.0, float("-inf"), top + tl.log2(weight))
 
-    first_row = (seq * tl.num_programs(0) + kv_head) * group
-    out_at = out_ptr + (first_row + rows)[:, None] * D + dims[None, :]
+
+@triton.jit(do_not_specialize=["splits", "table_stride", "min_split", "window_left"])
+def _decode_split_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    group, D, scale, v_scale, window_left, softcap, splits, min_split,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (key head, split, sequence): all query heads of the group share the keys it reads. Programs of one
+    # sequence's heads are neighbours, as are what they read.
+    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_k = tl.load(len_ptr + seq)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+    # As many parts as the longest sequence may have, fewer where they would be under min_split; none is empty.
+    tiles = tl.cdiv(n_k - first, BLOCK_N)
+    parts = tl.minimum(tl.cdiv(n_k - first, min_split), splits)
+    per_part = tl.cdiv(tiles, tl.maximum(parts, 1))
+    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(per_part, 1)), 1)
+    if split >= parts:
+        return
+    low = first + split * per_part * BLOCK_N
+    high = tl.minimum(low + per_part * BLOCK_N, n_k)
+    dims, rows = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    q_mask = (rows < group)[:, None] & (dims < D)[None, :]
+    q_at = q_ptr + seq * q_stride_b + (kv_head * group + rows)[:, None] * q_stride_h + dims[None, :]
+    acc, lse = _attend(
+        tl.load(q_at, mask=q_mask, other=0.0), k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, :],
+        v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, :], table_ptr + seq * table_stride, low, high, n_k, D,
+        scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW, SOFTCAP,
+        UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
+    )  # fmt: skip
+    out_at = out_ptr + (seq * tl.num_programs(0) + kv_head) * group * D
     if SPLIT and parts > 1:
         first_part = (seq * tl.num_programs(0) + kv_head) * splits
         row = (first_part + split) * group + rows
-        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(lse_ptr + row, lse, mask=rows < group)
         tl.store(part_ptr + row[:, None] * D + dims[None, :], acc, mask=q_mask)
         tl.debug_barrier()  # one thread takes the ticket, for what all have stored
         ticket = ticket_ptr + seq * tl.num_programs(0) + kv_head
         if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
             _add_parts(
-                out_ptr + first_row * D, part_ptr, lse_ptr, first_part, parts, group, D, BLOCK_P, BLOCK_G, BLOCK_D
-            )  # fmt: skip
+                out_at, part_ptr, lse_ptr, first_part, 0, 1, parts, group, D, BLOCK_P, BLOCK_G, BLOCK_D
+            )
             tl.store(ticket, 0)  # as it was found, for the next launch
     else:
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+        tl.store(out_at + rows[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit(do_not_specialize=["batch", "table_stride", "min_tiles", "window_left"])
+def _decode_even_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    group, D, scale, v_scale, window_left, softcap, batch, min_tiles,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (key head, worker). The tiles of all sequences in a row are shared out evenly: a worker has the end
+    # of one sequence, some whole ones, and the beginning of another.
+    kv_head, worker = tl.program_id(0), tl.program_id(1)
+    seqs = tl.arange(0, BLOCK_B)
+    keys = tl.load(len_ptr + seqs, mask=seqs < batch, other=0)
+    if WINDOW:
+        keys -= tl.maximum(keys - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+    tiles = tl.where(
+        seqs < batch, tl.maximum(tl.cdiv(keys, BLOCK_N), 1), 0
+    )  # without keys one, which writes zeros
+    ends = tl.cumsum(tiles, 0)
+    every = tl.sum(tiles, 0).to(tl.int64)
+    workers = tl.minimum(tl.maximum(every // min_tiles, 1), tl.num_programs(1))
+    if worker >= workers:
+        return
+    begin, last = (worker * every // workers).to(tl.int32), ((worker + 1) * every // workers).to(tl.int32)
+    dims, rows = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    q_mask = (rows < group)[:, None] & (dims < D)[None, :]
+    k_at = k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, :]
+    v_at = v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, :]
+    at = begin
+    while at < last:
+        index = tl.sum((ends <= at).to(tl.int32), 0)
+        seq_end = tl.sum(tl.where(seqs == index, ends, 0), 0)
+        seq_begin = seq_end - tl.sum(tl.where(seqs == index, tiles, 0), 0)
+        seq = index.to(tl.int64)
+        n_k = tl.load(len_ptr + seq)
+        low = (at - seq_begin) * BLOCK_N
+        if WINDOW:
+            low += tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+        stop = tl.minimum(seq_end, last)
+        high = tl.minimum(low + (stop - at) * BLOCK_N, n_k)
+        q_at = q_ptr + seq * q_stride_b + (kv_head * group + rows)[:, None] * q_stride_h + dims[None, :]
+        acc, lse = _attend(
+            tl.load(q_at, mask=q_mask, other=0.0), k_at, v_at, table_ptr + seq * table_stride, low, high, n_k, D,
+            scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW,
+            SOFTCAP, UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
+        out_at = out_ptr + (seq * tl.num_programs(0) + kv_head) * group * D
+        if (seq_begin >= begin) & (seq_end <= last):
+            tl.store(
+                out_at + rows[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask
+            )
+        else:
+            # A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
+            first = ((seq_begin + 1) * workers - 1) // every
+            parts = ((seq_end * workers - 1) // every - first + 1).to(tl.int32)
+            ours = kv_head * tl.num_programs(1).to(tl.int64)
+            row = (2 * (ours + worker) + (at > begin).to(tl.int64)) * group + rows
+            tl.store(lse_ptr + row, lse, mask=rows < group)
+            tl.store(part_ptr + row[:, None] * D + dims[None, :], acc, mask=q_mask)
+            tl.debug_barrier()  # one thread takes the ticket, for what all have stored
+            ticket = ticket_ptr + ours + first  # no other sequence goes from that worker to the next
+            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                bump = (seq_begin > first * every // workers).to(tl.int64)
+                _add_parts(
+                    out_at, part_ptr, lse_ptr, 2 * (ours + first), bump, 2, parts, group, D, BLOCK_P, BLOCK_G, BLOCK_D
+                )  # fmt: skip
+                tl.store(ticket, 0)  # as it was found, for the next launch
+        at = stop
 
 
 def supports_split(
@@ -237,22 +324,37 @@ def decode_split(
     if out.numel() == 0:
         return out
     p = {**choose(d, key_cache.element_size()), **params}
-    group, block_d = q.shape[1] // kv_heads, max(triton.next_power_of_2(d), 16)
-    splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], _sms(q.device))
+    group, block_d, sms = q.shape[1] // kv_heads, max(triton.next_power_of_2(d), 16), _sms(q.device)
+    splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], sms)
+    workers = max(p["per_sm"] * sms // kv_heads, 1)
     part = lse = taken = None
-    if splits > 1:
-        part = torch.empty((batch, kv_heads, splits, group, d), dtype=torch.float32, device=q.device)
-        lse = torch.empty((batch, kv_heads, splits, group), dtype=torch.float32, device=q.device)
-        taken = tickets.get(q.device, batch * kv_heads)
+    parts = 2 * workers if p["even"] else batch * splits if splits > 1 else 0
+    if parts:
+        part = torch.empty((kv_heads * parts, group, d), dtype=torch.float32, device=q.device)
+        lse = torch.empty((kv_heads * parts, group), dtype=torch.float32, device=q.device)
+        taken = tickets.get(q.device, kv_heads * (workers if p["even"] else batch))
     block_g = triton.next_power_of_2(group)
-    _decode_split_kernel[(kv_heads, splits, batch)](
+    arguments = (
         q, key_cache, value_cache, out, part, lse, taken, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), group, d, scale * k_scale * LOG2E,
-        v_scale, window_left, softcap * LOG2E, splits, p["min_split"],
-        PAGE=block_size, WINDOW=window_left >= 0, SOFTCAP=softcap > 0, SPLIT=splits > 1,
-        UPCAST=q.device.type == "cpu", EVEN_D=d == block_d, BLOCK_G=block_g, BLOCK_M=max(block_g, 16),
-        BLOCK_N=p["block_n"], BLOCK_D=block_d, BLOCK_P=max(p["num_warps"] * COMBINED // (block_g * block_d), 1),
-        STAGES=p["num_stages"], num_warps=p["num_warps"], num_stages=p["num_stages"],
-        **overlap(q.device),
+        v_scale, window_left, softcap * LOG2E,
     )  # fmt: skip
+    options: dict[str, Any] = {
+        "PAGE": block_size, "WINDOW": window_left >= 0, "SOFTCAP": softcap > 0, "UPCAST": q.device.type == "cpu",
+        "EVEN_D": d == block_d, "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
+        "BLOCK_D": block_d, "BLOCK_P": max(min(p["num_warps"], 4) * COMBINED // (block_g * block_d), 1),
+        "STAGES": p["num_stages"], "num_warps": p["num_warps"], "num_stages": p["num_stages"],
+        # What adds parts would take more registers than so many programs have, without need.
+        "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
+    }  # fmt: skip
+    if p["even"]:
+        block_b = 32 if batch <= 32 else max(triton.next_power_of_2(batch), 256)
+        least = max(p["min_split"] // p["block_n"], 1)
+        _decode_even_kernel[(kv_heads, workers)](
+            *arguments, batch, least, BLOCK_B=block_b, **options, **overlap(q.device)
+        )
+    else:
+        _decode_split_kernel[(kv_heads, splits, batch)](
+            *arguments, splits, p["min_split"], SPLIT=splits > 1, **options, **overlap(q.device)
+        )
     return out

@@ -91,11 +91,26 @@ def decode(
     v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The arguments of attention_decode.reference; what `supports_decode` lets through."""
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # it does not write the rows of padding
+    if q.shape[0] > 0:
+        xqa(out, q, key_cache, value_cache, seq_lens, block_table, max_seqlen_k, scale, window_left)
+    return out
+
+
+def xqa(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+) -> None:
+    """`decode` into `out`, of which it writes the rows of sequences that have keys."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if q.shape[0] == 0:
-        return out
     # It reads q, table and lengths through bare pointers, rows one after the other.
     xqa_batch_decode_with_kv_cache(
         q.contiguous(), (key_cache, value_cache), _workspace(q.device, "decode"), block_table.contiguous(),
@@ -103,7 +118,6 @@ def decode(
         kv_layout="NHD",
     )  # fmt: skip
     _seen.add(_shape(q, key_cache, window_left))
-    return out.masked_fill_((seq_lens == 0)[:, None, None], 0.0)  # it does not write the rows of padding
 
 
 def supports_prefill(
