@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.l1._overlap import follow, overlap
-
 MAX_TOKENS = 64
 
 
@@ -99,9 +97,8 @@ def _skinny_kernel(
     x_ptr, w_ptr, b_ptr, out_ptr, partial_ptr, ticket_ptr, M, N, x_stride, w_stride,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr, VARIANT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * BLOCK_M
     rows = token + tl.arange(0, BLOCK_M)
@@ -261,6 +258,6 @@ def linear_skinny(
         rows, weight, bias, out, partial, taken, m, n, rows.stride(0), weight.stride(0), K=k,
         HAS_BIAS=bias is not None, UPCAST=x.device.type == "cpu", VARIANT=p["variant"], BLOCK_M=p["block_m"],
         BLOCK_N=p["block_n"], BLOCK_K=p["block_k"], SPLIT_K=p["split_k"], STAGES=p["num_stages"],
-        num_warps=p["num_warps"], num_stages=p["num_stages"], **overlap(x.device),
+        num_warps=p["num_warps"], num_stages=p["num_stages"],
     )  # fmt: skip
     return out
