@@ -10,7 +10,7 @@ comma := ,
 HOSTS := $(filter vllm sglang,$(sort $(subst +fk,,$(subst $(comma), ,$(LANES)))))
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-slow lint format clean
+.PHONY: setup demo test test-slow bench-h200 lint format clean
 setup:
 	@$(PYTHON) tests/support/environments.py own vllm sglang
 
@@ -24,6 +24,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# on a machine with an H200 and our package: docs/performance-log.md. MODEL, VLLM, SGLANG, TOKENIZER, OUT: see the script
+bench-h200:
+	@PYTHON=$(PYTHON) bash bench/h200.sh
 
 lint:
 	@$(PYTHON) tests/support/environments.py own

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Every figure of docs/performance-log.md and of the README's first table, measured anew on this GPU; rows in $OUT.
+#   make bench-h200 MODEL=folder [VLLM=python of its environment] [SGLANG=the same] [OUT=folder]
+#   make bench-h200 TOKENIZER=folder ...     makes a random checkpoint of Llama-3.1-8B's shapes, with that tokenizer
+# RUN=echo says what would run. A part that fails is said, and the rest runs.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3} OUT=${OUT:-fk-bench-runs/h200-$(date -u +%Y%m%d-%H%M%S)} RUN=${RUN:-}
+FK="$PYTHON -m fk_bench.cli"
+failed=()
+part() {
+    local name=$1
+    shift
+    echo "== $name: $*"
+    $RUN "$@" || failed+=("$name")
+}
+
+mkdir -p "$OUT"
+export PYTHONPATH="$PWD:$PWD/bench:$PWD/integrations${PYTHONPATH:+:$PYTHONPATH}"
+part linear $PYTHON bench/scenarios/skinny_linear.py --out "$OUT/skinny-linear.jsonl" --tokens 1,8,16,32,64
+part attention $PYTHON bench/scenarios/decode_attention.py --out "$OUT/decode-attention.jsonl"
+part step $PYTHON bench/scenarios/decode_step.py --rows "$OUT/skinny-linear.jsonl" --out "$OUT/decode-step.jsonl"
+part kernels $FK kernels all --cases captured,random --rounds 8 --out "$OUT/kernels"
+part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-1"
+part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-2"
+part agreement $FK diff "$OUT/again-1" "$OUT/again-2"
+part explain $FK explain llama-3.1-8b --batch 1,8,32,256 --out "$OUT/explain"
+part start $FK e2e llama-3.1-8b --startup --load-format dummy --dtype bfloat16 --rounds 2 --out "$OUT/startup"
+
+if [ -z "${MODEL:-}" ]; then
+    MODEL=$OUT/model
+    part model $PYTHON bench/scenarios/make_checkpoint.py "$MODEL" ${TOKENIZER:+--tokenizer "$TOKENIZER"}
+fi
+lanes=fastkernels pythons=()
+for host in VLLM SGLANG; do
+    name=${host,,} path=${!host:-}
+    [ -n "$path" ] && lanes+=",$name,$name+fk" && pythons+=(--python "$name=$path")
+done
+part servers $FK serve-compare --model "$MODEL" --lanes "$lanes" "${pythons[@]}" --concurrency 1,8,32,128 \
+    --num-prompts 3,16,64,256 --rounds 5 --input-len 512 --output-len 128 --agreement-prompts 0 --min-agreement 0 \
+    --out "$OUT/servers"
+
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}; all else is in $OUT"; exit 1; }
+echo "all in $OUT"

@@ -1,0 +1,52 @@
+"""`make bench-h200` asks for commands and options that there are."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import typer
+from fk_bench.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
+    env = {
+        **os.environ,
+        "RUN": "echo",
+        "OUT": str(tmp_path),
+        "TOKENIZER": "t",
+        "VLLM": "v/python",
+        "PYTHON": "python",
+    }
+    env.pop("MODEL", None)
+    done = subprocess.run(
+        ["bash", str(ROOT / "bench/h200.sh")], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("python ")]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    seen = set()
+    for line in lines:
+        options = [word for word in line if word.startswith("--")]
+        if line[1:3] == ["-m", "fk_bench.cli"]:
+            known = [name for p in commands[line[3]].params for name in (*p.opts, *p.secondary_opts)]
+            assert set(options) <= set(known), line
+            seen.add(line[3])
+        else:
+            text = (ROOT / line[1]).read_text()
+            assert all(f'"{option}"' in text for option in options), line
+    assert seen == {"kernels", "diff", "explain", "e2e", "serve-compare"} and "vllm=v/python" in lines[-1]
+
+
+def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
+    env = {**os.environ, "RUN": "false", "OUT": str(tmp_path), "MODEL": "m"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "bench/h200.sh")], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        done.returncode == 1 and "failed: linear attention step" in done.stdout and "servers" in done.stdout
+    )
