@@ -50,6 +50,7 @@ class Environment:
     disable     FASTKERNELS_DISABLE      ops that are off
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
     report      FASTKERNELS_REPORT       folder that every patched process writes its report to
+    overlap     FASTKERNELS_OVERLAP=0    no kernel starts before the one before it has ended (overrides/l1/_overlap.py)
     capture     FASTKERNELS_CAPTURE=1    hosts note how their modules are constructed, for `fk-bench capture`
     cache       FASTKERNELS_CACHE        folder for compiled kernels, converted models and environments
     interpret   TRITON_INTERPRET=1       Triton's own: run Triton kernels on the CPU
@@ -63,6 +64,7 @@ class Environment:
     disable: tuple[str, ...] = ()
     strict: bool = False
     report: str | None = None
+    overlap: bool = True
     capture: bool = False
     cache: str = ""
     interpret: bool = False
@@ -81,6 +83,7 @@ class Environment:
             disable=_names(e.get("FASTKERNELS_DISABLE")),
             strict=_flag(e.get("FASTKERNELS_STRICT")),
             report=e.get("FASTKERNELS_REPORT") or None,
+            overlap=_flag(e.get("FASTKERNELS_OVERLAP") or "1"),
             capture=_flag(e.get("FASTKERNELS_CAPTURE")),
             cache=e.get("FASTKERNELS_CACHE") or default_cache,
             interpret=_flag(e.get("TRITON_INTERPRET")),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fastkernels.overrides
+from fastkernels.overrides.l1._overlap import overlap, overlaps
 
 FILES = sorted(Path(fastkernels.overrides.__file__).parent.rglob("*.py"))
 
@@ -46,6 +47,21 @@ def test_every_kernel_that_starts_early_waits_first() -> None:
         waiting = {n for n, f in found.items() if any("follow(OVERLAP)" in ast.unparse(s) for s in f.body)}
         assert waiting == early, path.name
     assert count > 20
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule alone: the chip is made up."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for value, early in (("0", False), ("1", True), ("", True)):
+        monkeypatch.setenv("FASTKERNELS_OVERLAP", value)
+        overlaps.cache_clear()
+        assert overlaps(torch.device("cuda", 0)) is early
+        assert overlap(torch.device("cuda", 0)).get("launch_pdl", False) is early
+        assert not overlaps(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    overlaps.cache_clear()
+    assert overlap(torch.device("cuda", 0)) == {"OVERLAP": False}
+    overlaps.cache_clear()
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ from fastkernels.models.llama import LlamaForCausalLM
 from fastkernels.overrides.l1 import _overlap
 from fastkernels.overrides.l2.attention import PagedAttention
 
-_can = _overlap._can
+overlaps = _overlap.overlaps
 SIZES = {
     False: {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 128},
@@ -130,7 +130,7 @@ class Variant:
             for op in OPS.values():
                 op.reset()
             tuned._by_op.cache_clear()
-            _overlap._can = _can if self.overlap else lambda device: False
+            _overlap.overlaps = overlaps if self.overlap else lambda device: False
             Variant.current = self
             step()  # compiles
         return step()

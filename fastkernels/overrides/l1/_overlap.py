@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastkernels.env import Environment
+
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
@@ -26,9 +28,12 @@ def follow(OVERLAP: tl.constexpr):
 
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a Triton kernel that calls follow(OVERLAP)."""
-    return {"OVERLAP": True, "launch_pdl": True} if _can(device) else {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
 
 
 @lru_cache
-def _can(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels start early there: on Hopper and later, unless FASTKERNELS_OVERLAP=0."""
+    if device.type != "cuda" or not Environment.read().overlap:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastkernels import cuda_rtc
+from fastkernels.overrides.l1._overlap import overlaps
 from fastkernels.overrides.l1._skinny_linear_triton import _sms, supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
@@ -125,6 +126,6 @@ def linear_cuda(
     pointers = (None if t is None else t.data_ptr() for t in (rows, weight, bias, out))
     stream = torch.cuda.current_stream(x.device).cuda_stream
     args = (*pointers, m, n, k, rows.stride(0), weight.stride(0))
-    early = torch.cuda.is_current_stream_capturing()
+    early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
     kernel.launch(min(sms, -(-n // (16 * p["groups"]))), THREADS, stream, args, overlap=early)
     return out
