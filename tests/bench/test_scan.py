@@ -14,6 +14,8 @@ OVERRIDES = sorted((Path(fastkernels.__file__).parent / "overrides").rglob("*.py
 OWN = {
     "_flashinfer.py": {"baseline-library", "pointer-cache"},  # a provider, and plans of a batch of the host's
     "attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, from where it is installed
+    # FlashAttention-3 out of vLLM's wheel, under another package name, or else vLLM's own import
+    "_vllm_flash_attn.py": {"dynamic-code", "fallback", "inspection", "patching"},
     "_rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
     "_skinny_linear_cuda.py": {
         "files",
