@@ -145,6 +145,7 @@ def test_a_long_context_is_tuned_with_shorter_sequences() -> None:
     assert dims["seq_lens"] == [4096, 4096] and dims["max_seqlen_k"] == 131072 and dims["window_left"] == 127
 
 
+@pytest.mark.slow
 def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
     """As on a GPU, but for what is compiled and for graphs; its rows are result rows."""
     out = tmp_path / "rows.jsonl"

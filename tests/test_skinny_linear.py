@@ -104,6 +104,7 @@ def test_tickets_of_streams_and_graphs_are_apart(monkeypatch: pytest.MonkeyPatch
     assert not any(t.any() for t in (first, other, one, two))
 
 
+@pytest.mark.slow
 def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
     """As on a GPU, but for what is compiled and for graphs; its rows are result rows."""
     out = tmp_path / "rows.jsonl"

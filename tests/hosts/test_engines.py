@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SLOW = (
     "check_async", "check_gemma", "check_pipeline", "check_quant", "check_tensor_parallel", "check_works_more",
+    ("sglang", "check_works"),
 )  # fmt: skip
 IN_PROCESS = ("check_eager", "check_before", "check_works", "check_works_more")
 CHECKS = [
@@ -25,7 +26,7 @@ CHECKS = [
         id=f"{host}-{check.stem.removeprefix('check_')}",
         marks=[
             getattr(pytest.mark, host),
-            *([pytest.mark.slow] if check.stem in SLOW else []),
+            *([pytest.mark.slow] if check.stem in SLOW or (host, check.stem) in SLOW else []),
             pytest.mark.skipif(
                 not (ROOT / f".venv-{host}").exists(), reason=f"no .venv-{host}: run `make setup`"
             ),
