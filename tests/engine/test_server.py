@@ -217,7 +217,9 @@ def test_continuous_usage_and_cached_tokens(client):
     chunks = list(client.completions.create(**options, stream_options=usage))
     counts = [c.usage.completion_tokens for c in chunks]  # a busy machine may send two tokens in one chunk
     assert counts[-2:] == [12, 12] and len(counts) > 6
-    assert all(0 < more - less <= 3 for less, more in zip([0, *counts[:-2]], counts[:-1], strict=True)), counts
+    assert all(0 < more - less <= 3 for less, more in zip([0, *counts[:-2]], counts[:-1], strict=True)), (
+        counts
+    )
     again = list(client.completions.create(**options, stream_options=usage))
     assert again[-1].usage.prompt_tokens_details.cached_tokens == 96
     for path in ("reset_prefix_cache", "flush_cache"):
