@@ -13,6 +13,7 @@ import torch
 from fk_bench.rows import Status, read
 
 from fastkernels import registry
+from fastkernels.overrides.l1 import _launch
 from fastkernels.overrides.l1 import _skinny_linear_triton as skinny
 from fastkernels.overrides.l1.linear import linear
 
@@ -89,7 +90,7 @@ def test_sets_are_compilable_sizes() -> None:
 
 def test_tickets_of_streams_and_graphs_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule alone: who gets which; the memory is the CPU's here."""
-    tickets, device = skinny._Tickets(), torch.device("cuda", 0)
+    tickets, device = _launch.Tickets(), torch.device("cuda", 0)
     streams = iter([1, 1, 2])
     capturing = iter([False, False, False, True, True])
     zeros = torch.zeros

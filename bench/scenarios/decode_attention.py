@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import rope_store
 import torch
-from graph_clock import Run, measure, poisoned
+from graph_clock import Compiles, Run, finish, measure, poisoned
 
 from fastkernels import registry
 from fastkernels.overrides.l1 import _attention_decode_split as split
@@ -85,16 +85,6 @@ def sets_of(run: Run, layout: Layout = LLAMA, size: int = 2) -> list[dict[str, i
 # -- compiling
 
 
-class _Compiles:
-    """Stands for the kernel: compiles what would be launched, into Triton's cache."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return partial(self.kernel.warmup, grid=grid)
-
-
 def jobs() -> Iterator[tuple[Case, dict[str, int]]]:
     """A call for each kernel that will be launched."""
     for p in split.PARAMS:
@@ -110,7 +100,7 @@ def jobs() -> Iterator[tuple[Case, dict[str, int]]]:
 
 
 def compile_share(part: int, parts: int) -> None:
-    split._decode_split_kernel = _Compiles(split._decode_split_kernel)
+    split._decode_split_kernel = Compiles(split._decode_split_kernel)
     for case, p in list(jobs())[part::parts]:
         with contextlib.suppress(Exception):  # said where it is run
             args = SPEC.inputs(case, "cuda", torch.Generator("cuda"))
@@ -131,12 +121,7 @@ def compile_all() -> None:
     shares += ["flashinfer"] if PROVIDERS["flashinfer"].unavailable("cuda") is None else []
     command = [sys.executable, __file__, "--out", os.devnull, "--compile"]
     workers = [subprocess.Popen([*command, share]) for share in shares]
-    end = time.monotonic() + COMPILE_S
-    for worker in workers:
-        try:
-            worker.wait(max(end - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:  # what it would have compiled is compiled where it is run
-            worker.kill()
+    finish(workers, COMPILE_S)
 
 
 # -- what is right

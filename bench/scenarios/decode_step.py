@@ -30,7 +30,6 @@ from fastkernels.models.llama import LlamaForCausalLM
 from fastkernels.overrides.l1 import _overlap
 from fastkernels.overrides.l2.attention import PagedAttention
 
-overlaps = _overlap.overlaps
 SIZES = {
     False: {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 128},
@@ -60,7 +59,9 @@ def table_of(rows: Path, path: Path, chip: str) -> Path:
         if provider != "cublas":
             values = [int(v) if v.isdigit() else v for v in label.split("/")]
             params = dict(zip(providers[provider].params[0], values, strict=True))
-            speedup = found["cublas", ""] / us
+            speedup = (
+                found["cublas", ""] / us
+            )  # of one sweep: the interval is what the reader asks for, no more
             entry |= {
                 "provider": provider,
                 "params": params,
@@ -126,11 +127,13 @@ class Variant:
             os.environ.pop("FASTKERNELS_TUNED", None)
             if self.table is not None:
                 os.environ["FASTKERNELS_TUNED"] = str(self.table)
-            os.environ["FASTKERNELS_PROVIDER"] = f"attention_decode:{self.attention}"
+            cublas = "" if self.table is not None else ",linear:cublas"  # or a shipped table would choose
+            os.environ["FASTKERNELS_PROVIDER"] = f"attention_decode:{self.attention}{cublas}"
+            os.environ["FASTKERNELS_OVERLAP"] = str(int(self.overlap))
+            _overlap.overlaps.cache_clear()
             for op in OPS.values():
                 op.reset()
             tuned._by_op.cache_clear()
-            _overlap.overlaps = overlaps if self.overlap else lambda device: False
             Variant.current = self
             step()  # compiles
         return step()

@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -71,6 +73,26 @@ def poisoned() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)
+
+
+class Compiles:
+    """Stands for a Triton kernel: compiles what would be launched, into Triton's cache."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self.kernel.warmup, grid=grid)
+
+
+def finish(workers: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait for processes that compile; what they have not compiled by then is compiled where it is run."""
+    end = time.monotonic() + seconds
+    for worker in workers:
+        try:
+            worker.wait(max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            worker.kill()
 
 
 class Clock:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from graph_clock import Run, measure, poisoned
+from graph_clock import Compiles, Run, finish, measure, poisoned
 
 from fastkernels.overrides.l1 import _skinny_linear_cuda as cuda
 from fastkernels.overrides.l1 import _skinny_linear_triton as skinny
@@ -84,19 +84,9 @@ def sets_of(run: Run, provider: str) -> Sets:
     return tuple(p for p in sets if (provider, label(p)) not in run.bad)
 
 
-class _Compiles:
-    """Stands for the kernel: compiles what would be launched, into Triton's cache."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return partial(self.kernel.warmup, grid=grid)
-
-
 def compile_share(part: int, parts: int, sizes: list[int]) -> None:
     """Every `parts`-th of all that will be launched: the odd shapes, and these K."""
-    skinny._skinny_kernel = _Compiles(skinny._skinny_kernel)
+    skinny._skinny_kernel = Compiles(skinny._skinny_kernel)
     if sizes[0] == 4096:
         device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
         wanted = {
@@ -124,14 +114,6 @@ def compile_all(sizes: list[int]) -> list[subprocess.Popen[bytes]]:
     sizes_text = ",".join(map(str, sizes))
     command = [sys.executable, __file__, "--out", os.devnull, "--compile"]
     return [subprocess.Popen([*command, f"{i}/{parts}/{sizes_text}"]) for i in range(parts)]
-
-
-def finish(workers: list[subprocess.Popen[bytes]]) -> None:
-    for worker in workers:
-        try:
-            worker.wait(COMPILE_S)
-        except subprocess.TimeoutExpired:  # what it would have compiled is compiled where it is run
-            worker.kill()
 
 
 def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
@@ -365,7 +347,7 @@ def main() -> None:
     later: list[subprocess.Popen[bytes]] = []
     with torch.inference_mode():
         if run.cuda and not run.quick:
-            finish(compile_all([4096, 14336]))
+            finish(compile_all([4096, 14336]), COMPILE_S)
             later = compile_all([12288])
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         check_in_a_child(run)
@@ -378,7 +360,7 @@ def main() -> None:
         for shape in shapes:
             check(run, "triton-skinny", triton, shape, torch.bfloat16, False)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
-        finish(later)
+        finish(later, COMPILE_S)
         for model in models:
             time_model(run, model, [int(t) for t in options.tokens.split(",")])
     print("\n".join(["", *run.summary, f"{run.wrong} wrong"]), flush=True)

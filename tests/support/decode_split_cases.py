@@ -46,7 +46,7 @@ def problem(dims: dict[str, Any], dtype: str, params: dict[str, int]) -> str | N
 
 def main() -> None:
     poison()
-    split._sms = lambda device: 12  # fewer programs, and more to do for each
+    split.multiprocessors = lambda device: 12  # fewer programs, and more to do for each
     cases: dict[str, tuple[Any, ...]] = {}
     for i, (lens, at) in enumerate(LENGTHS):
         layout, params = LAYOUTS[at], split._set(*SETS[(i + at) % len(SETS)])

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.overrides.l1._launch import multiprocessors, tickets
 from fastkernels.overrides.l1._overlap import follow, overlap
-from fastkernels.overrides.l1._skinny_linear_triton import _sms, tickets
 from fastkernels.overrides.l1.attention_prefill import check
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 
@@ -324,7 +324,11 @@ def decode_split(
     if out.numel() == 0:
         return out
     p = {**choose(d, key_cache.element_size()), **params}
-    group, block_d, sms = q.shape[1] // kv_heads, max(triton.next_power_of_2(d), 16), _sms(q.device)
+    group, block_d, sms = (
+        q.shape[1] // kv_heads,
+        max(triton.next_power_of_2(d), 16),
+        multiprocessors(q.device),
+    )
     splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], sms)
     workers = max(p["per_sm"] * sms // kv_heads, 1)
     part = lse = taken = None

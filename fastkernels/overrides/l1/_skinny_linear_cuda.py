@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from fastkernels import cuda_rtc
+from fastkernels.overrides.l1._launch import multiprocessors
 from fastkernels.overrides.l1._overlap import overlaps
-from fastkernels.overrides.l1._skinny_linear_triton import _sms, supports_skinny
+from fastkernels.overrides.l1._skinny_linear_triton import supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
 MAX_TOKENS, CONSUMERS = 16, 8
@@ -120,7 +121,7 @@ def linear_cuda(
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    sms = _sms(x.device)
+    sms = multiprocessors(x.device)
     p = {**choose(n, k, sms), **params}
     kernel = kernel_for(x.device, p, m, k, x.dtype == torch.bfloat16, bias is not None)
     pointers = (None if t is None else t.data_ptr() for t in (rows, weight, bias, out))

@@ -6,13 +6,14 @@ arrives last adds their float32 sums, always in the same order, so that equal ca
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from fastkernels.overrides.l1._launch import multiprocessors, tickets
 
 MAX_TOKENS = 64
 
@@ -188,53 +189,6 @@ def supports_skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return None
 
 
-class _Tickets:
-    """Zeros that say how many splits of a tile have arrived. The kernel leaves them as it found them.
-
-    Two launches may share them if one cannot start before the other has ended. So each stream has its own, and so
-    does each captured launch, for ever: its graph may be replayed on any stream. When those are used up, a
-    captured launch gets new ones, set to zero by the graph itself, which costs it one more node.
-    """
-
-    STREAM, CAPTURED = 1 << 14, 1 << 20
-
-    def __init__(self) -> None:
-        self.streams: dict[tuple[torch.device, int], torch.Tensor] = {}
-        self.captured: dict[torch.device, torch.Tensor] = {}
-        self.lock = threading.Lock()
-
-    def get(self, device: torch.device, count: int) -> torch.Tensor:
-        if device.type != "cuda":
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        if torch.cuda.is_current_stream_capturing():
-            count = (
-                triton.cdiv(count, 32) * 32
-            )  # all begin at 16 bytes, as those of streams: no kernel is made anew
-            with self.lock:
-                left = self.captured.get(device)
-                if left is not None and left.numel() >= count:
-                    self.captured[device] = left[count:]
-                    return left[:count]
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        key = (device, torch.cuda.current_stream(device).cuda_stream)
-        found = self.streams.get(key)
-        if found is None or found.numel() < count:
-            with self.lock:
-                size = max(count, self.STREAM)
-                self.streams[key] = found = torch.zeros(size, dtype=torch.int32, device=device)
-                if device not in self.captured:
-                    self.captured[device] = torch.zeros(self.CAPTURED, dtype=torch.int32, device=device)
-        return found
-
-
-tickets = _Tickets()
-
-
-@lru_cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def linear_skinny(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **params: Any
 ) -> torch.Tensor:
@@ -248,7 +202,7 @@ def linear_skinny(
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    p = {**choose(m, n, k, _sms(x.device)), **params}
+    p = {**choose(m, n, k, multiprocessors(x.device)), **params}
     grid = (triton.cdiv(n, p["block_n"]), p["split_k"], triton.cdiv(m, p["block_m"]))
     partial = taken = None
     if p["split_k"] > 1:
