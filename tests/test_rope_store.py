@@ -177,6 +177,7 @@ def test_on_the_gpu(tokens: int, norms: bool) -> None:
     rope_store_kvcache._triton(*args)
     for got, want in zip((args[1], *args[4:6]), (query, *caches), strict=True):
         if norms:
-            torch.testing.assert_close(got.float(), want.float(), rtol=8e-3, atol=1e-3)
+            # Apart, a norm is rounded before it is turned: half a unit of up to 4, in both of a pair.
+            torch.testing.assert_close(got.float(), want.float(), rtol=1.6e-2, atol=1.6e-2)
         else:
             assert torch.equal(got, want)

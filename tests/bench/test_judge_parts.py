@@ -175,12 +175,25 @@ def test_what_cannot_be_is_invalid() -> None:
     assert timing.invalid(good, samples(2e-5, 0.001, 2), 0.0) == ""
     assert "none of the work" in timing.invalid(samples(-1e-7, 0.0, 3), good, 0.0)
     assert timing.invalid(good, good, 1e-3) != ""
-    slow_half = samples(1e-5, 0.001, 4, start_s=5e-3)
-    assert "beside its calls" in timing.invalid(slow_half, good, 0.0)
     apart = samples(1e-5, 0.001, 5)
     apart.events_single = [2 * s for s in apart.single]
     apart.events_double = [2 * s for s in apart.double]
     assert "events" in timing.invalid(apart, good, 0.0)
+
+
+def test_what_a_batch_costs_beside_its_calls_is_charged() -> None:
+    base = samples(1e-5, 0.001, 2, start_s=3e-4)
+    assert timing.charge(samples(1e-5, 0.001, 1, start_s=3e-4), base) == 0
+    for slower_half, faster_whole in ((2e-4, 0.0), (0.0, 2e-4)):
+        cheat = samples(1e-5, 0.001, 3, start_s=3e-4)
+        cheat.single = [s + slower_half for s in cheat.single]
+        cheat.double = [s - faster_whole for s in cheat.double]
+        assert cheat.time < 0.7e-5
+        charged = timing.charge(cheat, base)
+        assert cheat.time + charged > 0.99e-5
+        assert timing.speedup(cheat, base, charged)[1][0] < 1.01 < timing.speedup(cheat, base)[1][0]
+    late = samples(1e-5, 0.001, 4, start_s=2e-3)  # an honest one is charged, too: no more than it took
+    assert late.time + timing.charge(late, base) == pytest.approx((1e-5 * 50 + 1.7e-3) / 50, rel=0.01)
 
 
 def test_no_time_is_told_of_what_scatters() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fk_bench.judge import seccomp
+from fk_bench.judge.cage import STEPS, own_home
 from fk_bench.judge.zygote import Zygote
 from support.cage import OPEN, OPTIONS, SUPPORT, hear, needs, run
 
@@ -26,6 +27,19 @@ def test_root_takes_every_step(steps: dict[str, str]) -> None:
 def test_a_step_that_is_not_asked_for_is_reported(zygote: Zygote) -> None:
     (report,), _ = run(zygote, "say(config['cage'])", replace(OPTIONS, net=False, ipc=False, seccomp=False))
     assert {n for n, v in report.items() if v == "off: not asked for"} == {"net", "ipc", "seccomp"}
+
+
+def test_caches_are_private_unless_our_own_code_runs(zygote: Zygote) -> None:
+    """What production's libraries compile stays for the next run; what a candidate compiles goes with it."""
+    code = (
+        "import os; say(os.environ.get('HOME'), os.environ.get('TRITON_CACHE_DIR'), os.environ.get('TMPDIR'))"
+    )
+    off = dict.fromkeys(STEPS, False)
+    (home, triton, temporary), _ = run(zygote, code, replace(OPTIONS, **off, home=own_home()))
+    assert home == os.path.expanduser("~")
+    assert [triton, temporary] == [os.environ.get(name) for name in ("TRITON_CACHE_DIR", "TMPDIR")]
+    private, _ = run(zygote, code, replace(OPTIONS, **off))
+    assert all(private) and home not in private
 
 
 COMPILES = """

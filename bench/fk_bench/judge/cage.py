@@ -13,6 +13,7 @@ import contextlib
 import os
 import resource
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class CageOptions:
     processes       processes and threads of the tree (effective with a user id of its own)
     file_size       bytes of one file; tmp_bytes, shm_bytes: of all of /tmp and /dev/shm
     threads         of torch's CPU operations
+    home            PRIVATE's variables, for code of ours and of production; None: directories of its own
     """
 
     net: bool = True
@@ -60,12 +62,19 @@ class CageOptions:
     tmp_bytes: int = 2 << 30
     shm_bytes: int = 1 << 30
     threads: int = 1
+    home: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> CageOptions:
         """From JSON, which has lists where we have tuples."""
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(**values)
+
+
+def own_home() -> dict[str, str]:
+    """CageOptions.home for code that is trusted with this user's caches: what it compiles stays for the next run."""
+    found = {name: os.environ[name] for name in PRIVATE if name in os.environ}
+    return {"HOME": os.path.expanduser("~"), **found}
 
 
 Report = dict[str, str]
@@ -130,7 +139,8 @@ def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
     own_root = report["mounts"].startswith("on")
     home = "/tmp" if own_root else room
     uid = _user(options, report, own_root, slot)
-    for variable, name in PRIVATE.items():
+    os.environ.update(options.home or {})
+    for variable, name in PRIVATE.items() if options.home is None else ():
         path = os.path.join(home, name) if name else home
         os.makedirs(path, mode=0o700, exist_ok=True)
         if uid is not None and path != "/tmp":  # the owner of /tmp could rename what is bound below it

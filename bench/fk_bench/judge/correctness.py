@@ -17,6 +17,7 @@ LARGE, LARGE_FLOPS = 1 << 27, 10**11  # elements, operations; beyond, the oracle
 # A candidate may err so much more than the reference does at worst, and, root mean square, than the worse of that and
 # the baseline.
 FACTOR = 2.0
+FEW = 4.0  # by so much over the root of their number may the mean square of honest errors differ
 
 
 @dataclass
@@ -129,14 +130,14 @@ def _compare(
         (float(torch.where(e.isfinite(), e, 0.0).pow(2).sum()) / count) ** 0.5 / scale for e in (error, own)
     )
     # Nobody's error: one rounding of the result, uniform over a unit in the last place; float32 kernels approximate
-    # square roots and exponentials to a few units; and the mean over a handful of values says little.
+    # square roots and exponentials to a few units. And the mean over a handful of values says little.
     floor = torch.finfo(got.dtype).eps / 12**0.5 * (4 if got.dtype is torch.float32 else 1)
-    floor *= 2 if count < 64 else 1
+    factor *= 1 + FEW / count**0.5
     limit = factor * max(rms_own, allowed or 0.0, floor)
     problem = ""
     if rms > limit:
         problem = (
-            f"{label}: relative rms error {rms:.3g}, over {factor:g} times what the baseline "
+            f"{label}: relative rms error {rms:.3g}, over {factor:.3g} times what the baseline "
             f"({allowed or 0.0:.3g}), the reference ({rms_own:.3g}) or one rounding ({floor:.3g}) has"
         )
     return Errors(problem, rms, largest)

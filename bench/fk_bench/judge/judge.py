@@ -22,7 +22,7 @@ from fastkernels.spec import OpSpec
 from fk_bench import kernels_report, machine
 from fk_bench.rows import Row, Status, Subject
 
-from .cage import STEPS, CageOptions
+from .cage import STEPS, CageOptions, own_home
 from .cases import SOURCES, Trial, trials
 from .pair import Pair
 from .scan import rejections, scan
@@ -290,7 +290,7 @@ class Judge:
             )  # fmt: skip
         else:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
-            cage = CageOptions(**off, memory=None)
+            cage = CageOptions(**off, memory=None, home=None if files else own_home())
         fds = {"arena": self.arena} if self.arena >= 0 else {}
         side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts)
         side.greet()

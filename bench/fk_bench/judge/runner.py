@@ -139,6 +139,7 @@ class Runner:
 
     def _find_baselines(self, against: str) -> None:
         """Baselines of the op; of a module, of the ops that it calls, each with the first there is."""
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # a library that tunes each shape does it once
         from .baselines import baselines
 
         def there(name: str) -> list[Any]:

@@ -72,13 +72,6 @@ def invalid(candidate: Samples, baseline: Samples, floor_s: float, busy_s: float
         return f"twice the calls take no longer ({1e6 * time:.2f} us a call): the clock sees none of the work"
     if problem := roofline.too_fast(1e6 * time, 1e6 * floor_s or None):
         return problem
-    extra = candidate.intercept - max(baseline.intercept, 0.0)
-    allowed = max(0.1 * time, STARTING_S) + noise + 3 * baseline.spread
-    if extra / candidate.n > allowed and extra > 0.1 * max(baseline.intercept, 2e-4):
-        return (
-            f"a batch costs {1e6 * extra:.0f} us more beside its calls than the baseline's: "
-            "the shorter batch is slower than its calls are"
-        )
     if candidate.events_single:
         events = Samples(candidate.n, candidate.events_single, candidate.events_double)
         if abs(events.time - time) > APART * time + noise + 3 * events.spread + 2e-7:
@@ -91,9 +84,27 @@ def invalid(candidate: Samples, baseline: Samples, floor_s: float, busy_s: float
     return ""
 
 
-def speedup(candidate: Samples, baseline: Samples, draws: int = 2000) -> tuple[float, tuple[float, float]]:
-    """median(baseline) / median(candidate), and its 95% bootstrap interval over rounds (both of a round together)."""
-    a, b = candidate.slopes, baseline.slopes
+def charge(candidate: Samples, baseline: Samples) -> float:
+    """Seconds to be added to the time of a call, because a batch costs the candidate more beside its calls than the
+    baseline; 0 where noise explains that.
+
+    With it the time of a call is that of the shorter batch, less what the baseline's costs beside its calls: who makes
+    the shorter batch slow, or the longer one fast, gains nothing.
+    """
+    extra = candidate.intercept - max(baseline.intercept, 0.0)
+    allowed = max(0.1 * candidate.time, STARTING_S) + 3 * (candidate.spread + baseline.spread)
+    late = extra / candidate.n > allowed and extra > 0.1 * max(baseline.intercept, 2e-4)
+    return extra / candidate.n if late else 0.0
+
+
+def speedup(
+    candidate: Samples, baseline: Samples, charged: float = 0.0, draws: int = 2000
+) -> tuple[float, tuple[float, float]]:
+    """median(baseline) / median(candidate), and its 95% bootstrap interval over rounds (both of a round together).
+
+    charged  seconds that are added to each of the candidate's
+    """
+    a, b = candidate.slopes + charged, baseline.slopes
     rng = np.random.default_rng(0)
     rounds = rng.integers(0, len(a), (draws, len(a)))
     below = np.median(a[rounds], axis=1)

@@ -25,6 +25,7 @@ REFERENCE = "reference"
 TRACED = 32  # calls that CUPTI looks at
 LEAST_S = 1e-6  # what a candidate may say that a call takes; it sets the length of batches only
 POISONED = 32  # outputs a batch
+SLOWER = 4  # times the usual length that a batch of the slower side may last
 SMALL = (
     64 << 20
 )  # bytes of an argument that is copied on the clock; of larger ones the later state is looked at
@@ -56,7 +57,8 @@ class Checked:
     errors: Errors
     baseline_errors: Errors
     baseline: str
-    seconds: float
+    seconds: float  # of a call, by the faster side; 0: it cannot be timed
+    slower: float = 0.0
     first_s: float = 0.0
     live: dict[str, int] = field(default_factory=dict)
 
@@ -129,10 +131,12 @@ class CaseJudge:
             self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
         name, base_errors, seconds = self._choose(baselines)
         slots.fill([0] * count)
+        slower = seconds
         if (
             seconds and self.plan.device == "cuda" and self.trial.timed
         ):  # enough calls for the faster of the two
-            seconds = min(seconds, max(self.candidate.ask("estimate", calls=count)["seconds"], LEAST_S))
+            own = max(self.candidate.ask("estimate", calls=count)["seconds"], LEAST_S)
+            seconds, slower = min(seconds, own), max(seconds, own)
             slots.fill([0] * count)
         first = time.perf_counter()
         errors, live = self._eager(self.candidate, base_errors.rms)
@@ -146,7 +150,7 @@ class CaseJudge:
             slots.poison()
             self.candidate.ask("compiled", slot=1, out=1)
             self._verdict(1, slots.output_views(1), base_errors.rms, "under torch.compile(fullgraph=True): ")
-        return Checked(errors, base_errors, name, seconds, first, live)
+        return Checked(errors, base_errors, name, seconds, slower, first, live)
 
     def _choose(self, baselines: list[str]) -> tuple[str, Errors, float]:
         """The fastest baseline that is right here, the reference if there is no other; its process is left using it.
@@ -224,9 +228,12 @@ class CaseJudge:
 
     # -- times
 
-    def time(self, checked: Checked) -> Timed:
-        """Interleaved batches of both sides; the clock stops when the judge holds sampled outputs. Raises Wrong."""
-        n = self._calls(checked.seconds)
+    def time(self, checked: Checked, longer: int = 1) -> Timed:
+        """Interleaved batches of both sides; the clock stops when the judge holds sampled outputs. Raises Wrong.
+
+        longer  how many times the usual number of calls is in a batch, as far as memory goes
+        """
+        n = self._calls(checked, longer)
         cuda = self.plan.device == "cuda"
         self.slots = slots = self._open(2 * n, 0 if cuda else 2 * n)
         slots.refresh()
@@ -241,7 +248,8 @@ class CaseJudge:
         timed = Timed(Samples(n), Samples(n), Samples(n))
         if cuda:
             timed.traced = self.candidate.ask("trace", calls=min(TRACED, 2 * n))
-        self.rounds = max(3, min(self.plan.rounds, int(self.plan.seconds / (9 * n * checked.seconds))))
+        round_s = 4.5 * n * (checked.seconds + checked.slower)  # six batches, whoever is the faster
+        self.rounds = max(3, min(self.plan.rounds, int(self.plan.seconds / round_s)))
         flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if cuda else None
         try:
             for warm in (True, False):
@@ -332,12 +340,13 @@ class CaseJudge:
             if v.is_floating_point() and raw.numel() and bool((raw == 0xFF).all()):
                 raise Wrong("a timed call wrote nothing")
 
-    def _calls(self, seconds: float) -> int:
-        """N: long enough for the clock, within memory; 2N slots are made."""
+    def _calls(self, checked: Checked, longer: int) -> int:
+        """N: long enough for the clock on the faster side, not too long on the other, within memory; 2N slots."""
         per_slot = self.slots.layout.stride + self.slots.out_bytes * (3 if self.plan.device == "cuda" else 1)
         fits = self.plan.memory // max(2 * per_slot, 1)
-        wanted = int(self.plan.batch_s / max(seconds, 1e-7)) + 1
-        return max(2, min(wanted, self.plan.max_calls, fits))
+        wanted = int(self.plan.batch_s / max(checked.seconds, 1e-7)) + 1
+        most = int(SLOWER * self.plan.batch_s / max(checked.slower, 1e-7)) + 1
+        return max(2, min(longer * min(wanted, most, self.plan.max_calls), fits))
 
     def _map(self, shared: list[list[dict[str, Any]]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
         """A side's own output memory, seen from here. Calls must not share any of it."""

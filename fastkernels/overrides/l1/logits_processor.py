@@ -34,7 +34,7 @@ def reference(
     scale_first: bool = False,
     float32: bool = False,
 ) -> torch.Tensor:
-    """hidden: [..., D]; weight: [V, D]; bias: [V]. Returns [..., V] in hidden's dtype, or float32 where asked for.
+    """hidden: [..., D]; weight: [V, D]; bias: [V]. Returns [..., V] in hidden's dtype, then as float32 where asked for.
 
     scale_first: scale, then cap (SGLang); otherwise cap, then scale (vLLM).
     """
@@ -43,7 +43,8 @@ def reference(
     if bias is not None:
         y = y + bias.to(acc)
     y = _cap_and_scale(y, scale, soft_cap, scale_first)
-    return y if float32 else y.to(hidden.dtype)
+    y = y.to(hidden.dtype)  # both hosts' products are rounded, also where logits are wanted as float32
+    return y.to(acc) if float32 else y
 
 
 def _cap_and_scale(y: torch.Tensor, scale: float, soft_cap: float | None, scale_first: bool) -> torch.Tensor:
@@ -124,8 +125,6 @@ def _onednn(
     scale_first: bool = False,
     float32: bool = False,
 ) -> torch.Tensor:
-    if float32 and weight.dtype != torch.float32:  # the product must not be rounded on the way
-        return reference(hidden, weight, bias, scale, soft_cap, scale_first, float32)
     y = F.linear(hidden.to(weight.dtype), weight, bias)
     dtype = torch.float32 if float32 else y.dtype
     if scale == 1.0 and soft_cap is None:
