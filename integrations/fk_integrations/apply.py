@@ -199,8 +199,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     adapter, name = patched.adapter, target.path.partition(":")[2]
     row = Row(patched.rank, spec.name, name, 0, "off")
     named = target.default or patched.request.ops is not None or spec.name in patched.candidates
-    tuned_op = spec.op if named else spec.tuned_by
-    if not {spec.name, *([] if named else [tuned_op.name])}.isdisjoint(patched.request.disable):
+    tuned_op = spec.tuned_by
+    if spec.name in patched.request.disable or (not named and tuned_op.name in patched.request.disable):
         row.reason = "FASTKERNELS_DISABLE"
         return row
     mode = adapter.batch_invariant()
@@ -228,11 +228,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         line = f"{'unsupported' if named else LEFT}: {why}"
         reasons[line] = reasons.get(line, 0) + 1
     for module in modules:
-        slower = (
-            None
-            if named
-            else tuned.not_faster(tuned_op.name, tuned_op.key, adapter.shape(tuned_op, module), device)
-        )
+        slower = None if named else _not_faster(adapter, tuned_op, module, device)
         reason = slower or _swap(patched, module, host_class, ours, target.seam, by_table=not named)
         if reason is None:
             row.modules += 1
@@ -252,6 +248,11 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if not row.modules and not reasons:
         row.reason = "the model has no such module"
     return row
+
+
+def _not_faster(adapter: Adapter, op: Op, module: Any, device: str) -> str | None:
+    assert op.key is not None
+    return tuned.not_faster(op.name, op.key, adapter.shape(op, module), device)
 
 
 def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:

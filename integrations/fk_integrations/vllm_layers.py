@@ -36,7 +36,7 @@ def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_
     if reason is not None:
         return reason
     host_class: Any = type(impl)
-    impl.__class__ = _implementation(host_class, by_table)
+    impl.__class__ = _implementation(host_class, by_table, config.model_config.max_model_len)
     journal.add(lambda: setattr(impl, "__class__", host_class))
     return None
 
@@ -60,7 +60,7 @@ def _unsupported(impl: Any, config: Any) -> str | None:
 
 
 @cache
-def _implementation(host: type, by_table: bool = False) -> type:
+def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) -> type:
     """A subclass of FlashAttentionImpl that reads and writes the cache through our ops.
 
     By table, keys and values are stored by ours in every step: one kernel of one pass over them, as the host's, and of
@@ -72,6 +72,22 @@ def _implementation(host: type, by_table: bool = False) -> type:
     from fastkernels.overrides.l2.attention import asked_for
 
     host_class: Any = host
+    key, warm = attention_decode.key, set[Any]()
+    assert key is not None
+
+    def ours(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The arguments with which a decode of these runs ours, by table; None: it is the host's.
+
+        Where 0.26 warms up for a graph, contexts are of one token, and its capture is for max_model_len: what will be
+        captured is run before, once, or it would be compiled in the capture.
+        """
+        if attention_decode.faster(*args):
+            return args
+        args = (*args[:5], max_model_len, *args[6:])
+        if not attention_decode.faster(*args) or (point := key.of(*args)) in warm:
+            return None
+        warm.add(point)
+        return args
 
     def caches(self: Any, kv_cache: Any) -> tuple[Any, Any]:
         # [blocks, Hkv, block_size, 2 * D] -> two [blocks, block_size, Hkv, D]
@@ -114,20 +130,13 @@ def _implementation(host: type, by_table: bool = False) -> type:
         out = output[:n].view(q.shape)
         if decode:
             args = (
-                q,
-                key_cache,
-                value_cache,
-                m.seq_lens,
-                m.block_table,
-                m.max_seq_len,
-                self.scale,
-                left,
-                softcap,
-            )
-            if choosy and not attention_decode.faster(*args):
+                q, key_cache, value_cache, m.seq_lens, m.block_table, m.max_seq_len, self.scale, left, softcap
+            )  # fmt: skip
+            chosen = ours(args) if choosy else args
+            if chosen is None:
                 attention_decode.leave(NOT_FASTER)
                 return host_class.forward(*stock)
-            attention_decode.into(out, *args)
+            attention_decode.into(out, *chosen)
         else:
             attention_prefill.into(
                 out, q, key_cache, value_cache, m.query_start_loc, m.seq_lens, m.block_table, m.max_query_len,
