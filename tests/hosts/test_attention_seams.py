@@ -74,24 +74,10 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
     def put(context: int, provider: str = "reference") -> None:
         shape = {
-            "heads": HEADS,
-            "kv_heads": KV_HEADS,
-            "head_size": D,
-            "block_size": BLOCK,
-            "window": 0,
-            "dtype": "float32",
-        }
-        entry = Entry(
-            "attention_decode",
-            shape,
-            {"batch": 4, "context": context},
-            provider,
-            "native",
-            "r1",
-            {},
-            1.3,
-            (1.2, 1.4),
-        )
+            "heads": HEADS, "kv_heads": KV_HEADS, "head_size": D, "block_size": BLOCK, "window": 0, "dtype": "float32",
+        }  # fmt: skip
+        sizes, won = {"batch": 4, "context": context}, {"speedup": 1.3, "ci95": (1.2, 1.4)}
+        entry = Entry("attention_decode", shape, sizes, provider, "native", "r1", **won)  # type: ignore[arg-type]
         (tmp_path / "cpu.json").write_text(Table("cpu", {"r1": {}}, (entry,)).to_json())
         monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path))
         tuned._by_op.cache_clear()
@@ -175,18 +161,19 @@ def test_vllm_by_table_only_what_is_faster_is_ours(
     assert not attention_decode.fallbacks and not attention_prefill.fallbacks
 
 
-def test_vllm_by_table_a_decode_outside_the_table_is_the_hosts(use: Callable[..., None]) -> None:
-    batch = Batch([1, 1, 1])
-    impl: Any = vllm_layers._implementation(Stock, True)()
+@pytest.mark.parametrize(
+    ("context", "provider", "window"),
+    [(512, "reference", -1), (16, "reference", -1), (64, "fa3", -1), (64, "reference", 4)],
+)
+def test_vllm_a_decode_that_no_table_has_is_the_hosts(
+    use: Callable[..., None], context: int, provider: str, window: int
+) -> None:
+    batch, impl = Batch([1, 1, 1]), vllm_layers._implementation(Stock, True)()
     kv_cache, metadata, output = vllm(impl, batch)
-    for context, provider in ((512, "reference"), (16, "reference"), (64, "native"), (64, "fa3")):
-        use(context, "reference" if provider == "native" else provider)
-        impl.sliding_window = (4, 0) if provider == "native" else (-1, -1)  # no window is in the table
-        impl.forward(None, batch.query, None, None, kv_cache, metadata, output.zero_())
-        assert (output == -1).all() and attention_decode.left == {vllm_layers.NOT_FASTER: 1}, (
-            context,
-            provider,
-        )
+    use(context, provider)
+    impl.sliding_window = (window, 0)
+    impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+    assert (output == -1).all() and attention_decode.left == {vllm_layers.NOT_FASTER: 1}
 
 
 def test_vllm_what_a_graph_is_captured_for_runs_once_before(use: Callable[..., None]) -> None:
@@ -225,21 +212,11 @@ def test_vllm_by_table_what_was_asked_for_runs_everywhere(
 
 
 def test_vllm_what_a_layer_says_of_its_shape() -> None:
-    layer = SimpleNamespace(
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_size=D,
-        sliding_window=None,
-        kv_cache_torch_dtype=torch.float32,
-    )
-    key = attention_decode.key
-    assert key is not None
-    shape = vllm_layers.attention_shape(layer)
-    assert dict(zip(key.shape, shape, strict=True)) == {
-        "heads": HEADS, "kv_heads": KV_HEADS, "head_size": D, "block_size": None, "window": 0, "dtype": torch.float32
-    }  # fmt: skip
-    layer.sliding_window = 9
-    assert vllm_layers.attention_shape(layer)[4] == 9  # as of window_left 8
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": D}
+    layer = SimpleNamespace(**heads, sliding_window=9, kv_cache_torch_dtype=torch.float32)
+    shape = (HEADS, KV_HEADS, D, None, 9, torch.float32)  # 9 keys, as of window_left 8
+    assert vllm_layers.attention_shape(layer) == shape and attention_decode.key
+    assert attention_decode.key.shape == ("heads", "kv_heads", "head_size", "block_size", "window", "dtype")
 
 
 def test_vllm_what_it_cannot_do_goes_to_the_host_and_is_counted() -> None:
