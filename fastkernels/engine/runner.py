@@ -18,7 +18,7 @@ from fastkernels.overrides.l2.attention import PagedAttention
 from . import kv_cache
 from .attention import AttentionBackend, make_backend
 from .config import EngineConfig
-from .graphs import Graphs
+from .graphs import Graphs, Outputs
 from .input_batch import InputBatch, Inputs
 from .kv_cache import Limits
 from .profile import activation_bytes
@@ -107,7 +107,7 @@ class ModelRunner:
             return
         old, self.graphs = self.graphs, None  # old graphs' memory must stay until the new ones are captured
         self.graphs = Graphs(
-            self._forward, self.backend, self.batch, self.device, self.config.max_num_seqs,
+            self._captured, self.backend, self.batch, self.device, self.config.max_num_seqs,
             self.limits.max_model_len, self.config.max_num_batched_tokens,
         )  # fmt: skip
         del old
@@ -119,24 +119,45 @@ class ModelRunner:
             self.sampler.set_rows(step.new_rows)
         plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0))
         self.batch.update(step.block_updates)
-        inputs, hidden = self._hidden(step)
+        inputs, outputs = self._run(step)
         rows = inputs.num_rows
-        last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
-        logits = self.model.compute_logits(last)
-        tokens, logprobs = self.sampler(logits, inputs.sample_slots[:rows], inputs.offsets[:rows], plan)
-        self.batch.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
+        hidden, logits, drawn = outputs
+        if logits is None:
+            last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
+            logits = self.model.compute_logits(last)
+        drawn = drawn[:rows] if drawn is not None and plan.from_raw else None
+        tokens, logprobs = self.sampler(
+            logits[:rows], inputs.sample_slots[:rows], inputs.offsets[:rows], plan, drawn
+        )
+        if drawn is None:
+            self.batch.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
         return Step(tokens, logprobs, prompt)
 
-    def _hidden(self, step: StepInput) -> tuple[Inputs, torch.Tensor]:
-        """The step's inputs, and hidden states of all its tokens [T, H]."""
+    def _run(self, step: StepInput) -> tuple[Inputs, Outputs]:
+        """The step's inputs and outputs, as a graph where there is one, which may also have sampled."""
         found = self.graphs.run(step) if self.graphs is not None else None
         if found is not None:
             return found
         inputs = self.batch.load(step)
-        return inputs, self._forward(inputs, self.backend.plan(inputs, self.batch.rows_table(inputs)))
+        metadata = self.backend.plan(inputs, self.batch.rows_table(inputs))
+        return inputs, Outputs(self._forward(inputs, metadata))
+
+    def _captured(self, inputs: Inputs, metadata: AttentionMetadata) -> Outputs:
+        """What a graph runs. That of a decode batch goes on to the tokens: most requests sample from the logits as they
+        are, and for those that do not, the launch samples again. In a mixed batch few rows are at the end of their
+        prompt, and the head would run for all.
+        """
+        hidden = self._forward(inputs, metadata)
+        if not inputs.decode_only:
+            return Outputs(hidden)
+        logits = self.model.compute_logits(hidden)
+        tokens = self.sampler.draw(logits, inputs.sample_slots, inputs.offsets)
+        self.batch.last_tokens.scatter_(0, inputs.slots, tokens)
+        return Outputs(hidden, logits, tokens)
 
     def _forward(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
+        """Hidden states [T, H]."""
         ids = inputs.input_ids
         # Ids that the host does not know yet are what their slots sampled last.
         ids = torch.where(ids < 0, self.batch.last_tokens.index_select(0, inputs.token_slots), ids)

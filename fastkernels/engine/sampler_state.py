@@ -26,6 +26,11 @@ class SamplePlan:
     any_min_tokens: bool = False
     num_logprobs: int = -1
 
+    @property
+    def from_raw(self) -> bool:
+        """The rows sample from the model's logits as they are."""
+        return not (self.any_penalties or self.any_bias or self.any_min_tokens)
+
 
 class LogprobsTensors(NamedTuple):
     """Log-probabilities of R rows, before temperature, bias, penalties and filters (vLLM's raw_logprobs).
