@@ -165,7 +165,8 @@ class Graphs:
                 outputs = run()
             finally:
                 graph.capture_end()
-        return graph.replay, Outputs(*(None if t is None else _not_owned(t) for t in outputs))
+        hidden, *sampled = outputs
+        return graph.replay, Outputs(_not_owned(hidden), *(t if t is None else _not_owned(t) for t in sampled))
 
     def _finish(self) -> None:
         torch.cuda.synchronize()
