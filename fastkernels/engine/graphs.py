@@ -67,8 +67,8 @@ class _Graph:
 class Graphs:
     """Captured when it is made: a model in its final state, with its KV cache bound.
 
-    forward(inputs, metadata) is what a graph does; it reads nothing but static tensors. `replays` counts steps that ran
-    as a graph.
+    forward(inputs, metadata) is what a graph does. It reads nothing but static tensors, and fills metadata.block_table.
+    `replays` counts steps that ran as a graph.
     """
 
     def __init__(
@@ -131,17 +131,13 @@ class Graphs:
 
     def _capture(self, tokens: int, rows: int, decode: bool) -> None:
         inputs = self._example(tokens, rows, decode)
-        table = self._table[:rows]
-        metadata = self._backend.plan_capture(inputs, table)
+        metadata = self._backend.plan_capture(inputs, self._table[:rows])
 
         def plan() -> None:
             self._backend.plan_replay(metadata, inputs, self._batch.block_table)
 
-        def run() -> Outputs:
-            torch.index_select(self._batch.block_table, 0, inputs.slots, out=table)
-            return self._forward(inputs, metadata)
-
-        self._graphs[tokens, rows, decode] = _Graph(*self._record(plan, run), metadata)
+        recorded = self._record(plan, lambda: self._forward(inputs, metadata))
+        self._graphs[tokens, rows, decode] = _Graph(*recorded, metadata)
 
     def _prepare(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -166,7 +162,9 @@ class Graphs:
             finally:
                 graph.capture_end()
         hidden, *sampled = outputs
-        return graph.replay, Outputs(_not_owned(hidden), *(t if t is None else _not_owned(t) for t in sampled))
+        return graph.replay, Outputs(
+            _not_owned(hidden), *(t if t is None else _not_owned(t) for t in sampled)
+        )
 
     def _finish(self) -> None:
         torch.cuda.synchronize()
@@ -184,7 +182,7 @@ class Graphs:
             np.full(n, self._batch.dummy, dtype=np.int64), lens, lens, np.zeros(n, dtype=np.int64),
             np.full(tokens, SAMPLED, dtype=np.int64), n if decode else 0, np.empty((0, 3), dtype=np.int32),
         )  # fmt: skip
-        inputs = self._batch.load(step, tokens, rows, self._packed)
+        inputs = self._batch.load(step, tokens, rows, self._packed, unread=True)
         longest = self._max_model_len
         return dataclasses.replace(
             inputs, max_seqlen_q=1 if decode else tokens, max_seqlen_k=longest, max_decode_seqlen_k=longest

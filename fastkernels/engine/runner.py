@@ -13,6 +13,7 @@ import torch
 from fastkernels import compile_cache
 from fastkernels.forward_context import AttentionMetadata, forward_context
 from fastkernels.models import build
+from fastkernels.overrides.l1.sampling import sampling
 from fastkernels.overrides.l2.attention import PagedAttention
 
 from . import kv_cache
@@ -26,6 +27,7 @@ from .sampler import Sampler
 from .sampler_state import LogprobsTensors
 from .startup import Phases
 from .step import PromptTargets, StepInput, StepOutput, TokenLogprobs
+from .step_kernels import begin, finish
 from .warm_up import warm_up
 
 log = logging.getLogger("fastkernels")
@@ -60,6 +62,7 @@ class ModelRunner:
         self.model: Any = self._build(folder)
         self._mark("weights")
         self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
+        self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
         self.sampler = Sampler(self.device, hf_config.vocab_size, config.max_num_seqs)
         self.graphs: Graphs | None = None
         if bind_cache:
@@ -130,9 +133,11 @@ class ModelRunner:
             logits[:rows], inputs.sample_slots[:rows], inputs.offsets[:rows], plan, drawn
         )
         if drawn is None:
-            self.batch.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
+            self.batch.keep(tokens, inputs)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
-        return Step(tokens, logprobs, prompt)
+        return Step(
+            self.batch.sampled[inputs.host_turn, :rows], logprobs, prompt, self._events[inputs.host_turn]
+        )
 
     def _run(self, step: StepInput) -> tuple[Inputs, Outputs]:
         """The step's inputs and outputs, as a graph where there is one, which may also have sampled."""
@@ -141,26 +146,24 @@ class ModelRunner:
             return found
         inputs = self.batch.load(step)
         metadata = self.backend.plan(inputs, self.batch.rows_table(inputs))
-        return inputs, Outputs(self._forward(inputs, metadata))
+        return inputs, Outputs(self._forward(self.batch.known_ids(inputs), inputs, metadata))
 
     def _captured(self, inputs: Inputs, metadata: AttentionMetadata) -> Outputs:
         """What a graph runs. That of a decode batch goes on to the tokens: most requests sample from the logits as they
         are, and for those that do not, the launch samples again. In a mixed batch few rows are at the end of their
         prompt, and the head would run for all.
         """
-        hidden = self._forward(inputs, metadata)
+        ids, drawing = begin(inputs, metadata.block_table, self.batch, self.sampler)
+        hidden = self._forward(ids, inputs, metadata)
         if not inputs.decode_only:
             return Outputs(hidden)
         logits = self.model.compute_logits(hidden)
-        tokens = self.sampler.draw(logits, inputs.sample_slots, inputs.offsets)
-        self.batch.last_tokens.scatter_(0, inputs.slots, tokens)
+        tokens = sampling(logits, *drawing, inputs.offsets)
+        finish(tokens, inputs, self.batch)
         return Outputs(hidden, logits, tokens)
 
-    def _forward(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states [T, H]."""
-        ids = inputs.input_ids
-        # Ids that the host does not know yet are what their slots sampled last.
-        ids = torch.where(ids < 0, self.batch.last_tokens.index_select(0, inputs.token_slots), ids)
         with forward_context(metadata):
             return self.model(ids, inputs.positions)
 
@@ -214,21 +217,22 @@ class ModelRunner:
 
 
 class Step:
-    """A launched step (step.Pending). Its results are on their way to page-locked memory."""
+    """A launched step (step.Pending). Its results are on their way to page-locked memory: its tokens to `tokens`, which
+    the step after the next one takes again, as it does `event`.
+    """
 
     def __init__(
         self,
         tokens: torch.Tensor,
         logprobs: LogprobsTensors | None,
         prompt: Mapping[int, list[LogprobsTensors]],
+        event: torch.cuda.Event | None,
     ):
-        self._tokens = _to_host(tokens)
+        self._tokens, self._event = tokens, event
         self._logprobs = None if logprobs is None else _parts_to_host(logprobs)
         self._prompt = {row: [_parts_to_host(p) for p in parts] for row, parts in prompt.items()}
-        self._event: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if event is not None:
+            event.record()
 
     def result(self) -> StepOutput:
         """Wait for this step, and for nothing that was launched after it."""
@@ -239,7 +243,7 @@ class Step:
             joined = (np.concatenate([p[i].numpy() for p in parts]) for i in range(3))
             prompt[row] = TokenLogprobs(*joined)
         logprobs = None if self._logprobs is None else TokenLogprobs(*(t.numpy() for t in self._logprobs))
-        return StepOutput(self._tokens.numpy(), logprobs, prompt)
+        return StepOutput(self._tokens.numpy().copy(), logprobs, prompt)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

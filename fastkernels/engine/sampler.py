@@ -7,6 +7,7 @@ slot; a step then needs only the slots of its rows and how many tokens each has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,16 @@ from .sampler_state import LogprobsTensors, NewRow, SamplePlan, SlotFlags
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
 TOP_K, SEED, MIN_TOKENS = range(3)
 PROMPT_ROWS = 256  # positions whose float32 logits exist at once: 131 MB at a vocabulary of 128256
+
+
+class Drawing(NamedTuple):
+    """What rows draw by, [B] each, as the op `sampling` has it."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
 
 
 class Sampler:
@@ -93,7 +104,8 @@ class Sampler:
         slots    [B] int64 on the device; rows of the dummy slot give some token
         offsets  [B] int64 on the device: how many tokens the request has generated before this one
         plan     self.plan of the same slots and offsets
-        drawn    [B] int64: what draw(logits, slots, offsets) has given, where it has run; only where plan.from_raw
+        drawn    [B] int64: what `sampling` has given already for these logits and drawing(slots); only where
+                 plan.from_raw
 
         Returns token ids [B] int64 and the log-probabilities that the plan asks for, both on the device.
         """
@@ -108,7 +120,7 @@ class Sampler:
             )
         if plan.any_penalties:
             logits = self._penalize(logits, slots)
-        ids = self.draw(logits, slots, offsets) if drawn is None else drawn
+        ids = sampling(logits, *self.drawing(slots), offsets) if drawn is None else drawn
         if plan.any_penalties and self.output_counts is not None:
             places = slots * self.vocab_size + ids
             self.output_counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
@@ -116,14 +128,10 @@ class Sampler:
             return ids, None
         return ids, gather_logprobs(raw, ids, plan.num_logprobs)
 
-    def draw(self, logits: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Token ids [B] int64 from logits as they are, greedy rows or not: the same launches for any parameters, which
-        are read on the device, so that a CUDA graph may hold them. Arguments as in __call__.
-        """
+    def drawing(self, slots: torch.Tensor) -> Drawing:
+        """Of rows in these slots [B] int64."""
         floats, ints = self.floats.index_select(1, slots), self.ints.index_select(1, slots)
-        return sampling(
-            logits, floats[TEMPERATURE], ints[TOP_K].int(), floats[TOP_P], floats[MIN_P], ints[SEED], offsets
-        )
+        return Drawing(floats[TEMPERATURE], ints[TOP_K].int(), floats[TOP_P], floats[MIN_P], ints[SEED])
 
     @staticmethod
     def prompt_logprobs(logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobsTensors:
