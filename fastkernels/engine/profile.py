@@ -81,8 +81,8 @@ def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
 
 
 def graph_logits_bytes(runner: ModelRunner) -> int:
-    """Of the logits in the graphs' pool, which no eager step can use: the largest decode graph's. With tensor parallelism
-    there are a rank's part of them, all parts, and these in order.
+    """Of the logits in the graphs' pool, which no eager step can use: the largest decode graph's. With tensor
+    parallelism there are a rank's part of them, all parts, and these in order.
     """
     config = runner.config
     copies = 0 if config.enforce_eager else 1 if config.tensor_parallel_size == 1 else 3
