@@ -61,6 +61,7 @@ class _Graph:
 
     replay: Callable[[], None]
     outputs: Outputs
+    inputs: Inputs
     metadata: AttentionMetadata
 
 
@@ -108,8 +109,8 @@ class Graphs:
         if at == len(sizes):
             return None
         key = self._key(sizes[at], decode)
-        inputs = self._batch.load(step, key[0], key[1], self._packed)
         found = self._graphs[key]
+        inputs = self._batch.load(step, key[0], key[1], self._packed, found.inputs)
         self._backend.plan_replay(found.metadata, inputs, self._batch.block_table)
         found.replay()
         self.replays["decode" if decode else "mixed"] += 1
@@ -137,7 +138,7 @@ class Graphs:
             self._backend.plan_replay(metadata, inputs, self._batch.block_table)
 
         recorded = self._record(plan, lambda: self._forward(inputs, metadata))
-        self._graphs[tokens, rows, decode] = _Graph(*recorded, metadata)
+        self._graphs[tokens, rows, decode] = _Graph(*recorded, inputs, metadata)
 
     def _prepare(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -55,6 +55,13 @@ class Inputs:
     def decode_only(self) -> bool:
         return self.max_seqlen_q == 1
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The views, in the order of `unpack`."""
+        return (
+            self.input_ids, self.positions, self.slot_mapping, self.token_slots, self.slots, self.offsets,
+            self.last_index, self.sample_slots, self.seq_lens, self.cu_seqlens_q, self.turn,
+        )  # fmt: skip
+
 
 def packed_words(tokens: int, rows: int) -> int:
     """int64 words of a packed buffer."""
@@ -174,11 +181,14 @@ class InputBatch:
         tokens: int | None = None,
         rows: int | None = None,
         out: torch.Tensor | None = None,
+        views: Inputs | None = None,
         unread: bool = False,
     ) -> Inputs:
-        """Copy a step to the device, padded to so many tokens and rows; into the static buffer `out` of a graph.
+        """Copy a step to the device, padded to so many tokens and rows.
 
-        unread: nobody reads what the step samples.
+        out     a graph's static buffer, to be copied into
+        views   a step of the same sizes that was loaded into `out`: its tensors serve again
+        unread  nobody reads what the step samples
         """
         n_rows, n_tokens = len(step.slots), len(step.input_ids)
         tokens, rows = tokens or n_tokens, rows or n_rows
@@ -197,10 +207,13 @@ class InputBatch:
         query_lens[:n_rows] = step.query_lens
         seq_lens, decodes = host[8].copy(), step.num_decodes
         longest = int(step.seq_lens.max())
-        longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
-        numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
-        fields = (*unpack(packed, tokens, rows, torch.int32), *numbers, query_lens, seq_lens, turn)
-        return Inputs(*fields)
+        if n_tokens == n_rows:
+            numbers = (n_rows, decodes, 1, longest, longest)
+        else:
+            longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
+            numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
+        tensors = unpack(packed, tokens, rows, torch.int32) if views is None else views.tensors()
+        return Inputs(*tensors, *numbers, query_lens, seq_lens, turn)
 
     def _fill(self, step: StepInput, n: int, b: int, host: list[np.ndarray]) -> None:
         ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts, _ = host
