@@ -213,7 +213,8 @@ class InputBatch:
             longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
             numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
         tensors = unpack(packed, tokens, rows, torch.int32) if views is None else views.tensors()
-        return Inputs(*tensors, *numbers, query_lens, seq_lens, turn)
+        fields: tuple[Any, ...] = (*tensors, *numbers, query_lens, seq_lens, turn)
+        return Inputs(*fields)
 
     def _fill(self, step: StepInput, n: int, b: int, host: list[np.ndarray]) -> None:
         ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts, _ = host
