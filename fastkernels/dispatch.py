@@ -42,6 +42,7 @@ class Provider:
     params    sets of keyword arguments that `fn` may be given after the op's own (tile sizes, splits): what
               `fk-bench tune` chooses from. A call without any is the kernel's own choice
     fits      fits(params, *args) -> whether this set is meant for calls like this one; others are not measured there
+    out       whether `fn` takes `out`: contiguous memory for the result, which it returns where it has written there
     """
 
     name: str
@@ -51,6 +52,7 @@ class Provider:
     supports: Callable[..., str | None] | None = None
     params: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     fits: Callable[..., bool] | None = None
+    out: bool = False
 
     def bound(self, params: Mapping[str, Any] | None) -> Provider:
         """This provider with these of its parameters in every call."""
@@ -85,7 +87,8 @@ def _installed(module: str) -> bool:
 class Op:
     """A functional op: schema, fake, providers, and the counters that prove it ran.
 
-    key  how a tuned table is asked which provider runs a call; None: this op has none
+    key   how a tuned table is asked which provider runs a call; None: this op has none
+    left  {reason: calls} that a seam has left to the host by this op's table: no fall-backs
     """
 
     name: str
@@ -94,9 +97,11 @@ class Op:
     overload: Any = None
     calls: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
     candidate: Provider | None = None
     _order: dict[str, list[Provider]] = field(default_factory=dict)
     _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
+    _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)
     _strict: bool = False
     _asked: str | None = None
 
@@ -105,33 +110,73 @@ class Op:
 
     def body(self, device: str) -> Callable[..., Any]:
         """What torch.ops.fastkernels.NAME calls for tensors of that device type: picks the provider and runs it."""
-        orders = (
-            self._order
-        )  # a closure a device, and no look-up that can be made once: this is paid on every call
-        by_shape = self.key is not None
+        pick = self._pick  # no look-up that can be made once: this is paid on every call
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            order = orders.get(device) or self._resolve(device)
-            if by_shape and device in self._tuned:
-                order = self._chosen(device, args, kwargs) or order
-            for provider in order:
-                supports = provider.supports
-                if supports is None:
-                    return provider.fn(*args, **kwargs)
-                reason = supports(*args, **kwargs)
-                if reason is None:
-                    return provider.fn(*args, **kwargs)
-                self.note(f"{provider.name}: {reason}")
-            raise UnsupportedCase(
-                f"{self.name}: no provider supports this case on {device}: {self.fallbacks}"
-            )
+            return pick(device, args, kwargs).fn(*args, **kwargs)
 
         return run
 
     def run(self, *args: Any) -> Any:
         """The body, without torch's dispatcher; the first argument's device counts."""
-        return self.body(args[0].device.type)(*args)
+        return self._pick(args[0].device.type, args, {}).fn(*args)
+
+    def into(self, out: torch.Tensor, *args: Any) -> None:
+        """`run`, with the result in `out`: memory that the caller has, of the result's shape and dtype.
+
+        A provider that can write there does so if `out` is contiguous; the result of others is copied. Only for code
+        that torch.compile does not look into, as the hosts' attention is: a tracer would not see it as one op.
+        Raises ValueError if the result is not one tensor of that shape, dtype and device.
+        """
+        provider = self._pick(args[0].device.type, args, {})
+        found = provider.fn(*args, out=out) if provider.out and out.is_contiguous() else provider.fn(*args)
+        if found is out:
+            return
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(
+                f"{self.name}: {provider.name} returns {type(found).__name__}, not one tensor for `out`"
+            )
+        if (found.shape, found.dtype, found.device) != (out.shape, out.dtype, out.device):
+            raise ValueError(
+                f"{self.name}: out is {_said(out)}, the result of {provider.name} is {_said(found)}"
+            )
+        out.copy_(found)
+
+    def faster(self, *args: Any) -> bool:
+        """Whether the chip's table has a provider for this call that is faster than production, is there, and takes it.
+
+        Nothing is run or counted, and what somebody asked for by name is not looked at. Raises TableError.
+        """
+        device = args[0].device.type
+        if self.key is None:
+            return False
+        if device not in self._faster:
+            table = tuned.entries(self.name, tuned.chip_of(device))
+            self._faster[device] = tuned.lookup(self.key, table).map(
+                lambda entry: self._winner(entry, device)
+            )
+        provider = self._faster[device].find(*self.key.of(*args))
+        return provider is not None and (provider.supports is None or provider.supports(*args) is None)
+
+    def _winner(self, entry: tuned.Entry, device: str) -> Provider | None:
+        provider = self._provider_of(entry) if entry.faster else None
+        return provider if provider is not None and provider.unavailable(device) is None else None
+
+    def _pick(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Provider:
+        """The provider that runs this call, which is counted. Raises UnsupportedCase."""
+        self.calls += 1
+        order = self._order.get(device) or self._resolve(device)
+        if device in self._tuned:
+            order = self._chosen(device, args, kwargs) or order
+        for provider in order:
+            supports = provider.supports
+            if supports is None:
+                return provider
+            reason = supports(*args, **kwargs)
+            if reason is None:
+                return provider
+            self.note(f"{provider.name}: {reason}")
+        raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
 
     def order(self, device: str) -> list[tuple[Provider, str | None]]:
         """All providers in order of preference, each with the reason why it is not there (None: it is)."""
@@ -161,12 +206,14 @@ class Op:
         """Counters to zero, and the order of providers read from the environment again."""
         self.calls = 0
         self.fallbacks = {}
+        self.left = {}
         self.forget()
 
     def forget(self) -> None:
         """Find the providers, and what the tuned tables say, anew at the next call."""
         self._order.clear()
         self._tuned.clear()
+        self._faster.clear()
         self._asked = None
 
     @property
@@ -253,6 +300,14 @@ class Op:
         if reason not in self.fallbacks:
             log.warning("%s falls back in pid %d: %s", self.name, os.getpid(), reason)
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+    def leave(self, reason: str) -> None:
+        """Count a call that stays the host's because no table says that ours is faster."""
+        self.left[reason] = self.left.get(reason, 0) + 1
+
+
+def _said(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 def define(

@@ -69,6 +69,7 @@ class Row:
     state   'active': ours is in place; 'off': not used, see reason
     calls   runs of the op's body in that process since the patch (or since the last capture)
     proof   'calls', or 'trace' when kernel names in a profiler trace of a replayed step show it
+    left    {reason: calls} that stayed the host's, since no tuned table says that ours is faster there
     candidate  what of a user's file takes part here, 'function', 'class' or 'function+class', and its path
     inside     the ops of which a user's function runs inside these modules; their calls are in their own rows
     """
@@ -82,6 +83,7 @@ class Row:
     proof: str = ""
     reason: str = ""
     fallbacks: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
     candidate: str = ""
     inside: list[str] = field(default_factory=list)
 
@@ -206,6 +208,7 @@ class Report:
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""
             state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())
+            state += "".join(f"; left to the host {n}x: {why}" for why, n in r.left.items())
             lines.append(f"  {r.rank:>4} {r.op:<20} {r.host_class:<24} {r.modules:>7} {r.calls:>8}  {state}")
         return "\n".join([head, *lines])
 

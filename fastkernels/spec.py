@@ -94,6 +94,8 @@ class OpSpec:
                   from float64 arguments: half a step and what comes before it
     calls         other ops that the modules of this file call by name
     parts         ops of whose modules those of this file are made, standalone and in our engine
+    by_table    the functional op whose tuned table puts the modules of this file into a host without their being named,
+                  where it is not `op` itself (a Key with `module`); see tuned_by
     stands_for  other ops whose calls a layer of our engine may leave to this one, where nobody asked for them by name
     batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
                   split or schedule is chosen by the batch. Others are off where a host promises that
@@ -127,6 +129,7 @@ class OpSpec:
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: dict(TOLERANCE))
     calls: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    by_table: Any = None
     stands_for: tuple[str, ...] = ()
     baseline: str = "reference"
     batch_invariant: bool = False
@@ -137,6 +140,12 @@ class OpSpec:
     build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
     dtype_arg: int | None = None
     mutates: tuple[int, ...] = ()
+
+    @property
+    def tuned_by(self) -> Any:
+        """The functional op whose tuned table puts the modules into a host without their being named; None: none."""
+        key = getattr(self.op, "key", None)
+        return self.by_table or (self.op if key is not None and key.module is not None else None)
 
     def tolerance_for(self, case: Case, dtype: Any) -> Tolerance:
         """For an output of that torch dtype: a float8 has its own where `tolerance` names it, others the case's."""

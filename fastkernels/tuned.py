@@ -203,22 +203,21 @@ def untuned(op: str, device: str) -> str | None:
     return None if entries(op, chip) else f"not tuned on {chip}: `fk-bench tune {op}` would measure it"
 
 
-def not_faster(op: str, key: Key, module: Any, device: str) -> str | None:
+def not_faster(op: str, key: Key, shape: tuple[Any, ...] | None, device: str) -> str | None:
     """Why the host keeps a module, as far as tables go; None where ours is faster at some size of the module's shape.
 
+    shape: values of key.shape, None among them for what is not known before the first call; None: there is no telling.
     At the other sizes the op runs what production does, or its own first provider. Raises TableError.
     """
-    shape = key.module(module) if key.module is not None else None
     if shape is None:
         return "the shape of its calls is not known"
     if (never := untuned(op, device)) is not None:
         return never
     chip = chip_of(device)
     found = entries(op, chip)
-    of_shape = [e for e in found if tuple(_value(e, name) for name in key.shape) == shape]
-    said = " ".join(
-        f"{name}={str(v).removeprefix('torch.')}" for name, v in zip(key.shape, shape, strict=True)
-    )
+    known = {name: v for name, v in zip(key.shape, shape, strict=True) if v is not None}
+    of_shape = [e for e in found if all(_value(e, name) == v for name, v in known.items())]
+    said = " ".join(f"{name}={str(known.get(name, '?')).removeprefix('torch.')}" for name in key.shape)
     if not of_shape:
         return f"{said} is not tuned on {chip}: `fk-bench tune {op} --shape {said.replace(' ', ',')}` would measure it"
     return None if any(e.faster for e in of_shape) else f"nothing of ours was faster at {said} on {chip}"

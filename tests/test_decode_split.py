@@ -174,6 +174,18 @@ def test_on_the_gpu(params: dict[str, int]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fa3", "triton", "triton-split"])
+def test_the_result_is_written_where_the_caller_wants_it(name: str) -> None:
+    provider = next(p for p in attention_decode.providers if p.name == name)
+    if (reason := provider.unavailable("cuda")) is not None:
+        pytest.skip(reason)
+    args = make_args(SPEC, Case("out", {"seq_lens": [1, 700, 3000], **LLAMA}), "cuda")
+    out = torch.full(args[0].shape, float("nan"), dtype=args[0].dtype, device="cuda")
+    assert provider.out and provider.fn(*args, out=out) is out
+    torch.testing.assert_close(out, provider.fn(*args))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("lens", [[0], [0, 8000], [0, 5, 0, 700] * 8, [0] * 200])
 def test_fa3_writes_zeros_where_there_are_no_keys(lens: list[int]) -> None:
     """So that its output need not be made of zeros."""

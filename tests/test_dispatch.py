@@ -105,6 +105,73 @@ def test_nothing_supports_the_case() -> None:
         lonely.run(torch.ones(5, device="meta"))
 
 
+def _add_one(x: torch.Tensor, by: float = 1.0, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.add(x, by, out=out)
+
+
+ADD = define(
+    "test_add(Tensor x) -> Tensor",
+    fake=lambda x: torch.empty_like(x),
+    providers=(
+        Provider("places", _add_one, devices=("cpu",), supports=_small_only, out=True),
+        Provider("reference", lambda x: x + 1, devices=("cuda", "cpu")),
+    ),
+)
+
+
+@pytest.fixture
+def add() -> Iterator[Op]:
+    ADD.reset()
+    yield ADD
+    ADD.set_candidate(None)
+    ADD.reset()
+
+
+def test_into_writes_where_it_is_told(add: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provider that can write there does, of others the result is copied; counted and chosen as a call is."""
+    out = torch.zeros(3)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("copied"))
+    add.into(out, torch.ones(3))
+    monkeypatch.undo()
+    assert out.tolist() == [2, 2, 2] and (add.calls, add.fallbacks) == (1, {})
+    long = torch.zeros(5)
+    add.into(long, torch.ones(5))
+    assert long.tolist() == [2] * 5
+    assert (add.calls, add.fallbacks) == (2, {"places: 5 elements are too many": 1})
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_add:reference")
+    add.reset()
+    add.into(out, torch.full((3,), 2.0))
+    assert out.tolist() == [3, 3, 3] and add.fallbacks == {}
+
+
+def test_into_memory_with_gaps(add: Op) -> None:
+    wide = torch.zeros(3, 2)
+    add.into(wide[:, 1], torch.ones(3))
+    assert wide.tolist() == [[0, 2]] * 3 and add.calls == 1
+
+
+def test_into_a_candidate_and_a_bound_provider(add: Op) -> None:
+    out = torch.zeros(3)
+    bound = add.providers[0].bound({"by": 4.0})
+    assert bound.out and bound.fn(torch.ones(3), out=out) is out and out.tolist() == [5, 5, 5]
+    add.set_candidate(lambda x: 7 * x)
+    add.into(out, torch.ones(3))
+    assert out.tolist() == [7, 7, 7] and add.calls == 1
+
+
+def test_into_memory_of_another_kind_is_refused(add: Op) -> None:
+    add.set_candidate(lambda x: x + 1)
+    with pytest.raises(
+        ValueError, match=r"test_add: out is \(1, 3\) float32 on cpu, the result of candidate is \(3,\)"
+    ):
+        add.into(torch.zeros(1, 3), torch.ones(3))
+    with pytest.raises(ValueError, match=r"out is \(3,\) float64 on cpu"):
+        add.into(torch.zeros(3, dtype=torch.float64), torch.ones(3))
+    add.set_candidate(lambda x: None)
+    with pytest.raises(ValueError, match="candidate returns NoneType, not one tensor"):
+        add.into(torch.zeros(3), torch.ones(3))
+
+
 def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

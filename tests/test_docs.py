@@ -110,6 +110,7 @@ def test_the_judges_page_names_every_file_status_field_and_source() -> None:
         "baseline",
         "batch_invariant",
         "stands_for",
+        "by_table",
     }
     assert {f"`{f}`" for f in asked} <= first
     metrics = text[text.index("| metric |") : text.index("Rows of an op")]

@@ -148,6 +148,20 @@ def test_a_tuned_provider_that_is_not_there_is_said_and_passed_over(
     assert op.fallbacks == {}
 
 
+def test_what_is_faster_is_asked_without_a_call(use: Callable[..., Path], op: Op) -> None:
+    assert not op.faster(torch.ones(4, 4))
+    use(
+        entry(4, "sized"), entry(8, "first"), entry(16, None), entry(32, "gpu_only"),
+        entry(4, "even", n=5), entry(4, "even", n=6),
+    )  # fmt: skip
+    found = {rows: op.faster(torch.ones(rows, 4)) for rows in (3, 4, 8, 16, 32, 64)}
+    assert found == {3: True, 4: True, 8: False, 16: False, 32: False, 64: False}
+    assert not op.faster(torch.ones(4, 5)) and op.faster(
+        torch.ones(4, 6)
+    )  # what refuses the call is not faster
+    assert op.calls == 0 and op.fallbacks == {}
+
+
 def test_observers_see_the_tuned_provider(use: Callable[..., Path]) -> None:
     use(entry(4, "sized", params={"by": 4.0}))
     seen: list[str] = []

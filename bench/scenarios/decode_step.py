@@ -1,6 +1,8 @@
-"""A whole decode step of a model in one CUDA graph: our linear layers or cuBLAS's, kernels that overlap or not.
+"""A whole decode step in one CUDA graph, as the engine captures it: our linear layers or cuBLAS's, kernels that overlap
+or not. It begins with the rows' token ids and block tables and ends with the tokens that they sample (greedy).
 
     python bench/scenarios/decode_step.py --rows skinny.jsonl --out rows.jsonl [--batch 1,8,16,32] [--context 512]
+                                          [--until logits] [--longest 131072]
 
 The model is ours (fastkernels.models), with random weights and Llama-3.1-8B's shapes; its small ops run their first
 provider. --rows are those that skinny_linear.py wrote: for each layer and number of tokens the fastest right set makes
@@ -18,16 +20,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from graph_clock import Clock, Run, measure
 from transformers import LlamaConfig
 
 from fastkernels import tuned
 from fastkernels.dispatch import OPS
+from fastkernels.engine.input_batch import InputBatch
+from fastkernels.engine.sampler import Sampler
+from fastkernels.engine.sampling_params import SamplingParams
+from fastkernels.engine.step import NewRow, StepInput
+from fastkernels.engine.step_kernels import begin, finish
 from fastkernels.forward_context import AttentionMetadata, forward_context
 from fastkernels.models import build
 from fastkernels.models.llama import LlamaForCausalLM
 from fastkernels.overrides.l1 import _overlap
+from fastkernels.overrides.l1.sampling import sampling
 from fastkernels.overrides.l2.attention import PagedAttention
 
 SIZES = {
@@ -87,29 +96,37 @@ def make_model(run: Run) -> tuple[LlamaForCausalLM, LlamaConfig]:
     return model.eval().requires_grad_(False), config
 
 
-def step_of(run: Run, model: LlamaForCausalLM, config: LlamaConfig, batch: int, context: int) -> Any:
-    """A function that gives the logits [batch, V] of a decode step at this context."""
+def step_of(
+    run: Run, model: LlamaForCausalLM, config: LlamaConfig, batch: int, options: argparse.Namespace
+) -> Any:
+    """A function that gives the logits [batch, V] of a decode step at options.context, and goes on to the tokens."""
+    context, longest = options.context, max(options.longest, options.context)
     pages = -(-context // PAGE)
     shape = (batch * pages + 1, PAGE, config.num_key_value_heads, config.head_dim)
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
             layer.kv_cache = (run.randn(*shape), run.randn(*shape))
-    device = run.device
-    table = (1 + torch.arange(batch * pages, device=device, dtype=torch.int32)).view(batch, pages)
-    last = context - 1
-    slots = table[:, last // PAGE].long() * PAGE + last % PAGE
+    device, rows = torch.device(run.device), np.arange(batch)
+    state, sampler = InputBatch(device, batch, longest, PAGE), Sampler(device, config.vocab_size, batch)
+    sampler.set_rows([NewRow(i, SamplingParams(temperature=0), 0) for i in range(batch)])
+    places = np.stack([np.repeat(rows, pages), np.tile(np.arange(pages), batch)], axis=1)
+    updates = np.column_stack([places, 1 + np.arange(batch * pages)]).astype(np.int32)
+    state.update(updates)
+    ids = np.random.default_rng(1).integers(config.vocab_size, size=batch)
+    one = np.ones(batch, dtype=np.int32)
+    inputs = state.load(StepInput(rows, one, one * context, np.zeros_like(rows), ids, batch, updates[:0]))
+    table = torch.zeros(batch, state.width, dtype=torch.int32, device=device)
     metadata = AttentionMetadata(
-        slots, torch.arange(batch + 1, device=device, dtype=torch.int32),
-        torch.full((batch,), context, device=device, dtype=torch.int32), table, 1, context, batch, context,
-    )  # fmt: skip
-    ids = torch.randint(
-        config.vocab_size, (batch,), device=device, generator=torch.Generator(device).manual_seed(1)
+        inputs.slot_mapping, inputs.cu_seqlens_q, inputs.seq_lens, table, 1, longest, batch, longest
     )
-    positions = torch.full((batch,), last, device=device)
 
     def step() -> torch.Tensor:
+        input_ids, drawing = begin(inputs, table, state, sampler)
         with forward_context(metadata):
-            return model.compute_logits(model(ids, positions))
+            logits = model.compute_logits(model(input_ids, inputs.positions))
+        if options.until == "tokens":
+            finish(sampling(logits, *drawing, inputs.offsets), inputs, state)
+        return logits
 
     return step
 
@@ -163,6 +180,10 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="of skinny_linear.py on this GPU")
     parser.add_argument("--batch", default="1,8,16,32")
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument(
+        "--longest", type=int, default=0, help="context that kernels are prepared for, as in a graph"
+    )
+    parser.add_argument("--until", default="tokens", choices=("logits", "tokens"), help="where the step ends")
     parser.add_argument("--attention", default="triton,triton-split,fa3,flashinfer", help="its providers")
     parser.add_argument(
         "--profile",
@@ -190,22 +211,24 @@ def main() -> None:
             if run.left() <= 0:
                 run.row("time", "all", {"batch": batch}, "out of time", "skipped")
                 continue
-            step = step_of(run, model, config, batch, options.context)
+            case = {"batch": batch, "context": options.context, "until": options.until}
+            if options.longest:
+                case["longest"] = options.longest
+            step = step_of(run, model, config, batch, options)
             want, good = None, {}
             for variant in variants:
                 got = variant.call(step).float()
                 want = got if want is None else want
                 gap = (got - want).abs().max().item() / want.abs().max().item()
-                case = {"batch": batch, "context": options.context}
                 wrong = "" if gap < 0.05 else f"logits differ by {gap:.3g} of the largest"
                 run.row("check", variant.name, case, wrong, quiet=True, gap=gap)
                 if not wrong:
                     good[variant.name] = [partial(variant.call, step)]
             for name, us in measure(run, good).items():
-                run.row("time", name, {"batch": batch, "context": options.context}, ms=1e-3 * us)
+                run.row("time", name, case, ms=1e-3 * us)
             for name in options.profile.split(";"):
                 if name in good:
-                    kernels(run, good[name], {"batch": batch, "context": options.context, "variant": name})
+                    kernels(run, good[name], {**case, "variant": name})
     raise SystemExit(1 if run.wrong else 0)
 
 

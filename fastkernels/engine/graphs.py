@@ -1,8 +1,12 @@
-"""CUDA graphs of a step's forward pass: decode batches by rows, small mixed batches by tokens, in one memory pool.
+"""CUDA graphs of steps: decode batches by rows, sampling included, small mixed batches by tokens, up to hidden states.
 
+All are in one memory pool.
 A batch runs in the smallest graph that holds it. Rows beyond it are padding: they belong to the dummy slot, whose
 block is block 0, which the block manager never gives out, and their tokens store nothing. A graph serves every
 context length: its metadata says max_model_len, and the kernels choose on the device by each row's own length.
+
+What a graph gives lies in the pool, where the next graph that runs may overwrite it: logits [256, 128256] of each of
+some forty graphs would take 1 GiB, were they kept apart.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import bisect
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,21 +42,39 @@ def mixed_sizes(max_tokens: int) -> list[int]:
     return [s for s in sizes if s <= max_tokens]
 
 
+class Outputs(NamedTuple):
+    """What a step's model gives.
+
+    hidden  [T, H] of all tokens
+    logits  [B, V] of rows of one query, where the graph goes so far; else None
+    tokens  [B] int64: what the rows sampled from them as they are; None without logits
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    graph: torch.cuda.CUDAGraph
+    """replay() runs it; then `outputs` are the step's, until another graph runs."""
+
+    replay: Callable[[], None]
+    outputs: Outputs
+    inputs: Inputs
     metadata: AttentionMetadata
 
 
 class Graphs:
     """Captured when it is made: a model in its final state, with its KV cache bound.
 
-    forward(inputs, metadata) -> hidden states [T, H]. `replays` counts steps that ran as a graph.
+    forward(inputs, metadata) is what a graph does. It reads nothing but static tensors, and fills metadata.block_table.
+    `replays` counts steps that ran as a graph.
     """
 
     def __init__(
         self,
-        forward: Callable[[Inputs, AttentionMetadata], torch.Tensor],
+        forward: Callable[[Inputs, AttentionMetadata], Outputs],
         backend: AttentionBackend,
         batch: InputBatch,
         device: torch.device,
@@ -65,37 +88,33 @@ class Graphs:
         most = max([*self._decode, *self._mixed])
         self._packed = torch.zeros(packed_words(most, max_num_seqs), dtype=torch.int64, device=device)
         self._table = torch.zeros(max_num_seqs, batch.width, dtype=torch.int32, device=device)
-        self._hidden: torch.Tensor | None = None
-        self._most, self._pool = most, torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
-        # One of each for all graphs: cuBLAS keeps a workspace for every stream that it has seen.
-        self._eager, self._capturing = torch.cuda.Stream(), torch.cuda.Stream()
+        self._prepare()
         self.replays = {"decode": 0, "mixed": 0}
         with torch.inference_mode():
             backend.capture_buffers(max_num_seqs, batch.width)
             self._mixed = self._capture_all(self._mixed, decode=False)
             self._decode = self._capture_all(self._decode, decode=True)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # of the runs before each capture
+            self._finish()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, step: StepInput) -> tuple[Inputs, torch.Tensor] | None:
-        """The step's inputs and hidden states [T, H], which the next run overwrites; None where no graph holds it."""
+    def run(self, step: StepInput) -> tuple[Inputs, Outputs] | None:
+        """The step's inputs and outputs, padding included, which the next run overwrites. None: no graph holds it."""
         tokens = len(step.input_ids)
         decode = tokens == len(step.slots)
         sizes = self._decode if decode else self._mixed
         at = bisect.bisect_left(sizes, tokens)
-        if at == len(sizes) or self._hidden is None:
+        if at == len(sizes):
             return None
         key = self._key(sizes[at], decode)
-        inputs = self._batch.load(step, key[0], key[1], self._packed)
         found = self._graphs[key]
+        inputs = self._batch.load(step, key[0], key[1], self._packed, found.inputs)
         self._backend.plan_replay(found.metadata, inputs, self._batch.block_table)
-        found.graph.replay()
+        found.replay()
         self.replays["decode" if decode else "mixed"] += 1
-        return inputs, self._hidden[: key[0]]
+        return inputs, found.outputs
 
     def _key(self, tokens: int, decode: bool) -> tuple[int, int, bool]:
         """(tokens, rows, decode) of a graph."""
@@ -113,21 +132,26 @@ class Graphs:
 
     def _capture(self, tokens: int, rows: int, decode: bool) -> None:
         inputs = self._example(tokens, rows, decode)
-        table = self._table[:rows]
-        metadata = self._backend.plan_capture(inputs, table)
+        metadata = self._backend.plan_capture(inputs, self._table[:rows])
 
-        def run() -> None:
-            torch.index_select(self._batch.block_table, 0, inputs.slots, out=table)
-            hidden = self._forward(inputs, metadata)
-            if self._hidden is None:
-                self._hidden = torch.zeros(
-                    self._most, hidden.shape[1], dtype=hidden.dtype, device=hidden.device
-                )
-            self._hidden[:tokens].copy_(hidden)
+        def plan() -> None:
+            self._backend.plan_replay(metadata, inputs, self._batch.block_table)
 
+        recorded = self._record(plan, lambda: self._forward(inputs, metadata))
+        self._graphs[tokens, rows, decode] = _Graph(*recorded, inputs, metadata)
+
+    def _prepare(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # One of each for all graphs: cuBLAS keeps a workspace for every stream that it has seen.
+        self._eager, self._capturing = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def _record(
+        self, plan: Callable[[], None], run: Callable[[], Outputs]
+    ) -> tuple[Callable[[], None], Outputs]:
+        """(what replays `run`, what it gives)."""
         self._eager.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._eager):  # compiles and loads kernels, which capture cannot
-            self._backend.plan_replay(metadata, inputs, self._batch.block_table)
+            plan()
             run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -135,10 +159,17 @@ class Graphs:
         with torch.cuda.stream(self._capturing):
             graph.capture_begin(pool=self._pool)
             try:
-                run()
+                outputs = run()
             finally:
                 graph.capture_end()
-        self._graphs[tokens, rows, decode] = _Graph(graph, metadata)
+        hidden, *sampled = outputs
+        return graph.replay, Outputs(
+            _not_owned(hidden), *(t if t is None else _not_owned(t) for t in sampled)
+        )
+
+    def _finish(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of the runs before each capture
 
     def _example(self, tokens: int, rows: int, decode: bool) -> Inputs:
         """Inputs of the dummy slot in the static buffer, with the host numbers that bound every replay's."""
@@ -152,8 +183,24 @@ class Graphs:
             np.full(n, self._batch.dummy, dtype=np.int64), lens, lens, np.zeros(n, dtype=np.int64),
             np.full(tokens, SAMPLED, dtype=np.int64), n if decode else 0, np.empty((0, 3), dtype=np.int32),
         )  # fmt: skip
-        inputs = self._batch.load(step, tokens, rows, self._packed)
+        inputs = self._batch.load(step, tokens, rows, self._packed, unread=True)
         longest = self._max_model_len
         return dataclasses.replace(
             inputs, max_seqlen_q=1 if decode else tokens, max_seqlen_k=longest, max_decode_seqlen_k=longest
         )
+
+
+class _Memory:
+    """Device memory as others are told of it (numba's __cuda_array_interface__). Nobody owns it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        size = tensor.dtype.itemsize
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "strides": tuple(n * size for n in tensor.stride()),
+            "typestr": f"<i{size}", "data": (tensor.data_ptr(), False), "version": 2,
+        }  # fmt: skip
+
+
+def _not_owned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory of a graph's pool, which the graph keeps, but free for graphs that are captured later."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

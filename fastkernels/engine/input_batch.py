@@ -24,9 +24,11 @@ class Inputs:
     slots, offsets, last_index                       [B] int64: last_index is where each row's last token is
     sample_slots                                     [B] int64: slots, and the dummy slot where nothing is sampled
     seq_lens [B], cu_seqlens_q [B + 1]               int32
+    turn                                             [1] int32: the row of InputBatch.sampled for its tokens
     num_rows, num_decodes                            host: rows that are not padding, and those of one query
     max_seqlen_q, max_seqlen_k, max_decode_seqlen_k  host: no tensor needs to be read
     host_query_lens, host_seq_lens                   [B] int32 numpy, padding included
+    host_turn                                        `turn`
     """
 
     input_ids: torch.Tensor
@@ -39,6 +41,7 @@ class Inputs:
     sample_slots: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
+    turn: torch.Tensor
     num_rows: int
     num_decodes: int
     max_seqlen_q: int
@@ -46,16 +49,24 @@ class Inputs:
     max_decode_seqlen_k: int
     host_query_lens: np.ndarray
     host_seq_lens: np.ndarray
+    host_turn: int
 
     @property
     def decode_only(self) -> bool:
         return self.max_seqlen_q == 1
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The views, in the order of `unpack`."""
+        return (
+            self.input_ids, self.positions, self.slot_mapping, self.token_slots, self.slots, self.offsets,
+            self.last_index, self.sample_slots, self.seq_lens, self.cu_seqlens_q, self.turn,
+        )  # fmt: skip
+
 
 def packed_words(tokens: int, rows: int) -> int:
     """int64 words of a packed buffer."""
     even, four = -(-tokens // 2) * 2, -(-rows // 4) * 4
-    return 4 * even + 5 * four + 2  # the last part is of int32: seq_lens, cu_seqlens_q
+    return 4 * even + 5 * four + 2  # the last part is of int32: seq_lens, cu_seqlens_q, turn
 
 
 def unpack(buffer: Any, tokens: int, rows: int, int32: Any) -> tuple[Any, ...]:
@@ -68,7 +79,8 @@ def unpack(buffer: Any, tokens: int, rows: int, int32: Any) -> tuple[Any, ...]:
     at = 4 * even
     by_row = [buffer[at + i * four : at + i * four + rows] for i in range(4)]
     small = buffer[at + 4 * four : at + 5 * four + 2].view(int32)
-    return (*by_token, *by_row, small[:rows], small[four : four + rows + 1])
+    turn = small[2 * four + 2 : 2 * four + 3]
+    return (*by_token, *by_row, small[:rows], small[four : four + rows + 1], turn)
 
 
 class Staging:
@@ -108,16 +120,21 @@ class InputBatch:
 
     block_table  [max_num_seqs + 1, width] int32 on the device
     last_tokens  [max_num_seqs + 1] int64 on the device: the token that each slot sampled last
+    sampled      [3, max_num_seqs] int64 on the host, page-locked: the tokens of a step's rows. Steps take the first two
+                 by turns; the last is for steps that nobody reads, as a graph's while it is captured
     The last slot is for padding: its blocks are block 0, which the block manager never gives out.
     """
 
     def __init__(self, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int):
         self.width = -(-max_model_len // block_size)
         self.dummy = max_num_seqs
+        self.block_size = block_size
         self._shift, self._mask = block_size.bit_length() - 1, block_size - 1
         self._mirror = np.zeros((max_num_seqs + 1, self.width), dtype=np.int32)
         self.block_table = torch.zeros(max_num_seqs + 1, self.width, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.sampled = torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._turn = 0
         self._staging, self._updates = Staging(device), Staging(device)
 
     def update(self, updates: np.ndarray) -> None:
@@ -137,6 +154,17 @@ class InputBatch:
         packed = self._updates.copy(n + (n + 1) // 2, fill)
         self.block_table.view(-1).scatter_(0, packed[:n], packed[n:].view(torch.int32)[:n])
 
+    def known_ids(self, inputs: Inputs) -> torch.Tensor:
+        """[T] int64: the input ids. Those that the host does not know yet are what their slots sampled last."""
+        ids = inputs.input_ids
+        return torch.where(ids < 0, self.last_tokens.index_select(0, inputs.token_slots), ids)
+
+    def keep(self, tokens: torch.Tensor, inputs: Inputs) -> None:
+        """The rows' tokens [num_rows] int64: for the slots' next step, and on their way to the host."""
+        rows = len(tokens)
+        self.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
+        self.sampled[inputs.host_turn, :rows].copy_(tokens, non_blocking=True)
+
     def sample_slots(self, step: StepInput) -> np.ndarray:
         """[B] int64: the slots whose parameters the sampler uses; the dummy slot's where a prompt is not done."""
         return np.where(step.offsets < 0, self.dummy, step.slots)
@@ -153,28 +181,43 @@ class InputBatch:
         tokens: int | None = None,
         rows: int | None = None,
         out: torch.Tensor | None = None,
+        views: Inputs | None = None,
+        unread: bool = False,
     ) -> Inputs:
-        """Copy a step to the device, padded to so many tokens and rows; into the static buffer `out` of a graph."""
+        """Copy a step to the device, padded to so many tokens and rows.
+
+        out     a graph's static buffer, to be copied into
+        views   a step of the same sizes that was loaded into `out`: its tensors serve again
+        unread  nobody reads what the step samples
+        """
         n_rows, n_tokens = len(step.slots), len(step.input_ids)
         tokens, rows = tokens or n_tokens, rows or n_rows
         host: list[np.ndarray] = []
+        if not unread:
+            self._turn = 1 - self._turn
+        turn = len(self.sampled) - 1 if unread else self._turn
 
         def fill(buffer: np.ndarray) -> None:
             host.extend(unpack(buffer, tokens, rows, np.int32))
             self._fill(step, n_tokens, n_rows, host)
+            host[-1][0] = turn
 
         packed = self._staging.copy(packed_words(tokens, rows), fill, out)
         query_lens = np.zeros(rows, dtype=np.int32)
         query_lens[:n_rows] = step.query_lens
         seq_lens, decodes = host[8].copy(), step.num_decodes
         longest = int(step.seq_lens.max())
-        longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
-        numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
-        fields = (*unpack(packed, tokens, rows, torch.int32), *numbers, query_lens, seq_lens)
+        if n_tokens == n_rows:
+            numbers = (n_rows, decodes, 1, longest, longest)
+        else:
+            longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
+            numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
+        tensors = unpack(packed, tokens, rows, torch.int32) if views is None else views.tensors()
+        fields: tuple[Any, ...] = (*tensors, *numbers, query_lens, seq_lens, turn)
         return Inputs(*fields)
 
     def _fill(self, step: StepInput, n: int, b: int, host: list[np.ndarray]) -> None:
-        ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts = host
+        ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts, _ = host
         ids[:n], ids[n:] = step.input_ids, 0
         slots[:b], slots[b:] = step.slots, self.dummy
         offsets[:b], offsets[b:] = np.maximum(step.offsets, 0), 0

@@ -15,7 +15,7 @@ from .step import NewRow, PromptTargets, StepInput
 if TYPE_CHECKING:
     from .runner import ModelRunner
 
-SLACK = 1 << 30  # bytes left free beside the measured peak: allocator slack and graphs
+SLACK = 1 << 30  # bytes left free beside the measured peak: allocator slack, and graphs but for their logits
 
 
 def largest_step(max_num_seqs: int, max_tokens: int, max_model_len: int, logprobs: int) -> StepInput:
@@ -77,4 +77,13 @@ def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
         ) from error
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
-    return before, peak - before + SLACK
+    return before, peak - before + SLACK + graph_logits_bytes(runner)
+
+
+def graph_logits_bytes(runner: ModelRunner) -> int:
+    """Of the logits in the graphs' pool, which no eager step can use: the largest decode graph's. With tensor
+    parallelism there are a rank's part of them, all parts, and these in order.
+    """
+    config = runner.config
+    copies = 0 if config.enforce_eager else 1 if config.tensor_parallel_size == 1 else 3
+    return copies * config.max_num_seqs * runner.hf_config.vocab_size * runner.dtype.itemsize

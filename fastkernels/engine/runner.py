@@ -13,12 +13,13 @@ import torch
 from fastkernels import compile_cache
 from fastkernels.forward_context import AttentionMetadata, forward_context
 from fastkernels.models import build
+from fastkernels.overrides.l1.sampling import sampling
 from fastkernels.overrides.l2.attention import PagedAttention
 
 from . import kv_cache
 from .attention import AttentionBackend, make_backend
 from .config import EngineConfig
-from .graphs import Graphs
+from .graphs import Graphs, Outputs
 from .input_batch import InputBatch, Inputs
 from .kv_cache import Limits
 from .profile import activation_bytes
@@ -26,6 +27,7 @@ from .sampler import Sampler
 from .sampler_state import LogprobsTensors
 from .startup import Phases
 from .step import PromptTargets, StepInput, StepOutput, TokenLogprobs
+from .step_kernels import begin, finish
 from .warm_up import warm_up
 
 log = logging.getLogger("fastkernels")
@@ -60,6 +62,7 @@ class ModelRunner:
         self.model: Any = self._build(folder)
         self._mark("weights")
         self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
+        self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
         self.sampler = Sampler(self.device, hf_config.vocab_size, config.max_num_seqs)
         self.graphs: Graphs | None = None
         if bind_cache:
@@ -107,7 +110,7 @@ class ModelRunner:
             return
         old, self.graphs = self.graphs, None  # old graphs' memory must stay until the new ones are captured
         self.graphs = Graphs(
-            self._forward, self.backend, self.batch, self.device, self.config.max_num_seqs,
+            self._captured, self.backend, self.batch, self.device, self.config.max_num_seqs,
             self.limits.max_model_len, self.config.max_num_batched_tokens,
         )  # fmt: skip
         del old
@@ -119,27 +122,48 @@ class ModelRunner:
             self.sampler.set_rows(step.new_rows)
         plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0))
         self.batch.update(step.block_updates)
-        inputs, hidden = self._hidden(step)
+        inputs, outputs = self._run(step)
         rows = inputs.num_rows
-        last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
-        logits = self.model.compute_logits(last)
-        tokens, logprobs = self.sampler(logits, inputs.sample_slots[:rows], inputs.offsets[:rows], plan)
-        self.batch.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
+        hidden, logits, drawn = outputs
+        if logits is None:
+            last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
+            logits = self.model.compute_logits(last)
+        drawn = drawn[:rows] if drawn is not None and plan.from_raw else None
+        tokens, logprobs = self.sampler(
+            logits[:rows], inputs.sample_slots[:rows], inputs.offsets[:rows], plan, drawn
+        )
+        if drawn is None:
+            self.batch.keep(tokens, inputs)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
-        return Step(tokens, logprobs, prompt)
+        return Step(
+            self.batch.sampled[inputs.host_turn, :rows], logprobs, prompt, self._events[inputs.host_turn]
+        )
 
-    def _hidden(self, step: StepInput) -> tuple[Inputs, torch.Tensor]:
-        """The step's inputs, and hidden states of all its tokens [T, H]."""
+    def _run(self, step: StepInput) -> tuple[Inputs, Outputs]:
+        """The step's inputs and outputs, as a graph where there is one, which may also have sampled."""
         found = self.graphs.run(step) if self.graphs is not None else None
         if found is not None:
             return found
         inputs = self.batch.load(step)
-        return inputs, self._forward(inputs, self.backend.plan(inputs, self.batch.rows_table(inputs)))
+        metadata = self.backend.plan(inputs, self.batch.rows_table(inputs))
+        return inputs, Outputs(self._forward(self.batch.known_ids(inputs), inputs, metadata))
 
-    def _forward(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
-        ids = inputs.input_ids
-        # Ids that the host does not know yet are what their slots sampled last.
-        ids = torch.where(ids < 0, self.batch.last_tokens.index_select(0, inputs.token_slots), ids)
+    def _captured(self, inputs: Inputs, metadata: AttentionMetadata) -> Outputs:
+        """What a graph runs. That of a decode batch goes on to the tokens: most requests sample from the logits as they
+        are, and for those that do not, the launch samples again. In a mixed batch few rows are at the end of their
+        prompt, and the head would run for all.
+        """
+        ids, drawing = begin(inputs, metadata.block_table, self.batch, self.sampler)
+        hidden = self._forward(ids, inputs, metadata)
+        if not inputs.decode_only:
+            return Outputs(hidden)
+        logits = self.model.compute_logits(hidden)
+        tokens = sampling(logits, *drawing, inputs.offsets)
+        finish(tokens, inputs, self.batch)
+        return Outputs(hidden, logits, tokens)
+
+    def _forward(self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
+        """Hidden states [T, H]."""
         with forward_context(metadata):
             return self.model(ids, inputs.positions)
 
@@ -193,21 +217,22 @@ class ModelRunner:
 
 
 class Step:
-    """A launched step (step.Pending). Its results are on their way to page-locked memory."""
+    """A launched step (step.Pending). Its results are on their way to page-locked memory: its tokens to `tokens`, which
+    the step after the next one takes again, as it does `event`.
+    """
 
     def __init__(
         self,
         tokens: torch.Tensor,
         logprobs: LogprobsTensors | None,
         prompt: Mapping[int, list[LogprobsTensors]],
+        event: torch.cuda.Event | None,
     ):
-        self._tokens = _to_host(tokens)
+        self._tokens, self._event = tokens, event
         self._logprobs = None if logprobs is None else _parts_to_host(logprobs)
         self._prompt = {row: [_parts_to_host(p) for p in parts] for row, parts in prompt.items()}
-        self._event: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if event is not None:
+            event.record()
 
     def result(self) -> StepOutput:
         """Wait for this step, and for nothing that was launched after it."""
@@ -218,7 +243,7 @@ class Step:
             joined = (np.concatenate([p[i].numpy() for p in parts]) for i in range(3))
             prompt[row] = TokenLogprobs(*joined)
         logprobs = None if self._logprobs is None else TokenLogprobs(*(t.numpy() for t in self._logprobs))
-        return StepOutput(self._tokens.numpy(), logprobs, prompt)
+        return StepOutput(self._tokens.numpy().copy(), logprobs, prompt)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

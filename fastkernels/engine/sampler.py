@@ -7,6 +7,7 @@ slot; a step then needs only the slots of its rows and how many tokens each has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,16 @@ from .sampler_state import LogprobsTensors, NewRow, SamplePlan, SlotFlags
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
 TOP_K, SEED, MIN_TOKENS = range(3)
 PROMPT_ROWS = 256  # positions whose float32 logits exist at once: 131 MB at a vocabulary of 128256
+
+
+class Drawing(NamedTuple):
+    """What rows draw by, [B] each, as the op `sampling` has it."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
 
 
 class Sampler:
@@ -80,7 +91,12 @@ class Sampler:
                 self._count(row)
 
     def __call__(
-        self, logits: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, plan: SamplePlan
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        plan: SamplePlan,
+        drawn: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample one token a row, and count it for the penalties.
 
@@ -88,11 +104,13 @@ class Sampler:
         slots    [B] int64 on the device; rows of the dummy slot give some token
         offsets  [B] int64 on the device: how many tokens the request has generated before this one
         plan     self.plan of the same slots and offsets
+        drawn    [B] int64: what `sampling` has given already for these logits and drawing(slots); only where
+                 plan.from_raw
 
         Returns token ids [B] int64 and the log-probabilities that the plan asks for, both on the device.
         """
         raw = logits
-        if plan.any_bias or plan.any_min_tokens or plan.any_penalties:
+        if not plan.from_raw:
             logits = logits.to(torch.float32, copy=True)
         if plan.any_min_tokens:
             self._ban_ends(logits, slots, offsets)
@@ -100,18 +118,20 @@ class Sampler:
             logits.scatter_add_(
                 1, self.bias_ids.index_select(0, slots), self.bias_values.index_select(0, slots)
             )
-        floats, ints = self.floats.index_select(1, slots), self.ints.index_select(1, slots)
         if plan.any_penalties:
-            logits = self._penalize(logits, slots, floats)
-        ids = sampling(
-            logits, floats[TEMPERATURE], ints[TOP_K].int(), floats[TOP_P], floats[MIN_P], ints[SEED], offsets
-        )
+            logits = self._penalize(logits, slots)
+        ids = sampling(logits, *self.drawing(slots), offsets) if drawn is None else drawn
         if plan.any_penalties and self.output_counts is not None:
             places = slots * self.vocab_size + ids
             self.output_counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         if plan.num_logprobs < 0:
             return ids, None
         return ids, gather_logprobs(raw, ids, plan.num_logprobs)
+
+    def drawing(self, slots: torch.Tensor) -> Drawing:
+        """Of rows in these slots [B] int64."""
+        floats, ints = self.floats.index_select(1, slots), self.ints.index_select(1, slots)
+        return Drawing(floats[TEMPERATURE], ints[TOP_K].int(), floats[TOP_P], floats[MIN_P], ints[SEED])
 
     @staticmethod
     def prompt_logprobs(logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobsTensors:
@@ -129,9 +149,10 @@ class Sampler:
         banned = (ends >= 0) & (offsets < self.ints[MIN_TOKENS].index_select(0, slots))[:, None]
         logits.scatter_add_(1, ends.clamp_min(0), torch.where(banned, -torch.inf, 0.0))
 
-    def _penalize(self, logits: torch.Tensor, slots: torch.Tensor, floats: torch.Tensor) -> torch.Tensor:
+    def _penalize(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """vLLM's order: repetition on what was seen, then frequency and presence on what was generated."""
         assert self.prompt_mask is not None and self.output_counts is not None
+        floats = self.floats.index_select(1, slots)
         counts = self.output_counts.index_select(0, slots)
         generated = counts > 0
         seen = self.prompt_mask.index_select(0, slots) | generated

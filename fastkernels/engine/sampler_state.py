@@ -26,6 +26,14 @@ class SamplePlan:
     any_min_tokens: bool = False
     num_logprobs: int = -1
 
+    @property
+    def from_raw(self) -> bool:
+        """The rows sample from the model's logits as they are."""
+        return not (self.any_penalties or self.any_bias or self.any_min_tokens)
+
+
+_GREEDY, _DRAWN = SamplePlan(True), SamplePlan(False)
+
 
 class LogprobsTensors(NamedTuple):
     """Log-probabilities of R rows, before temperature, bias, penalties and filters (vLLM's raw_logprobs).
@@ -50,6 +58,7 @@ class SlotFlags:
         self.bias = np.zeros(num_slots, dtype=bool)
         self.min_tokens = np.zeros(num_slots, dtype=np.int64)
         self.logprobs = np.full(num_slots, -1, dtype=np.int64)
+        self.special = np.zeros(num_slots, dtype=bool)  # anything but greedy differs from a free slot's
 
     def set(self, row: NewRow) -> None:
         slot, params = row.slot, row.params
@@ -59,11 +68,17 @@ class SlotFlags:
         self.min_tokens[slot] = params.min_tokens if row.end_token_ids else 0
         wanted = params.logprobs
         self.logprobs[slot] = -1 if wanted is None else self.vocab_size if wanted == -1 else wanted
+        self.special[slot] = (
+            self.penalties[slot] or self.bias[slot] or self.min_tokens[slot] > 0 or wanted is not None
+        )
 
     def plan(self, slots: np.ndarray, offsets: np.ndarray) -> SamplePlan:
         """slots, offsets: [B] integers, as in Sampler.__call__."""
+        greedy = bool(self.greedy[slots].all())
+        if not self.special[slots].any():
+            return _GREEDY if greedy else _DRAWN
         return SamplePlan(
-            bool(self.greedy[slots].all()),
+            greedy,
             bool(self.penalties[slots].any()),
             bool(self.bias[slots].any()),
             bool((offsets < self.min_tokens[slots]).any()),

@@ -20,7 +20,7 @@ from fastkernels.spec import OpSpec, Target
 from . import compat
 
 if TYPE_CHECKING:
-    pass
+    from fastkernels.dispatch import Op
 
 log = logging.getLogger("fastkernels")
 LIVE_SEAMS = ("leaf", "module", "quant_method", "attention")
@@ -83,8 +83,15 @@ class Adapter:
         journal.add(lambda: setattr(module, "quant_method", old))
         return None
 
-    def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
-        """Put our implementation behind an attention module; None, or the reason why not."""
+    def shape(self, op: Op, module: Any) -> tuple[Any, ...] | None:
+        """The values of op.key.shape of a module's calls of that op, as `tuned.not_faster` takes them."""
+        return op.key.module(module) if op.key is not None and op.key.module is not None else None
+
+    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        """Put our implementation behind an attention module; None, or the reason why not.
+
+        by_table: only for the decodes of which a tuned table says that ours is faster; all else stays the host's.
+        """
         return f"{self.host} has no attention seam"
 
 
@@ -107,6 +114,7 @@ class Patched:
             if ops:
                 row.calls = sum(op.calls for op in ops)
                 row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
+                row.left = {why: n for op in ops for why, n in op.left.items()}
                 row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
         return [asdict(row) for row in self.rows]
 
@@ -151,10 +159,10 @@ def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tupl
 
 def _by_table(spec: OpSpec, model: Any) -> bool:
     """Whether an op that is off by default has a say by its tuned tables: on a GPU always, elsewhere if it has one."""
-    if model is None or spec.op is None or spec.op.key is None or spec.op.key.module is None:
+    if model is None or spec.tuned_by is None:
         return False
     device = _device(model)
-    return device == "cuda" or bool(tuned.entries(spec.name, tuned.chip_of(device)))
+    return device == "cuda" or bool(tuned.entries(spec.tuned_by.name, tuned.chip_of(device)))
 
 
 def _device(model: Any) -> str:
@@ -190,10 +198,11 @@ def _candidate_rows(patched: Patched) -> list[Row]:
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     adapter, name = patched.adapter, target.path.partition(":")[2]
     row = Row(patched.rank, spec.name, name, 0, "off")
-    if spec.name in patched.request.disable:
+    named = target.default or patched.request.ops is not None or spec.name in patched.candidates
+    tuned_op = spec.tuned_by
+    if spec.name in patched.request.disable or (not named and tuned_op.name in patched.request.disable):
         row.reason = "FASTKERNELS_DISABLE"
         return row
-    named = target.default or patched.request.ops is not None or spec.name in patched.candidates
     mode = adapter.batch_invariant()
     if mode and (not spec.batch_invariant or spec.name in patched.candidates):
         row.reason = f"{mode} is on, and this op's results may depend on the batch"
@@ -205,7 +214,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         row.reason = f"{target.path} is not in {adapter.host} {adapter.version}"
         return row
     modules, device = _instances(adapter, patched.model, host_class, target.seam), _device(patched.model)
-    if modules and not named and (untuned := tuned.untuned(spec.name, device)):
+    if modules and not named and (untuned := tuned.untuned(tuned_op.name, device)):
         row.reason = f"{LEFT}: {untuned}"
         log.warning("%s: %s", spec.name, untuned)
         return row
@@ -219,12 +228,14 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         line = f"{'unsupported' if named else LEFT}: {why}"
         reasons[line] = reasons.get(line, 0) + 1
     for module in modules:
-        slower = None if named else tuned.not_faster(spec.name, spec.op.key, module, device)
-        reason = slower or _swap(patched, module, host_class, ours, target.seam)
+        slower = None if named else _not_faster(adapter, tuned_op, module, device)
+        reason = slower or _swap(patched, module, host_class, ours, target.seam, by_table=not named)
         if reason is None:
             row.modules += 1
         else:
-            reason = f"{LEFT}: {slower}" if slower else f"unsupported: {reason}"
+            # What nobody asked for is not missed: a backend that our attention does not go into, for one.
+            left = slower or (not named and target.seam == "attention")
+            reason = f"{LEFT}: {reason.replace('; ', ', ')}" if left else f"unsupported: {reason}"
             reasons[reason] = reasons.get(reason, 0) + 1
     row.state = "active" if row.modules else "off"
     found = patched.candidates.get(spec.name)
@@ -237,6 +248,11 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if not row.modules and not reasons:
         row.reason = "the model has no such module"
     return row
+
+
+def _not_faster(adapter: Adapter, op: Op, module: Any, device: str) -> str | None:
+    assert op.key is not None
+    return tuned.not_faster(op.name, op.key, adapter.shape(op, module), device)
 
 
 def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
@@ -266,7 +282,9 @@ def _passed_over(model: Any, host_class: type) -> list[str]:
     return [f"quant_method is {m.__module__}.{m.__qualname__}, not {host_class.__qualname__}" for m in others]
 
 
-def _swap(patched: Patched, module: Any, host_class: type, ours: type, seam: str) -> str | None:
+def _swap(
+    patched: Patched, module: Any, host_class: type, ours: type, seam: str, by_table: bool
+) -> str | None:
     supports = getattr(ours, "supports", None)
     reason = supports(module) if supports is not None else None
     if reason is None:
@@ -276,7 +294,7 @@ def _swap(patched: Patched, module: Any, host_class: type, ours: type, seam: str
     if seam == "quant_method":
         return patched.adapter.swap_quant_method(module, ours, patched.journal)
     if seam == "attention":
-        return patched.adapter.swap_attention(module, ours, patched.journal)
+        return patched.adapter.swap_attention(module, ours, patched.journal, by_table)
     module.__class__ = live_class(host_class, ours)
     patched.journal.add(lambda: setattr(module, "__class__", host_class))
     patched.adapter.repin(module, patched.journal)

@@ -17,16 +17,34 @@ from .apply import Journal
 FLASH = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
 NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
 MODES = ("DECODE", "EXTEND", "MIXED")
+NO_DECODE = "a batch with more than one token of a sequence"
+NOT_FASTER = "a decode of a batch and context where no table says that ours is faster"
 
 
-def swap_attention(runner: Any, layer: Any, version: str, journal: Journal) -> str | None:
-    """Put our kernels behind a RadixAttention, in every backend of the runner that we know. None, or why not."""
+def attention_shape(runner: Any, layer: Any) -> tuple[Any, ...]:
+    """A RadixAttention's values of the shape of attention_decode's Key; None: backends that we know do not say it."""
+    known = [b for b in backends(runner) if _path(type(b)) in _STEPS]
+    blocks = {1 if _path(type(b)) == NATIVE else b.page_size for b in known}
+    dtypes = {b.token_to_kv_pool.dtype for b in known}
+    block_size, dtype = (found.pop() if len(found) == 1 else None for found in (blocks, dtypes))
+    window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+    heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
+    return *heads, block_size, max(window + 1, 0), dtype
+
+
+def swap_attention(
+    runner: Any, layer: Any, version: str, journal: Journal, by_table: bool = False
+) -> str | None:
+    """Put our kernels behind a RadixAttention, in every backend of the runner that we know. None, or why not.
+
+    by_table: see Adapter.swap_attention; a step that is the host's stores its keys and values itself.
+    """
     reason = _unsupported_layer(runner, layer)
     if reason is not None:
         return reason
     reasons = []
     for backend in backends(runner):
-        reason = _swap_backend(runner, backend, version, journal)
+        reason = _swap_backend(runner, backend, version, journal, by_table)
         if reason is None:
             type(backend).fastkernels_layers.add(layer)
         else:
@@ -49,17 +67,21 @@ def backends(runner: Any) -> list[Any]:
     return found
 
 
-def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal) -> str | None:
+def _path(host_class: type) -> str:
+    return f"{host_class.__module__}:{host_class.__qualname__}"
+
+
+def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal, by_table: bool) -> str | None:
     host_class: Any = type(backend)
     if hasattr(host_class, "fastkernels_layers"):
         return None
-    path = f"{host_class.__module__}:{host_class.__qualname__}"
+    path = _path(host_class)
     if path not in _STEPS:
         return f"the attention backend is {path}; known: {', '.join(_STEPS)}"
     reason = compat.unknown("sglang", version, path, host_class) or _unsupported_backend(runner, backend)
     if reason is not None:
         return reason
-    backend.__class__ = _implementation(host_class, _STEPS[path])
+    backend.__class__ = _implementation(host_class, _STEPS[path], by_table)
     journal.add(lambda: setattr(backend, "__class__", host_class))
     return None
 
@@ -175,33 +197,40 @@ _STEPS: dict[str, Callable[[Any, Any], Step | str]] = {FLASH: _flash_step, NATIV
 # The subclass
 
 
-def _implementation(host_class: Any, step_of: Callable[[Any, Any], Step | str]) -> type:
+def _implementation(
+    host_class: Any, step_of: Callable[[Any, Any], Step | str], by_table: bool = False
+) -> type:
     """A subclass of the backend's class for one patch; `fastkernels_layers` are the layers that it serves."""
     from fastkernels.overrides.l1.attention_decode import attention_decode
     from fastkernels.overrides.l1.attention_prefill import attention_prefill
     from fastkernels.overrides.l1.store_kvcache import store_kvcache
+    from fastkernels.overrides.l2.attention import asked_for
 
     layers: set[Any] = set()
 
-    def attend(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool, step: Step) -> Any:
+    def attend(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool, step: Step, choosy: bool
+    ) -> Any:
+        """The result; None, and nothing is done, if `choosy` and no table says that ours is faster."""
         shape = (-1, step.block_size, layer.tp_k_head_num, layer.head_dim)
         key_cache, value_cache = (t.view(shape) for t in self.token_to_kv_pool.get_kv_buffer(layer.layer_id))
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+        longest = step.block_table.shape[1] * step.block_size
+        rest = (longest, float(layer.scaling), window, float(layer.logit_cap or 0))
+        decode = (q, key_cache, value_cache, step.seq_lens, step.block_table, *rest)
+        if choosy and not attention_decode.faster(*decode):
+            return None
         if save and k is not None:
             k, v = (t.reshape(-1, *shape[2:]) for t in (k, v))
             n = min(k.shape[0], batch.out_cache_loc.shape[0])  # padding is at the end of either
             store_kvcache(k[:n], v[:n], key_cache, value_cache, batch.out_cache_loc[:n])
-        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
-        scale, softcap = float(layer.scaling), float(layer.logit_cap or 0)
-        longest = step.block_table.shape[1] * step.block_size
         if batch.forward_mode.name == "DECODE":
-            out = attention_decode(
-                q, key_cache, value_cache, step.seq_lens, step.block_table, longest, scale, window, softcap
-            )
+            out = attention_decode(*decode)
         else:
             out = attention_prefill(
                 q, key_cache, value_cache, step.cu_seqlens_q, step.seq_lens, step.block_table, step.max_seqlen_q,
-                longest, scale, window, softcap,
+                *rest,
             )  # fmt: skip
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
@@ -212,7 +241,10 @@ def _implementation(host_class: Any, step_of: Callable[[Any, Any], Step | str]) 
             host = getattr(host_class, name)
             if layer not in layers:
                 return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
+            choosy = by_table and not asked_for()
             reason = _unsupported_step(q, forward_batch, self.token_to_kv_pool, extra)
+            if reason is None and choosy and forward_batch.forward_mode.name != "DECODE":
+                reason = NO_DECODE
             if reason is None:
                 step = step_of(self, forward_batch)
                 rows = q.numel() // (layer.tp_q_head_num * layer.head_dim)
@@ -221,8 +253,11 @@ def _implementation(host_class: Any, step_of: Callable[[Any, Any], Step | str]) 
                 elif name == "forward_decode" and step.seq_lens.shape[0] != rows:
                     reason = "a decode of several queries a sequence"
                 else:
-                    return attend(self, q, k, v, layer, forward_batch, save_kv_cache, step)
-            attention_prefill.note(reason)
+                    out = attend(self, q, k, v, layer, forward_batch, save_kv_cache, step, choosy)
+                    if out is not None:
+                        return out
+                    reason = NOT_FASTER
+            attention_decode.leave(reason) if choosy else attention_prefill.note(reason)
             return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
 
         return forward

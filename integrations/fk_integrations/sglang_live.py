@@ -44,10 +44,17 @@ class SglangAdapter(Adapter):
         on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
         return "--enable-deterministic-inference" if on else None
 
-    def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
         from . import sglang_attention
 
-        return sglang_attention.swap_attention(self.model_runner, module, self.version, journal)
+        if op.name == "attention_decode":
+            return sglang_attention.attention_shape(self.model_runner, module)
+        return super().shape(op, module)
+
+    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        from . import sglang_attention
+
+        return sglang_attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
 
 
 # At start, with FASTKERNELS=1

@@ -52,10 +52,18 @@ class VllmAdapter(Adapter):
 
         return "VLLM_BATCH_INVARIANT" if getattr(envs, "VLLM_BATCH_INVARIANT", False) else None
 
-    def swap_attention(self, module: Any, ours: type, journal: Journal) -> str | None:
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
         from . import vllm_layers
 
-        return vllm_layers.swap_attention(module, ours, self.version, self.worker.vllm_config, journal)
+        if op.name == "attention_decode":
+            return vllm_layers.attention_shape(module)
+        return super().shape(op, module)
+
+    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        from . import vllm_layers
+
+        config = self.worker.vllm_config
+        return vllm_layers.swap_attention(module, self.version, config, journal, by_table)
 
 
 # In a worker process

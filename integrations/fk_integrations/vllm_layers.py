@@ -9,12 +9,21 @@ from . import compat
 from .apply import Journal
 
 FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
+NO_DECODE = "a batch with more than one token of a sequence"
+NOT_FASTER = "a decode of a batch and context where no table says that ours is faster"
 
 
-def swap_attention(module: Any, ours: type, version: str, config: Any, journal: Journal) -> str | None:
+def attention_shape(module: Any) -> tuple[Any, ...]:
+    """An Attention layer's values of the shape of attention_decode's Key. Blocks: not before the cache is there."""
+    heads = module.num_heads, module.num_kv_heads, module.head_size
+    return *heads, None, module.sliding_window or 0, module.kv_cache_torch_dtype
+
+
+def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_table: bool) -> str | None:
     """Put our kernels behind an Attention layer, on the KV cache of vLLM's FlashAttention backend. None, or why not.
 
     The layer, its cache layout and its metadata builder stay; `layer.impl` becomes an instance of a subclass.
+    by_table: see Adapter.swap_attention. What a captured graph replays is what its capture decided.
     """
     impl = getattr(module, "impl", None)
     found = f"{type(impl).__module__}:{type(impl).__qualname__}"
@@ -27,7 +36,7 @@ def swap_attention(module: Any, ours: type, version: str, config: Any, journal: 
     if reason is not None:
         return reason
     host_class: Any = type(impl)
-    impl.__class__ = _implementation(host_class)
+    impl.__class__ = _implementation(host_class, by_table, config.model_config.max_model_len)
     journal.add(lambda: setattr(impl, "__class__", host_class))
     return None
 
@@ -51,11 +60,34 @@ def _unsupported(impl: Any, config: Any) -> str | None:
 
 
 @cache
-def _implementation(host_class: type) -> type:
-    """A subclass of FlashAttentionImpl that reads and writes the cache through our ops."""
+def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) -> type:
+    """A subclass of FlashAttentionImpl that reads and writes the cache through our ops.
+
+    By table, keys and values are stored by ours in every step: one kernel of one pass over them, as the host's, and of
+    less time at every size. FASTKERNELS_DISABLE=store_kvcache leaves that to the host.
+    """
     from fastkernels.overrides.l1.attention_decode import attention_decode
     from fastkernels.overrides.l1.attention_prefill import attention_prefill
     from fastkernels.overrides.l1.store_kvcache import store_kvcache
+    from fastkernels.overrides.l2.attention import asked_for
+
+    host_class: Any = host
+    key, warm = attention_decode.key, set[Any]()
+    assert key is not None
+
+    def ours(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The arguments with which a decode of these runs ours, by table; None: it is the host's.
+
+        Where 0.26 warms up for a graph, contexts are of one token, and its capture is for max_model_len: what will be
+        captured is run before, once, or it would be compiled in the capture.
+        """
+        if attention_decode.faster(*args):
+            return args
+        args = (*args[:5], max_model_len, *args[6:])
+        if not attention_decode.faster(*args) or (point := key.of(*args)) in warm:
+            return None
+        warm.add(point)
+        return args
 
     def caches(self: Any, kv_cache: Any) -> tuple[Any, Any]:
         # [blocks, Hkv, block_size, 2 * D] -> two [blocks, block_size, Hkv, D]
@@ -64,6 +96,9 @@ def _implementation(host_class: type) -> type:
     def do_kv_cache_update(
         self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
     ) -> None:
+        if by_table and store_kvcache.asked == "off":
+            host_class.do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)
+            return
         key_cache, value_cache = caches(self, kv_cache)
         n = slot_mapping.shape[0]  # key and value are padded, slot_mapping is not
         store_kvcache(key[:n], value[:n], key_cache, value_cache, slot_mapping)
@@ -73,38 +108,40 @@ def _implementation(host_class: type) -> type:
         output_scale: Any = None, output_block_scale: Any = None,
     ) -> Any:  # fmt: skip
         m = attn_metadata
-        reason = None if m is None else _unsupported_step(m, output_scale, output_block_scale)
+        stock = (self, layer, query, key, value, kv_cache, m, output, output_scale, output_block_scale)
+        if m is None:
+            return host_class.forward(*stock)
+        choosy = by_table and not asked_for()
+        reason = _unsupported_step(m, output_scale, output_block_scale)
         if reason is not None:
-            attention_prefill.note(reason)
-        if m is None or reason is not None:
-            return host_class.forward(  # type: ignore[attr-defined]
-                self,
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-        key_cache, value_cache = caches(self, kv_cache)
+            attention_decode.leave(reason) if choosy else attention_prefill.note(reason)
+            return host_class.forward(*stock)
         n, softcap = m.num_actual_tokens, float(self.logits_soft_cap or 0)
+        # Of a batch that a decode's graph is replayed for, padding has rows of its own, in seq_lens (0) as in tokens.
+        decode = m.max_query_len == 1 and n == m.seq_lens.shape[0]
+        if choosy and not decode:
+            attention_decode.leave(NO_DECODE)
+            return host_class.forward(*stock)
+        key_cache, value_cache = caches(self, kv_cache)
         # In 0.26 the window of the layer's group is in the metadata and wins.
         window = getattr(m, "sliding_window", None) or self.sliding_window
         left = -1 if window is None else window[0]
         q = query[:n]
-        if m.max_query_len == 1 and n == m.seq_lens.shape[0]:
-            out = attention_decode(
+        out = output[:n].view(q.shape)
+        if decode:
+            args = (
                 q, key_cache, value_cache, m.seq_lens, m.block_table, m.max_seq_len, self.scale, left, softcap
-            )
+            )  # fmt: skip
+            chosen = ours(args) if choosy else args
+            if chosen is None:
+                attention_decode.leave(NOT_FASTER)
+                return host_class.forward(*stock)
+            attention_decode.into(out, *chosen)
         else:
-            out = attention_prefill(
-                q, key_cache, value_cache, m.query_start_loc, m.seq_lens, m.block_table, m.max_query_len,
+            attention_prefill.into(
+                out, q, key_cache, value_cache, m.query_start_loc, m.seq_lens, m.block_table, m.max_query_len,
                 m.max_seq_len, self.scale, left, softcap,
             )  # fmt: skip
-        output[:n].copy_(out.view_as(output[:n]))
         return output
 
     body = {"forward": forward, "do_kv_cache_update": do_kv_cache_update, "__module__": host_class.__module__}

@@ -3,83 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import make_tiny_llama
+from step_driver import BLOCK, OTHER, PROMPT, Driver, make_runner
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.runner import ModelRunner
-from fastkernels.engine.sampling_params import SamplingParams
-from fastkernels.engine.step import SAMPLED, NewRow, PromptTargets, StepInput, StepOutput
+from fastkernels.engine.step import SAMPLED, PromptTargets, StepInput, StepOutput
 from fastkernels.models.build import load_config
-
-BLOCK = 4
-PROMPT = [5, 17, 300, 4, 4, 90, 211]
-OTHER = [9, 8, 7, 401, 33]
-
-
-def make_runner(folder: Path, **settings: Any) -> ModelRunner:
-    defaults: dict[str, Any] = {
-        "device": "cpu", "block_size": BLOCK, "num_blocks": 64, "max_model_len": 64, "max_num_seqs": 4,
-        "max_num_batched_tokens": 32, "dtype": "float32",
-    }  # fmt: skip
-    config = EngineConfig(model=str(folder), **{**defaults, **settings})
-    return ModelRunner(config, folder, load_config(folder))
-
-
-class Driver:
-    """Keeps what an engine keeps: slots, block tables with gaps, lengths. Rows are (slot, token ids)."""
-
-    def __init__(self, runner: ModelRunner, seed: int = 0):
-        self.runner = runner
-        order = np.random.default_rng(seed).permutation(np.arange(1, runner.limits.num_blocks))
-        self.free = order.tolist()  # scattered: no table is a range
-        self.tables: dict[int, list[int]] = {}
-        self.lens: dict[int, int] = {}
-        self.generated: dict[int, int] = {}
-        self.new: list[NewRow] = []
-
-    def enter(self, slot: int) -> None:
-        self.leave(slot)
-        self.tables[slot], self.lens[slot], self.generated[slot] = [], 0, 0
-        self.new.append(NewRow(slot, SamplingParams(temperature=0), 0))
-
-    def leave(self, slot: int) -> None:
-        self.free += self.tables.pop(slot, [])
-
-    def step(
-        self, rows: Sequence[tuple[int, Sequence[int]]], prompt_targets: Sequence[PromptTargets] = ()
-    ) -> StepInput:
-        rows = sorted(rows, key=lambda r: len(r[1]) > 1)
-        updates = []
-        for slot, ids in rows:
-            self.lens[slot] += len(ids)
-            table = self.tables[slot]
-            while len(table) * self.runner.config.block_size < self.lens[slot]:
-                updates.append((slot, len(table), self.free.pop(0)))
-                table.append(updates[-1][2])
-        new, self.new = self.new, []
-        return StepInput(
-            slots=np.array([s for s, _ in rows], dtype=np.int64),
-            query_lens=np.array([len(i) for _, i in rows], dtype=np.int32),
-            seq_lens=np.array([self.lens[s] for s, _ in rows], dtype=np.int32),
-            offsets=np.array([self.generated[s] for s, _ in rows], dtype=np.int64),
-            input_ids=np.array([t for _, ids in rows for t in ids], dtype=np.int64),
-            num_decodes=sum(len(i) == 1 for _, i in rows),
-            block_updates=np.array(updates, dtype=np.int32).reshape(-1, 3),
-            new_rows=new,
-            prompt_targets=prompt_targets,
-        )
-
-    def run(self, *rows: tuple[int, Sequence[int]]) -> dict[int, int]:
-        step = self.step(rows)
-        tokens = self.runner.launch(step).result().token_ids
-        return dict(zip(step.slots.tolist(), tokens.tolist(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -307,82 +242,3 @@ def test_ranks_agree_on_the_number_of_blocks(tiny) -> None:
     assert fits == (1 << 22) // runner.block_bytes()
     runner.bind(fits - 3)
     assert runner.limits.num_blocks == runner.layers[0].kv_cache[0].shape[0] == fits - 3
-
-
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "max_num_seqs": 8}
-
-
-def decode_steps(driver: Driver, n: int) -> list[StepInput]:
-    return [driver.step([(slot, [SAMPLED]) for slot in sorted(driver.tables)]) for _ in range(n)]
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize("eager", [True, False])
-def test_steady_decode_waits_for_nothing(tiny, eager) -> None:
-    """No synchronizing call while steps are launched, and none in a trace of them."""
-    driver = Driver(make_runner(tiny, **ON_GPU, enforce_eager=eager))
-    for slot in range(5):
-        driver.enter(slot)
-    driver.run(*[(slot, PROMPT) for slot in range(5)])
-    steps = decode_steps(driver, 24)
-    for step in steps[:8]:
-        driver.runner.launch(step).result()
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as trace:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            pending = driver.runner.launch(steps[8])
-            for step in steps[9:]:
-                following = driver.runner.launch(step)
-                pending.result()
-                pending = following
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    pending.result()
-    names = {e.name for e in trace.events()}
-    assert "cudaMemcpyAsync" in names
-    # Not cudaDeviceSynchronize: the profiler itself ends with one.
-    assert not names & {"cudaStreamSynchronize", "cudaMemcpy", "aten::item", "aten::nonzero"}
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize("backend", [None, "triton", "fa3", "flashinfer"])
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_graphs_and_backends_on_the_gpu(tmp_path_factory, backend, dtype) -> None:
-    """The same teacher-forced steps, decodes and mixed ones, with and without graphs, against the reference."""
-    tiny = make_tiny_llama(tmp_path_factory.getbasetemp() / "head_64", dtype="float32", head_dim=64)
-    outs = []
-    for settings in (
-        {"attention_backend": "reference", "enforce_eager": True},
-        {"attention_backend": backend, "enforce_eager": True},
-        {"attention_backend": backend, "enforce_eager": False},
-    ):
-        try:
-            runner = make_runner(tiny, **{**ON_GPU, **settings}, kv_cache_dtype=dtype)
-        except ValueError as error:
-            pytest.skip(str(error))
-        driver, seen = Driver(runner), []
-        compute = runner.model.compute_logits
-        for slot in range(4):
-            driver.enter(slot)
-
-        def record(hidden: torch.Tensor, compute: Any = compute, seen: list = seen) -> torch.Tensor:
-            seen.append(compute(hidden).float().clone())
-            return compute(hidden)
-
-        runner.model.compute_logits = record
-        for rows in (
-            [(0, PROMPT), (1, OTHER)],
-            [(0, [5]), (1, [6]), (2, PROMPT[:3])],
-            [(0, [9]), (1, [8]), (2, [7])],
-            [(0, [9]), (2, PROMPT[3:]), (3, OTHER)],
-            [(slot, [11 + slot]) for slot in range(4)],
-        ):
-            driver.run(*rows)
-        outs.append(torch.cat(seen))
-    scale = outs[0].abs().max()
-    for other in outs[1:]:
-        assert (other - outs[0]).abs().max() < 0.05 * scale

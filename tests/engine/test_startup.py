@@ -148,11 +148,11 @@ def test_a_step_that_does_not_fit_is_said_and_ends_it(
         runner, forward = llm.llm_engine.runner, llm.llm_engine.runner._forward
         seen: list[int] = []
 
-        def small(inputs: Any, metadata: Any) -> torch.Tensor:
-            seen.append(len(inputs.input_ids))
+        def small(ids: torch.Tensor, inputs: Any, metadata: Any) -> torch.Tensor:
+            seen.append(len(ids))
             if seen[-1] > 30:
                 raise torch.OutOfMemoryError("tried to allocate")
-            return forward(inputs, metadata)
+            return forward(ids, inputs, metadata)
 
         monkeypatch.setattr(runner, "_forward", small)
         with caplog.at_level(logging.WARNING, "fastkernels"):

@@ -5,6 +5,8 @@ vLLM: [blocks, Hkv, block_size, 2 * D]. SGLang: keys and values apart, [slots, H
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,11 @@ import torch
 from fk_integrations import sglang_attention, vllm_layers
 from fk_integrations.apply import Journal
 
+from fastkernels import tuned
 from fastkernels.overrides.l1.attention_decode import attention_decode
 from fastkernels.overrides.l1.attention_prefill import attention_prefill
+from fastkernels.overrides.l1.store_kvcache import store_kvcache
+from fastkernels.tuned import Entry, Table
 
 HEADS, KV_HEADS, D, BLOCK = 6, 2, 32, 16
 # Drafts: each sequence has three tokens of a draft to check, and its own.
@@ -62,6 +67,30 @@ class Batch:
         return torch.cat(parts)
 
 
+@pytest.fixture
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """use(context, provider='reference'): a CPU's table for decodes of four sequences at most, of that context."""
+    ops = (attention_decode, attention_prefill, store_kvcache)
+
+    def put(context: int, provider: str = "reference") -> None:
+        shape = {
+            "heads": HEADS, "kv_heads": KV_HEADS, "head_size": D, "block_size": BLOCK, "window": 0, "dtype": "float32",
+        }  # fmt: skip
+        sizes, won = {"batch": 4, "context": context}, {"speedup": 1.3, "ci95": (1.2, 1.4)}
+        entry = Entry("attention_decode", shape, sizes, provider, "native", "r1", **won)  # type: ignore[arg-type]
+        (tmp_path / "cpu.json").write_text(Table("cpu", {"r1": {}}, (entry,)).to_json())
+        monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path))
+        tuned._by_op.cache_clear()
+        for op in ops:
+            op.reset()
+
+    yield put
+    monkeypatch.undo()
+    tuned._by_op.cache_clear()
+    for op in ops:
+        op.reset()
+
+
 class HostImpl:
     """The state of vLLM's FlashAttentionImpl that the seam reads; its own forward must not be reached."""
 
@@ -71,27 +100,123 @@ class HostImpl:
         raise AssertionError("fell back to the host's attention")
 
 
-@WINDOWS
-@BATCHES
-def test_vllm_reads_and_writes_the_hosts_layout(queries: list[int], window: int) -> None:
-    batch = Batch(queries)
+def vllm(impl: Any, batch: Batch) -> tuple[torch.Tensor, SimpleNamespace, torch.Tensor]:
+    """(KV cache with all keys and values stored by `impl`, metadata, output with three rows of padding)."""
     shape = (batch.blocks, BLOCK, KV_HEADS, 2 * D)
     kv_cache = torch.full(shape, float("nan")).transpose(1, 2)  # NHD in memory
-    impl = vllm_layers._implementation(HostImpl)()
-    impl.sliding_window = (window, 0 if window >= 0 else -1)
     padding = torch.zeros(3, KV_HEADS, D)  # key and value are padded, slot_mapping is not
     impl.do_kv_cache_update(
         None, torch.cat([*batch.keys, padding]), torch.cat([*batch.values, padding]), kv_cache, torch.cat(batch.slots)
     )  # fmt: skip
     metadata = SimpleNamespace(
-        num_actual_tokens=sum(queries), max_query_len=max(queries), max_seq_len=max(batch.lengths), causal=True,
-        query_start_loc=batch.starts, seq_lens=batch.seq_lens, block_table=batch.table,
+        num_actual_tokens=sum(batch.queries), max_query_len=max(batch.queries), max_seq_len=max(batch.lengths),
+        causal=True, query_start_loc=batch.starts, seq_lens=batch.seq_lens, block_table=batch.table,
     )  # fmt: skip
-    output = torch.full((sum(queries) + 3, HEADS, D), 7.0)
+    return kv_cache, metadata, torch.full((sum(batch.queries) + 3, HEADS, D), 7.0)
+
+
+@WINDOWS
+@BATCHES
+def test_vllm_reads_and_writes_the_hosts_layout(queries: list[int], window: int) -> None:
+    batch = Batch(queries)
+    impl = vllm_layers._implementation(HostImpl)()
+    impl.sliding_window = (window, 0 if window >= 0 else -1)
+    kv_cache, metadata, output = vllm(impl, batch)
     padded = torch.cat([batch.query, torch.zeros(3, HEADS, D)])
     assert impl.forward(None, padded, None, None, kv_cache, metadata, output) is output
     torch.testing.assert_close(output[:-3], batch.expected(window), atol=1e-5, rtol=1e-5)
     assert (output[-3:] == 7.0).all()
+
+
+class Stock(HostImpl):
+    """Its own forward, which says that it ran."""
+
+    stored = 0
+
+    def forward(self, *args: Any) -> Any:
+        args[6].fill_(-1)
+        return args[6]
+
+    def do_kv_cache_update(self, *args: Any) -> None:
+        self.stored += 1
+
+
+def test_vllm_by_table_only_what_is_faster_is_ours(
+    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(64)
+    monkeypatch.setenv("FASTKERNELS_STRICT", "1")  # what stays the host's is no fall-back
+    impl = vllm_layers._implementation(Stock, True)()
+    kinds = {"decode": [1, 1, 1], "mixed": [63, 1, 7], "prefill": [5], "drafts": [4, 4, 4]}
+    for name, queries in kinds.items():
+        batch = Batch(queries)
+        kv_cache, metadata, output = vllm(impl, batch)
+        impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+        ours = batch.expected(-1) if name == "decode" else torch.full_like(batch.query, -1.0)
+        torch.testing.assert_close(output[: sum(queries)], ours, atol=1e-5, rtol=1e-5)
+    metadata.use_cascade = True
+    impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+    assert attention_decode.calls == 1 and attention_prefill.calls == 0 and store_kvcache.calls == len(kinds)
+    assert attention_decode.left == {vllm_layers.NO_DECODE: 3, "cascade attention": 1}
+    assert not attention_decode.fallbacks and not attention_prefill.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("context", "provider", "window"),
+    [(512, "reference", -1), (16, "reference", -1), (64, "fa3", -1), (64, "reference", 4)],
+)
+def test_vllm_a_decode_that_no_table_has_is_the_hosts(
+    use: Callable[..., None], context: int, provider: str, window: int
+) -> None:
+    batch, impl = Batch([1, 1, 1]), vllm_layers._implementation(Stock, True)()
+    kv_cache, metadata, output = vllm(impl, batch)
+    use(context, provider)
+    impl.sliding_window = (window, 0)
+    impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+    assert (output == -1).all() and attention_decode.left == {vllm_layers.NOT_FASTER: 1}
+
+
+def test_vllm_what_a_graph_is_captured_for_runs_once_before(use: Callable[..., None]) -> None:
+    """0.26 warms up with sequences of one token, and captures for max_model_len."""
+    use(4096)
+    batch = Batch([1, 1, 1])
+    impl: Any = vllm_layers._implementation(Stock, True, 4000)()
+    kv_cache, metadata, output = vllm(impl, batch)
+    forward = (None, batch.query, None, None, kv_cache, metadata, output)
+    for expected in (batch.expected(-1), torch.full_like(batch.query, -1.0)):
+        impl.forward(*forward)
+        torch.testing.assert_close(output[:3], expected, atol=1e-5, rtol=1e-5)
+    metadata.max_seq_len = 4000
+    impl.forward(*forward)
+    torch.testing.assert_close(output[:3], batch.expected(-1), atol=1e-5, rtol=1e-5)
+    assert attention_decode.calls == 2 and attention_decode.left == {vllm_layers.NOT_FASTER: 1}
+
+
+def test_vllm_by_table_what_was_asked_for_runs_everywhere(
+    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(512)
+    batch, impl = Batch([63, 1, 7]), vllm_layers._implementation(Stock, True)()
+    kv_cache, metadata, output = vllm(impl, batch)
+    attention_decode.set_candidate(lambda *args: args[0])
+    try:
+        impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+        torch.testing.assert_close(output[:-3], batch.expected(-1), atol=1e-5, rtol=1e-5)
+        assert attention_prefill.calls == 1 and not attention_decode.left
+    finally:
+        attention_decode.set_candidate(None)
+    monkeypatch.setenv("FASTKERNELS_DISABLE", "store_kvcache")
+    store_kvcache.reset()
+    vllm(impl, batch)
+    assert impl.stored == 1 and store_kvcache.calls == 0
+
+
+def test_vllm_what_a_layer_says_of_its_shape() -> None:
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": D}
+    layer = SimpleNamespace(**heads, sliding_window=9, kv_cache_torch_dtype=torch.float32)
+    shape = (HEADS, KV_HEADS, D, None, 9, torch.float32)  # 9 keys, as of window_left 8
+    assert vllm_layers.attention_shape(layer) == shape and attention_decode.key
+    assert attention_decode.key.shape == ("heads", "kv_heads", "head_size", "block_size", "window", "dtype")
 
 
 def test_vllm_what_it_cannot_do_goes_to_the_host_and_is_counted() -> None:
@@ -143,12 +268,12 @@ class Layer(torch.nn.Module):
     scaling, logit_cap, sliding_window_size = D**-0.5, 0.0, -1
 
 
-def sglang(batch: Batch) -> tuple[Any, Layer, SimpleNamespace]:
+def sglang(batch: Batch, by_table: bool = False) -> tuple[Any, Layer, SimpleNamespace]:
     """(backend with our methods, a layer that it serves, the forward batch); the pool holds the context already."""
     pool = torch.full((2, batch.blocks * BLOCK, KV_HEADS, D), float("nan"))
     for slots, n, keys, values in zip(batch.slots, batch.context, batch.keys, batch.values, strict=True):
         pool[0, slots[:n]], pool[1, slots[:n]] = keys[:n], values[:n]
-    backend: Any = sglang_attention._implementation(HostBackend, sglang_attention._flash_step)()
+    backend: Any = sglang_attention._implementation(HostBackend, sglang_attention._flash_step, by_table)()
     backend.token_to_kv_pool = SimpleNamespace(
         get_kv_buffer=lambda layer_id: tuple(pool), dtype=torch.float32
     )
@@ -202,6 +327,33 @@ def test_sglang_what_it_cannot_do_goes_to_the_host_and_is_counted() -> None:
     assert set(counted.values()) == {1}
     assert backend.forward_decode(*args[:3], Layer(), forward_batch) == "the host's decode"  # not one of ours
     assert attention_prefill.fallbacks == counted
+
+
+def test_sglang_by_table_only_what_is_faster_is_ours(
+    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(64)
+    monkeypatch.setenv("FASTKERNELS_STRICT", "1")
+
+    def step(queries: list[int], **mode: str) -> Any:
+        batch = Batch(queries)
+        backend, layer, forward_batch = sglang(batch, by_table=True)
+        vars(forward_batch.forward_mode).update(mode)
+        forward = backend.forward_decode if max(queries) == 1 else backend.forward_extend
+        out = forward(batch.query, batch.new(batch.keys), batch.new(batch.values), layer, forward_batch)
+        if not isinstance(out, str):
+            torch.testing.assert_close(out.view(-1, HEADS, D), batch.expected(-1), atol=1e-5, rtol=1e-5)
+        return out
+
+    assert not isinstance(step([1, 1, 1]), str)
+    assert step([63, 1, 7]) == step([4, 4, 4], name="TARGET_VERIFY") == "the host's extend"
+    use(512)
+    assert step([1, 1, 1]) == "the host's decode"
+    assert store_kvcache.calls == 0  # the host stores them
+    use(64)
+    step([1, 1, 1]), step([5]), step([4, 4, 4], name="TARGET_VERIFY")
+    assert attention_decode.left == {sglang_attention.NO_DECODE: 1, "forward mode TARGET_VERIFY": 1}
+    assert attention_decode.calls == 1 and attention_prefill.calls == 0 and not attention_prefill.fallbacks
 
 
 class Backend:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fastkernels.overrides.l1._launch import multiprocessors, tickets
 from fastkernels.overrides.l1._overlap import follow, overlap
-from fastkernels.overrides.l1.attention_prefill import check
+from fastkernels.overrides.l1.attention_prefill import check, memory
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 
 MAX_SPLITS = 128
@@ -314,13 +314,17 @@ def decode_split(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:
-    """The arguments of attention_decode.reference; params: one of PARAMS, or some of its keys."""
+    """The arguments of attention_decode.reference; params: one of PARAMS, or some of its keys.
+
+    out: contiguous memory for the result, as long as it is not q's.
+    """
     check("attention_decode", q, key_cache, value_cache)
     batch, _, d = q.shape
     block_size, kv_heads = key_cache.shape[1:3]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = memory("attention_decode", q, out)
     if out.numel() == 0:
         return out
     p = {**choose(d, key_cache.element_size()), **params}

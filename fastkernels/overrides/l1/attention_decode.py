@@ -19,6 +19,7 @@ from fastkernels.overrides.l1.attention_prefill import (
     FP8_TOLERANCE,
     check,
     fa3,
+    memory,
     supports_fa3,
     supports_triton,
     take_blocks,
@@ -179,11 +180,12 @@ def _triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     splits: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check("attention_decode", q, key_cache, value_cache)
     batch, heads, d = q.shape
     kv_heads = key_cache.shape[2]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = memory("attention_decode", q, out)
     if batch == 0:
         return out
     splits = splits or _splits(q.device, batch * kv_heads, max_seqlen_k)
@@ -243,10 +245,11 @@ def _fa3(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return fa3(
         q, key_cache, value_cache, _starts(q.shape[0], q.device), seq_lens, block_table, 1, max_seqlen_k, scale,
-        window_left, softcap, k_scale, v_scale, torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        window_left, softcap, k_scale, v_scale, memory("attention_decode", q, out),
     )  # fmt: skip
 
 
@@ -289,14 +292,15 @@ attention_decode = define(
     " float v_scale=1.0) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
-        Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3),
-        Provider("triton", _triton, supports=supports_triton),
+        Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3, out=True),
+        Provider("triton", _triton, supports=supports_triton, out=True),
         Provider(
             "triton-split",
             split.decode_split,
             supports=split.supports_split,
             params=split.PARAMS,
             fits=split.fits,
+            out=True,
         ),
         Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),
         Provider("reference", reference, devices=("cuda", "cpu")),

@@ -151,6 +151,18 @@ def check(name: str, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
         )
 
 
+def memory(name: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """`out`, or new memory, for a result of q's shape and dtype. ValueError if it cannot hold that."""
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"{name}: out must be {tuple(q.shape)} {q.dtype}, contiguous; it is {tuple(out.shape)} {out.dtype} with"
+            f" strides {out.stride()}"
+        )
+    return out
+
+
 def supports_triton(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any
 ) -> str | None:
@@ -184,9 +196,10 @@ def _triton(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check("attention_prefill", q, key_cache, value_cache)
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of padding are no program's
+    out = memory("attention_prefill", q, out).zero_()  # rows of padding are no program's
     batch, block_d = seq_lens.shape[0], max(triton.next_power_of_2(q.shape[2]), 16)
     if batch == 0 or max_seqlen_q == 0:
         return out
@@ -262,7 +275,7 @@ def fa3(
     window = (window_left, 0 if window_left >= 0 else -1)
     scale *= k_scale
     if is_vllm:
-        out = entry(
+        entry(
             q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
             softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
             out=out, fa_version=3,
@@ -275,14 +288,19 @@ def fa3(
     return out if v_scale == 1.0 else out * v_scale
 
 
+def _fa3_prefill(q: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
+    more["out"] = memory("attention_prefill", q, out).zero_()  # rows of padding are no sequence's
+    return fa3(q, *args, **more)
+
+
 attention_prefill = define(
     "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
     " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
     " float softcap=0.0, float k_scale=1.0, float v_scale=1.0) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
-        Provider("fa3", fa3, module=FA3_MODULES, supports=supports_fa3),
-        Provider("triton", _triton, supports=supports_triton),
+        Provider("fa3", _fa3_prefill, module=FA3_MODULES, supports=supports_fa3, out=True),
+        Provider("triton", _triton, supports=supports_triton, out=True),
         Provider(
             "flashinfer", _flashinfer.prefill, module="flashinfer", supports=_flashinfer.supports_prefill
         ),

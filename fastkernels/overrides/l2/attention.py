@@ -261,9 +261,17 @@ class SGLangRadixAttention(SGLangRadixAttention_0_5_17):
         )  # fmt: skip
 
 
+def asked_for() -> bool:
+    """Whether somebody asked for one of these ops by name: then no step of a live host is left to it (Op.asked)."""
+    return any(op.asked == "named" for op in (attention_decode, prefill.attention_prefill, store_kvcache))
+
+
 _VLLM = "vllm.model_executor.layers.attention.attention:Attention"
 _SGLANG = "sglang.srt.layers.radix_attention:RadixAttention"
-_NOTE = "live, the host's layer stays and its backend's implementation is replaced: attention_prefill, attention_decode"
+_NOTE = (
+    "live, the host's layer stays and its backend's implementation is replaced: attention_prefill, attention_decode;"
+    " by default only where a tuned table says that attention_decode is faster, for the decodes of those sizes"
+)
 
 
 def _decode(
@@ -352,6 +360,7 @@ SPEC = OpSpec(
     dtype_arg=3,  # the cache's
     tolerance=prefill.SPEC.tolerance,
     calls=("store_kvcache", "attention_prefill", "attention_decode"),
+    by_table=attention_decode,
     targets=(
         Target("vllm", _VLLM, "VllmAttention", "attention", default=False, note=_NOTE),
         Target(

@@ -1,0 +1,270 @@
+"""Steps as CUDA graphs: the tokens and log-probabilities of eager steps, whatever the rows ask for.
+
+On the CPU a graph is the function that it would hold, run again over the same static tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from step_driver import OTHER, PROMPT, Driver, make_runner
+from step_kernel_cases import problems
+from tiny import make_tiny_llama
+
+from fastkernels.engine.attention.base import metadata_of
+from fastkernels.engine.graphs import Graphs, Outputs
+from fastkernels.engine.runner import ModelRunner
+from fastkernels.engine.sampler_state import SamplePlan
+from fastkernels.engine.sampling_params import SamplingParams
+from fastkernels.engine.step import SAMPLED, PromptTargets, StepInput, StepOutput
+
+SCRIPT = Path(__file__).parents[1] / "support" / "step_kernel_cases.py"
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "max_num_seqs": 8}
+WHERE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
+# What a slot's request asks for; rows 0 to 2 and 7 sample from the logits as they are.
+ASKED: list[tuple[SamplingParams, list[int]]] = [
+    (SamplingParams(temperature=0), []),
+    (SamplingParams(temperature=0.8, seed=11), []),
+    (SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=12), []),
+    (SamplingParams(temperature=0, repetition_penalty=1.8, presence_penalty=1.0, frequency_penalty=0.5), []),
+    (SamplingParams(temperature=1.0, seed=13, frequency_penalty=2.0), []),
+    (SamplingParams(temperature=0, logit_bias={7: 100.0}), []),
+    (SamplingParams(temperature=0.5, seed=14, min_tokens=12, max_tokens=20), list(range(0, 512, 2))),
+    (SamplingParams(temperature=1.0, seed=15, logprobs=3), []),
+]
+
+
+class Rerun(Graphs):
+    """Graphs without CUDA."""
+
+    def _prepare(self) -> None:
+        pass
+
+    def _finish(self) -> None:
+        pass
+
+    def _record(
+        self, plan: Callable[[], None], run: Callable[[], Outputs]
+    ) -> tuple[Callable[[], None], Outputs]:
+        outputs = run()
+
+        def replay() -> None:
+            for old, new in zip(outputs, run(), strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+        return replay, outputs
+
+
+def runner_of(folder: Path, device: str, graphs: bool) -> ModelRunner:
+    runner = make_runner(folder, device=device, max_num_seqs=8, num_blocks=200, enforce_eager=not graphs)
+    if device == "cpu" and graphs:
+        backend: Any = runner.backend
+        backend.plan_capture = lambda inputs, table: metadata_of(backend, inputs, table)
+        limits = runner.limits
+        with torch.inference_mode():
+            runner.graphs = Rerun(
+                runner._captured, backend, runner.batch, runner.device, 8, limits.max_model_len, 32
+            )
+    return runner
+
+
+def scenario(driver: Driver) -> list[StepInput]:
+    """Steps of plain rows, of others, of both; decodes and mixed; of as many rows as a graph has, and of fewer."""
+    steps = []
+
+    def add(*rows: tuple[int, list[int]], targets: tuple[PromptTargets, ...] = ()) -> None:
+        steps.append(driver.step(rows, targets))
+
+    def decode(*slots: int) -> None:
+        add(*((slot, [SAMPLED]) for slot in slots))
+
+    for slot in (0, 1, 2, 3):
+        driver.enter(slot, ASKED[slot][0], PROMPT, ASKED[slot][1])
+    add(*((slot, PROMPT) for slot in (0, 1, 2, 3)))
+    for slots in ((0, 1, 2), (2, 0, 1), (0,), (0, 1, 2, 3), (1, 3), (3,), (0, 1, 2)):
+        decode(*slots)
+    for slot in (4, 5, 6, 7):
+        driver.enter(slot, ASKED[slot][0], OTHER, ASKED[slot][1])
+    add((0, [SAMPLED]), (2, [SAMPLED]), *((slot, OTHER) for slot in (4, 5, 6, 7)))
+    for slots in (range(8), (4, 5), (7, 0), (7,), (6, 5, 1), range(7, -1, -1), range(8), (0, 1, 2), (7, 3)):
+        decode(*slots)
+    driver.enter(1, ASKED[2][0])  # another request in the slot, whose prompt comes token by token
+    add((1, [5]), (0, [SAMPLED]), targets=(PromptTargets(0, 2, np.array([17])),))
+    add((1, [17]), (2, [SAMPLED]), (0, [SAMPLED]))
+    for _ in range(8):
+        decode(*range(8))
+    return steps
+
+
+def play(runner: ModelRunner) -> list[StepOutput]:
+    """Two steps under way."""
+    found, pending = [], None
+    for step in scenario(Driver(runner)):
+        following = runner.launch(step)
+        if pending is not None:
+            found.append(pending.result())
+        pending = following
+    assert pending is not None
+    return [*found, pending.result()]
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_graphs_give_what_eager_steps_give(tiny: Path, device: str) -> None:
+    eager, runner = runner_of(tiny, device, graphs=False), runner_of(tiny, device, graphs=True)
+    want, got = play(eager), play(runner)
+    assert runner.graphs is not None and runner.graphs.replays["decode"] == 26
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        assert a.token_ids.tolist() == b.token_ids.tolist(), f"step {i}"
+        assert (a.logprobs is None) is (b.logprobs is None)
+        assert list(a.prompt_logprobs) == list(b.prompt_logprobs)
+        pairs = [(a.prompt_logprobs[r], b.prompt_logprobs[r]) for r in a.prompt_logprobs]
+        if a.logprobs is not None and b.logprobs is not None:
+            pairs.append((a.logprobs, b.logprobs))
+        for x, y in pairs:
+            assert (x.token_ids == y.token_ids).all() and (x.ranks == y.ranks).all()
+            np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=1e-4, atol=1e-4)
+    assert len({t for out in got for t in out.token_ids.tolist()}) > 30  # else it would show little
+    assert torch.equal(eager.batch.last_tokens[:8], runner.batch.last_tokens[:8])
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_a_graph_samples_its_own_logits(tiny: Path, device: str) -> None:
+    """Bit by bit what the launches one by one make of its hidden states; each row by its own parameters."""
+    runner = runner_of(tiny, device, graphs=True)
+    driver, plain = Driver(runner), (0, 1, 2, 7)
+    for slot in plain:
+        driver.enter(slot, ASKED[slot][0])
+    driver.run(*((slot, PROMPT) for slot in plain))
+    with torch.inference_mode():
+        for slots in (plain, (2, 7), (1,), (7, 1, 0), plain):
+            step = driver.step([(slot, [SAMPLED]) for slot in slots])
+            runner.batch.update(step.block_updates)
+            assert runner.graphs is not None
+            found = runner.graphs.run(step)
+            assert found is not None
+            inputs, outputs = found
+            rows = inputs.num_rows
+            assert outputs.logits is not None and outputs.tokens is not None
+            assert len(outputs.logits) == len(outputs.tokens) == max(rows, 4 if rows == 3 else 1)
+            assert torch.equal(outputs.logits, runner.model.compute_logits(outputs.hidden))
+            tokens, _ = runner.sampler(outputs.logits, inputs.sample_slots, inputs.offsets, SamplePlan(False))
+            assert torch.equal(tokens, outputs.tokens)
+            assert runner.batch.last_tokens[list(slots)].tolist() == tokens[:rows].tolist()
+            assert runner.batch.sampled[inputs.host_turn, :rows].tolist() == tokens[:rows].tolist()
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_graphs_made_anew_leave_the_step_under_way_alone(tiny: Path, device: str) -> None:
+    runner = runner_of(tiny, device, graphs=True)
+    driver = Driver(runner)
+    for slot in (0, 1):
+        driver.enter(slot)
+    first = driver.run((0, PROMPT), (1, OTHER))
+    pending = runner.launch(driver.step([(0, [SAMPLED]), (1, [SAMPLED])]))
+    if device == "cuda":
+        runner.capture()
+    else:
+        assert runner.graphs is not None
+        with torch.inference_mode():
+            runner.graphs._capture_all([1, 2, 4, 8], decode=True)
+    second = pending.result().token_ids.tolist()
+    want = runner_of(tiny, device, graphs=False)
+    again = Driver(want)
+    for slot in (0, 1):
+        again.enter(slot)
+    assert again.run((0, PROMPT), (1, OTHER)) == first
+    assert list(again.run((0, [SAMPLED]), (1, [SAMPLED])).values()) == second
+    assert driver.run((0, [SAMPLED]), (1, [SAMPLED])) == again.run((0, [SAMPLED]), (1, [SAMPLED]))
+
+
+def test_the_kernels_interpreted() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.gpu
+@GPU
+def test_the_kernels_on_the_gpu() -> None:
+    assert problems("cuda") == []
+
+
+def decode_steps(driver: Driver, n: int) -> list[StepInput]:
+    return [driver.step([(slot, [SAMPLED]) for slot in sorted(driver.tables)]) for _ in range(n)]
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("eager", [True, False])
+def test_steady_decode_waits_for_nothing(tiny, eager) -> None:
+    """No synchronizing call while steps are launched, and none in a trace of them."""
+    driver = Driver(make_runner(tiny, **ON_GPU, enforce_eager=eager))
+    for slot in range(5):
+        driver.enter(slot)
+    driver.run(*[(slot, PROMPT) for slot in range(5)])
+    steps = decode_steps(driver, 24)
+    for step in steps[:8]:
+        driver.runner.launch(step).result()
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as trace:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            pending = driver.runner.launch(steps[8])
+            for step in steps[9:]:
+                following = driver.runner.launch(step)
+                pending.result()
+                pending = following
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    pending.result()
+    names = {e.name for e in trace.events()}
+    assert "cudaMemcpyAsync" in names
+    # Not cudaDeviceSynchronize: the profiler itself ends with one.
+    assert not names & {"cudaStreamSynchronize", "cudaMemcpy", "aten::item", "aten::nonzero"}
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("backend", [None, "triton", "fa3", "flashinfer"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_graphs_and_backends_on_the_gpu(tmp_path_factory, backend, dtype) -> None:
+    """The same teacher-forced steps, decodes and mixed ones, with and without graphs, against the reference."""
+    tiny = make_tiny_llama(tmp_path_factory.getbasetemp() / "head_64", dtype="float32", head_dim=64)
+    outs, everything = [], SamplingParams(temperature=0, logprobs=-1)
+    for settings in (
+        {"attention_backend": "reference", "enforce_eager": True},
+        {"attention_backend": backend, "enforce_eager": True},
+        {"attention_backend": backend, "enforce_eager": False},
+    ):
+        try:
+            runner = make_runner(tiny, **{**ON_GPU, **settings}, kv_cache_dtype=dtype)
+        except ValueError as error:
+            pytest.skip(str(error))
+        driver, seen = Driver(runner), []
+        for slot in range(4):
+            driver.enter(slot, everything)
+        for rows in (
+            [(0, PROMPT), (1, OTHER)],
+            [(0, [5]), (1, [6]), (2, PROMPT[:3])],
+            [(0, [9]), (1, [8]), (2, [7])],
+            [(0, [9]), (2, PROMPT[3:]), (3, OTHER)],
+            [(slot, [11 + slot]) for slot in range(4)],
+        ):
+            found = runner.launch(driver.step(rows)).result().logprobs
+            order = found.token_ids[:, 1:].argsort(axis=1)
+            seen.append(np.take_along_axis(found.logprobs[:, 1:], order, axis=1))
+        outs.append(np.concatenate(seen))
+    for other in outs[1:]:
+        assert np.abs(other - outs[0]).max() < 0.05 * np.abs(outs[0]).max()
