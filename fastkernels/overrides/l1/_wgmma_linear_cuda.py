@@ -1,7 +1,7 @@
-"""y = x W^T + b for 1 to 64 tokens in CUDA C++ for Hopper's warpgroups: csrc/wgmma_linear.cu, compiled when first called.
+"""y = x W^T + b for 1 to 64 tokens by Hopper's warpgroups, in CUDA C++: csrc/wgmma_linear.cu, compiled when called.
 
-Made for 9 to 64 tokens, where reading x costs as much as it does to multiply: a block reads a large tile of the weight,
-of all or a part of K, and x once for all of it. How large follows from the shape, so that all SMs have the same to read.
+Made for 9 to 64 tokens, where reading x takes time, too: a block reads a large tile of the weight, of all or a part of
+K, and x once for all of it. How large follows from the shape, so that all SMs have the same to read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from fastkernels.overrides.l1._skinny_linear_triton import MAX_TOKENS
 
 SOURCE = Path(__file__).parent / "csrc" / "wgmma_linear.cu"
 THREADS = 128 + 32
-SHARED = 227 * 1024 - 2048  # bytes of a block's ring: barriers, and up to 1 KiB until its first multiple of 1 KiB
+SHARED = (
+    227 * 1024 - 2048
+)  # bytes of a block's ring: barriers, and up to 1 KiB until its first multiple of 1 KiB
 MAX_STAGES = 16
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
@@ -85,11 +87,15 @@ def plan(m: int, n: int, k: int, splits: int, stages: int, sms: int = 132) -> Pl
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
     """Whether these sizes are meant for m tokens and K = k: parts of K of some length, fewer of them for few tokens."""
-    return m <= MAX_TOKENS and params["splits"] * 256 <= max(k, 256) and params["splits"] <= (4 if m <= 16 else 8)
+    return (
+        m <= MAX_TOKENS
+        and params["splits"] * 256 <= max(k, 256)
+        and params["splits"] <= (4 if m <= 16 else 8)
+    )
 
 
 def cost(m: int, n: int, k: int, splits: int, sms: int = 132) -> float:
-    """Bytes that the busiest SM waits for: of the weight at the memory's pace, or all that comes from L2 at a faster one.
+    """Bytes that the busiest SM waits for: of the weight at the memory's pace, or all from L2 at a faster one.
 
     The paces are guesses, 4.4 and 5.9 TB/s of all SMs; adding up parts costs 1.5 us, the time of about 50 KB.
     """
