@@ -31,9 +31,13 @@ TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
 # splits   parts of K, each with a block of its own. More of them: less of x for each block to read, and larger tiles,
 #          whose sums go through memory
 # stages   as much of K is read at once as leaves room for so many stages: pieces of 128, 256 or 512 bytes of each row
+# rows     the most that a tile has of the weight
 PARAMS: tuple[dict[str, Any], ...] = tuple(
-    {"splits": splits, "stages": stages} for splits in (1, 2, 4, 8) for stages in (4, 8)
-)
+    {"splits": splits, "stages": stages, "rows": rows}
+    for splits, stages, rows in (
+        (1, 4, 256), (1, 8, 256), (1, 4, 128), (2, 4, 256), (2, 8, 256), (4, 4, 256), (4, 8, 256), (8, 4, 256),
+    )
+)  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -58,23 +62,23 @@ class Plan(NamedTuple):
         return self.items, self.rows // 8, 32 * -(-self.tokens // 16), 4
 
 
-def tile_rows(n: int, splits: int, sms: int) -> int:
-    """Rows of a tile, such that the block with the most work has as little as can be.
+def tile_rows(n: int, splits: int, most: int, sms: int) -> int:
+    """Rows of a tile, up to `most`, such that the block with the most work has as little as can be.
 
     A tile counts as 16 rows more: it has x to read, and sums to store, so fewer and larger ones are better.
     """
 
-    def work(rows: int) -> int:
-        return (rows + 16) * -(-(-(-n // rows) * splits) // sms)
+    def work(size: int) -> int:
+        return (size + 16) * -(-(-(-n // size) * splits) // sms)
 
-    return min(range(256, 0, -8), key=work)
+    return min(range(most, 0, -8), key=work)
 
 
 @lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, splits: int, stages: int, sms: int = 132) -> Plan:
+def plan(m: int, n: int, k: int, splits: int, stages: int, rows: int, sms: int = 132) -> Plan:
     """x [m, k], weight [n, k] on a chip with so many SMs. No split is empty, whatever K is."""
     splits = min(splits, -(-k // 64))
-    rows = tile_rows(n, splits, sms)
+    rows = tile_rows(n, splits, rows, sms)
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
 
     def room(block_k: int) -> int:
@@ -94,12 +98,11 @@ def fits(params: dict[str, Any], m: int, k: int) -> bool:
     )
 
 
-def cost(m: int, n: int, k: int, splits: int, sms: int = 132) -> float:
+def cost(p: Plan, k: int) -> float:
     """Bytes that the busiest SM waits for: of the weight at the memory's pace, or all from L2 at a faster one.
 
     The paces are guesses, 4.4 and 5.9 TB/s of all SMs; adding up parts costs 1.5 us, the time of about 50 KB.
     """
-    p = plan(m, n, k, splits, 4, sms)
     rounds = -(-p.items // p.grid)
     weight, x = (2 * rounds * size * k / p.splits for size in (p.rows, p.tokens))
     parts = 8 * rounds * p.rows * p.tokens if p.splits > 1 else 0
@@ -109,7 +112,8 @@ def cost(m: int, n: int, k: int, splits: int, sms: int = 132) -> float:
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
     """The default sizes for x [m, k] and weight [n, k]."""
-    return min((p for p in PARAMS if fits(p, m, k)), key=lambda p: cost(m, n, k, p["splits"], sms))
+    sets = [p for p in PARAMS if fits(p, m, k)]
+    return min(sets, key=lambda p: cost(plan(m, n, k, **p, sms=sms), k))
 
 
 def supports_wgmma(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:

@@ -172,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
         auto next = [&](int& item, int& k) {
             if (++k == end_of(item)) k = begin_of(++item);
         };
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         int item = first, k = begin_of(first);
         for (int s = 0; s < STAGES && item < last; s++) read_weights(s, item, k), next(item, k);
         asm volatile("griddepcontrol.wait;" ::: "memory");
