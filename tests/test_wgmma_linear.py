@@ -115,6 +115,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {
         "65 tokens are over 64": args(m=65),
         "K = 68 is not": args(k=68),
+        "K = 56 is under 64": args(k=56),
         "rows must start at 16 bytes": [torch.randn(32, 76).bfloat16()[:, :72], w],
         r"weight has strides \(0, 1\): its rows must not overlap": [x, w[:1].expand(48, 72)],
         "bias is torch.float32": [x, w, torch.randn(48)],

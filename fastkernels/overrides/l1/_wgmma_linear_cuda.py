@@ -121,6 +121,8 @@ def supports_wgmma(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     if (reason := refused(SOURCE, x, weight, bias)) is not None:
         return reason
     n, k = weight.shape
+    if k < 64:
+        return f"K = {k} is under 64, the columns that are read at once"
     if n > 1 and weight.stride(0) < k:
         return f"weight has strides {tuple(weight.stride())}: its rows must not overlap"
     return None

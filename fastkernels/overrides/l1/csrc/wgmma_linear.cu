@@ -15,7 +15,8 @@
 // adds its part, too.
 //
 // Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, SPLITS, BF16. In front of this file stands
-// multiply(), whose operands are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0. No header is needed.
+// multiply(), whose operands are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and
+// K >= 64. No header is needed.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
