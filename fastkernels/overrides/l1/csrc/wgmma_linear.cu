@@ -28,7 +28,7 @@ constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32;
 constexpr int CHUNKS = BLOCK_K / 64;  // of 128 bytes of each row, the width of the swizzle
 constexpr int X_CHUNK = 128 * TOKENS, W_CHUNK = 128 * ROWS, X_STAGE = CHUNKS * X_CHUNK, W_STAGE = CHUNKS * W_CHUNK;
 constexpr int COLUMNS = ROWS / 8, SLOTS = 32 * ((TOKENS + 15) / 16);  // threads that have sums of tokens
-constexpr int EACH = ((COLUMNS + SPLITS - 1) / SPLITS * SLOTS + CONSUMERS - 1) / CONSUMERS;  // sums that a thread adds
+constexpr int BATCH = 16 / SPLITS;  // sums that a thread adds at once, and so many reads for each part
 constexpr int TRIES = 8;  // of looking at a ticket, each about 0.5 us
 static_assert(ROWS % 8 == 0 && ROWS <= 256 && BLOCK_K % 64 == 0 && SPLITS <= 8, "what wgmma and a ticket hold");
 static_assert(STAGES * W_STAGE + X_CHUNK >= 8192, "wgmma reads 64 rows of x, into the weights behind");
@@ -263,22 +263,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
         for (u32 left = mine; left; left &= left - 1) {
             const int part = __ffs(left) - 1, from = part * COLUMNS / SPLITS;
             const int count = ((part + 1) * COLUMNS / SPLITS - from) * SLOTS;
-            const float4* at = parts + (long long)(tile * SPLITS * COLUMNS + from) * SLOTS + thread;
-            float4 sums[EACH];
+            const float4* at = parts + (long long)(tile * SPLITS * COLUMNS + from) * SLOTS;
+#pragma unroll 1
+            for (int e = thread; e < count; e += BATCH * CONSUMERS) {  // a batch's reads are all on their way at once
+                float4 sums[BATCH];
 #pragma unroll
-            for (int e = 0; e < EACH; e++) {
-                if (e * CONSUMERS + thread >= count) continue;
-                sums[e] = load_part(at + e * CONSUMERS);
+                for (int i = 0; i < BATCH; i++) {
+                    if (e + i * CONSUMERS >= count) continue;
+                    sums[i] = load_part(at + e + i * CONSUMERS);
 #pragma unroll
-                for (int s = 1; s < SPLITS; s++) {
-                    const float4 v = load_part(at + e * CONSUMERS + s * COLUMNS * SLOTS);
-                    sums[e].x += v.x, sums[e].y += v.y, sums[e].z += v.z, sums[e].w += v.w;
+                    for (int s = 1; s < SPLITS; s++) {
+                        const float4 v = load_part(at + e + i * CONSUMERS + s * COLUMNS * SLOTS);
+                        sums[i].x += v.x, sums[i].y += v.y, sums[i].z += v.z, sums[i].w += v.w;
+                    }
                 }
-            }
 #pragma unroll
-            for (int e = 0; e < EACH; e++) {
-                const int i = e * CONSUMERS + thread;
-                if (i < count) store_four(i % SLOTS, row + 8 * (from + i / SLOTS), sums[e]);
+                for (int i = 0; i < BATCH; i++) {
+                    const int one = e + i * CONSUMERS;
+                    if (one < count) store_four(one % SLOTS, row + 8 * (from + one / SLOTS), sums[i]);
+                }
             }
         }
         // The ticket is left as it was found, for the next launch.
