@@ -28,7 +28,7 @@ constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32;
 constexpr int CHUNKS = BLOCK_K / 64;  // of 128 bytes of each row, the width of the swizzle
 constexpr int X_CHUNK = 128 * TOKENS, W_CHUNK = 128 * ROWS, X_STAGE = CHUNKS * X_CHUNK, W_STAGE = CHUNKS * W_CHUNK;
 constexpr int COLUMNS = ROWS / 8, SLOTS = 32 * ((TOKENS + 15) / 16);  // threads that have sums of tokens
-constexpr int BATCH = 16 / SPLITS;  // sums that a thread adds at once, and so many reads for each part
+constexpr int BATCH = 16 / SPLITS;  // sums that a thread adds at once, of SPLITS parts each
 constexpr int TRIES = 8;  // of looking at a ticket, each about 0.5 us
 static_assert(ROWS % 8 == 0 && ROWS <= 256 && BLOCK_K % 64 == 0 && SPLITS <= 8, "what wgmma and a ticket hold");
 static_assert(STAGES * W_STAGE + X_CHUNK >= 8192, "wgmma reads 64 rows of x, into the weights behind");
@@ -266,21 +266,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
             const float4* at = parts + (long long)(tile * SPLITS * COLUMNS + from) * SLOTS;
 #pragma unroll 1
             for (int e = thread; e < count; e += BATCH * CONSUMERS) {  // a batch's reads are all on their way at once
-                float4 sums[BATCH];
+                float4 v[BATCH][SPLITS];
 #pragma unroll
-                for (int i = 0; i < BATCH; i++) {
-                    if (e + i * CONSUMERS >= count) continue;
-                    sums[i] = load_part(at + e + i * CONSUMERS);
+                for (int i = 0; i < BATCH; i++)
 #pragma unroll
-                    for (int s = 1; s < SPLITS; s++) {
-                        const float4 v = load_part(at + e + i * CONSUMERS + s * COLUMNS * SLOTS);
-                        sums[i].x += v.x, sums[i].y += v.y, sums[i].z += v.z, sums[i].w += v.w;
-                    }
-                }
+                    for (int s = 0; s < SPLITS; s++)  // past the end: the last one once more
+                        v[i][s] = load_part(at + min(e + i * CONSUMERS, count - 1) + s * COLUMNS * SLOTS);
 #pragma unroll
                 for (int i = 0; i < BATCH; i++) {
                     const int one = e + i * CONSUMERS;
-                    if (one < count) store_four(one % SLOTS, row + 8 * (from + one / SLOTS), sums[i]);
+                    float4 sum = v[i][0];
+#pragma unroll
+                    for (int s = 1; s < SPLITS; s++)
+                        sum.x += v[i][s].x, sum.y += v[i][s].y, sum.z += v[i][s].z, sum.w += v[i][s].w;
+                    if (one < count) store_four(one % SLOTS, row + 8 * (from + one / SLOTS), sum);
                 }
             }
         }
