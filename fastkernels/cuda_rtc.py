@@ -135,6 +135,54 @@ def _keep(code: bytes, path: Path) -> None:
                 os.unlink(name)
 
 
+class TensorMap(ctypes.Structure):
+    """A tensor map of the driver (CUtensorMap): a kernel's parameter that says how tiles of a matrix are read."""
+
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+@lru_cache(maxsize=1 << 14)
+def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> TensorMap:
+    """Of a matrix of 16-bit numbers: boxes of 64 columns, 128-byte swizzle, zeros past its ends.
+
+    address    of the first number, a multiple of 16
+    stride     numbers from one row to the next, a multiple of 8, no less than columns
+    box_rows   1 to 256
+
+    It holds nothing but these values, so a map that is kept is never out of date. Raises RuntimeError.
+    """
+    from cuda.bindings import driver
+
+    # Not through cuda-bindings: its object is not at a multiple of 64 bytes, which the driver wants (13.0).
+    memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 128)
+    made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)
+    status = _encode()(
+        ctypes.byref(made), int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16), 2, address,
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride), (ctypes.c_uint32 * 2)(64, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1), int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
+        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled: {driver.CUresult(status).name} for [{rows}, {columns}] at {address:#x}, rows"
+            f" {stride} apart, boxes of {box_rows} rows"
+        )
+    return made
+
+
+@lru_cache
+def _encode() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    pointer, number = ctypes.c_void_p, ctypes.c_uint32
+    function.argtypes = (
+        pointer, number, number, pointer, pointer, pointer, pointer, pointer, number, number, number, number,
+    )  # fmt: skip
+    function.restype = ctypes.c_int
+    return function
+
+
 class Kernel:
     """A kernel of a source on one device.
 
@@ -166,7 +214,7 @@ class Kernel:
         config = self.configs.get(key)
         if config is None:  # making one costs more than a launch
             config = self.configs[key] = self._config(*key)
-        values = [t(a) for t, a in zip(self.types, args, strict=True)]
+        values = [a if isinstance(a, t) else t(a) for t, a in zip(self.types, args, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         _checked(self.driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
 

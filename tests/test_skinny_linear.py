@@ -116,8 +116,10 @@ def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows, warnings = read(out)
     assert not warnings and {r.kind for r in rows} == {"child", "check", "time", "sum", "step"}
-    assert all(r.status is Status.OK for r in rows if r.subject.provider != "cuda-skinny")
-    assert [r.status for r in rows if r.subject.provider == "cuda-skinny"] == [Status.UNSUPPORTED]
+    in_cuda = ("cuda-skinny", "cuda-wgmma")
+    assert all(r.status is Status.OK for r in rows if r.subject.provider not in in_cuda)
+    for name in in_cuda:
+        assert [r.status for r in rows if r.subject.provider == name] == [Status.UNSUPPORTED]
     assert all(r.metrics["cases"] >= 1 for r in rows if r.kind == "check" and r.status is Status.OK)
     assert {r.subject.provider for r in rows if r.kind == "time"} >= {"cublas", "triton-skinny"}
     assert all(value > 0 for r in rows if r.kind != "child" for value in r.metrics.values())

@@ -1,6 +1,7 @@
 """The kernels of `linear` for few tokens on this GPU beside cuBLAS: right first, then timed. Needs torch and triton.
 
     python bench/scenarios/skinny_linear.py --out rows.jsonl [--seconds 240] [--tokens 1,8,16,32,64,2,4]
+        [--provider cuda-wgmma,cuda-skinny] [--model llama-8b]
 
 Compiles all sets of parameters in parallel, compares each with float64 on odd and on model shapes, and tries what is
 special about them: equal bits in equal calls, graphs that share a device, a kernel that starts while the one before
@@ -13,7 +14,6 @@ a step, and the time of a graph of all linear layers of a step. Mixtral's qkv an
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -22,57 +22,28 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from graph_clock import Compiles, Run, finish, measure, poisoned
+from graph_clock import Run, finish, measure, poisoned
+from linear_kernels import (
+    CHECKED,
+    CUDA_ODD,
+    KERNELS,
+    MODELS,
+    ODD,
+    TINY,
+    Call,
+    Sets,
+    Shape,
+    compile_share,
+    label,
+    only,
+)  # fmt: skip
 
-from fastkernels.overrides.l1 import _skinny_linear_cuda as cuda
-from fastkernels.overrides.l1 import _skinny_linear_triton as skinny
-
-Shape = tuple[int, int]  # N, K
-Sets = tuple[dict[str, Any], ...]
-Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# layer: (N, K, how many in a step)
-MODELS: dict[str, dict[str, tuple[int, int, int]]] = {
-    "llama-8b": {
-        "qkv": (6144, 4096, 32), "o": (4096, 4096, 32), "gate_up": (28672, 4096, 32), "down": (4096, 14336, 32),
-        "lm_head": (128256, 4096, 1),
-    },
-    "qwen3-8b": {
-        "qkv": (6144, 4096, 36), "o": (4096, 4096, 36), "gate_up": (24576, 4096, 36), "down": (4096, 12288, 36),
-        "lm_head": (151936, 4096, 1),
-    },
-}  # fmt: skip
-TINY = {"tiny": {"a": (48, 64, 2), "b": (33, 288, 1)}}
-ODD: tuple[tuple[Shape, torch.dtype], ...] = (((130, 200), torch.bfloat16), ((33, 288), torch.float16))
-CUDA_ODD = {
-    288: (33, torch.float16),
-    736: (1000, torch.bfloat16),
-    4128: (1000, torch.bfloat16),
-}  # K: N, dtype
 COMPILE_S, CHILD_S = 150, 120
-CHECKED = (1, 2, 3, 4, 7, 8, 16, 17, 32, 64)
 LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the op's own SPEC, absolute and relative
-
-
-def label(params: dict[str, Any]) -> str:
-    return "/".join(str(v) for v in params.values())
-
-
-class Kernel(NamedTuple):
-    """A provider: its function, its sets of parameters, and which of them are meant for (set, m, k)."""
-
-    fn: Callable[..., torch.Tensor]
-    sets: Sets
-    fits: Callable[[dict[str, Any], int, int], bool]
-
-
-KERNELS = {
-    "triton-skinny": Kernel(skinny.linear_skinny, skinny.PARAMS, skinny.fits),
-    "cuda-skinny": Kernel(cuda.linear_cuda, cuda.PARAMS, cuda.fits),
-}
 
 
 def sets_of(run: Run, provider: str) -> Sets:
@@ -84,36 +55,16 @@ def sets_of(run: Run, provider: str) -> Sets:
     return tuple(p for p in sets if (provider, label(p)) not in run.bad)
 
 
-def compile_share(part: int, parts: int, sizes: list[int]) -> None:
-    """Every `parts`-th of all that will be launched: the odd shapes, and these K."""
-    skinny._skinny_kernel = Compiles(skinny._skinny_kernel)
-    if sizes[0] == 4096:
-        device, kinds = torch.device("cuda", 0), ((True, False), (True, True), (False, True))  # bf16, bias
-        wanted = {
-            cuda.options(p, m, k, *kind): (p, m, k, *kind)
-            for p in cuda.PARAMS for m in (8, 16) for k in (*sizes, *CUDA_ODD, 12288) for kind in kinds
-            if cuda.fits(p, m, k)
-        }  # fmt: skip
-        for _, what in sorted(wanted.items())[part::parts]:
-            with contextlib.suppress(Exception):
-                cuda.kernel_for(device, *what)
-    jobs: list[tuple[Shape, torch.dtype, dict[str, Any]]] = []
-    for p in skinny.PARAMS:
-        jobs += [((256, k), torch.bfloat16, p) for k in sizes]
-        jobs += [(shape, dtype, p) for shape, dtype in ODD if sizes[0] == 4096]
-    for (n, k), dtype, p in jobs[part::parts]:
-        x = torch.empty(p["block_m"], k, dtype=dtype, device="cuda")
-        weight = torch.empty(n, k, dtype=dtype, device="cuda")
-        with contextlib.suppress(Exception):  # said where it is run
-            bias = None if k in sizes else torch.empty(n, dtype=dtype, device="cuda")
-            skinny.linear_skinny(x, weight, bias, **p)
-
-
 def compile_all(sizes: list[int]) -> list[subprocess.Popen[bytes]]:
     parts = max(1, (os.cpu_count() or 2) - 2)
     sizes_text = ",".join(map(str, sizes))
-    command = [sys.executable, __file__, "--out", os.devnull, "--compile"]
+    command = [sys.executable, __file__, "--out", os.devnull, *asked(), "--compile"]
     return [subprocess.Popen([*command, f"{i}/{parts}/{sizes_text}"]) for i in range(parts)]
+
+
+def asked() -> list[str]:
+    """What children are told of `only`."""
+    return ["--provider", ",".join(KERNELS), "--model", ",".join(MODELS)]
 
 
 def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
@@ -156,13 +107,15 @@ def check(run: Run, provider: str, sets: Sets, shape: Shape, dtype: torch.dtype,
         run.row("check", provider, {"out": n, "in": k, "dtype": str(dtype)[6:], "bias": odd}, cases=done)
 
 
-def check_in_a_child(run: Run) -> None:
-    """The CUDA C++ kernel, where a mistake may hang or take the GPU's context along: only what passed is used."""
+def check_in_a_child(run: Run, provider: str) -> None:
+    """A CUDA C++ kernel, where a mistake may hang or take the GPU's context along: only what passed is used."""
+    kernel = KERNELS[provider]
+    assert kernel.supports is not None
     probe = torch.empty(1, 64, dtype=torch.bfloat16, device=run.device)
-    reason = cuda.supports_cuda(probe, probe)
+    reason = kernel.supports(probe, probe)
     if reason is None:
-        log = run.out.with_suffix(".cuda.log")
-        command = [sys.executable, __file__, "--out", str(run.out), "--check", "cuda-skinny"]
+        log = run.out.with_suffix(f".{provider}.log")
+        command = [sys.executable, __file__, "--out", str(run.out), *asked(), "--check", provider]
         with open(log, "w") as file:
             child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
             try:
@@ -180,24 +133,28 @@ def check_in_a_child(run: Run) -> None:
     passed = set()
     if run.out.exists():
         rows = [json.loads(line) for line in run.out.read_text().splitlines()]
-        passed = {r["case"]["params"] for r in rows if r["case"]["kind"] == "set" and r["status"] == "ok"}
-    run.bad |= {("cuda-skinny", label(p)) for p in cuda.PARAMS if label(p) not in passed}
+        sets = [r for r in rows if r["case"]["kind"] == "set" and r["subject"]["provider"] == provider]
+        passed = {r["case"]["params"] for r in sets if r["status"] == "ok"}
+    run.bad |= {(provider, label(p)) for p in kernel.sets if label(p) not in passed}
     status = "ok" if passed and not reason else "failed" if run.cuda else "unsupported"
-    run.row("child", "cuda-skinny", {}, reason or "", status, passed=len(passed))
+    run.row("child", provider, {}, reason or "", status, passed=len(passed))
 
 
-def check_child(run: Run, shapes: list[Shape]) -> None:
+def check_child(run: Run, provider: str, shapes: list[Shape]) -> None:
     """What the child does: set after set, so that those before one that hangs are known to be right."""
-    for p in cuda.PARAMS:
+    kernel = KERNELS[provider]
+    for p in kernel.sets:
         print("trying", label(p), flush=True)
-        for k, (n, dtype) in CUDA_ODD.items():
-            check(run, "cuda-skinny", (p,), (n, k), dtype, True)
+        for shape, dtype in CUDA_ODD:
+            if shape[1] % kernel.k_of == 0:
+                check(run, provider, (p,), shape, dtype, True)
         for shape in shapes:
-            check(run, "cuda-skinny", (p,), shape, torch.bfloat16, False)
-        for m in (8, 16):
-            graphs(run, "cuda-skinny", p, m)
-        if ("cuda-skinny", label(p)) not in run.bad:
-            run.row("set", "cuda-skinny", {"params": label(p)})
+            check(run, provider, (p,), shape, torch.bfloat16, False)
+        for m in kernel.chained:
+            if kernel.fits(p, m, 4096):
+                graphs(run, provider, p, m)
+        if (provider, label(p)) not in run.bad:
+            run.row("set", provider, {"params": label(p)})
 
 
 def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
@@ -242,6 +199,17 @@ def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
     if wrong:
         run.bad.add((provider, label(p)))
     run.row("graphs", provider, {"tokens": m, "params": label(p)}, wrong, quiet=True)
+
+
+def check_triton(run: Run, shapes: list[Shape]) -> None:
+    sets = sets_of(run, "triton-skinny")
+    for shape, dtype in ODD:
+        check(run, "triton-skinny", sets, shape, dtype, True)
+    if run.cuda:
+        for p in {(p["variant"], p["block_m"], p["split_k"] > 1): p for p in sets}.values():
+            graphs(run, "triton-skinny", p, p["block_m"])
+    for shape in shapes:
+        check(run, "triton-skinny", sets, shape, torch.bfloat16, False)
 
 
 def time_layer(
@@ -330,9 +298,12 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,16,32,64,2,4")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
+    parser.add_argument("--provider", default="", help="beside cuBLAS; all, if none is named")
+    parser.add_argument("--model", default="", help=f"of {', '.join(MODELS)}; all, if none is named")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
     parser.add_argument("--check", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    only(options.provider, options.model)
     if options.compile:
         part, parts, sizes = options.compile.split("/")
         compile_share(int(part), int(parts), [int(s) for s in sizes.split(",") if s])
@@ -342,7 +313,7 @@ def main() -> None:
     shapes = list({(n, k): None for model in models for n, k, _ in {**MODELS, **TINY}[model].values()})
     if options.check:
         with torch.inference_mode():
-            check_child(run, shapes)
+            check_child(run, options.check, shapes)
         raise SystemExit(1 if run.wrong else 0)
     later: list[subprocess.Popen[bytes]] = []
     with torch.inference_mode():
@@ -350,15 +321,10 @@ def main() -> None:
             finish(compile_all([4096, 14336]), COMPILE_S)
             later = compile_all([12288])
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-        check_in_a_child(run)
-        triton = sets_of(run, "triton-skinny")
-        for shape, dtype in ODD:
-            check(run, "triton-skinny", triton, shape, dtype, True)
-        if run.cuda:
-            for p in {(p["variant"], p["block_m"], p["split_k"] > 1): p for p in triton}.values():
-                graphs(run, "triton-skinny", p, p["block_m"])
-        for shape in shapes:
-            check(run, "triton-skinny", triton, shape, torch.bfloat16, False)
+        for provider in (name for name, kernel in KERNELS.items() if kernel.supports):
+            check_in_a_child(run, provider)
+        if "triton-skinny" in KERNELS:
+            check_triton(run, shapes)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
         finish(later, COMPILE_S)
         for model in models:

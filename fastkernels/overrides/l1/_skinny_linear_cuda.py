@@ -55,15 +55,12 @@ def choose(n: int, k: int, sms: int = 132) -> dict[str, Any]:
     return PARAMS[int(k > 4096 and -(-n // 32) >= 0.9 * sms)]
 
 
-def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
-    """None if the CUDA C++ kernel for few tokens takes this call, else the reason why not."""
-    if (reason := _missing() or cuda_rtc.unavailable() or supports_skinny(x, weight, bias)) is not None:
+def refused(
+    source: Path, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> str | None:
+    """Why no kernel of this source for few tokens on Hopper takes this call, None if nothing is in its way."""
+    if (reason := _missing(source) or cuda_rtc.unavailable() or supports_skinny(x, weight, bias)) is not None:
         return reason
-    k = weight.shape[1]
-    if k % 32:
-        return f"K = {k} is not a multiple of 32"
-    if (m := x.numel() // k) > MAX_TOKENS:
-        return f"{m} tokens are over {MAX_TOKENS}"
     if x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
         return f"x has strides {tuple(x.stride())}: its rows must start at 16 bytes"
     if bias is not None and bias.dtype != x.dtype:
@@ -74,9 +71,21 @@ def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return None
 
 
+def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+    """None if the CUDA C++ kernel for few tokens takes this call, else the reason why not."""
+    if (reason := refused(SOURCE, x, weight, bias)) is not None:
+        return reason
+    k = weight.shape[1]
+    if k % 32:
+        return f"K = {k} is not a multiple of 32"
+    if (m := x.numel() // k) > MAX_TOKENS:
+        return f"{m} tokens are over {MAX_TOKENS}"
+    return None
+
+
 @lru_cache
-def _missing() -> str | None:
-    return None if SOURCE.is_file() else f"its source is not there: {SOURCE}"
+def _missing(source: Path) -> str | None:
+    return None if source.is_file() else f"its source is not there: {source}"
 
 
 @lru_cache

@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Key, Provider, define
-from fastkernels.overrides.l1 import _skinny_linear_cuda, _skinny_linear_triton
+from fastkernels.overrides.l1 import _skinny_linear_cuda, _skinny_linear_triton, _wgmma_linear_cuda
 from fastkernels.overrides.l1._skinny_linear_cuda import linear_cuda, supports_cuda
 from fastkernels.overrides.l1._skinny_linear_triton import linear_skinny, supports_skinny
+from fastkernels.overrides.l1._wgmma_linear_cuda import linear_wgmma, supports_wgmma
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
@@ -144,6 +145,10 @@ linear = define(
         Provider(
             "cuda-skinny", linear_cuda, devices=("cuda",), supports=supports_cuda,
             params=_skinny_linear_cuda.PARAMS, fits=_fits(_skinny_linear_cuda.fits),
+        ),
+        Provider(
+            "cuda-wgmma", linear_wgmma, devices=("cuda",), supports=supports_wgmma,
+            params=_wgmma_linear_cuda.PARAMS, fits=_fits(_wgmma_linear_cuda.fits),
         ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),

@@ -1,0 +1,289 @@
+// y = x W^T + b for M <= 64 tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding.
+//
+// The work is cut into items: ROWS rows of W (a tile) and one of SPLITS parts of K. A block has an even share of them,
+// mostly one. One thread reads W and x into a ring of STAGES units of BLOCK_K (tensor maps, 128-byte swizzle); a
+// warpgroup multiplies from there, with tokens as wgmma's m64 and the tile's rows as its n: a tile may be any multiple
+// of 8, so that all blocks have the same to read, and x is read once a tile and not once for each 16 or 64 rows. A
+// token's sums depend on its own row alone, so rows past TOKENS are whatever is in shared memory there.
+//
+// The reader needs no x before griddepcontrol.wait: the ring is full of W by then. x is read, and all that is written
+// is written, only after it.
+//
+// With SPLITS, an item's sums go to memory, and a ticket of its tile counts the items that are there. Each block then
+// waits a little for the others and adds one part of the tile's columns, always in the same order. It does not wait
+// for ever, as the others may not have begun: a block that leaves says so in the ticket, and the last one to come
+// adds its part, too.
+//
+// Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, SPLITS, BF16. In front of this file stands
+// multiply(), whose operands are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and
+// K >= 64. No header is needed.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct __align__(128) TensorMap { u64 opaque[16]; };
+
+constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32;
+constexpr int CHUNKS = BLOCK_K / 64;  // of 128 bytes of each row, the width of the swizzle
+constexpr int X_CHUNK = 128 * TOKENS, W_CHUNK = 128 * ROWS, X_STAGE = CHUNKS * X_CHUNK, W_STAGE = CHUNKS * W_CHUNK;
+constexpr int COLUMNS = ROWS / 8, SLOTS = 32 * ((TOKENS + 15) / 16);  // threads that have sums of tokens
+constexpr int BATCH = 16 / SPLITS;  // sums that a thread adds at once, of SPLITS parts each
+constexpr int TRIES = 8;  // of looking at a ticket, each about 0.5 us
+static_assert(ROWS % 8 == 0 && ROWS <= 256 && BLOCK_K % 64 == 0 && SPLITS <= 8, "what wgmma and a ticket hold");
+static_assert(STAGES * W_STAGE + X_CHUNK >= 8192, "wgmma reads 64 rows of x, into the weights behind");
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done) {
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    }
+}
+
+__device__ __forceinline__ void load(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+// Of a matrix whose rows lie 128 bytes apart, swizzled: groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ void begin_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void finish_multiply() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ u32 add_to(u32* ticket, u32 value) {
+    u32 old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(ticket), "r"(value) : "memory");
+    return old;
+}
+
+__device__ __forceinline__ u32 or_to(u32* ticket, u32 value) {
+    u32 old;
+    asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(old) : "l"(ticket), "r"(value) : "memory");
+    return old;
+}
+
+__device__ __forceinline__ u32 look_at(const u32* ticket) {
+    u32 now;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(ticket) : "memory");
+    return now;
+}
+
+__device__ __forceinline__ float4 load_part(const float4* at) {  // another multiprocessor wrote it: not from L1
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float widen(u16 bits) {
+#if BF16
+    return __uint_as_float((u32)bits << 16);
+#else
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ u32 narrow(float low, float high) {  // two, the first one in the lower half
+    u32 bits;
+#if BF16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#endif
+    return bits;
+}
+
+// Which parts of a tile's columns this block adds, bit by bit; one thread asks, when the item's sums are in memory.
+// A ticket: items that are there in bits 0 to 7, parts whose blocks did not wait in 8 to 15, blocks that left in 16 on.
+__device__ __forceinline__ u32 parts_to_add(u32* ticket, int split, int tries) {
+    const u32 old = add_to(ticket, 1);
+    if ((old & 0xff) == SPLITS - 1) return (old >> 8 & 0xff) | 1u << split;
+    for (; tries > 0; tries--)
+        if ((look_at(ticket) & 0xff) == SPLITS) return 1u << split;
+    return (or_to(ticket, 0x100u << split) & 0xff) == SPLITS ? 1u << split : 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const u16* __restrict__ bias,
+    u16* __restrict__ out, float4* parts, u32* tickets, int M, int N, int K) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    __shared__ __align__(8) u64 full_barriers[STAGES];
+    __shared__ __align__(8) u64 empty_barriers[STAGES];
+    __shared__ u32 mine;
+
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int items = (N + ROWS - 1) / ROWS * SPLITS, units = (K + BLOCK_K - 1) / BLOCK_K;
+    const int first = (int)((u64)blockIdx.x * items / gridDim.x), last = (int)((u64)(blockIdx.x + 1) * items / gridDim.x);
+    const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+    const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
+    auto begin_of = [&](int item) { return item % SPLITS * units / SPLITS; };
+    auto end_of = [&](int item) { return (item % SPLITS + 1) * units / SPLITS; };
+
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, CONSUMERS / 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (warp == CONSUMERS / 32) {
+        if (lane != 0) return;  // the reader is one thread
+        u64 once, often;        // what is read once is the first to leave L2
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+        auto read_weights = [&](int stage, int item, int k) {
+            expect(full + 8 * stage, X_STAGE + W_STAGE);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                load(w_ring + stage * W_STAGE + c * W_CHUNK, w_map, k * BLOCK_K + 64 * c, item / SPLITS * ROWS,
+                     full + 8 * stage, once);
+        };
+        auto next = [&](int& item, int& k) {
+            if (++k == end_of(item)) k = begin_of(++item);
+        };
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+        int item = first, k = begin_of(first);
+        for (int s = 0; s < STAGES && item < last; s++) read_weights(s, item, k), next(item, k);
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        item = first, k = begin_of(first);
+        int stage = 0;
+        u32 parity = 1;
+        for (int unit = 0; item < last; unit++) {
+            if (unit >= STAGES) {
+                wait(empty + 8 * stage, parity);
+                read_weights(stage, item, k);
+            }
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                load(x_ring + stage * X_STAGE + c * X_CHUNK, x_map, k * BLOCK_K + 64 * c, 0, full + 8 * stage, often);
+            next(item, k);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        return;
+    }
+
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // Sums 4j to 4j + 3 of a thread: tokens 16 * warp + lane / 4 and 8 below, rows 8j + lane % 4 * 2 and the one after.
+    auto store = [&](int token, int row, float low, float high) {  // `row` of W
+        if (token >= M || row >= N) return;
+        const bool both = row + 1 < N;
+        if (bias) low += widen(bias[row]), high += both ? widen(bias[row + 1]) : 0;
+        const u32 bits = narrow(low, high);
+        u16* at = out + (long long)token * N + row;
+        if (N % 2 == 0) {
+            *(u32*)at = bits;
+        } else {
+            at[0] = (u16)bits;
+            if (both) at[1] = (u16)(bits >> 16);
+        }
+    };
+    auto store_four = [&](int slot, int row, const float4& v) {
+        const int token = slot / 32 * 16 + slot % 32 / 4;
+        store(token, row + slot % 4 * 2, v.x, v.y);
+        store(token + 8, row + slot % 4 * 2, v.z, v.w);
+    };
+
+    int stage = 0;
+    u32 parity = 0;
+    for (int item = first; item < last; item++) {
+        float acc[4 * COLUMNS];
+        const int begin = begin_of(item), end = end_of(item), row = item / SPLITS * ROWS;
+        int used = -1;  // the stage that the multiplications before read
+        for (int k = begin; k < end; k++) {
+            wait(full + 8 * stage, parity);
+            const u64 a = descriptor(x_ring + stage * X_STAGE), b = descriptor(w_ring + stage * W_STAGE);
+            begin_multiply();
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)  // 16 of K are 32 bytes
+                    multiply(acc, a + (c * X_CHUNK + 32 * i) / 16, b + (c * W_CHUNK + 32 * i) / 16, k > begin || c + i);
+            commit_multiply();
+            finish_multiply<1>();
+            if (used >= 0 && lane == 0) arrive(empty + 8 * used);
+            used = stage;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        finish_multiply<0>();
+        if (lane == 0) arrive(empty + 8 * used);
+#pragma unroll
+        for (int i = 0; i < 4 * COLUMNS; i++) asm volatile("" : "+f"(acc[i])::"memory");  // not to be read before
+
+        if constexpr (SPLITS == 1) {
+            if (thread < SLOTS) {
+#pragma unroll
+                for (int j = 0; j < COLUMNS; j++)
+                    store_four(thread, row + 8 * j,
+                               make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+            }
+            continue;
+        }
+        const int split = item % SPLITS, tile = item / SPLITS;
+        if (thread < SLOTS) {
+            float4* to = parts + (long long)item * COLUMNS * SLOTS + thread;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                to[j * SLOTS] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        }
+        consumers_meet();
+        if (thread == 0) mine = parts_to_add(tickets + tile, split, item + 1 == last ? TRIES : 0);
+        consumers_meet();
+        for (u32 left = mine; left; left &= left - 1) {
+            const int part = __ffs(left) - 1, from = part * COLUMNS / SPLITS;
+            const int count = ((part + 1) * COLUMNS / SPLITS - from) * SLOTS;
+            const float4* at = parts + (long long)(tile * SPLITS * COLUMNS + from) * SLOTS;
+#pragma unroll 1
+            for (int e = thread; e < count; e += BATCH * CONSUMERS) {  // a batch's reads are all on their way at once
+                float4 v[BATCH][SPLITS];
+#pragma unroll
+                for (int i = 0; i < BATCH; i++)
+#pragma unroll
+                    for (int s = 0; s < SPLITS; s++)  // past the end: the last one once more
+                        v[i][s] = load_part(at + min(e + i * CONSUMERS, count - 1) + s * COLUMNS * SLOTS);
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    const int one = e + i * CONSUMERS;
+                    float4 sum = v[i][0];
+#pragma unroll
+                    for (int s = 1; s < SPLITS; s++)
+                        sum.x += v[i][s].x, sum.y += v[i][s].y, sum.z += v[i][s].z, sum.w += v[i][s].w;
+                    if (one < count) store_four(one % SLOTS, row + 8 * (from + one / SLOTS), sum);
+                }
+            }
+        }
+        // The ticket is left as it was found, for the next launch.
+        if (thread == 0 && add_to(tickets + tile, 1 << 16) >> 16 == SPLITS - 1) tickets[tile] = 0;
+    }
+}
