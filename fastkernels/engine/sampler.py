@@ -193,9 +193,8 @@ class Sampler:
 
     def _tensor(self, data: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         """On the device, by way of pinned memory, so that nothing waits."""
-        if self.device.type == "cpu":
-            return torch.tensor(data, dtype=dtype)
-        return torch.tensor(data, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
+        tensor = torch.as_tensor(data, dtype=dtype)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsTensors:
