@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastkernels.overrides
-from fastkernels.overrides.l1._overlap import overlap, overlaps
+from fastkernels.overrides.l1._overlap import MOST, overlap, overlaps
 
 FILES = sorted(Path(fastkernels.overrides.__file__).parent.rglob("*.py"))
 
@@ -57,6 +57,7 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         overlaps.cache_clear()
         assert overlaps(torch.device("cuda", 0)) is early
         assert overlap(torch.device("cuda", 0)).get("launch_pdl", False) is early
+        assert overlap(torch.device("cuda", 0), (MOST, 2)) == {"OVERLAP": False}
         assert not overlaps(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     overlaps.cache_clear()

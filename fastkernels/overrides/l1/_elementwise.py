@@ -16,6 +16,7 @@ from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case
 
 TILE = 1024  # with 4 warps, 16 bytes a thread of what is 2 bytes wide
+LARGE, LARGE_TILE = 1 << 23, 4096  # elements from which on a thread has four times as much on its way
 
 
 def launch(kernel: Any, x: torch.Tensor, **constants: Any) -> torch.Tensor:
@@ -32,10 +33,10 @@ def launch(kernel: Any, x: torch.Tensor, **constants: Any) -> torch.Tensor:
         strided, d = rows(x), x.shape[-1]
         assert strided is not None, x.stride()
         found = strided
-    n_tiles = triton.cdiv(d, TILE)
-    kernel[(x.numel() // d * n_tiles,)](
-        x, out, *found, d, n_tiles, **constants, TILE=TILE, num_warps=4, **overlap(x.device)
-    )
+    tile = LARGE_TILE if out.numel() >= LARGE and d >= LARGE_TILE else TILE
+    n_tiles = triton.cdiv(d, tile)
+    grid = (x.numel() // d * n_tiles,)
+    kernel[grid](x, out, *found, d, n_tiles, **constants, TILE=tile, num_warps=4, **overlap(x.device, grid))
     return out
 
 

@@ -155,11 +155,12 @@ def grouped_topk_triton(
     block_g, block_s = triton.next_power_of_2(num_expert_group), triton.next_power_of_2(members)
     # 1024 keys of eight bytes are 16 registers a thread of 4 warps; a decode step has few rows to spread.
     block_t = max(1, min(1024 // (block_g * block_s), 8, triton.next_power_of_2(triton.cdiv(tokens, 128))))
-    _grouped_topk_kernel[(triton.cdiv(tokens, block_t),)](
+    grid = (triton.cdiv(tokens, block_t),)
+    _grouped_topk_kernel[grid](
         gating_output, bias, weights, ids, gating_output.stride(0), routed_scaling_factor, tokens, experts,
         num_expert_group, members, TOPK=topk, TOPK_GROUP=topk_group, SOFTMAX=scoring_func == "softmax",
         HAS_BIAS=bias is not None, RENORMALIZE=renormalize, BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
         BLOCK_K=triton.next_power_of_2(topk), num_warps=4 if block_t * block_g * block_s >= 512 else 1,
-        **overlap(gating_output.device),
+        **overlap(gating_output.device, grid),
     )  # fmt: skip
     return weights, ids

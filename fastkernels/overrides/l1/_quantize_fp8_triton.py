@@ -138,10 +138,11 @@ def quantize_triton(
     # A tile of 4096 values keeps 32 of each thread in flight; few groups are spread over the 132 processors first.
     groups = max(1, min(4096 // block, triton.next_power_of_2(triton.cdiv(total, 512))))
     s_row, s_col = s.stride() if s.dim() == 2 else (n // width, 1)
-    _groups_kernel[(triton.cdiv(total, groups),)](
+    grid = (triton.cdiv(total, groups),)
+    _groups_kernel[grid](
         x, scale_ub, q, s, stride0, stride1, n_inner, total, n // width, width, s_row, s_col, min_absmax,
         HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
-        num_warps=min(max(groups * block // 1024, 1), 16), **overlap(x.device),
+        num_warps=min(max(groups * block // 1024, 1), 16), **overlap(x.device, grid),
     )  # fmt: skip
     return q, s
 
@@ -173,12 +174,14 @@ def _per_tensor(
     if scale is None:
         parts = min(total, 1024)
         part = torch.empty(parts, dtype=torch.float32, device=x.device)
-        _absmax_kernel[(parts,)](
+        grid = (parts,)
+        _absmax_kernel[grid](
             x, part, stride0, stride1, n_inner, n, n_blocks, total, BLOCK=block, num_warps=warps,
-            **overlap(x.device),
+            **overlap(x.device, grid),
         )  # fmt: skip
-    _tensor_kernel[(total,)](
+    grid = (total,)
+    _tensor_kernel[grid](
         x, part if scale is None else scale, q, s, stride0, stride1, n_inner, n, n_blocks, parts, min_absmax,
         STATIC=scale is not None, UE8M0=scale_ue8m0, PARTS=triton.next_power_of_2(parts), BLOCK=block,
-        num_warps=warps, **overlap(x.device),
+        num_warps=warps, **overlap(x.device, grid),
     )  # fmt: skip

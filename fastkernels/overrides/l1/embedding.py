@@ -95,10 +95,11 @@ def _triton(
     if ids.numel() == 0:
         return out
     block = min(triton.next_power_of_2(dim), 2048)
-    _embedding_kernel[(ids.numel(), triton.cdiv(dim, block))](
+    grid = (ids.numel(), triton.cdiv(dim, block))
+    _embedding_kernel[grid](
         ids, weight, out, weight.stride(0), rows, dim, org_start, org_end,
         org_end - org_start + num_org_padding, added_start, added_end, MASKED=org_end >= 0, BLOCK=block,
-        **overlap(ids.device),
+        **overlap(ids.device, grid),
     )  # fmt: skip
     return out
 

@@ -69,9 +69,10 @@ def _triton(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     assert found is not None, x.stride()
     block = min(triton.next_power_of_2(d), 1024)
     n_blocks = triton.cdiv(d, block)
-    _gelu_and_mul_kernel[(out.numel() // d * n_blocks,)](
-        x, out, *found, d, n_blocks, TANH=approximate == "tanh", BLOCK=block, num_warps=4, **overlap(x.device)
-    )
+    grid = (out.numel() // d * n_blocks,)
+    _gelu_and_mul_kernel[grid](
+        x, out, *found, d, n_blocks, TANH=approximate == "tanh", BLOCK=block, num_warps=4, **overlap(x.device, grid),
+    )  # fmt: skip
     return out
 
 

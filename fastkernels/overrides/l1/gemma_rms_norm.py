@@ -80,9 +80,10 @@ def _triton(
     x_rows, res_rows = rows(x), rows(x if residual is None else residual)
     assert x_rows is not None and res_rows is not None, (x.stride(), residual)
     block = triton.next_power_of_2(x.shape[-1])
-    _gemma_rms_norm_kernel[(x.numel() // x.shape[-1],)](
+    grid = (x.numel() // x.shape[-1],)
+    _gemma_rms_norm_kernel[grid](
         x, residual, weight, out, *x_rows, *res_rows, x.shape[-1], eps,
-        HAS_RES=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device),
+        HAS_RES=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device, grid),
     )  # fmt: skip
     return out
 

@@ -67,9 +67,10 @@ def _triton(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None
     d = x.shape[-1]
     n_rows, block = x.numel() // d, triton.next_power_of_2(d)
     at_once = max(1, 1024 // block)
-    _l2_norm_kernel[(triton.cdiv(n_rows, at_once),)](
+    grid = (triton.cdiv(n_rows, at_once),)
+    _l2_norm_kernel[grid](
         x, out, *found, n_rows, d, eps, ROWS=at_once, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
-        **overlap(x.device),
+        **overlap(x.device, grid),
     )  # fmt: skip
     return out
 

@@ -73,9 +73,10 @@ def _triton(
     assert found is not None, x.stride()
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
-    _layer_norm_kernel[(x.numel() // hidden,)](
+    grid = (x.numel() // hidden,)
+    _layer_norm_kernel[grid](
         x, weight, bias, out, *found, hidden, eps, HAS_W=weight is not None, HAS_B=bias is not None,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device, grid),
     )  # fmt: skip
     return out
 

@@ -78,9 +78,10 @@ def _finish_triton(
     out = y if y.dtype == dtype else torch.empty(y.shape, dtype=dtype, device=y.device)
     n = y.numel()
     if n:
-        _cap_kernel[(triton.cdiv(n, 1024),)](
+        grid = (triton.cdiv(n, 1024),)
+        _cap_kernel[grid](
             y, out, n, scale if scale_first else 1.0, 1.0 if scale_first else scale, soft_cap or 1.0,
-            HAS_CAP=soft_cap is not None, BLOCK=1024, **overlap(y.device),
+            HAS_CAP=soft_cap is not None, BLOCK=1024, **overlap(y.device, grid),
         )  # fmt: skip
     return out
 

@@ -163,13 +163,14 @@ def _triton(
     # A tile of 2048 values of each side; a decode step's few heads are spread over an H200's 132 processors first.
     n_rows = max(1, min(2048 // block, triton.next_power_of_2(triton.cdiv(total, 512))))
     lse0, lse1 = output_lse.stride() if output_lse is not None else (0, 0)
-    _merge_state_kernel[(triton.cdiv(total, n_rows),)](
+    grid = (triton.cdiv(total, n_rows),)
+    _merge_state_kernel[grid](
         prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse, output_scale,
         *prefix_output.stride()[:2], *prefix_lse.stride(), *suffix_output.stride()[:2], *suffix_lse.stride(),
         *output.stride()[:2], lse0, lse1, total, heads, size,
         tokens if tokens_with_context is None else tokens_with_context, HAS_LSE=output_lse is not None,
         HAS_SCALE=output_scale is not None, ROWS=n_rows, BLOCK=block, num_warps=max(n_rows * block // 512, 1),
-        **overlap(output.device),
+        **overlap(output.device, grid),
     )  # fmt: skip
 
 

@@ -129,11 +129,12 @@ def _triton(
     block = 2048 if tokens * hidden >= 2048 * 512 else 512
     block = min(block, triton.next_power_of_2(hidden))
     n_blocks = triton.cdiv(hidden, block)
-    _moe_sum_kernel[(tokens * n_blocks,)](
+    grid = (tokens * n_blocks,)
+    _moe_sum_kernel[grid](
         input, output, topk_weights, topk_ids, expert_map, input.stride(0), input.stride(1), output.stride(0),
         routed_scaling_factor, hidden, n_blocks, K=k, HAS_WEIGHTS=topk_weights is not None,
         HAS_IDS=topk_ids is not None, HAS_MAP=expert_map is not None, BLOCK=block, num_warps=max(block // 256, 1),
-        **overlap(input.device),
+        **overlap(input.device, grid),
     )  # fmt: skip
 
 

@@ -115,10 +115,11 @@ def _triton(
     n_inner, x0, x1 = _rows(x)
     _, r0, r1 = _rows(residual) if residual is not None else (1, 0, 0)
     block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(rows,)](
+    grid = (rows,)
+    _rms_norm_kernel[grid](
         x, residual, weight, out, x0, x1, r0, r1, n_inner, hidden, var_hidden_size or hidden, eps,
         HAS_RES=residual is not None, HAS_W=weight is not None, CAST_FIRST=cast_x_before_out_mul,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device, grid),
     )  # fmt: skip
     return out
 

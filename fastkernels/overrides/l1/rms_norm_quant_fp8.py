@@ -159,10 +159,11 @@ def _triton(
     group = max(group_size, 0) if scale is None else 0
     block = max(triton.next_power_of_2(hidden), group)
     s_row, s_col = s.stride() if s.dim() == 2 else (s.shape[-1], 1)
-    _rms_norm_quant_kernel[(x.numel() // hidden,)](
+    grid = (x.numel() // hidden,)
+    _rms_norm_quant_kernel[grid](
         x, residual, weight, scale, scale_ub, q, s, x0, x1, r0, r1, n_inner, hidden, s_row, s_col, eps, min_absmax,
         HAS_RES=residual is not None, STATIC=scale is not None, HAS_UB=scale_ub is not None, GROUP=group,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device, grid),
     )  # fmt: skip
     return q, s
 

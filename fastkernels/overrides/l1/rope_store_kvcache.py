@@ -245,14 +245,15 @@ def _triton(
         return
     block_h = min(triton.next_power_of_2(max(n_q, n_k)), max(1, 1024 // triton.next_power_of_2(d)))
     q_blocks, k_blocks, rest = triton.cdiv(n_q, block_h), triton.cdiv(n_k, block_h), d - 2 * half
-    _rope_store_kernel[(tokens, q_blocks + 2 * k_blocks)](
+    grid = (tokens, q_blocks + 2 * k_blocks)
+    _rope_store_kernel[grid](
         positions, query, key, value, key_cache, value_cache, slot_mapping, cos_sin_cache, q_weight, k_weight,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3],
         *value_cache.stride()[:3], cos_sin_cache.stride(0), key_cache.shape[1], n_q, n_k, q_blocks, k_blocks, d, half,
         eps, k_scale, v_scale, NEOX=is_neox_style, NORM=q_weight is not None,
         FP8=key_cache.dtype == torch.float8_e4m3fn, REST=rest > 0, BLOCK_H=block_h,
         BLOCK=max(triton.next_power_of_2(half), 1), BLOCK_R=triton.next_power_of_2(max(rest, 1)),
-        BLOCK_D=triton.next_power_of_2(d), num_warps=4, **overlap(query.device),
+        BLOCK_D=triton.next_power_of_2(d), num_warps=4, **overlap(query.device, grid),
     )  # fmt: skip
 
 

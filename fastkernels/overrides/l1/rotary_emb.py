@@ -174,10 +174,11 @@ def _triton(
     n_q, n_k = q.shape[1], 0 if key is None else k.shape[1]
     block_h = min(triton.next_power_of_2(n_q), 8)
     q_blocks = triton.cdiv(n_q, block_h)
-    _rotary_emb_kernel[(tokens, q_blocks + triton.cdiv(n_k, block_h))](
+    grid = (tokens, q_blocks + triton.cdiv(n_k, block_h))
+    _rotary_emb_kernel[grid](
         positions, q, k, cos_sin_cache, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0),
         n_q, n_k, q_blocks, half, NEOX=is_neox_style, CAST=cast_cache, ROUND=round_products, HAS_KEY=key is not None,
-        BLOCK_H=block_h, BLOCK=triton.next_power_of_2(half), num_warps=4, **overlap(q.device),
+        BLOCK_H=block_h, BLOCK=triton.next_power_of_2(half), num_warps=4, **overlap(q.device, grid),
     )  # fmt: skip
 
 

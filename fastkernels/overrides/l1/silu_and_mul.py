@@ -70,8 +70,9 @@ def _triton(x: torch.Tensor) -> torch.Tensor:
         inner, stride0, stride1 = 1, x.stride(0) if x.dim() == 2 else 2 * d, 0
     block = min(triton.next_power_of_2(d), 1024)
     n_blocks = triton.cdiv(d, block)
-    _silu_and_mul_kernel[(out.numel() // d * n_blocks,)](
-        x, out, stride0, stride1, inner, d, n_blocks, BLOCK=block, num_warps=4, **overlap(x.device)
+    grid = (out.numel() // d * n_blocks,)
+    _silu_and_mul_kernel[grid](
+        x, out, stride0, stride1, inner, d, n_blocks, BLOCK=block, num_warps=4, **overlap(x.device, grid)
     )
     return out
 

@@ -142,10 +142,11 @@ def _triton(
     # A tile of 2048 gates and as many ups; few groups are spread over an H200's 132 processors first.
     groups = max(1, min(2048 // block, triton.next_power_of_2(triton.cdiv(total, 512))))
     s_row, s_col = s.stride() if s.dim() == 2 else (n_groups, 1)
-    _silu_quant_kernel[(triton.cdiv(total, groups),)](
+    grid = (triton.cdiv(total, groups),)
+    _silu_quant_kernel[grid](
         x, scale, scale_ub, q, s, stride0, stride1, n_inner, total, n_groups, width, d, s_row, s_col, min_absmax,
         STATIC=scale is not None, HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
-        num_warps=min(max(groups * block // 512, 1), 16), **overlap(x.device),
+        num_warps=min(max(groups * block // 512, 1), 16), **overlap(x.device, grid),
     )  # fmt: skip
     return q, s
 

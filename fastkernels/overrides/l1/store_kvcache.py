@@ -140,11 +140,12 @@ def _triton(
         return
     block_d = triton.next_power_of_2(d)
     block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))
-    _store_kvcache_kernel[(tokens, triton.cdiv(heads, block_h))](
+    grid = (tokens, triton.cdiv(heads, block_h))
+    _store_kvcache_kernel[grid](
         key, value, key_cache, value_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], key_cache.shape[1], heads, d, k_scale, v_scale,
         FP8=key_cache.dtype == torch.float8_e4m3fn, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
-        **overlap(key.device),
+        **overlap(key.device, grid),
     )  # fmt: skip
 
 

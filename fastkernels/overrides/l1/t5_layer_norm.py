@@ -71,9 +71,10 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     assert found is not None, x.stride()
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
-    _t5_layer_norm_kernel[(x.numel() // hidden,)](
+    grid = (x.numel() // hidden,)
+    _t5_layer_norm_kernel[grid](
         x, weight, out, *found, hidden, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-        **overlap(x.device),
+        **overlap(x.device, grid),
     )  # fmt: skip
     return out
 

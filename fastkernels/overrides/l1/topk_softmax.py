@@ -117,10 +117,11 @@ def _triton(
     block_e = triton.next_power_of_2(experts)
     # 1024 keys of eight bytes are 16 registers a thread of 4 warps; a decode step has few rows to spread.
     block_t = max(1, min(1024 // block_e, 16, triton.next_power_of_2(triton.cdiv(tokens, 128))))
-    _topk_softmax_kernel[(triton.cdiv(tokens, block_t),)](
+    grid = (triton.cdiv(tokens, block_t),)
+    _topk_softmax_kernel[grid](
         gating_output, *outs, gating_output.stride(0), tokens, experts, TOPK=topk, RENORMALIZE=renormalize,
         BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=triton.next_power_of_2(topk),
-        num_warps=4 if block_t * block_e >= 512 else 1, **overlap(gating_output.device),
+        num_warps=4 if block_t * block_e >= 512 else 1, **overlap(gating_output.device, grid),
     )  # fmt: skip
     return outs
 
