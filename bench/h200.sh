@@ -20,6 +20,7 @@ export PYTHONPATH="$PWD:$PWD/bench:$PWD/integrations${PYTHONPATH:+:$PYTHONPATH}"
 part linear $PYTHON bench/scenarios/skinny_linear.py --out "$OUT/skinny-linear.jsonl" --tokens 1,8,16,32,64
 part attention $PYTHON bench/scenarios/decode_attention.py --out "$OUT/decode-attention.jsonl"
 part step $PYTHON bench/scenarios/decode_step.py --rows "$OUT/skinny-linear.jsonl" --out "$OUT/decode-step.jsonl"
+part engine $PYTHON bench/scenarios/engine_step.py --out "$OUT/engine-step.jsonl" --batch 1,8,32 --model-len 2048
 part kernels $FK kernels all --cases captured,random --rounds 8 --out "$OUT/kernels"
 part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-1"
 part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-2"
@@ -37,7 +38,7 @@ for host in VLLM SGLANG; do
     [ -n "$path" ] && lanes+=",$name,$name+fk" && pythons+=(--python "$name=$path")
 done
 part servers $FK serve-compare --model "$MODEL" --lanes "$lanes" "${pythons[@]}" --concurrency 1,8,32,128 \
-    --num-prompts 3,16,64,256 --rounds 5 --input-len 512 --output-len 128 --agreement-prompts 0 --min-agreement 0 \
+    --num-prompts 3,16,64,256 --rounds 5 --input-len 512 --output-len 128 --agreement-prompts 2 --min-agreement 0 \
     --out "$OUT/servers"
 
 [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}; all else is in $OUT"; exit 1; }
