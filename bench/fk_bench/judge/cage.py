@@ -71,10 +71,14 @@ class CageOptions:
         return cls(**values)
 
 
-def own_home() -> dict[str, str]:
-    """CageOptions.home for code that is trusted with this user's caches: what it compiles stays for the next run."""
+def own_home() -> dict[str, str] | None:
+    """CageOptions.home for code that is trusted with this user's caches: what it compiles stays for the next run.
+
+    None where nothing can be kept: the user's home cannot be written.
+    """
+    home = os.path.expanduser("~")
     found = {name: os.environ[name] for name in PRIVATE if name in os.environ}
-    return {"HOME": os.path.expanduser("~"), **found}
+    return {"HOME": home, **found} if os.access(home, os.W_OK) else None
 
 
 Report = dict[str, str]
