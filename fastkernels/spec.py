@@ -94,8 +94,8 @@ class OpSpec:
                   from float64 arguments: half a step and what comes before it
     calls         other ops that the modules of this file call by name
     parts         ops of whose modules those of this file are made, standalone and in our engine
-    by_table      the functional op whose tuned table puts the modules of this file into a host without their being named,
-                  where it is not `op` itself (a Key with `module`); see tuned_by
+    by_table      the functional op whose tuned table puts the modules of this file into a host without their being
+                  named, where it is not `op` itself (a Key with `module`); see tuned_by
     stands_for  other ops whose calls a layer of our engine may leave to this one, where nobody asked for them by name
     batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
                   split or schedule is chosen by the batch. Others are off where a host promises that
