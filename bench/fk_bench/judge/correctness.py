@@ -110,8 +110,8 @@ def _compare(
     g, w, n = got[errs].to(wide), w[errs], native[errs].to(wide)
     if not len(w):
         return Errors()
-    # Beyond the dtype's range there is infinity, for the reference too.
-    same = (g == w) | (g.isnan() & w.isnan()) | (n.isinf() & (g == n))
+    # Beyond the dtype's range there is infinity, and what comes of it, for the reference too.
+    same = (g == w) | (g.isnan() & (w.isnan() | n.isnan())) | (n.isinf() & (g == n))
     error = torch.where(same, 0.0, (g - w).abs())
     own = torch.where((n == w) | (n.isnan() & w.isnan()), 0.0, (n - w).abs())
     finite = w.isfinite()
