@@ -21,7 +21,7 @@ OWN = {
         "files",
         "native-library",
     },  # CUDA C++, read from the package and launched by the driver
-    "_wgmma_linear_cuda.py": {"files", "native-library"},  # as well
+    "_wgmma_linear_cuda.py": {"native-library"},  # as well
     "_launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
     "_rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
 }

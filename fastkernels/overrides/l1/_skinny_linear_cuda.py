@@ -15,6 +15,7 @@ from fastkernels.overrides.l1._overlap import overlaps
 from fastkernels.overrides.l1._skinny_linear_triton import supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
+SHARED_SOURCE = SOURCE.with_name("hopper.cu")
 MAX_TOKENS, CONSUMERS = 16, 8
 THREADS = 32 * (CONSUMERS + 1)
 SHARED, REGISTERS = 227 * 1024, 128  # bytes of a block; of a thread, for x
@@ -85,12 +86,18 @@ def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 @lru_cache
 def _missing(source: Path) -> str | None:
-    return None if source.is_file() else f"its source is not there: {source}"
+    found = next((f for f in (source, SHARED_SOURCE) if not f.is_file()), None)
+    return None if found is None else f"its source is not there: {found}"
 
 
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def text(source: Path) -> str:
+    """What is compiled of a kernel's source: with what all of them share before it."""
+    return SHARED_SOURCE.read_text() + source.read_text()
 
 
 def options(p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool) -> tuple[str, ...]:
@@ -105,7 +112,7 @@ def options(p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool) -> tuple[
 
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, shared: int, told: tuple[str, ...]) -> cuda_rtc.Kernel:
-    return cuda_rtc.Kernel(SOURCE.read_text(), "skinny_linear", told, device.index, TYPES, shared)
+    return cuda_rtc.Kernel(text(SOURCE), "skinny_linear", told, device.index, TYPES, shared)
 
 
 def kernel_for(

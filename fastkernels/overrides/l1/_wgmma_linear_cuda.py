@@ -16,7 +16,7 @@ import torch
 from fastkernels import cuda_rtc
 from fastkernels.overrides.l1._launch import multiprocessors, tickets
 from fastkernels.overrides.l1._overlap import overlaps
-from fastkernels.overrides.l1._skinny_linear_cuda import refused
+from fastkernels.overrides.l1._skinny_linear_cuda import refused, text
 from fastkernels.overrides.l1._skinny_linear_triton import MAX_TOKENS
 
 SOURCE = Path(__file__).parent / "csrc" / "wgmma_linear.cu"
@@ -146,7 +146,7 @@ __device__ __forceinline__ void multiply(float (&c)[{count}], unsigned long long
 
 def source(p: Plan, bf16: bool) -> str:
     """All of the text that is compiled."""
-    return multiply(p.rows, bf16) + SOURCE.read_text()
+    return multiply(p.rows, bf16) + text(SOURCE)
 
 
 def options(p: Plan, bf16: bool) -> tuple[str, ...]:

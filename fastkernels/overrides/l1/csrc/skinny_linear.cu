@@ -11,10 +11,6 @@
 // Compiled for one set of: GROUPS, TOKEN_TILES (8 tokens each), KC, STAGES, X_UNITS (K / KC rounded up, or 0), BF16,
 // HAS_BIAS. Needs K % 32 == 0 and rows of x and W that start at multiples of 16 bytes. No header is needed.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
 constexpr int CONSUMERS = 8, THREADS = 32 * (CONSUMERS + 1);
 constexpr int ROWS = 16 * GROUPS, TOKENS = 8 * TOKEN_TILES, OUTPUTS = 16 * TOKENS;  // outputs of 16 rows
 // 64 bytes more than a multiple of 128: two rows' 64 bytes, which 8 lanes read at once, are in different banks.
@@ -23,30 +19,6 @@ constexpr int STEPS = KC / 32 / CONSUMERS;  // of one warp in one unit
 static_assert(KC % (32 * CONSUMERS) == 0, "each warp has as many steps of a unit as the others");
 
 struct Tokens { uint4 of[STEPS][TOKEN_TILES]; };
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done) {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    }
-}
-
 
 __device__ __forceinline__ void copy(u32 to, const void* from, int bytes, u32 barrier, u64 policy) {
     asm volatile(
@@ -75,16 +47,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float widen(u16 bits) {
-#if BF16
-    return __uint_as_float((u32)bits << 16);
-#else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
-    return f;
-#endif
 }
 
 __device__ __forceinline__ u16 narrow(float f) {

@@ -18,10 +18,6 @@
 // multiply(), whose operands are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and
 // K >= 64. No header is needed.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32;
@@ -32,29 +28,6 @@ constexpr int BATCH = 16 / SPLITS;  // sums that a thread adds at once, of SPLIT
 constexpr int TRIES = 8;  // of looking at a ticket, each about 0.5 us
 static_assert(ROWS % 8 == 0 && ROWS <= 256 && BLOCK_K % 64 == 0 && SPLITS <= 8, "what wgmma and a ticket hold");
 static_assert(STAGES * W_STAGE + X_CHUNK >= 8192, "wgmma reads 64 rows of x, into the weights behind");
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done) {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    }
-}
 
 __device__ __forceinline__ void load(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
     asm volatile(
@@ -102,16 +75,6 @@ __device__ __forceinline__ float4 load_part(const float4* at) {  // another mult
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at) : "memory");
     return v;
-}
-
-__device__ __forceinline__ float widen(u16 bits) {
-#if BF16
-    return __uint_as_float((u32)bits << 16);
-#else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
-    return f;
-#endif
 }
 
 __device__ __forceinline__ u32 narrow(float low, float high) {  // two, the first one in the lower half
