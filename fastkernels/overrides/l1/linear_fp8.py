@@ -1,0 +1,230 @@
+"""Linear layer of float8 e4m3 numbers, y = (x s_x) (W s_W)^T + b: scales a tensor, a token and row, or blocks of 128."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastkernels.dispatch import Key, Provider, define
+from fastkernels.overrides.l1 import _wgmma_linear_fp8_cuda
+from fastkernels.overrides.l1._fp8 import FP8, FP8_MAX, empty_outputs
+from fastkernels.overrides.l1._linear_fp8_calls import (
+    DEEP_GEMM,
+    linear_fp8_cublas,
+    linear_fp8_cutlass,
+    linear_fp8_deepgemm,
+    supports_cublas,
+    supports_cutlass,
+    supports_deepgemm,
+)
+from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, ROW, blocks, check, expanded, granularity
+from fastkernels.overrides.l1._linear_fp8_triton import linear_fp8_triton, supports_triton
+from fastkernels.overrides.l1._wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
+from fastkernels.shapes import drawn, dtype_name, optional, varied
+from fastkernels.spec import Case, OpSpec, Tolerance
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x: [..., K] and weight: [N, K] in float8 e4m3. Returns [..., N] in out_dtype, bfloat16 if that is None.
+
+    x_scale, weight_scale  float32: one value each; one a token [..., 1] and/or one a row of the weight [N] or [N, 1];
+                           or of blocks: [..., K / 128] and [N / 128, K / 128], rounded up
+    bias                   [N]
+    x in float32 or float64: computed in that, and not rounded. Raises ValueError for scales that are none of these.
+    """
+    kind = check(x, weight, x_scale, weight_scale, bias)
+    n, k = weight.shape
+    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x.reshape(-1, k).to(acc)
+    y = rows * expanded(x_scale.to(acc), rows.shape[0], k, kind, 1)
+    y = y @ (weight.to(acc) * expanded(weight_scale.to(acc), n, k, kind, BLOCK)).t()
+    if bias is not None:
+        y = y + bias.to(acc)
+    y = y.reshape(*x.shape[:-1], n)
+    return y.to(out_dtype or torch.bfloat16) if x.dtype == FP8 else y
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return torch.empty(
+        (*x.shape[:-1], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device
+    )
+
+
+def _key(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[tuple[int, int, int, torch.dtype], tuple[int]]:
+    n, k = weight.shape
+    kind = granularity(x, weight, x_scale, weight_scale)
+    return (n, k, kind, out_dtype or torch.bfloat16), (x.numel() // k if k else 0,)
+
+
+def _fits(
+    params: dict[str, Any], x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | torch.dtype | None
+) -> bool:
+    k = weight.shape[1]
+    return _wgmma_linear_fp8_cuda.fits(params, x.numel() // k if k else 0, k)
+
+
+linear_fp8 = define(
+    "linear_fp8(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias=None,"
+    " ScalarType? out_dtype=None) -> Tensor",
+    fake=_fake,
+    providers=(
+        Provider("cutlass", linear_fp8_cutlass, module="vllm", supports=supports_cutlass),
+        Provider("triton", linear_fp8_triton, supports=supports_triton),
+        Provider("cublas", linear_fp8_cublas, supports=supports_cublas),
+        Provider("deepgemm", linear_fp8_deepgemm, module=DEEP_GEMM, supports=supports_deepgemm),
+        Provider(
+            "cuda-wgmma-fp8", linear_fp8_wgmma, supports=supports_wgmma_fp8,
+            params=_wgmma_linear_fp8_cuda.PARAMS, fits=_fits,
+        ),
+        Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+    key=Key(
+        # block: 0 for one scale a tensor, 1 for tokens or rows, 128 for blocks
+        shape=("N", "K", "block", "out_dtype"),
+        sizes=("M",),
+        of=_key,
+        dims=lambda N, K, block, out_dtype, M: _sizes((M,), K, N, block, out_dtype),
+    ),
+)  # fmt: skip
+
+
+def _sizes(tokens: tuple[int, ...], k: int, n: int, block: int, out_dtype: Any) -> dict[str, Any]:
+    name = out_dtype if isinstance(out_dtype, str) else dtype_name(out_dtype)
+    return {
+        "tokens": tokens, "in": k, "out": n, "block": block,
+        **optional(out_dtype=None if name == "bfloat16" else name),
+    }  # fmt: skip
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    tokens, k, n, kind = d["tokens"], d["in"], d["out"], d["block"]
+    out_dtype = getattr(torch, d["out_dtype"]) if "out_dtype" in d else None
+
+    def scales(*size: int) -> torch.Tensor:  # such that neither infinity nor nothing comes of a product
+        return torch.rand(*size, generator=generator, device=device) + 0.5
+
+    def values(*size: int) -> torch.Tensor:
+        found = torch.randn(*size, generator=generator, device=device) * 100
+        return found.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+
+    x, weight = values(*tokens, k), values(n, k)
+    if kind == BLOCK:  # as quantize_fp8 lays them out for the hosts' kernels
+        x_scale = empty_outputs((*tokens, blocks(k)), x.device, False, 1, True, True)[1]
+        x_scale = x_scale.copy_(scales(*tokens, blocks(k)))
+        weight_scale = scales(blocks(n), blocks(k))
+    elif kind == ROW:
+        x_scale, weight_scale = scales(*tokens, 1), scales(n)
+    else:
+        x_scale, weight_scale = scales(1), scales(1)
+    # Weights of variance 1 / K, tokens of variance 1: outputs of about 1, as in a model.
+    x_scale.mul_(0.01)
+    weight_scale.mul_(0.01 / math.sqrt(max(k, 1)))
+    bias = torch.randn(n, generator=generator, device=device) if d.get("bias") else None
+    return [
+        x, weight, x_scale, weight_scale, None if bias is None else bias.to(out_dtype or torch.bfloat16), out_dtype,
+    ]  # fmt: skip
+
+
+def _dims(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    (n, k, kind, dtype), _ = _key(x, weight, x_scale, weight_scale, bias, out_dtype)
+    return {**_sizes(tuple(x.shape[:-1]), k, n, kind, dtype), **optional(bias=bias is not None)}
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    m, k, n, kind = math.prod(d["tokens"]), d["in"], d["out"], d["block"]
+    scales = {BLOCK: m * blocks(k) + blocks(n) * blocks(k), ROW: m + n}.get(kind, 2)
+    return m * k + n * k + 4 * scales + 2 * (m * n + (n if d.get("bias") else 0))
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
+
+
+def _case(
+    name: str, m: int, k: int, n: int, block: int, weight: float = 1.0, tag: str = "model", **more: Any
+) -> Case:
+    dims = {"tokens": (m,), "in": k, "out": n, "block": block, **more}
+    return Case(name, dims, "float8_e4m3fn", weight, (tag,))
+
+
+_odd: Callable[..., Case] = partial(_case, tag="odd")
+
+SPEC = OpSpec(
+    name="linear_fp8",
+    level=1,
+    reference=reference,
+    op=linear_fp8,
+    cases=(
+        # Llama-3.1-8B: a scale a token and row, as compressed-tensors and SGLang have them.
+        _case("qkv_32", 32, 4096, 6144, 1, 32),
+        _case("o_32", 32, 4096, 4096, 1, 32),
+        _case("gate_up_32", 32, 4096, 28672, 1, 32),
+        _case("down_32", 32, 14336, 4096, 1, 32),
+        _case("gate_up_1", 1, 4096, 28672, 1, 32),
+        _case("gate_up_8k", 8192, 4096, 28672, 1, 1),
+        # Given scales, one a tensor, of half of it (TP=2).
+        _case("qkv_tp2_8", 8, 4096, 3072, 0, 32),
+        _case("down_tp2_8", 8, 7168, 4096, 0, 32),
+        # Qwen3-8B in blocks, as Qwen3-8B-FP8 has them.
+        _case("qwen_qkv_1", 1, 4096, 6144, 128, 36),
+        _case("qwen_gate_up_32", 32, 4096, 24576, 128, 36),
+        _case("qwen_down_32", 32, 12288, 4096, 128, 36),
+        _case("qwen_down_tp2_8", 8, 6144, 4096, 128, 36),
+        _case("qwen_gate_up_4k", 4096, 4096, 24576, 128, 1),
+        _odd("tokens_63", 63, 272, 130, 1, bias=True),
+        _odd("tensor_7", 7, 144, 48, 0, out_dtype="float16", bias=True),
+        _odd("blocks_33", 33, 384, 272, 128),
+        _odd("blocks_cut", 5, 576, 200, 128, out_dtype="float16"),
+        _odd("blocks_bias", 70, 256, 136, 128, bias=True),
+        _odd("one", 1, 1, 1, 0),
+        _odd("narrow", 3, 1000, 5, 1),
+        Case(
+            "batched", {"tokens": (3, 5), "in": 130, "out": 17, "block": 1}, "float8_e4m3fn", tags=("odd",)
+        ),
+        _odd("empty", 0, 128, 33, 1),
+    ),
+    inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    activations=(2,),  # the values are what is quantized: only their scales may be of any size
+    bytes_moved=_bytes,
+    flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
+    # By the inputs' dtype; of the outputs', which are rounded once from sums in float32.
+    tolerance={"float8_e4m3fn": Tolerance(1.6e-2, 1.6e-2)},
+    baseline="cutlass",
+)  # fmt: skip
