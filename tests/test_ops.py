@@ -99,7 +99,7 @@ def test_opcheck(name: str, case: Case) -> None:
     torch.use_deterministic_algorithms(False)
     spec = registry.get(name)
     args = make_args(spec, case)
-    # The check that no argument was changed multiplies them, which torch cannot for float8; test_values checks that, too.
+    # One check multiplies all arguments, which torch cannot for float8; test_values checks the same.
     float8 = any(isinstance(a, torch.Tensor) and a.is_floating_point() and a.itemsize == 1 for a in args)
     wanted = [t for t in OPCHECKS if not (float8 and t == "test_schema")]
     torch.library.opcheck(spec.op.overload, tuple(args), test_utils=wanted)

@@ -299,8 +299,8 @@ def _sgl_linear() -> Function:
     from sgl_kernel import fp8_scaled_mm
 
     def linear_fp8(
-        x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
-    ) -> T:
+        x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None,
+    ) -> T:  # fmt: skip
         return fp8_scaled_mm(x, weight.t(), x_scale, weight_scale, out_dtype or torch.bfloat16, bias)
 
     return linear_fp8
@@ -316,8 +316,8 @@ def _vllm_triton_linear() -> Function:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
 
     def linear_fp8(
-        x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
-    ) -> T:
+        x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None,
+    ) -> T:  # fmt: skip
         y = w8a8_triton_block_scaled_mm(
             x, weight, x_scale, weight_scale, [BLOCK, BLOCK], out_dtype or torch.bfloat16
         )

@@ -40,7 +40,12 @@ def granularity(
     if x_rows and weight_rows:
         return TENSOR if x_one and weight_one else ROW
     groups = blocks(k)
-    if of_weight == (blocks(n), groups) and of_x and of_x[-1] == groups and x_scale.numel() == tokens * groups:
+    if (
+        of_weight == (blocks(n), groups)
+        and of_x
+        and of_x[-1] == groups
+        and x_scale.numel() == tokens * groups
+    ):
         return BLOCK
     raise ValueError(
         f"linear_fp8: x {tuple(x.shape)} and weight {tuple(weight.shape)} with scales {of_x} and {of_weight}: x_scale"

@@ -1,7 +1,7 @@
 """FP8 linear layers for 1 to 64 tokens by Hopper's warpgroups, in CUDA C++: csrc/wgmma_linear.cu, compiled when called.
 
-The kernel of 16-bit numbers, with two numbers of float8 in each. What it needs beside is scales, and sums of 128 columns
-that are added in float32.
+The kernel of 16-bit numbers, with two numbers of float8 in each. What it needs beside is scales, and sums of 128
+columns that are added in float32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TYPES = (*wgmma.TYPES, Scales)
 PARAMS: tuple[dict[str, Any], ...] = tuple(
     {"splits": splits, "stages": stages, "rows": rows}
     for splits, stages, rows in (
-        (1, 8, 128), (1, 4, 128), (1, 4, 64), (2, 4, 128), (2, 8, 128), (4, 4, 128), (4, 8, 64),
+        (1, 4, 128), (1, 8, 128), (1, 4, 64), (2, 4, 128), (2, 8, 128), (4, 4, 128), (4, 8, 64),
     )
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Linear layer of float8 e4m3 numbers, y = (x s_x) (W s_W)^T + b: scales a tensor, a token and row, or blocks of 128."""
+"""Linear layer of float8 e4m3 numbers, y = (x s_x) (W s_W)^T + b: scales of tensors, of tokens and rows, of blocks."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def _fake(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return torch.empty(
-        (*x.shape[:-1], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device
-    )
+    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device)
 
 
 def _key(
@@ -224,7 +222,7 @@ SPEC = OpSpec(
     activations=(2,),  # the values are what is quantized: only their scales may be of any size
     bytes_moved=_bytes,
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
-    # By the inputs' dtype; of the outputs', which are rounded once from sums in float32.
-    tolerance={"float8_e4m3fn": Tolerance(1.6e-2, 1.6e-2)},
+    # Hopper's tensor cores add up float8 with 14 bits, and CUTLASS leaves all of K to them.
+    tolerance={"float8_e4m3fn": Tolerance(4e-2, 4e-2)},
     baseline="cutlass",
 )  # fmt: skip
