@@ -85,7 +85,8 @@ def supports_cublas(
     kind = granularity(x, weight, x_scale, weight_scale)
     if kind == BLOCK:
         return "scales of blocks are left to DeepGEMM and CUTLASS"
-    if kind == ROW and (out_dtype == torch.float16 or x_scale.numel() == 1 or weight_scale.numel() == 1):
+    rows = x_scale.numel() == x.numel() // x.shape[-1] and weight_scale.numel() == weight.shape[0]
+    if kind == ROW and (out_dtype == torch.float16 or not rows):
         return "scales of rows must be those of x and of the weight, and the result bfloat16"
     return None
 

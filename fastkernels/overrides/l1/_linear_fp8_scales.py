@@ -29,6 +29,8 @@ def granularity(
 ) -> int:
     """TENSOR: one scale for x and one for the weight; ROW: a scale a token, a row of the weight, or both; BLOCK.
 
+    One scale of two dimensions is that of the only token.
+
     Raises ValueError for scales that are none of these.
     """
     n, k = weight.shape
@@ -38,7 +40,7 @@ def granularity(
     x_rows = x_one or (x_scale.numel() == tokens and (len(of_x) == 1 or of_x[-1] == 1))
     weight_rows = weight_one or of_weight in ((n,), (n, 1))
     if x_rows and weight_rows:
-        return TENSOR if x_one and weight_one else ROW
+        return TENSOR if x_one and weight_one and len(of_x) < 2 else ROW
     groups = blocks(k)
     if (
         of_weight == (blocks(n), groups)

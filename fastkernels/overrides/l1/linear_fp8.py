@@ -12,7 +12,7 @@ import torch
 
 from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1 import _wgmma_linear_fp8_cuda
-from fastkernels.overrides.l1._fp8 import FP8, FP8_MAX, empty_outputs
+from fastkernels.overrides.l1._fp8 import FP8, FP8_MAX, empty_outputs, refuse
 from fastkernels.overrides.l1._linear_fp8_calls import (
     DEEP_GEMM,
     linear_fp8_cublas,
@@ -26,7 +26,7 @@ from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, ROW, blocks, chec
 from fastkernels.overrides.l1._linear_fp8_triton import linear_fp8_triton, supports_triton
 from fastkernels.overrides.l1._wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
 from fastkernels.shapes import drawn, dtype_name, optional, varied
-from fastkernels.spec import Case, OpSpec, Tolerance
+from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
 def reference(
@@ -112,6 +112,52 @@ linear_fp8 = define(
 )  # fmt: skip
 
 
+def vllm_cutlass_scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """vllm._custom_ops.cutlass_scaled_mm: a [..., K] times b [K, N], whose columns are contiguous, in float8 e4m3.
+
+    scale_b: [1], [N, 1] or [1, N], or of blocks, [K / 128, N / 128].
+    """
+    of_blocks = tuple(scale_b.shape) == (blocks(b.shape[0]), blocks(b.shape[1]))
+    scale = scale_b.t() if of_blocks and scale_b.numel() > 1 else scale_b.reshape(-1)
+    return linear_fp8(a, b.t(), scale_a, scale, bias, out_dtype)
+
+
+def vllm_w8a8_triton_block_scaled_mm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    As: torch.Tensor,
+    Bs: torch.Tensor,
+    block_size: list[int],
+    output_dtype: torch.dtype = torch.float16,
+) -> torch.Tensor:
+    """vllm...quantization.utils.fp8_utils.w8a8_triton_block_scaled_mm: A [..., K] times B [N, K] transposed.
+
+    Raises ValueError for blocks that are not 128 x 128.
+    """
+    if tuple(block_size) != (BLOCK, BLOCK):
+        refuse("w8a8_triton_block_scaled_mm", block_size=block_size)
+    return linear_fp8(A, B, As, Bs, None, output_dtype)
+
+
+def sglang_fp8_scaled_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    scales_a: torch.Tensor,
+    scales_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """sglang.kernels.ops.gemm.fp8_scaled_mm: mat_a [M, K] times mat_b [K, N], scales of each row and each column."""
+    return linear_fp8(mat_a, mat_b.t(), scales_a, scales_b.reshape(-1), bias, out_dtype)
+
+
 def _sizes(tokens: tuple[int, ...], k: int, n: int, block: int, out_dtype: Any) -> dict[str, Any]:
     name = out_dtype if isinstance(out_dtype, str) else dtype_name(out_dtype)
     return {
@@ -182,6 +228,8 @@ def _case(
 
 _odd: Callable[..., Case] = partial(_case, tag="odd")
 
+_NOTE = "the hosts' quantized layers choose a kernel when they are made and bind its function: for forks"
+
 SPEC = OpSpec(
     name="linear_fp8",
     level=1,
@@ -224,5 +272,13 @@ SPEC = OpSpec(
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     # Hopper's tensor cores add up float8 with 14 bits, and CUTLASS leaves all of K to them.
     tolerance={"float8_e4m3fn": Tolerance(4e-2, 4e-2)},
+    targets=(
+        Target("vllm", "vllm._custom_ops:cutlass_scaled_mm", "vllm_cutlass_scaled_mm", "function", note=_NOTE),
+        Target(
+            "vllm", "vllm.model_executor.layers.quantization.utils.fp8_utils:w8a8_triton_block_scaled_mm",
+            "vllm_w8a8_triton_block_scaled_mm", "function", note=_NOTE,
+        ),
+        Target("sglang", "sglang.kernels.ops.gemm:fp8_scaled_mm", "sglang_fp8_scaled_mm", "function", note=_NOTE),
+    ),
     baseline="cutlass",
 )  # fmt: skip
