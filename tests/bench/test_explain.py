@@ -134,7 +134,9 @@ def test_ours_is_what_the_chips_table_takes(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv("FASTKERNELS_TUNED", str(put)) if put else monkeypatch.delenv("FASTKERNELS_TUNED")
         tuned._by_op.cache_clear()
         linear.reset()
-        found = explain_time.measure("linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm")
+        found = explain_time.measure(
+            "linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm"
+        )
         assert found.ours is not None and (found.ours.name == "ours/tuned") is (put is not None), found
 
 
