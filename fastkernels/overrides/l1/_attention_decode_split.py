@@ -186,8 +186,8 @@ def _decode_split_kernel(
     q_at = q_ptr + seq * q_stride_b + (kv_head * group + rows)[:, None] * q_stride_h + dims[None, :]
     acc, lse = _attend(
         tl.load(q_at, mask=q_mask, other=0.0), k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, None, :],
-        v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, None, :], table_ptr + seq * table_stride, low, high, n_k, D,
-        scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW, SOFTCAP,
+        v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, None, :], table_ptr + seq * table_stride, low, high, n_k,
+        D, scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW, SOFTCAP,
         UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, WARPS,
     )  # fmt: skip
     out_at = out_ptr + (seq * tl.num_programs(0) + kv_head) * group * D
@@ -358,7 +358,8 @@ def decode_split(
         "PAGE": block_size, "WINDOW": window_left >= 0, "SOFTCAP": softcap > 0, "UPCAST": q.device.type == "cpu",
         "EVEN_D": d == block_d, "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
         "BLOCK_D": block_d, "BLOCK_P": max(min(p["num_warps"], 4) * COMBINED // (block_g * block_d), 1),
-        "STAGES": p["num_stages"], "WARPS": min(p["num_warps"], p["block_n"] // 16), "num_warps": p["num_warps"], "num_stages": p["num_stages"],
+        "STAGES": p["num_stages"], "num_stages": p["num_stages"], "num_warps": p["num_warps"],
+        "WARPS": min(p["num_warps"], p["block_n"] // 16),  # the tensor cores take no fewer keys than 16
         # What adds parts would take more registers than so many programs have, without need.
         "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
     }  # fmt: skip
