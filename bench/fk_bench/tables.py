@@ -11,9 +11,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +60,14 @@ MARKER = re.compile(
 OPENING = re.compile(r"^<!-- table:", re.MULTILINE)
 
 
+def _files(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The row files of a group, those of other groups that it names among them."""
+    made: list[str] = []
+    for name in groups[group]:
+        made += _files(name, groups) if name in groups and name != group else [name]
+    return list(dict.fromkeys(made))
+
+
 @dataclass(frozen=True)
 class Results:
     """A folder of row files.
@@ -98,15 +105,12 @@ class Results:
         return found
 
     def files(self, group: str) -> list[str]:
-        """The row files of a group, those of other groups that it names among them."""
+        """The row files of a group. Raises ConfigError for a group in the mapping that there is not."""
         path = self.folder / MAPPING
         said = json.loads(path.read_text()) if path.is_file() else {}
         if unknown := set(said) - set(GROUPS):
             raise ConfigError(f"{path}: {', '.join(sorted(unknown))}: not one of {', '.join(GROUPS)}")
-        made: list[str] = []
-        for name in said.get(group, GROUPS[group]):
-            made += self.files(name) if name in GROUPS and name != group else [name]
-        return list(dict.fromkeys(made))
+        return _files(group, {**GROUPS, **said})
 
     def text(self, what: str) -> str:
         """The tables that a marker asks for, as Markdown. Raises ConfigError."""
@@ -132,9 +136,7 @@ class Results:
 
 def _markdown(table: Table) -> str:
     title, columns, cells = table
-    lines = (
-        [title, "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)] if columns else [title]
-    )
+    lines = [title, "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells), ""])
 
 
@@ -147,9 +149,8 @@ def rewritten(text: str, results: Results, where: str = "") -> str:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
 
-    if len(OPENING.findall(text)) != len(found := MARKER.findall(text)) or any(
-        "<!-- table:" in b for _, b in found
-    ):
+    bodies = [match["body"] for match in MARKER.finditer(text)]
+    if len(OPENING.findall(text)) != len(bodies) or any(OPENING.search(body) for body in bodies):
         raise ConfigError(
             f"{where}: a `<!-- table: NAME -->` has no `<!-- end -->` of its own, each on a line alone"
         )
@@ -160,7 +161,7 @@ def take(folder: Path, results: Path, model: str | None = None) -> list[str]:
     """Copy the row files of a run of `make bench-h200` to `results`, named by date and chip, and let the groups whose
     files are all there be made of them. Returns the names. Paths of the machine are left out."""
     source, taken = Results(folder, True, model), dict[str, str]()
-    for name in dict.fromkeys(n for files in GROUPS.values() for n in files):
+    for name in dict.fromkeys(n for group in GROUPS for n in _files(group, GROUPS)):
         try:
             read = source.read(source.find(name))
         except ConfigError:
@@ -169,22 +170,15 @@ def take(folder: Path, results: Path, model: str | None = None) -> list[str]:
             chip = re.sub(r"[^a-z0-9]", "", (read[-1].machine.gpu or "cpu").lower().removeprefix("nvidia"))
             taken[name] = f"{read[-1].time[:10]}-{chip}-{name}"
             target = results / f"{taken[name]}.jsonl"
+            found = [_without_paths(json.loads(row.to_json())) for row in read]
             partial = target.with_suffix(".partial")
-            partial.write_text(
-                "".join(json.dumps(_without_paths(json.loads(r.to_json()))) + "\n" for r in read)
-            )
-            shutil.move(partial, target)
+            partial.write_text("".join(json.dumps(row) + "\n" for row in found))
+            partial.replace(target)
     mapping = results / MAPPING
     said = json.loads(mapping.read_text()) if mapping.is_file() else {}
-    fresh = [group for group in GROUPS if set(GROUPS[group]) - set(GROUPS) <= set(taken)]
-    kept = {
-        g: v
-        for g, v in said.items()
-        if g not in fresh or not {n for n in GROUPS[g] if n in GROUPS} <= set(fresh)
-    }
-    mapping.write_text(
-        "{\n" + ",\n".join(f" {json.dumps(g)}: {json.dumps(v)}" for g, v in kept.items()) + "\n}\n"
-    )
+    kept = {group: names for group, names in said.items() if not set(_files(group, GROUPS)) <= set(taken)}
+    lines = ",\n".join(f" {json.dumps(group)}: {json.dumps(names)}" for group, names in kept.items())
+    mapping.write_text(f"{{\n{lines}\n}}\n")
     return list(taken.values())
 
 

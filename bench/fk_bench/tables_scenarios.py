@@ -48,23 +48,17 @@ def linear(files: Files) -> Iterator[Table]:
     runs = {r.run_id for r in graphs}
     layers = [r for r in timed(files, "skinny_linear") if r.run_id in runs]
     names = sorted({str(r.subject.provider) for r in layers}, key=lambda n: (n != "cublas", n))
+    each = groups(layers, "tokens")
     lines = []
-    for (run, tokens), mine in sorted(
-        groups(layers, "tokens").items(), key=lambda g: (int(g[0][1]), g[1][0].time)
-    ):
-        us = _layers(mine)
-        whole = {n: all(n in us.get(layer, {}) for layer in LLAMA) for n in names}
-        sums = {n: sum(LLAMA[layer] * us[layer][n] for layer in LLAMA) / 1e3 for n in names if whole[n]}
-        step = {
-            str(r.subject.provider): r.metrics["ms"]
-            for r in graphs
-            if (r.run_id, str(r.case["tokens"])) == (run, tokens)
-        }
-        ours = [ms for name, ms in step.items() if name != "cublas"]
-        lines.append([
-            tokens, f"{mine[0].time[11:16]}, {str(mine[0].commit)[:7]}", *_best(sums, names),
-            *_best({"cublas": step.get("cublas"), "ours": min(ours, default=None)}, ["cublas", "ours"]),
-        ])  # fmt: skip
+    for at, mine in sorted(groups(graphs, "tokens").items(), key=lambda g: (int(g[0][1]), g[1][0].time)):
+        us = _layers(each.get(at, []))
+        whole = [n for n in names if all(n in us.get(layer, {}) for layer in LLAMA)]
+        sums = {n: sum(LLAMA[layer] * us[layer][n] for layer in LLAMA) / 1e3 for n in whole}
+        theirs = [r.metrics["ms"] for r in mine if r.subject.provider == "cublas"]
+        ours = [r.metrics["ms"] for r in mine if r.subject.provider != "cublas"]
+        step = {"cublas": min(theirs, default=None), "ours": min(ours, default=None)}
+        when = f"{mine[0].time[11:16]}, {str(mine[0].commit)[:7]}"
+        lines.append([at[1], when, *_best(sums, names), *_best(step, ["cublas", "ours"])])
     if lines:
         title = (
             "All linear layers of a step of Llama-3.1-8B's shapes, bf16, random weights, ms: the sum over layers, of "
