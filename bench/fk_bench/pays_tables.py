@@ -234,7 +234,7 @@ def _op_ms(op: str, lines: Sequence[Line]) -> str:
 
 
 def _realized(whole: float, saved: float) -> list[str]:
-    return [_signed(saved), f"**{saved / whole:.2f}**" if whole > 0 else "nothing promised"]
+    return [_signed(saved), f"**{round(saved / whole, 2) + 0.0:.2f}**" if whole > 0 else "nothing promised"]
 
 
 def _signed(value: float) -> str:

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,7 +160,8 @@ def rewritten(text: str, results: Results, where: str = "") -> str:
 
 def take(folder: Path, results: Path, model: str | None = None) -> list[str]:
     """Copy the row files of a run of `make bench-h200` to `results`, named by date and chip, and let the groups whose
-    files are all there be made of them. Returns the names. Paths of the machine are left out."""
+    files are all there be made of them. Returns the names. Nothing there is overwritten, and paths of the machine are
+    left out."""
     source, taken = Results(folder, True, model), dict[str, str]()
     for name in dict.fromkeys(n for group in GROUPS for n in _files(group, GROUPS)):
         try:
@@ -167,19 +169,29 @@ def take(folder: Path, results: Path, model: str | None = None) -> list[str]:
         except ConfigError:
             continue
         if read:
-            chip = re.sub(r"[^a-z0-9]", "", (read[-1].machine.gpu or "cpu").lower().removeprefix("nvidia"))
-            taken[name] = f"{read[-1].time[:10]}-{chip}-{name}"
-            target = results / f"{taken[name]}.jsonl"
-            found = [_without_paths(json.loads(row.to_json())) for row in read]
-            partial = target.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(row) + "\n" for row in found))
-            partial.replace(target)
+            text = "".join(json.dumps(_without_paths(json.loads(row.to_json()))) + "\n" for row in read)
+            taken[name] = _kept(results, name, read[-1], text)
     mapping = results / MAPPING
     said = json.loads(mapping.read_text()) if mapping.is_file() else {}
-    kept = {group: names for group, names in said.items() if not set(_files(group, GROUPS)) <= set(taken)}
-    lines = ",\n".join(f" {json.dumps(group)}: {json.dumps(names)}" for group, names in kept.items())
+    for group, names in GROUPS.items():
+        if set(_files(group, GROUPS)) <= set(taken):
+            said[group] = [taken[n] if group == n or n not in GROUPS else n for n in names]
+    lines = ",\n".join(f" {json.dumps(group)}: {json.dumps(names)}" for group, names in said.items())
     mapping.write_text(f"{{\n{lines}\n}}\n")
     return list(taken.values())
+
+
+def _kept(results: Path, name: str, last: Row, text: str) -> str:
+    """Write a row file under a name of its own, which is returned."""
+    chip = re.sub(r"[^a-z0-9]", "", (last.machine.gpu or "cpu").lower().removeprefix("nvidia"))
+    for number in count(1):
+        stem = f"{last.time[:10]}-{chip}-{name}{f'-{number}' if number > 1 else ''}"
+        path = results / f"{stem}.jsonl"
+        if not path.exists():
+            path.write_text(text)
+        if path.read_text() == text:
+            break
+    return stem
 
 
 def _without_paths(value: Any) -> Any:

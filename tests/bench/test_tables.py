@@ -165,8 +165,14 @@ def test_rows_of_a_run_are_taken_without_the_paths_of_the_machine(tmp_path: Path
     assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers"]
     text = (results / "2026-11-22-h200-servers.jsonl").read_text()
     assert "/home" not in text and '"model": "A model"' in text and '["...", "serve", "--port", "1"]' in text
-    assert json.loads((results / "tables.json").read_text()) == {"kernels": ["old"], "pays": ["servers"]}
+    said = {"servers": ["2026-11-22-h200-servers"], "kernels": ["old"], "pays": ["servers"]}
+    assert json.loads((results / "tables.json").read_text()) == said
     assert Results(results).text("servers").startswith("A model, bfloat16")
+    assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers"]  # the same rows once
+    append(run_folder / "servers/rows.jsonl", served("sglang", [1.0]))
+    assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers-2"]
+    assert (results / "2026-11-22-h200-servers.jsonl").read_text() == text
+    assert Results(results).files("pays") == ["2026-11-22-h200-servers-2"]
 
 
 def test_all_tables_of_a_run_say_what_is_missing(tmp_path: Path) -> None:
