@@ -140,13 +140,9 @@ def _explained(row: Row) -> Iterable[Point]:
         dims = {k: _value(v) for k, v in (case.get("dims") or {}).items()}
         if "seq_lens" in dims:
             dims["seq_lens"] = [case["context"]] * case["batch"]  # as text it may have been cut off
-        ours = row.metrics["ours_us"]
-        if op in PRODUCTION:  # explain has the op's first provider, a patched host what the table names
-            times = {n.removeprefix(explain_time.OURS): [("", t)] for n, t in us.items()}
-            ours = min(_by_table(op, dtype, dims, str(row.machine.gpu), times), default=ours)
         name = f"explain, {case['label']} of {case['batch']}"
         theirs = best.removeprefix(explain_time.OURS)
-        yield Point(op, dtype, shape(op, dims), name, ours, offered[best], theirs)
+        yield Point(op, dtype, shape(op, dims), name, row.metrics["ours_us"], offered[best], theirs)
 
 
 def _layer(mine: Sequence[Row]) -> Iterable[Point]:
