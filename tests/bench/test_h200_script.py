@@ -54,5 +54,7 @@ def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
         ["bash", str(ROOT / "bench/h200.sh")], env=env, capture_output=True, text=True, timeout=60
     )
     assert (
-        done.returncode == 1 and "failed: linear attention step" in done.stdout and "servers" in done.stdout
+        done.returncode == 1
+        and "failed: linear fp8 attention step" in done.stdout
+        and "servers" in done.stdout
     )

@@ -211,6 +211,9 @@ def linear_fp8(ns: Any) -> list[Any]:
     blocks = randn(5, 2).abs(), randn(1, 2).abs()
     found = [ns.cutlass_scaled_mm(x, weight.t(), of_x, of_weight[None], torch.float16, bias)]
     found.append(ns.cutlass_scaled_mm(x, weight.t(), blocks[0], blocks[1].t(), torch.bfloat16))
+    kernel = ns.CutlassFP8ScaledMMLinearKernel(None, ())
+    tensors = {"A": x, "B": weight.t(), "As": of_x, "Bs": of_weight[:, None], "bias": bias}
+    found.append(kernel.apply_scaled_mm(**tensors, out_dtype=torch.float16, output_shape=[5, 48]))
     return [*found, ns.w8a8_triton_block_scaled_mm(x, weight, *blocks, [128, 128])]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 BLOCK = 128  # columns of x, and rows and columns of the weight, that share a scale where scales are of blocks
 TENSOR, ROW = 0, 1
@@ -92,3 +93,9 @@ def expanded(scale: torch.Tensor, rows: int, columns: int, kind: int, step: int)
         scale.reshape(-1, blocks(columns)).repeat_interleave(step, 0)[:rows]
         .repeat_interleave(BLOCK, 1)[:, :columns]
     )  # fmt: skip
+
+
+def holder_of(module: nn.Module) -> Any:
+    """What holds the kernel object of a host's quantized linear layer, as `fp8_linear`; None for another module."""
+    found = (vars(module).get(name) for name in ("quant_method", "scheme"))
+    return next((holder for holder in found if "fp8_linear" in getattr(holder, "__dict__", ())), None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1 import _wgmma_linear_fp8_cuda
@@ -22,7 +23,16 @@ from fastkernels.overrides.l1._linear_fp8_calls import (
     supports_cutlass,
     supports_deepgemm,
 )
-from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, ROW, blocks, check, expanded, granularity
+from fastkernels.overrides.l1._linear_fp8_scales import (
+    BLOCK,
+    ROW,
+    TENSOR,
+    blocks,
+    check,
+    expanded,
+    granularity,
+    holder_of,
+)
 from fastkernels.overrides.l1._linear_fp8_triton import linear_fp8_triton, supports_triton
 from fastkernels.overrides.l1._wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
 from fastkernels.shapes import drawn, dtype_name, optional, varied
@@ -87,6 +97,20 @@ def _fits(
     return _wgmma_linear_fp8_cuda.fits(params, x.numel() // k if k else 0, k)
 
 
+def _shape_of(module: nn.Module) -> tuple[int, int, int, torch.dtype] | None:
+    """Of a host's layer whose kernel is CUTLASS's: its weight is [K, N]."""
+    holder, weight, scale = (
+        holder_of(module),
+        getattr(module, "weight", None),
+        getattr(module, "weight_scale", None),
+    )
+    if holder is None or weight is None or scale is None or weight.dim() != 2:
+        return None
+    config = holder.fp8_linear.config
+    per_tensor = scale.numel() == 1 and config.activation_quant_key.scale.group_shape.is_per_tensor()
+    return weight.shape[1], weight.shape[0], TENSOR if per_tensor else ROW, config.out_dtype or torch.bfloat16
+
+
 linear_fp8 = define(
     "linear_fp8(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias=None,"
     " ScalarType? out_dtype=None) -> Tensor",
@@ -108,8 +132,46 @@ linear_fp8 = define(
         sizes=("M",),
         of=_key,
         dims=lambda N, K, block, out_dtype, M: _sizes((M,), K, N, block, out_dtype),
+        module=_shape_of,
     ),
 )  # fmt: skip
+
+
+class VllmCutlassFP8ScaledMMLinearKernel:
+    """vllm.model_executor.kernels.linear.scaled_mm.cutlass.CutlassFP8ScaledMMLinearKernel: the product of a layer.
+
+    c and layer_param_names are the host's; quantizing x is its base class's, and stays so.
+    """
+
+    live_methods = ("apply_scaled_mm",)
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """None if our product serves this layer of the host, else the reason."""
+        kernel, weight = holder_of(module).fp8_linear, module.weight
+        if weight.dtype != FP8:
+            return f"weight is {weight.dtype}"
+        given = getattr(module, "input_size_per_partition", weight.shape[0]), kernel.logical_output_size
+        if tuple(weight.shape) != given:
+            return f"the host padded its weight from {given} to {tuple(weight.shape)}"
+        return None
+
+    def __init__(self, c: Any, layer_param_names: Sequence[str]) -> None:
+        self.config, self.layer_param_names = c, layer_param_names
+
+    def apply_scaled_mm(
+        self,
+        *,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        out_dtype: torch.dtype,
+        As: torch.Tensor,
+        Bs: torch.Tensor,
+        bias: torch.Tensor | None,
+        output_shape: list,
+    ) -> torch.Tensor:
+        """A [M, K] times B [K, N], whose columns are contiguous; scales of tensors, or of A's rows and B's columns."""
+        return linear_fp8(A, B.t(), As, Bs.reshape(-1), bias, out_dtype).view(*output_shape)
 
 
 def vllm_cutlass_scaled_mm(
@@ -219,6 +281,19 @@ def _vary(case: Case, rng: random.Random) -> Case:
     return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, x_scale, weight_scale, bias, out_dtype = args
+    if granularity(x, weight, x_scale, weight_scale) == BLOCK:
+        raise ValueError(f"{cls.__name__} has no scales of blocks")
+    kernel = cls(None, ("weight", "weight_scale", "input_scale", "input_scale_ub"))
+    scales = {"As": x_scale.reshape(-1, 1) if x_scale.numel() > 1 else x_scale, "Bs": weight_scale}
+    shape = [*x.shape[:-1], weight.shape[0]]
+    return partial(
+        kernel.apply_scaled_mm, A=x.view(-1, x.shape[-1]), B=weight.t(), out_dtype=out_dtype or torch.bfloat16,
+        bias=bias, output_shape=shape, **scales,
+    )  # fmt: skip
+
+
 def _case(
     name: str, m: int, k: int, n: int, block: int, weight: float = 1.0, tag: str = "model", **more: Any
 ) -> Case:
@@ -228,6 +303,7 @@ def _case(
 
 _odd: Callable[..., Case] = partial(_case, tag="odd")
 
+_LIVE = "only where a tuned table says that it is faster; elsewhere on CUDA it is the host's own CUTLASS call"
 _NOTE = "the hosts' quantized layers choose a kernel when they are made and bind its function: for forks"
 
 SPEC = OpSpec(
@@ -267,12 +343,17 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    build=_build,
     activations=(2,),  # the values are what is quantized: only their scales may be of any size
     bytes_moved=_bytes,
     flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     # Hopper's tensor cores add up float8 with 14 bits, and CUTLASS leaves all of K to them.
     tolerance={"float8_e4m3fn": Tolerance(4e-2, 4e-2)},
     targets=(
+        Target(
+            "vllm", "vllm.model_executor.kernels.linear.scaled_mm.cutlass:CutlassFP8ScaledMMLinearKernel",
+            "VllmCutlassFP8ScaledMMLinearKernel", "kernel", "", False, _LIVE,
+        ),
         Target("vllm", "vllm._custom_ops:cutlass_scaled_mm", "vllm_cutlass_scaled_mm", "function", note=_NOTE),
         Target(
             "vllm", "vllm.model_executor.layers.quantization.utils.fp8_utils:w8a8_triton_block_scaled_mm",
