@@ -18,6 +18,7 @@ to be faster. The exit status is 1 where a goal is missed or could not be measur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -138,7 +139,8 @@ def child(args: argparse.Namespace, part: str, environment: dict[str, str], seco
     """Run a part in a session of its own; '' or what went wrong. Its output is this one's."""
     command = [
         sys.executable, __file__, "--host", args.host, "--model", str(args.model), "--out", str(args.out),
-        "--others", args.others, "--engine", args.engine, "--candidates", args.candidates, "--folder", str(args.folder), "--child", part,
+        "--others", args.others, "--engine", args.engine, "--candidates", args.candidates,
+        "--folder", str(args.folder), "--child", part,
     ]  # fmt: skip
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -147,10 +149,8 @@ def child(args: argparse.Namespace, part: str, environment: dict[str, str], seco
     except subprocess.TimeoutExpired:
         return f"{part}: not done in {seconds:.0f} s"
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # engine cores and schedulers too
-        except ProcessLookupError:
-            pass
         process.wait()
 
 

@@ -102,7 +102,7 @@ def plan(
 
 
 def table(config: dict[str, Any], chip: str, context: int) -> str:
-    """A tuned table (JSON) whose entries send this model's linears and decode attention to the kernels that ours ship for.
+    """A tuned table (JSON) that sends this model's linears and decode attention to our kernels.
 
     config: a Llama's config.json; context: the longest. No speed was measured, and the table says so.
     """

@@ -2,9 +2,9 @@
 
 A request carries a task, plain JSON: {"folder", "run", "sequence", "at", "total", "tokens"}. Each step of it gives one
 row of logits. The row of run HOST is kept in folder/logits.f32, at `at` + how many came before it, of `total`; rows of
-all other runs are compared with what is kept there. Then all tokens but the text's are ruled out, so that the sampler,
-whatever it does, takes that one. The file, and not memory, since runs may be in different processes. What was found of a
-sequence is a line of folder/RUN.jsonl.
+all other runs are compared with what is kept there (a file, since runs may be in different processes). Then all tokens
+but the text's are ruled out, so that the sampler, whatever it does, takes that one. What was found of a sequence is a
+line of folder/RUN.jsonl.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _kept: dict[tuple[str, int, int], torch.Tensor] = {}
 
 @dataclass
 class Progress:
-    """One request: its task, and of each step so far the divergence, the token's log-probability, is the best the same."""
+    """One request: its task, and of each step so far what `compare` found."""
 
     task: dict[str, Any]
     kl: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ def compare(
 
 
 def step(logits: torch.Tensor, requests: list[tuple[int, Progress]]) -> None:
-    """One step of an engine: (row of logits [batch, vocabulary], request) of all that are forced; logits are changed."""
+    """One step of an engine: logits [batch, vocabulary], which are changed, and (row, request) of those forced."""
     requests = [(row, r) for row, r in requests if r.done < len(r.task["tokens"])]
     if not requests:
         return

@@ -1,4 +1,4 @@
-"""Of quality.py: SGLang, with a custom logit processor that forces tokens and compares logits (quality_record)."""
+"""Of quality.py: SGLang, with a logit processor that forces tokens and compares logits (quality_record.py)."""
 
 from __future__ import annotations
 

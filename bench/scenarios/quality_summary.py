@@ -107,9 +107,8 @@ def problem(metrics: dict[str, float], ratio: float, perplexity_limit: float) ->
         return f"not measured: {', '.join(missing)}"
     problems = []
     if metrics["kl_patched"] > ratio * metrics["kl_other"]:
-        problems.append(
-            f"KL to the patched host is {metrics['kl_patched']:.3g}, over {ratio} x the host's own {metrics['kl_other']:.3g}"
-        )
+        kl, own = metrics["kl_patched"], metrics["kl_other"]
+        problems.append(f"KL to the patched host is {kl:.3g}, over {ratio} times the host's own {own:.3g}")
     if not abs(metrics["perplexity_rel_patched"]) <= perplexity_limit:
         problems.append(
             f"perplexity differs by {metrics['perplexity_rel_patched']:+.3%}, over {perplexity_limit:.2%}"

@@ -1,4 +1,4 @@
-"""Of quality.py: vLLM, with a logits processor of its own API that forces tokens and compares logits (quality_record)."""
+"""Of quality.py: vLLM, with a logits processor that forces tokens and compares logits (quality_record.py)."""
 
 from __future__ import annotations
 
