@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+# Looking for a GPU must not start CUDA here, or the engine's process, made of this one, could not use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 import torch
 
 if not torch.cuda.is_available():
