@@ -4,13 +4,14 @@
 
 The text's own tokens are forced (teacher-forced), so that all runs see the same context, in decode steps (batches of
 32, 8 and 1 sequences, over the whole vocabulary, exactly) and in prefills (over the host's best tokens, the others as
-one: a lower bound of the divergence). Runs: the host; the host in another order in batches of half the size (`other`:
-what a user sees anyway); on the way, in another order in batches as large, and once more as it was (`order`, `again`);
-and with FastKernels. Goals, over all decoded and over all prefilled tokens:
+one: a lower bound of the divergence). Runs: the host; the host in another order in batches of other sizes (`other`: what
+a request meets in a server whose load changes); beside it, in another order in batches as large, and once more as it
+was (`order`, `again`); and with FastKernels. Goals, over all decoded and over all prefilled tokens:
 
     KL(host || patched) / KL(host || other) at most --ratio;  |perplexity patched / host - 1| at most --perplexity
 
---way live patches the engine that was measured, start another one that was told so before it was built. --every-kernel
+--way live patches the engine that was measured, start another one that was told so before it was built; engine has our
+own engine in its place. --every-kernel
 has a table that sends the model's shapes to our linear and attention kernels, which else run only where they are known
 to be faster. The exit status is 1 where a goal is missed or could not be measured.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -49,14 +51,11 @@ class Runs:
     """In a process of its own: an engine and what is asked of it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        if args.host == "vllm":
-            from quality_vllm import Engine
-        else:
-            from quality_sglang import Engine  # type: ignore[assignment]
+        module = f"quality_{'fastkernels' if args.child == 'engine' else args.host}"
         self.args, self.folder = args, args.folder
         self.plan = Plan.load(args.folder / "plan.json")
-        options = {**SETTINGS, **json.loads(args.engine)}
-        self.engine = Engine(str(args.model), options, TOP)
+        options = {**SETTINGS, **(json.loads(args.engine) if args.child != "engine" else {})}
+        self.engine = importlib.import_module(module).Engine(str(args.model), options, TOP)
 
     def forced(self, run: str, batch: list[int], new: int | None = None) -> None:
         """Decode steps of these sequences; only `new` tokens of each where it is given."""
@@ -104,7 +103,7 @@ class Runs:
     def note(self, rows: list[dict[str, Any]]) -> None:
         kernels: dict[str, int] = {}
         try:
-            kernels = self.traced()
+            kernels = self.traced() if self.args.child != "engine" else {}
         except Exception as error:
             print(f"no trace: {type(error).__name__}: {error}", flush=True)
         versions = {self.args.host: self.engine.version()}
@@ -126,6 +125,10 @@ class Runs:
     def host(self) -> None:
         for run in (HOST, *self.args.others.split(",")):
             self.run(run)
+
+    def ours(self) -> None:
+        self.run("patched")
+        self.note(self.engine.rows())
 
     def start(self) -> None:
         from fk_integrations import reports
@@ -171,6 +174,8 @@ def measure(args: argparse.Namespace) -> list[str]:
         clean |= {"FASTKERNELS_CANDIDATES": candidates} if candidates else {}
         patched = {**clean, "FASTKERNELS": "1", "FASTKERNELS_REPORT": str(args.folder / "reports")}
         parts = [("host", clean), ("start", patched)]
+    elif args.way == "engine":
+        parts = [("host", clean), ("engine", clean)]
     return [e for part, env in parts if (e := child(args, part, env, until - time.monotonic()))]
 
 
@@ -282,7 +287,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="rows are appended (JSONL)")
     parser.add_argument("--text", type=Path, help="default: Python's own help texts")
-    parser.add_argument("--way", choices=("live", "start"), default="live")
+    parser.add_argument("--way", choices=("live", "start", "engine"), default="live")
     parser.add_argument("--every-kernel", action="store_true", help="our linears and attention at any speed")
     parser.add_argument(
         "--decode", type=pairs, default=pairs("32:20480,8:4096,1:1024"), help="batch:tokens, ..."
@@ -305,12 +310,12 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, help="where logits are kept meanwhile: 0.2 MB a token")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--child", choices=("live", "host", "start"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("live", "host", "start", "engine"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         runs = Runs(args)
         try:
-            getattr(runs, args.child)()
+            runs.ours() if args.child == "engine" else getattr(runs, args.child)()
         finally:
             runs.engine.close()
         return

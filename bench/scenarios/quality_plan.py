@@ -59,17 +59,22 @@ class Plan:
     def batches(self, phase: str, run: str) -> list[list[int]]:
         """Numbers of the sequences that are served together, of a phase ('decode', 'prefill') in a run.
 
-        'order' is another order in batches as large, 'other' another order in batches of half the size (of two instead
-        of one); all other runs have the text's order.
+        'order' is another order in batches as large, 'other' another order in batches of other sizes, drawn from all
+        that are smaller (2 to 8 instead of 1); all other runs have the text's order.
         """
         sequences: list[Sequence] = getattr(self, phase)
         found = []
         for batch in dict.fromkeys(s.batch for s in sequences):
             numbers = [i for i, s in enumerate(sequences) if s.batch == batch]
+            rng = random.Random(f"{self.seed} {run} {batch}")
             if run in ("other", "order"):
-                random.Random(f"{self.seed} {run} {batch}").shuffle(numbers)
-            size = batch if run != "other" else batch // 2 or 2
-            found += [numbers[i : i + size] for i in range(0, len(numbers), size)]
+                rng.shuffle(numbers)
+            while numbers:
+                size = (
+                    batch if run != "other" else rng.randrange(1, batch) if batch > 1 else rng.randint(2, 8)
+                )
+                found.append(numbers[:size])
+                del numbers[:size]
         return found
 
 
