@@ -4,9 +4,9 @@
 
 The text's own tokens are forced (teacher-forced), so that all runs see the same context, in decode steps (batches of
 32, 8 and 1 sequences, over the whole vocabulary, exactly) and in prefills (over the host's best tokens, the others as
-one: a lower bound of the divergence). Runs: the host; the host in another order in batches of other sizes (`other`: what
-a request meets in a server whose load changes); beside it, in another order in batches as large, and once more as it
-was (`order`, `again`); and with FastKernels. Goals, over all decoded and over all prefilled tokens:
+one: a lower bound of the divergence). Runs: the host; the host in another order in batches of other sizes (`other`:
+what a request meets in a server whose load changes); beside it, in another order in batches as large, and once more as
+it was (`order`, `again`); and with FastKernels. Goals, over all decoded and over all prefilled tokens:
 
     KL(host || patched) / KL(host || other) at most --ratio;  |perplexity patched / host - 1| at most --perplexity
 

@@ -61,7 +61,8 @@ def kept(folder: str, total: int, vocabulary: int) -> torch.Tensor:
     key = (folder, total, vocabulary)
     if key not in _kept:
         path = Path(folder, LOGITS)
-        _kept[key] = torch.from_file(str(path), shared=True, size=total * vocabulary).view(total, vocabulary)
+        file = torch.from_file(str(path), shared=True, size=total * vocabulary, dtype=torch.float32)
+        _kept[key] = file.view(total, vocabulary)
     return _kept[key]
 
 
