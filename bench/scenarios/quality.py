@@ -55,7 +55,16 @@ class Runs:
         self.args, self.folder = args, args.folder
         self.plan = Plan.load(args.folder / "plan.json")
         options = {**SETTINGS, **(json.loads(args.engine) if args.child != "engine" else {})}
-        self.engine = importlib.import_module(module).Engine(str(args.model), options, TOP)
+        engine = importlib.import_module(module).Engine
+        self.engine = engine(str(args.model), options, TOP)
+        try:
+            self.forced("check", self.plan.batches("decode", "check")[0][:2], 4)
+        except Exception as error:
+            if not hasattr(engine, "plain"):
+                raise
+            print(f"again with {engine.plain}, since {type(error).__name__}: {error}", flush=True)
+            self.engine.close()
+            self.engine = engine(str(args.model), {**options, **engine.plain}, TOP)
 
     def forced(self, run: str, batch: list[int], new: int | None = None) -> None:
         """Decode steps of these sequences; only `new` tokens of each where it is given."""
@@ -107,8 +116,9 @@ class Runs:
         except Exception as error:
             print(f"no trace: {type(error).__name__}: {error}", flush=True)
         versions = {self.args.host: self.engine.version()}
+        runner = getattr(self.engine, "runner", None)  # which of vLLM's model runners it was
         (self.folder / "live.json").write_text(
-            json.dumps({"rows": rows, "versions": versions, "kernels": kernels})
+            json.dumps({"rows": rows, "versions": versions, "kernels": kernels, "runner": runner})
         )
 
     def live(self) -> None:
@@ -186,7 +196,8 @@ def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[s
     from quality_summary import problem
 
     live = args.folder / "live.json"
-    noted = json.loads(live.read_text()) if live.exists() else {"rows": [], "versions": {}, "kernels": {}}
+    nothing: dict[str, Any] = {"rows": [], "versions": {}, "kernels": {}, "runner": None}
+    noted = json.loads(live.read_text()) if live.exists() else nothing
     active = [r for r in noted["rows"] if r["state"] == "active" and r["calls"] > 0]
     common: dict[str, Any] = {
         "run_id": f"quality-{args.host}", "command": "quality", "machine": machine.machine(), "baseline": args.host,
@@ -210,7 +221,7 @@ def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[s
         )
     wrong = "; ".join([*errors, *([] if active else ["nothing of ours ran"])])
     status = Status.FAILED if wrong else Status.OK
-    case = {"kind": "live", **setting, "rows": noted["rows"], "kernels": noted["kernels"]}
+    case = {"kind": "live", **setting, **{name: noted[name] for name in ("rows", "kernels", "runner")}}
     rows.append(Row(**common, status=status, reason=wrong, case=case))
     append(args.out, rows)
     show(args, found, noted, wrong)

@@ -99,3 +99,31 @@ def step(logits: torch.Tensor, requests: list[tuple[int, Progress]]) -> None:
     logits[rows, tokens] = 0.0
     for (_, request), kl, logprob, same in zip(requests, *values, strict=True):
         request.add(kl, logprob, same)
+
+
+def force_in(sampler: Any) -> None:
+    """Make of a sampler one whose requests with a task take the task's tokens; it stays what it is for all others.
+
+    sampler: of vLLM's second model runner, or one with its two methods: add_request(req_idx, prompt_len,
+    sampling_params) and sampler(logits, input_batch), where input_batch.idx_mapping_np has the req_idx of each row.
+    """
+    base = type(sampler)
+
+    class Forcing(base):  # type: ignore[misc, valid-type]
+        def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
+            super().add_request(req_idx, prompt_len, sampling_params)
+            task = (sampling_params.extra_args or {}).get("task")
+            if task is None:
+                self.tasks.pop(req_idx, None)
+            else:
+                self.tasks[req_idx] = Progress(task)
+
+        def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
+            rows = enumerate(input_batch.idx_mapping_np.tolist())
+            forced = [(row, self.tasks[i]) for row, i in rows if i in self.tasks]
+            if forced:
+                logits = logits.to(torch.float32, copy=True)
+                step(logits, forced)
+            return super().__call__(logits, input_batch)
+
+    sampler.__class__, sampler.tasks = Forcing, {}

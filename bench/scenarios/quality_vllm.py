@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
-from quality_record import Progress, step
+from quality_record import Progress, force_in, step
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
@@ -44,16 +44,36 @@ class Forced(AdapterLogitsProcessor):
         return logits
 
 
+class Extension:
+    """More methods of vLLM's worker."""
+
+    def force_tokens(self) -> bool:
+        """Whether the worker has the second model runner, which takes no logits processors; its sampler forces now."""
+        sampler = self.model_runner.sampler  # type: ignore[attr-defined]
+        if not type(sampler).__module__.startswith("vllm.v1.worker.gpu.sample"):
+            return False
+        force_in(sampler)
+        return True
+
+
+PROCESSORS = {"logits_processors": ["quality_vllm:Forced"]}
+
+
 class Engine:
+    """With logits processors in its options an engine has vLLM's first model runner, on a GPU else the second."""
+
+    plain = PROCESSORS  # options that need nothing but vLLM's documented interface
+
     def __init__(self, model: str, options: dict[str, Any], top: int) -> None:
-        cpu: dict[str, Any] = {} if torch.cuda.is_available() else {"enforce_eager": True}
+        cpu: dict[str, Any] = {} if torch.cuda.is_available() else {"enforce_eager": True, **PROCESSORS}
         if cpu and torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # vLLM's attention asks no permission, and a short first prompt would be its end
         self.top = top
         self.target = LLM(
-            model, logits_processors=["quality_vllm:Forced"], dtype="bfloat16", seed=0, max_num_seqs=32,
-            enable_prefix_caching=False, **{"gpu_memory_utilization": 0.4, **cpu, **options},
+            model, dtype="bfloat16", seed=0, max_num_seqs=32, enable_prefix_caching=False,
+            worker_extension_cls="quality_vllm.Extension", **{"gpu_memory_utilization": 0.4, **cpu, **options},
         )  # fmt: skip
+        self.runner = 2 if all(self.target.collective_rpc("force_tokens")) else 1
 
     def version(self) -> str:
         import vllm

@@ -9,8 +9,10 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,6 +115,48 @@ def test_forced_steps_compare_each_sequence_with_itself_in_any_order(tmp_path: P
         assert (sum(wanted) > 1e-3) == (i == 2)
         own = [float(p.log_softmax(-1)[t]) for (p, _), t in zip(steps, plan.decode[i].tokens, strict=True)]
         assert runs[record.HOST][i]["logprob"] == pytest.approx(own, abs=1e-6)
+
+
+class Greedy:
+    """A sampler of the kind that vLLM's second model runner has."""
+
+    def __init__(self) -> None:
+        self.added: list[int] = []
+
+    def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
+        self.added.append(req_idx)
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> torch.Tensor:
+        return logits.argmax(-1)
+
+
+def test_a_sampler_forces_the_requests_that_have_a_task_wherever_their_rows_are(tmp_path: Path) -> None:
+    sampler = Greedy()
+    record.force_in(sampler)
+    for req_idx, tokens in ((5, [1, 2, 3]), (2, None), (7, [30, 31, 32])):
+        task = {"folder": str(tmp_path), "run": record.HOST, "sequence": req_idx, "at": req_idx, "total": 10}
+        extra = None if tokens is None else {"task": {**task, "tokens": tokens}}
+        sampler.add_request(req_idx, 4, SimpleNamespace(extra_args=extra))
+    assert sampler.added == [5, 2, 7]
+    for step, order in enumerate(([5, 2, 7], [7, 5, 2], [2, 7, 5], [2, 5, 7])):
+        logits = torch.stack([true_logits(i, step) for i in order]).bfloat16()
+        before = logits.clone()
+        found = sampler(logits, SimpleNamespace(idx_mapping_np=np.array(order)))
+        free = {i: int(t) for i, t in zip(order, before.argmax(-1), strict=True)}
+        wanted = {5: [1, 2, 3, free[5]], 2: [free[2]] * 4, 7: [30, 31, 32, free[7]]}
+        assert found.tolist() == [wanted[i][step] for i in order] and torch.equal(logits, before)
+    lines = summary.read(tmp_path / f"{record.HOST}.jsonl")
+    for i in (5, 7):
+        own = [
+            float(true_logits(i, s).bfloat16().double().log_softmax(-1)[t])
+            for s, t in enumerate(wanted[i][:3])
+        ]
+        assert lines[i]["logprob"] == pytest.approx(own, abs=1e-6)
+    sampler.add_request(7, 4, SimpleNamespace(extra_args=None))  # the place is somebody else's now
+    assert (
+        sampler(logits, SimpleNamespace(idx_mapping_np=np.array(order))).tolist()
+        == before.argmax(-1).tolist()
+    )
 
 
 def test_a_text_is_cut_without_overlap_and_served_in_the_order_of_the_run() -> None:
