@@ -189,6 +189,18 @@ def measure(args: argparse.Namespace) -> list[str]:
     return [e for part, env in parts if (e := child(args, part, env, until - time.monotonic()))]
 
 
+def idle(rows: list[dict[str, Any]], every: bool) -> list[str]:
+    """What should have run and did not: anything at all; `every`: the ops that only run by a table."""
+    ran = {r["op"] for r in rows if r["state"] == "active" and r["calls"] > 0}
+    wanted = {"linear": {"linear"}, "attention": {"attention", "attention_decode"}} if every else {}
+    found = [] if ran else ["nothing of ours ran"]
+    for op, names in wanted.items():
+        if not ran & names:
+            why = [r.get("reason") or json.dumps(r.get("left", {})) for r in rows if r["op"] in names]
+            found.append(f"{op} did not run: {'; '.join(dict.fromkeys(why)) or 'it is not in the report'}")
+    return found
+
+
 def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[str]) -> int:
     """Rows of what was found; the number of those that are not right. A row of one batch size has no goal."""
     from fk_bench import machine
@@ -198,7 +210,6 @@ def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[s
     live = args.folder / "live.json"
     nothing: dict[str, Any] = {"rows": [], "versions": {}, "kernels": {}, "runner": None}
     noted = json.loads(live.read_text()) if live.exists() else nothing
-    active = [r for r in noted["rows"] if r["state"] == "active" and r["calls"] > 0]
     common: dict[str, Any] = {
         "run_id": f"quality-{args.host}", "command": "quality", "machine": machine.machine(), "baseline": args.host,
         "commit": machine.commit(), "versions": noted["versions"],
@@ -219,7 +230,9 @@ def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[s
         rows.append(
             Row(**common, status=status, reason=wrong, case=case, metrics=group["metrics"], ci95=ci95)
         )
-    wrong = "; ".join([*errors, *([] if active else ["nothing of ours ran"])])
+    wrong = "; ".join(
+        [*errors, *idle(noted["rows"], args.every_kernel and machine.machine().gpu is not None)]
+    )
     status = Status.FAILED if wrong else Status.OK
     case = {"kind": "live", **setting, **{name: noted[name] for name in ("rows", "kernels", "runner")}}
     rows.append(Row(**common, status=status, reason=wrong, case=case))

@@ -235,6 +235,24 @@ def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
     assert not summary.problem({**metrics, "kl_other": 0.0, "kl_patched": 0.0}, 1.2, 0.5)
 
 
+def test_a_kernel_that_should_have_run_and_did_not_is_said() -> None:
+    from quality import idle
+
+    def row(op: str, calls: int, reason: str = "", state: str = "active") -> dict[str, Any]:
+        return {
+            "op": op,
+            "state": state,
+            "calls": calls,
+            "reason": reason,
+            "left": {"why": 3} if not reason else {},
+        }
+
+    assert idle([row("rms_norm", 5)], every=False) == [] and idle([], every=False) == ["nothing of ours ran"]
+    assert idle([row("linear", 5), row("attention", 1)], every=True) == []
+    linear, attention = idle([row("linear", 0, "no such shape", "off"), row("attention", 0)], every=True)[1:]
+    assert linear == "linear did not run: no such shape" and '{"why": 3}' in attention
+
+
 def test_a_sequence_that_one_run_lacks_counts_for_none(tmp_path: Path) -> None:
     plan = small_plan()
     for run in (record.HOST, "other", "patched"):
