@@ -25,7 +25,7 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-# on a machine with an H200 and our package: docs/performance-log.md. MODEL, VLLM, SGLANG, TOKENIZER, OUT: see the script
+# on a machine with an H200 and our package: docs/performance-log.md. MODEL, VLLM, SGLANG, TOKENIZER, OUT, TABLES: see the script
 bench-h200:
 	@PYTHON=$(PYTHON) bash bench/h200.sh
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Every figure of docs/performance-log.md and of the README's first table, measured anew on this GPU; rows in $OUT.
+# Every figure of docs/performance-log.md and of the README's tables, measured anew on this GPU; rows in $OUT.
 #   make bench-h200 MODEL=folder [VLLM=python of its environment] [SGLANG=the same] [OUT=folder]
 #   make bench-h200 TOKENIZER=folder ...     makes a random checkpoint of Llama-3.1-8B's shapes, with that tokenizer
 #   make bench-h200 TEXT_MODEL=folder ...    quality, too: a small model with real weights, such as SmolLM2-135M-Instruct
+# The tables of README.md and docs/ made of these rows go to $OUT/tables.md; TABLES=1 puts rows and tables in their places.
 # RUN=echo says what would run. A part that fails is said, and the rest runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -26,23 +27,28 @@ part kernels $FK kernels all --cases captured,random --rounds 8 --out "$OUT/kern
 part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-1"
 part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-2"
 part agreement $FK diff "$OUT/again-1" "$OUT/again-2"
-part explain $FK explain llama-3.1-8b --batch 1,8,32,256 --out "$OUT/explain"
+for name in llama-3.1-8b qwen3-8b mixtral-8x7b; do  # 576: what a sequence of the servers below has on average
+    part explain $FK explain $name --batch 1,8,32,256 --context 576 --compilers --out "$OUT/explain"
+done
 part start $FK e2e llama-3.1-8b --startup --load-format dummy --dtype bfloat16 --rounds 2 --out "$OUT/startup"
 
+called=()
 if [ -z "${MODEL:-}" ]; then
-    MODEL=$OUT/model
+    MODEL=$OUT/model called=(--model-name "Llama-3.1-8B shapes, random weights")
     part model $PYTHON bench/scenarios/make_checkpoint.py "$MODEL" ${TOKENIZER:+--tokenizer "$TOKENIZER"}
 fi
-lanes=fastkernels pythons=()
+lanes="" pythons=()  # the first lane is what the others are compared with
 for host in VLLM SGLANG; do
     name=${host,,} path=${!host:-}
     [ -n "$path" ] && [ -n "${TEXT_MODEL:-}" ] && part "quality-$name" "$path" bench/scenarios/quality.py --host $name \
         --model "$TEXT_MODEL" --every-kernel --out "$OUT/quality.jsonl"
-    [ -n "$path" ] && lanes+=",$name,$name+fk" && pythons+=(--python "$name=$path")
+    [ -n "$path" ] && lanes+="$name,$name+fk," && pythons+=(--python "$name=$path")
 done
-part servers $FK serve-compare --model "$MODEL" --lanes "$lanes" "${pythons[@]}" --concurrency 1,8,32,128 \
+part servers $FK serve-compare --model "$MODEL" --lanes "${lanes}fastkernels" "${pythons[@]}" --concurrency 1,8,32,128 \
     --num-prompts 3,16,64,256 --rounds 5 --input-len 512 --output-len 128 --agreement-prompts 2 --min-agreement 0 \
     --out "$OUT/servers"
+part tables $FK tables --results "$OUT" "${called[@]}" --out "$OUT/tables.md"
+[ -z "${TABLES:-}" ] || part documents $FK tables --take "$OUT" "${called[@]}"
 
 [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}; all else is in $OUT"; exit 1; }
 echo "all in $OUT"

@@ -15,6 +15,7 @@ from fastkernels.overrides.l1 import grouped_topk, moe_align, moe_sum, topk_soft
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
 from fastkernels.overrides.l2 import fused_experts, sparse_moe
 from fastkernels.overrides.l3 import _layer_calls, mixtral_decoder_layer
+from fastkernels.spec import Case
 
 INF, NAN = math.inf, math.nan
 
@@ -384,6 +385,15 @@ def test_layer_is_its_reference(target: Any) -> None:
         given = None if before is None else before.clone()
         for got, wanted in zip(layer(positions, x.clone(), residual=given, **batch), want, strict=True):
             close(got, wanted)
+
+
+def test_no_token_of_a_case_is_between_two_experts() -> None:
+    """Else a right router of another rounding gives another output, and is called wrong."""
+    case = Case("c", {"tokens": 600, "experts": 60, "topk": 8, "hidden": 64, "intermediate": 8}, "bfloat16")
+    x, gate, *_ = sparse_moe.SPEC.inputs(case, "cpu", torch.Generator().manual_seed(3))
+    exact = x.double() @ gate.double().t()
+    rounded = (x @ gate.t()).topk(8).indices
+    assert torch.equal(exact.topk(8).indices.sort().values, rounded.sort().values)
 
 
 def test_block_says_what_is_wrong() -> None:

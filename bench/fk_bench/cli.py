@@ -54,6 +54,10 @@ COMMANDS = {
     ),
     "diff": ("commands:diff_command", "two runs compared, the regression gate"),
     "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
+    "tables": (
+        "tables:tables_command",
+        "the tables of README.md and docs/, made anew from bench/results, or checked",
+    ),
 }
 _HELP = "Measure kernels where they are used: alone, in whole models, and in real serving hosts."
 

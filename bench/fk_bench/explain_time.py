@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastkernels import registry
+from fastkernels import registry, tuned
 from fastkernels.spec import Case, OpSpec
 
 from . import machine
@@ -25,6 +25,7 @@ from .judge.timing import Samples
 
 OURS = "ours/"  # before the name of a provider of our own op
 REFERENCE = OURS + "reference"
+TUNED = OURS + "tuned"  # what dispatch takes for the call, by the chip's table
 # What the hosts themselves call, by the judge's names of baselines. Libraries' kernels are the same under our op.
 HOSTS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm", "fa3", "cublas", "onednn", "torch"),
@@ -84,7 +85,10 @@ def contenders(op: str, device: str, compilers: bool = False) -> list[Contender]
         for b in offered
         if compilers or b.kind != "compiler"
     ]
-    for provider, absent in registry.get(op).op.order(device):
+    ours = registry.get(op).op
+    if ours.key is not None and tuned.entries(op, tuned.chip_of(device)):
+        found.append(Contender(TUNED, "ours", partial(_itself, ours.run)))
+    for provider, absent in ours.order(device):
         made = partial(_itself, provider.fn)
         found.append(Contender(OURS + provider.name, "ours", made, provider.supports, (), absent))
     return found

@@ -34,8 +34,9 @@ from fastkernels.spec import Case
 SPEC = registry.get("attention_decode")
 PROVIDERS = {p.name: p for p in SPEC.op.providers}
 COMPILE_S = 100
+MOST_TOKENS = 1 << 19  # of a case: 64 GiB in 32 layers
 LAYERS, COLD = 32, 256 << 20  # bytes that one pass over the calls of a graph reads at least
-CAPACITY = 8192  # what a server's graphs are captured for
+CAPACITY = 8192  # what a server's graphs are captured for, in the cases of mixed lengths
 
 
 class Layout(NamedTuple):
@@ -115,11 +116,12 @@ def compile_flashinfer() -> None:
             PROVIDERS["flashinfer"].fn(*SPEC.inputs(case, "cuda", torch.Generator("cuda")))
 
 
-def compile_all() -> None:
+def compile_all(sets: str | None) -> None:
     parts = max(1, (os.cpu_count() or 2) - 2)
     shares = [f"{i}/{parts}" for i in range(parts)]
     shares += ["flashinfer"] if PROVIDERS["flashinfer"].unavailable("cuda") is None else []
-    command = [sys.executable, __file__, "--out", os.devnull, "--compile"]
+    given = ["--block-size", str(LLAMA.block_size), *(["--sets", sets] if sets else [])]
+    command = [sys.executable, __file__, "--out", os.devnull, *given, "--compile"]
     workers = [subprocess.Popen([*command, share]) for share in shares]
     finish(workers, COMPILE_S)
 
@@ -253,8 +255,9 @@ def xqa(q: torch.Tensor, *args: Any) -> torch.Tensor:
 class Caches:
     """Keys and values of all layers, as many tokens as the largest case has."""
 
-    def __init__(self, run: Run, layout: Layout, tokens: int, layers: int) -> None:
+    def __init__(self, run: Run, layout: Layout, tokens: int, layers: int, capacity: int = 0) -> None:
         self.run, self.layout, self.blocks = run, layout, -(-tokens // layout.block_size)
+        self.capacity = capacity  # 0: as long as the context
         shape = (layers, self.blocks, layout.block_size, layout.kv_heads, layout.head_size)
         dtype = torch.float16 if run.quick else torch.bfloat16
         self.keys, self.values = (run.randn(*shape, dtype=dtype) for _ in "kv")
@@ -280,7 +283,8 @@ class Caches:
             table = order[i * batch * width : (i + 1) * batch * width].view(batch, width)
             for keys, values in zip(self.keys, self.values, strict=True):
                 q = run.randn(batch, layout.heads, layout.head_size, dtype=keys.dtype)
-                scalars = [CAPACITY if ragged else context, layout.head_size**-0.5, -1, 0.0]
+                longest_ever = self.capacity or (CAPACITY if ragged else context)
+                scalars = [longest_ever, layout.head_size**-0.5, -1, 0.0]
                 found.append([q, keys, values, lens, table, *scalars])
         return found
 
@@ -306,6 +310,8 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
     for n, us in times.items():
         provider, p, _ = named[n]
         case = {"model": model, "batch": batch, "context": context, "params": label(p)}
+        case |= {"capacity": caches.capacity} if caches.capacity else {}
+        case |= {"block_size": caches.layout.block_size} if caches.layout.block_size != 16 else {}
         run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6, quiet=True)
     kinds = {k: [n for n in times if named[n][0] == k] for k in ("triton", "fa3", "flashinfer")}
     kinds["split"] = ours
@@ -327,12 +333,11 @@ def timed(
     return {n: us / len(calls) for n, us in passes.items()}
 
 
-def time_all(run: Run, batches: list[int], contexts: list[int]) -> None:
+def time_all(run: Run, batches: list[int], contexts: list[int], capacity: int) -> None:
     if run.quick:
-        return time_case(run, "tiny", Caches(run, Layout(4, 2, 16), 256, 2), 2, 33)
-    most = {c: 32 if c >= 8192 else 256 for c in contexts}
-    cases = [(b, c) for b in batches for c in contexts if b <= most[c]]
-    caches = Caches(run, LLAMA, max(b * c for b, c in cases), LAYERS)
+        return time_case(run, "tiny", Caches(run, Layout(4, 2, 16), 256, 2, capacity), 2, 33)
+    cases = [(b, c) for b in batches for c in contexts if b * c <= MOST_TOKENS]
+    caches = Caches(run, LLAMA, max(b * c for b, c in cases), LAYERS, capacity)
     for batch, context in cases:
         if run.left() > 0:
             time_case(run, "llama-8b", caches, batch, context)
@@ -341,7 +346,7 @@ def time_all(run: Run, batches: list[int], contexts: list[int]) -> None:
             time_case(run, "ragged", caches, batch, 1024, ragged=True)
     del caches
     for model, layout in OTHERS.items():
-        caches = Caches(run, layout, 32 * 2048, LAYERS)
+        caches = Caches(run, layout, 32 * 2048, LAYERS, capacity)
         for batch, context in ((1, 2048), (4, 128), (32, 2048)):
             if run.left() > 0:
                 time_case(run, model, caches, batch, context)
@@ -352,6 +357,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
+    global LLAMA, OTHERS
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -359,10 +365,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--batch", default="1,32,8,64,256")
     parser.add_argument("--context", default="2048,512,8192")
+    parser.add_argument("--block-size", type=int, default=16, help="keys of a block; SGLang has 1")
+    parser.add_argument("--capacity", type=int, default=0, help="what the graphs are for; 0: the context")
+    parser.add_argument(
+        "--sets", help="instead of the kernel's: per_sm/block_n/warps/stages/min_split/even,..."
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
     options = parser.parse_args()
+    if options.block_size != LLAMA.block_size:
+        LLAMA, OTHERS = LLAMA._replace(block_size=options.block_size), {}
+    if options.sets:
+        split.PARAMS = tuple(split._set(*map(int, text.split("/"))) for text in options.sets.split(","))
     if options.compile == "flashinfer":
         return compile_flashinfer()
     if options.compile:
@@ -373,13 +388,13 @@ def main() -> None:
         print(f"{name}: {PROVIDERS[name].unavailable('cuda') or 'there'}", flush=True)
     with torch.inference_mode():
         if run.cuda and not run.quick:
-            compile_all()
+            compile_all(options.sets)
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         check_all(run)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
         rope_store.run_all(run)
         run.op = "attention_decode"
-        time_all(run, numbers(options.batch), numbers(options.context))
+        time_all(run, numbers(options.batch), numbers(options.context), options.capacity)
     print("\n".join(["", *run.summary, f"{run.wrong} wrong, {time.monotonic() - begin:.0f} s"]), flush=True)
     raise SystemExit(1 if run.wrong else 0)
 

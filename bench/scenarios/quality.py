@@ -11,9 +11,8 @@ it was (`order`, `again`); and with FastKernels. Goals, over all decoded and ove
     KL(host || patched) / KL(host || other) at most --ratio;  |perplexity patched / host - 1| at most --perplexity
 
 --way live patches the engine that was measured, start another one that was told so before it was built; engine has our
-own engine in its place. --every-kernel
-has a table that sends the model's shapes to our linear and attention kernels, which else run only where they are known
-to be faster. The exit status is 1 where a goal is missed or could not be measured.
+own engine in its place. --every-kernel has a table that sends the model's shapes to our linear and attention kernels,
+which else run only where they are known to be faster. The exit status is 1 where a goal is missed or not measured.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,16 +35,10 @@ from quality_plan import OTHERS, Plan, english, plan, table, tokens_of
 from quality_record import HOST, write
 
 TOP = 20  # tokens whose probabilities are compared one by one in a prefill
-OURS = (
-    "_",
-    "skinny_linear",
-    "wgmma_linear",
-    "fastkernels::",
-)  # how the names of our kernels begin in a trace
-SETTINGS = {
-    "max_model_len": 1024,
-    "max_num_batched_tokens": 16384,
-}  # a batch's prompts in one step: no partial ones
+# How the names of our kernels begin in a trace; _Z is how C++ spells other people's.
+OURS = re.compile(r"_(?![ZC])\w+$|skinny_linear|wgmma_linear|fastkernels::")
+# A batch's prompts fit into one step: a partial one would be a row of logits of its own.
+SETTINGS = {"max_model_len": 1024, "max_num_batched_tokens": 16384}
 
 
 class Runs:
@@ -103,11 +97,7 @@ class Runs:
         self.forced("trace", self.plan.batches("decode", "trace")[0], 8)
         replies = host.call(self.engine.target, Request("trace_stop"))
         launches = [item for r in replies for item in r["kernels"].items()]
-        return {
-            name: n
-            for name, n in launches
-            if name.startswith(OURS) and "::" not in name.removeprefix("fastkernels::")
-        }
+        return {name: n for name, n in launches if OURS.match(name)}
 
     def note(self, rows: list[dict[str, Any]]) -> None:
         kernels: dict[str, int] = {}

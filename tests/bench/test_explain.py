@@ -20,7 +20,7 @@ from fk_bench.model_configs import load_config
 from fk_bench.rows import Row, Status
 from support_bench import fk_bench, last_json
 
-from fastkernels import registry
+from fastkernels import registry, tuned
 from fastkernels.spec import Case
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +122,22 @@ def test_a_cpu_does_not_time_what_is_for_a_gpu() -> None:
     case = Case("big", {"tokens": (1,), "in": 4096, "out": 4096})
     found = explain_time.measure("linear", case, "cpu", "vllm")
     assert found.best is None and "GPU only" in found.reasons["host"] == found.reasons["ours"]
+
+
+def test_ours_is_what_the_chips_table_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, shape = registry.get("linear").op, {"N": 33, "K": 64, "dtype": "float32"}
+    won: dict[str, Any] = {"speedup": 1.2, "ci95": (1.1, 1.3)}
+    entry = tuned.Entry("linear", shape, {"M": 8}, "reference", "onednn", "r1", **won)
+    path = tmp_path / "cpu.json"
+    path.write_text(tuned.Table("cpu", {"r1": {}}, (entry,)).to_json())
+    for put in (path, None):
+        monkeypatch.setenv("FASTKERNELS_TUNED", str(put)) if put else monkeypatch.delenv("FASTKERNELS_TUNED")
+        tuned._by_op.cache_clear()
+        linear.reset()
+        found = explain_time.measure(
+            "linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm"
+        )
+        assert found.ours is not None and (found.ours.name == "ours/tuned") is (put is not None), found
 
 
 def contender(name: str, fn: Callable[..., Any], kind: str = "library", **more: Any) -> Contender:

@@ -11,6 +11,7 @@ import typer
 from fk_bench.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
+RANDOM = "Llama-3.1-8B shapes, random weights"
 
 
 def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
@@ -22,6 +23,7 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
         "TEXT_MODEL": "s",
         "VLLM": "v/python",
         "PYTHON": "python",
+        "TABLES": "1",
     }
     env.pop("MODEL", None)
     done = subprocess.run(
@@ -43,7 +45,11 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
             scripts.add(Path(line[1]).stem)
             text = (ROOT / line[1]).read_text()
             assert all(f'"{option}"' in text for option in options), line
-    assert seen == {"kernels", "diff", "explain", "e2e", "serve-compare"} and "vllm=v/python" in lines[-1]
+    assert seen == {"kernels", "diff", "explain", "e2e", "serve-compare", "tables"}
+    servers = next(line for line in lines if "serve-compare" in line)
+    assert "vllm=v/python" in servers and "vllm,vllm+fk,fastkernels" in servers
+    (taken,) = (" ".join(line) for line in lines if "--take" in line)
+    assert taken.endswith(f"--model-name {RANDOM}")
     assert "quality" in scripts
 
 

@@ -1,0 +1,337 @@
+"""`fk-bench tables`: the documents say what the rows say, and tables of made rows have the numbers that they must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fk_bench import cli, pays, pays_points, pays_tables, tables, tables_made, tables_scenarios
+from fk_bench.config import ConfigError
+from fk_bench.rows import Machine, Row, Subject, append
+from fk_bench.tables import Results, rewritten
+
+from fastkernels import tuned
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=16)
+
+
+def row(command: str, kind: str, subject: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
+    case = {"kind": kind, **more.pop("case", {})}
+    defaults = {"run_id": "run", "time": "2026-11-22T10:00:00+00:00", "commit": "abcdef123", "machine": H200}
+    fields = {**defaults, "versions": {"torch": "2.11.0", "vllm": "0.26.0"}, **more}
+    return Row(command=command, case=case, subject=Subject(**subject), metrics=metrics, **fields)
+
+
+def served(
+    lane: str, itl: list[float], requests: int = 1, model: str = "Llama-3.1-8B shapes, random weights"
+) -> list[Row]:
+    """A lane's rounds, its 'lane' row and its summary."""
+    subject = {"lane": lane, "host": lane.removesuffix("+fk"), "model": model}
+    case = {
+        "load": "concurrency",
+        "value": requests,
+        "input_len": 512,
+        "output_len": 128,
+        "dtype": "bfloat16",
+    }
+    made = [
+        row(
+            "serve-compare",
+            "round",
+            subject,
+            {"itl_ms_p50": ms, "output_tokens_per_s": 1000 / ms},
+            case=case,
+            round=i,
+        )
+        for i, ms in enumerate(itl)
+    ]
+    ran = {"rms_norm": 65, "attention": 32} if lane.endswith("+fk") else None
+    made.append(row("serve-compare", "lane", subject, {}, case={"patched_ops": ran}))
+    return [*made, row("serve-compare", "summary", subject, {}, case=case, baseline="vllm")]
+
+
+def judged(op: str, name: str, ours: float, theirs: float, dims: dict[str, Any], **more: Any) -> Row:
+    metrics = {"time_us_p50": ours, "baseline_us_p50": theirs, "speedup": theirs / ours}
+    case = {"name": name, "source": "random", "dtype": "bfloat16", "weight": 1.0, "dims": dims}
+    return row(
+        "kernels", "case", {"op": op}, metrics, case=case, baseline=more.pop("baseline", "vllm"), **more
+    )
+
+
+def ended(op: str) -> Row:
+    return row("kernels", "op", {"op": op}, {})
+
+
+def timed(provider: str, tokens: int, out: int, us: float, params: str = "") -> Row:
+    case = {"tokens": tokens, "layer": "layer", "out": out, "in": 4096, "params": params}
+    return row("skinny_linear", "time", {"op": "linear", "provider": provider}, {"us": us}, case=case)
+
+
+# -- the documents
+
+
+def test_the_documents_say_what_the_rows_say(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["tables", "--check", "--root", str(ROOT)])
+    assert not end.value.code, capsys.readouterr().out
+
+
+def checkout(folder: Path, text: str) -> Path:
+    """A checkout of documents with a marker in the first, and rows of servers."""
+    (folder / "bench/results").mkdir(parents=True)
+    (folder / "docs").mkdir()
+    for name in tables.DOCUMENTS:
+        (folder / name).write_text("Nothing here.\n")
+    (folder / tables.DOCUMENTS[0]).write_text(text)
+    found = [*served("vllm", [4.0, 4.2, 4.4]), *served("vllm+fk", [2.0, 2.1, 2.2])]
+    append(folder / "bench/results/2026-11-22-h200-servers.jsonl", found)
+    return folder
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["tables", *args])
+    return int(end.value.code or 0)
+
+
+def test_a_number_that_was_changed_is_found_and_written_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = checkout(tmp_path, "Before.\n\n<!-- table: servers -->\n<!-- end -->\n\nAfter.\n")
+    assert run("--check", "--root", str(root)) == 1 and run("--root", str(root)) == 0
+    readme = root / "README.md"
+    right = readme.read_text()
+    assert "|  | vllm+fk | vllm | 476.9 (2.000, 2.000 to 2.000) | 2.10 (2.000, 2.000 to 2.000) |" in right
+    assert right.startswith(
+        "Before.\n\n<!-- table: servers -->\nLlama-3.1-8B shapes, random weights, bfloat16, 512 tokens in"
+    )
+    assert right.endswith("<!-- end -->\n\nAfter.\n") and run("--check", "--root", str(root)) == 0
+    readme.write_text(right.replace("2.10 (2.000", "2.09 (2.010"))
+    capsys.readouterr()
+    assert run("--check", "--root", str(root)) == 1
+    said = capsys.readouterr()
+    assert "-|  | vllm+fk | vllm | 476.9 (2.000, 2.000 to 2.000) | 2.09 (2.010" in said.out
+    assert "+|  | vllm+fk | vllm | 476.9 (2.000, 2.000 to 2.000) | 2.10 (2.000" in said.out
+    assert json.loads(said.out.splitlines()[-1])["changed"] == ["README.md"] and "fk-bench tables" in said.err
+    assert readme.read_text() != right and run("--root", str(root)) == 0 and readme.read_text() == right
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<!-- table: servers gone -->\n<!-- end -->\n", "no rows 'gone' in .*gone.jsonl.*bench-h200"),
+        ("<!-- table: speed -->\n<!-- end -->\n", "there is no table 'speed': servers"),
+        ("<!-- table: kernels servers -->\n<!-- end -->\n", "servers has no row for it"),
+        ("<!-- table: servers -->\n", "no `<!-- end -->`"),
+        ("<!-- table: servers -->\n<!-- table: servers -->\n<!-- end -->\n", "no `<!-- end -->`"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_is_said(tmp_path: Path, text: str, said: str) -> None:
+    root = checkout(tmp_path, text)
+    with pytest.raises(ConfigError, match=f"README.md: .*{said}"):
+        rewritten(text, Results(root / "bench/results"), "README.md")
+    assert run("--root", str(root)) == 2 and (root / "README.md").read_text() == text
+
+
+def test_files_are_found_newest_first_and_named_by_the_mapping(tmp_path: Path) -> None:
+    for name in (
+        "2026-11-21-h200-servers",
+        "2026-12-01-h200-servers",
+        "2026-12-02-h200-other-servers",
+        "mine",
+    ):
+        append(tmp_path / f"{name}.jsonl", served("vllm", [1.0]))
+    results = Results(tmp_path)
+    assert results.find("servers").stem == "2026-12-01-h200-servers"
+    assert results.files("pays") == ["kernels", "skinny-linear", "decode-attention", "explain", "servers"]
+    (tmp_path / "tables.json").write_text('{"servers": ["mine"], "pays": ["servers", "x"]}')
+    assert results.files("servers") == ["mine"] and results.files("pays") == ["mine", "x"]
+    (tmp_path / "tables.json").write_text('{"server": ["mine"]}')
+    with pytest.raises(ConfigError, match="server: not one of servers"):
+        results.files("servers")
+
+
+def test_rows_of_a_run_are_taken_without_the_paths_of_the_machine(tmp_path: Path) -> None:
+    run_folder, results = tmp_path / "run", tmp_path / "results"
+    (run_folder / "servers").mkdir(parents=True)
+    results.mkdir()
+    found = served("vllm", [1.0, 1.1], model="/home/me/model")
+    found[-2].case["server_command"] = ["/home/me/python", "serve", "--port", "1"]
+    append(run_folder / "servers/rows.jsonl", found)
+    (results / "tables.json").write_text('{"servers": ["old"], "kernels": ["old"], "pays": ["servers"]}')
+    assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers"]
+    text = (results / "2026-11-22-h200-servers.jsonl").read_text()
+    assert "/home" not in text and '"model": "A model"' in text and '["...", "serve", "--port", "1"]' in text
+    said = {"servers": ["2026-11-22-h200-servers"], "kernels": ["old"], "pays": ["servers"]}
+    assert json.loads((results / "tables.json").read_text()) == said
+    assert Results(results).text("servers").startswith("A model, bfloat16")
+    assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers"]  # the same rows once
+    append(run_folder / "servers/rows.jsonl", served("sglang", [1.0]))
+    assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers-2"]
+    assert (results / "2026-11-22-h200-servers.jsonl").read_text() == text
+    assert Results(results).files("pays") == ["2026-11-22-h200-servers-2"]
+
+
+def test_all_tables_of_a_run_say_what_is_missing(tmp_path: Path) -> None:
+    append(tmp_path / "servers.jsonl", served("vllm", [1.0]))
+    assert run("--results", str(tmp_path), "--out", str(tmp_path / "tables.md")) == 0
+    text = (tmp_path / "tables.md").read_text()
+    assert "| 1 | vllm |  | 1000 | 1.00 |  |  |" in text and "no rows 'kernels'" in text
+    assert text.count("## ") == len(tables.TABLES)
+
+
+# -- tables of made rows
+
+
+def test_servers_of_two_runs_are_two_tables() -> None:
+    files = {"a": served("vllm", [4.0]), "b": served("vllm+fk", [2.0])}
+    made = list(tables_made.servers(files))
+    assert [cells for _, _, cells in made] == [
+        [["1", "vllm", "", "250.0", "4.00", "", ""]], [["1", "vllm+fk", "", "500.0", "2.00", "", ""]],
+    ]  # fmt: skip
+
+
+def test_kernels_leaves_out_and_names_an_op_that_was_not_judged_to_its_end() -> None:
+    dims = {"tokens": 1, "hidden": 4096}
+    found = [
+        judged("a", "x", 1.0, 2.0, dims),
+        judged("a", "y", 1.0, 8.0, dims),
+        ended("a"),
+        judged("b", "z", 1.0, 1.0, dims),
+    ]
+    ((title, _, cells),) = tables_made.kernels({"rows": found})
+    assert cells == [["a", "4.00", "2", "2.00", "8.00", "", "", "", "", "", ""]]
+    assert "2 cases timed of 2, 0 failed" in title and "b (1)" in title and "commit abcdef1; `rows`" in title
+
+
+def test_linear_layers_are_summed_over_a_step() -> None:
+    sizes = {"qkv": 6144, "o": 4096, "gate_up": 28672, "down": 4096, "lm_head": 128256}
+    found = []
+    for provider, us in (("cublas", 10.0), ("ours", 9.0), ("ours", 8.0)):
+        for layer, out in sizes.items():
+            made = timed(provider, 8, out, us)
+            made.case["layer"] = layer
+            found.append(made)
+    graph = {"model": "llama-8b", "tokens": 8}
+    found += [
+        row("skinny_linear", "step", {"provider": p}, {"ms": ms}, case=graph)
+        for p, ms in (("cublas", 1.5), ("best", 1.2))
+    ]
+    ((_, columns, cells),) = tables_scenarios.linear({"rows": found})
+    assert columns == ["tokens", "run", "cublas", "ours", "one graph: cublas", "one graph: ours"]
+    assert cells == [["8", "10:00, abcdef1", "1.29", "**1.03**", "1.50", "**1.20**"]]  # 129 launches
+    ((_, _, layers),) = tables_scenarios.linear_layers({"rows": found})
+    assert layers == [["8", *["8 ours (10)"] * 5]]
+
+
+# -- kernels that pay
+
+
+def norm(tokens: int, ours: float, theirs: float, **dims: Any) -> Row:
+    return judged(
+        "rms_norm",
+        f"norm_{tokens}",
+        ours,
+        theirs,
+        {"tokens": tokens, "hidden": 4096, "residual": True, **dims},
+    )
+
+
+def line(known: list[Row], batch: int) -> pays.Line:
+    """The norms with a residual of a step of Llama."""
+    found = pays.lines("llama-3.1-8b", batch, 512, pays_points.points({"rows": known}))
+    return next(x for x in found if x.call.op == "rms_norm" and x.call.count == 64)
+
+
+def test_a_call_takes_the_nearest_case_of_its_kind() -> None:
+    known = [
+        norm(1, 2.0, 3.0),
+        norm(32, 2.0, 4.0),
+        norm(8, 2.0, 9.0, residual=False),
+        norm(8, 2.0, 9.0, hidden=576),
+    ]
+    found = {batch: line(known, batch).point for batch in (1, 8, 32, 256)}
+    assert {b: p.case if p else None for b, p in found.items()} == {
+        1: "norm_1",
+        8: "norm_32",
+        32: "norm_32",
+        256: None,
+    }
+    assert line(known, 8).production_ms == pytest.approx(64 * 4e-3)
+    assert line(known, 8).saved_ms == pytest.approx(64 * 2e-3)
+    later = norm(32, 2.0, 5.0)
+    later.case["source"] = "captured"
+    again = line([*known, later], 32).point
+    assert again is not None and again.speedup == pytest.approx(2.5)
+
+
+def test_what_production_does_not_have_is_no_measurement() -> None:
+    slow = norm(1, 2.0, 30.0)
+    slow.baseline = "reference"
+    assert line([slow], 1).point is None
+
+
+def test_the_mean_is_weighted_by_productions_time() -> None:
+    known = [norm(1, 2.0, 4.0), judged("silu_and_mul", "act", 5.0, 5.0, {"tokens": 1, "d": 14336})]
+    found = pays.lines("llama-3.1-8b", 1, 512, pays_points.points({"rows": known}))
+    assert pays.speedup(found) == pytest.approx(2 ** (64 * 4 / (64 * 4 + 32 * 5)))
+    assert pays.speedup([x for x in found if x.point is None]) is None
+
+
+def test_ours_is_what_the_shipped_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chip, shape = "Chip of test_tables", {"N": 6144, "K": 4096, "dtype": "bfloat16"}
+    fast = tuned.Entry(
+        "linear", shape, {"M": 8}, "cuda-wgmma", "cublas", "r", {"splits": 1, "stages": 8}, 1.2, (1.1, 1.3)
+    )
+    slow = tuned.Entry("linear", shape, {"M": 32}, "cublas", "cublas", "r")
+    (tmp_path / f"{tuned.slug(chip)}.json").write_text(tuned.Table(chip, {"r": {}}, (fast, slow)).to_json())
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
+    times = [("cublas", 10.0, ""), ("cuda-wgmma", 8.0, "1/8/256"), ("cuda-wgmma", 6.0, "2/8/256")]
+    found = [timed(p, tokens, 6144, us, params) for tokens in (8, 32, 128) for p, us, params in times]
+    for each in found:
+        each.machine = Machine(gpu=chip, gpus=1)
+    made = {p.case: p.ours_us for p in pays_points.points({"rows": found})}
+    assert made == {"layer, 8": 8.0, "layer, 32": 10.0, "layer, 128": 10.0}
+    known = pays_points.points({"rows": found})
+    near = {
+        b: next(x for x in pays.lines("llama-3.1-8b", b, 512, known) if x.call.label == "qkv_proj")
+        for b in (8, 16)
+    }
+    assert (
+        near[8].point is not None and near[16].point is None
+    )  # another number of tokens may run another kernel
+
+
+def test_a_call_timed_by_explain_counts_with_its_own_batch() -> None:
+    case = {
+        "timer": "cuda-graph", "label": "attn", "dtype": "bfloat16", "batch": 200, "context": 512,
+        "dims": {**pays_points.HEADS, "seq_lens": str([512] * 200)[:200]},
+        "us": {"vllm": 9.0, "ours/fa3": 8.0, "ours/tuned": 7.0, "ours/triton-split": 6.0},
+    }  # fmt: skip
+    made = row("explain", "call", {"op": "attention_decode"}, {"ours_us": 7.0}, case=case)
+    (point,) = pays_points.points({"rows": [made]})
+    assert (point.production, point.production_us, point.ours_us) == ("fa3", 8.0, 7.0)
+    assert point.shape.load == {"sequences": 200.0, "context": 512.0}
+
+
+def test_what_a_patched_server_realized_stands_beside_what_was_promised() -> None:
+    found = {"rows": [norm(1, 2.0, 4.0), *served("vllm", [4.0, 4.2]), *served("vllm+fk", [3.9, 4.1])]}
+    ((_, _, cells),) = pays_tables.realized(found)
+    # 64 norms save 2 us each; the first layer's has no residual, and attention's parts have no row
+    assert cells[0][:7] == ["vllm", "1", "4.10", "4.00", "0.128", "0.100", "**0.78**"]
+    assert cells[0][7] == "rms_norm, store_kvcache, attention_decode" and cells[1][4:7] == [
+        "0.128",
+        "0.100",
+        "**0.78**",
+    ]
+
+
+def test_the_checkouts_mapping_names_files_that_are_there() -> None:
+    results = Results(ROOT / tables.RESULTS)
+    said = json.loads((ROOT / tables.RESULTS / tables.MAPPING).read_text())
+    for group in said:
+        for file in results.files(group):
+            assert results.find(file).is_file()
