@@ -2,6 +2,7 @@
 # Every figure of docs/performance-log.md and of the README's tables, measured anew on this GPU; rows in $OUT.
 #   make bench-h200 MODEL=folder [VLLM=python of its environment] [SGLANG=the same] [OUT=folder]
 #   make bench-h200 TOKENIZER=folder ...     makes a random checkpoint of Llama-3.1-8B's shapes, with that tokenizer
+#   make bench-h200 TEXT_MODEL=folder ...    quality, too: a small model with real weights, such as SmolLM2-135M-Instruct
 # The tables of README.md and docs/ made of these rows go to $OUT/tables.md; TABLES=1 puts rows and tables in their places.
 # RUN=echo says what would run. A part that fails is said, and the rest runs.
 set -uo pipefail
@@ -40,6 +41,8 @@ fi
 lanes="" pythons=()  # the first lane is what the others are compared with
 for host in VLLM SGLANG; do
     name=${host,,} path=${!host:-}
+    [ -n "$path" ] && [ -n "${TEXT_MODEL:-}" ] && part "quality-$name" "$path" bench/scenarios/quality.py --host $name \
+        --model "$TEXT_MODEL" --every-kernel --out "$OUT/quality.jsonl"
     [ -n "$path" ] && lanes+="$name,$name+fk," && pythons+=(--python "$name=$path")
 done
 part servers $FK serve-compare --model "$MODEL" --lanes "${lanes}fastkernels" "${pythons[@]}" --concurrency 1,8,32,128 \
