@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import emulated
 
 from fastkernels import cuda_rtc
 from fastkernels.overrides.l1 import _linear_fp8_calls as calls
@@ -227,6 +229,36 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said in str(wgmma.supports_wgmma_fp8(*case))
     monkeypatch.setattr(skinny, "_capability", lambda device: (10, 0))
     assert "this GPU has 10.0" in str(wgmma.supports_wgmma_fp8(x, w, xs, ws))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("kind", "m", "n", "k", "set_", "sms"),
+    [
+        (
+            scales.BLOCK,
+            33,
+            264,
+            1152,
+            0,
+            2,
+        ),  # two tiles a block, a ring that is used again, tiles across blocks of rows
+        (scales.BLOCK, 64, 300, 2048, 5, 4),  # four splits: who adds which part
+        (scales.ROW, 8, 300, 2064, 3, 3),  # two splits, K that ends in the middle of a stage
+        (scales.TENSOR, 17, 33, 288, 0, 2),
+    ],
+)
+def test_the_kernel_by_threads_of_a_cpu(
+    kind: int, m: int, n: int, k: int, set_: int, sms: int, tmp_path: Path
+) -> None:
+    """The text that NVRTC gets, with PTX by its meaning: indices, scales, barriers, tickets."""
+    x, weight, x_scale, w_scale = args(m, n, k, kind)
+    if kind == scales.BLOCK:
+        x_scale = torch.empty(scales.blocks(k), -(-m // 4) * 4).fill_(float("nan")).t()[:m].copy_(x_scale)
+    call = [x, weight, x_scale, w_scale / k**0.5, randn(n, seed=2).bfloat16()]
+    got = emulated.linear_fp8(call, kind, wgmma.PARAMS[set_], sms, tmp_path)
+    want = reference(*(t.double() for t in call))
+    torch.testing.assert_close(got.double(), want, rtol=8e-3, atol=1e-4)
 
 
 def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
