@@ -335,9 +335,8 @@ def time_point(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
@@ -370,9 +369,9 @@ def main() -> None:
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         sets = right_sets(run, options)
         layers = TINY if run.quick else LAYERS
+        tokens = [2, 17] if run.quick else list(CHECKED)
         for kind in options.scales.split(","):
-            for shape in layers.values() if run.quick else ((33, 288), (1000, 736)):
-                tokens = [2, 17] if run.quick else list(CHECKED)
+            for shape in layers.values() if run.quick else ODD[:2]:
                 check(run, "triton", linear_fp8_triton, kind, shape, tokens, True)
         finish(warming.values(), WARM_S - (time.monotonic() - begin))  # nothing else runs while it is timed
         found = production(options)

@@ -105,7 +105,7 @@ def program(p: Plan, blocks: bool) -> str:
 def linear_fp8(
     args: list[torch.Tensor], kind: int, params: dict[str, int], sms: int, folder: Path
 ) -> torch.Tensor:
-    """The kernel's result for the op's arguments, dense but for x_scale, with a bias in bfloat16. Raises RuntimeError."""
+    """The kernel's result for the op's arguments, dense but for x_scale, with a bias in bf16. Raises RuntimeError."""
     x, weight, x_scale, weight_scale, bias = args
     (m, k), n, blocks = x.shape, weight.shape[0], kind == BLOCK
     p = wgmma.plan(m, n, k, **params, blocks=blocks, sms=sms)
