@@ -60,7 +60,7 @@ class Prompts:
         reserved = sorted(kwargs.keys() & self._reserved)
         if reserved:
             raise ApiError(400, f"chat_template_kwargs may not set {reserved[0]!r}", "chat_template_kwargs")
-        messages = [_for_template(i, m.model_dump()) for i, m in enumerate(body.messages)]
+        messages = [_for_template(i, m.model_dump(exclude_unset=True)) for i, m in enumerate(body.messages)]
         tools = [t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None
         render = functools.partial(
             self.tokenizer.apply_chat_template, messages, tools=tools, documents=body.documents, tokenize=False,
@@ -91,9 +91,9 @@ class Prompts:
 
 def _for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """The message as templates expect it: text as a string, arguments of tool calls as objects."""
-    message["content"] = message["content"] or ""
+    message["content"] = message.get("content") or ""
     for call in message.get("tool_calls") or ():
-        function = call.get("function") if isinstance(call, dict) else None
+        function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])

@@ -51,6 +51,15 @@ def _token_ids(ids: list[Any], name: str) -> None:
         raise ValueError(f"{name} must hold token ids only: integers of at least 0")
 
 
+def _no_echo(value: Any) -> bool | None:
+    if value is not None and value is not False:  # 0 is equal to False
+        raise ValueError(f"a chat completion cannot echo its prompt, got {value!r}")
+    return value
+
+
+_NO_ECHO = {"anyOf": [{"type": "boolean", "const": False}, {"type": "null"}], "default": False}
+
+
 def _stop(value: Any) -> list[str] | None:
     if value is None:
         return None
@@ -225,12 +234,13 @@ class CompletionRequest(GenerationRequest):
 
 
 class Message(BaseModel):
-    """Whatever else a message has (name, tool_calls, tool_call_id) goes to the chat template."""
+    """Whatever else a message has (name, tool_call_id) goes to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(min_length=1, max_length=64)
     content: Annotated[Any, PlainValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)] = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class Function(Strict):
@@ -263,7 +273,7 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
     top_logprobs: int | None = Field(None, ge=0)
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    echo: Literal[False] | None = False
+    echo: Annotated[Any, PlainValidator(_no_echo), WithJsonSchema(_NO_ECHO)] = False
 
     @model_validator(mode="after")
     def _top_of_logprobs(self) -> ChatCompletionRequest:
