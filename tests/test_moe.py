@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fk_bench import routing_time
 
 from fastkernels import registry
 from fastkernels.overrides.l1 import grouped_topk, moe_sum, topk_softmax
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
-from fastkernels.overrides.l2 import fused_experts, sparse_moe
+from fastkernels.overrides.l2 import _grouped_gemm, fused_experts, sparse_moe
 from fastkernels.overrides.l3 import _layer_calls, mixtral_decoder_layer
 from fastkernels.spec import Case
 
@@ -369,3 +370,14 @@ def test_block_says_what_is_wrong() -> None:
         sparse_moe.VllmMixtralMoE(3, 2, 8, 6, dp_size=2)
     with pytest.raises(ValueError, match="tp_size 4 is neither 1 nor the group's 1"):
         sparse_moe.VllmMixtralMoE(3, 2, 8, 6, tp_size=4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "block"), [(0, 16), (8, 16), (16, 16), (17, 64), (32, 64), (128, 64), (129, 128)]
+)
+def test_blocks_hold_more_than_the_average_expert_has(rows: int, block: int) -> None:
+    """Where weights are all the time: with a second block they are read again (docs/routing.md)."""
+    now = _grouped_gemm.tiles(rows, torch.bfloat16, True)
+    assert now.block_m == block
+    other = _grouped_gemm.tiles(routing_time.larger(now), torch.bfloat16, True)
+    assert other.block_m != block
