@@ -2,6 +2,7 @@
 # Every figure of docs/performance-log.md and of the README's tables, measured anew on this GPU; rows in $OUT.
 #   make bench-h200 MODEL=folder [VLLM=python of its environment] [SGLANG=the same] [OUT=folder]
 #   make bench-h200 TOKENIZER=folder ...     makes a random checkpoint of Llama-3.1-8B's shapes, with that tokenizer
+#   make bench-h200 TEXT_MODEL=folder ...    quality, too: a small model with real weights, such as SmolLM2-135M-Instruct
 # The tables of README.md and docs/ made of these rows go to $OUT/tables.md; TABLES=1 puts rows and tables in their places.
 # RUN=echo says what would run. A part that fails is said, and the rest runs.
 set -uo pipefail
@@ -19,6 +20,7 @@ part() {
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD:$PWD/bench:$PWD/integrations${PYTHONPATH:+:$PYTHONPATH}"
 part linear $PYTHON bench/scenarios/skinny_linear.py --out "$OUT/skinny-linear.jsonl" --tokens 1,8,16,32,64
+part fp8 $PYTHON bench/scenarios/linear_fp8.py --out "$OUT/linear-fp8.jsonl"
 part attention $PYTHON bench/scenarios/decode_attention.py --out "$OUT/decode-attention.jsonl"
 part step $PYTHON bench/scenarios/decode_step.py --rows "$OUT/skinny-linear.jsonl" --out "$OUT/decode-step.jsonl"
 part engine $PYTHON bench/scenarios/engine_step.py --out "$OUT/engine-step.jsonl" --batch 1,8,32 --model-len 2048
@@ -39,6 +41,8 @@ fi
 lanes="" pythons=()  # the first lane is what the others are compared with
 for host in VLLM SGLANG; do
     name=${host,,} path=${!host:-}
+    [ -n "$path" ] && [ -n "${TEXT_MODEL:-}" ] && part "quality-$name" "$path" bench/scenarios/quality.py --host $name \
+        --model "$TEXT_MODEL" --every-kernel --out "$OUT/quality.jsonl"
     [ -n "$path" ] && lanes+="$name,$name+fk," && pythons+=(--python "$name=$path")
 done
 part servers $FK serve-compare --model "$MODEL" --lanes "${lanes}fastkernels" "${pythons[@]}" --concurrency 1,8,32,128 \

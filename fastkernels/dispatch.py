@@ -42,7 +42,8 @@ class Provider:
     params    sets of keyword arguments that `fn` may be given after the op's own (tile sizes, splits): what
               `fk-bench tune` chooses from. A call without any is the kernel's own choice
     fits      fits(params, *args) -> whether this set is meant for calls like this one; others are not measured there
-    out       whether `fn` takes `out`: contiguous memory for the result, which it returns where it has written there
+    out       whether `fn` takes `out`: contiguous memory for the result, which it returns where it has written there;
+              of an op that changes its arguments, a tuple for their new values
     """
 
     name: str
@@ -141,6 +142,17 @@ class Op:
                 f"{self.name}: out is {_said(out)}, the result of {provider.name} is {_said(found)}"
             )
         out.copy_(found)
+
+    def onto(self, new: tuple[torch.Tensor, ...], changed: tuple[int, ...], *args: Any) -> None:
+        """`run` of an op that changes the arguments at `changed`: they stay, and `new` gets their new values."""
+        provider = self._pick(args[0].device.type, args, {})
+        if provider.out:
+            provider.fn(*args, out=new)
+            return
+        given = list(args)
+        for i, tensor in zip(changed, new, strict=True):
+            given[i] = tensor.copy_(args[i])
+        provider.fn(*given)
 
     def faster(self, *args: Any) -> bool:
         """Whether the chip's table has a provider for this call that is faster than production, is there, and takes it.
@@ -329,6 +341,16 @@ def define(
     op.overload = getattr(torch.ops.fastkernels, name).default
     OPS[name] = op
     return op
+
+
+def functional(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define torch.ops.fastkernels.NAME, which has no providers: it calls an op in another way (`Op.onto`)."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, fn, device)
+    torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.fastkernels, name).default
 
 
 def observe(around: Callable[[Op, Provider], Provider] | None) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from fastkernels import registry, tuned
 from fastkernels.overrides.l1.linear import VllmUnquantizedLinearMethod
+from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
 from fastkernels.patch import PatchError, Request
 from fastkernels.tuned import Entry, Table
 
@@ -126,6 +127,85 @@ def test_a_chip_that_was_never_tuned_is_said_in_one_line(
     lines = [r.getMessage() for r in caplog.records if "not tuned" in r.getMessage()]
     assert lines == ["linear: not tuned on NVIDIA X: `fk-bench tune linear` would measure it"]
     assert [m.quant_method for m in model.children()] == before
+
+
+# -- a quantized layer's kernel object
+
+
+class Fp8Host(Adapter):
+    """Layers whose method holds a kernel object, as vLLM's with CUTLASS do."""
+
+    host, version = "vllm", "0.33.0"
+
+    def targets(self, spec: Any, model: Any) -> list[Any]:
+        path = f"{__name__}:HostKernel"
+        found = [t for t in super().targets(spec, model) if t.seam == "kernel"]
+        return [dataclasses.replace(t, path=path) for t in found]
+
+    def unknown(self, target: Any, host_class: Any) -> str | None:
+        return None
+
+
+class HostKernel:
+    """As CutlassFP8ScaledMMLinearKernel: quantizes x, then calls apply_scaled_mm, which here is nobody's."""
+
+    def __init__(self, outputs: int, per_tensor: bool) -> None:
+        group = SimpleNamespace(is_per_tensor=lambda: per_tensor)
+        key = SimpleNamespace(scale=SimpleNamespace(group_shape=group))
+        self.config = SimpleNamespace(activation_quant_key=key, out_dtype=torch.float16)
+        self.logical_output_size = outputs
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        q, scale = quantize_fp8(x, None, -1)
+        tensors = {"A": q, "B": layer.weight, "As": scale, "Bs": layer.weight_scale, "bias": bias}
+        shape = [*x.shape[:-1], layer.weight.shape[1]]
+        return self.apply_scaled_mm(**tensors, out_dtype=torch.float16, output_shape=shape)  # type: ignore[attr-defined]
+
+
+def fp8_layer(n: int, k: int, holder: str = "quant_method", padded: int = 0, per_tensor: bool = False) -> Any:
+    layer: Any = nn.Module()
+    weight, scale = quantize_fp8(torch.randn(n + padded, k), None, -1)
+    layer.weight = nn.Parameter(weight.t(), requires_grad=False)
+    layer.weight_scale = nn.Parameter(scale[:1, 0] if per_tensor else scale, requires_grad=False)
+    setattr(layer, holder, SimpleNamespace(fp8_linear=HostKernel(n, per_tensor)))
+    return layer
+
+
+def test_a_kernel_object_is_replaced_where_the_table_says_so(table: Path) -> None:
+    shape = {"N": 48, "K": 64, "block": 1, "out_dtype": "float16"}
+    faster = {"speedup": 1.3, "ci95": (1.2, 1.4), "baseline": "cutlass", "run": "r1"}
+    table.write_text(
+        Table("cpu", {"r1": {}}, (Entry("linear_fp8", shape, {"M": 4}, "reference", **faster),)).to_json()
+    )
+    tuned._by_op.cache_clear()
+    model: Any = nn.Module()
+    model.method, model.scheme = fp8_layer(48, 64), fp8_layer(48, 64, "scheme")
+    model.padded, model.new = fp8_layer(40, 64, padded=8), fp8_layer(48, 80)
+    model.static, model.other = fp8_layer(48, 64, per_tensor=True), nn.Linear(64, 48)
+    before = {name: (m.quant_method if name != "scheme" else m.scheme).fp8_linear for name, m in model.named_children()
+              if name != "other"}  # fmt: skip
+    found = apply(Fp8Host(), model, Request("patch"))
+    (row,) = found.rows
+    assert (row.op, row.state, row.modules) == ("linear_fp8", "active", 2)
+    assert "1 unsupported: the host padded its weight from (64, 40) to (64, 48)" in row.reason
+    for said in (
+        "N=48 K=80 block=1 out_dtype=float16 is not tuned on cpu",
+        "N=48 K=64 block=0 out_dtype=float16",
+    ):
+        assert f"1 left to the host: {said}" in row.reason
+    x = torch.randn(3, 64)
+    for layer, holder in ((model.method, model.method.quant_method), (model.scheme, model.scheme.scheme)):
+        kernel, weight = holder.fp8_linear, layer.weight.float() * layer.weight_scale.t()
+        assert isinstance(kernel, HostKernel) and kernel.logical_output_size == 48
+        got = kernel.apply_weights(layer, x)
+        assert got.dtype == torch.float16 and got.shape == (3, 48)
+        error = (got.float() - x @ weight).pow(2).mean().sqrt() / (x @ weight).pow(2).mean().sqrt()
+        assert error < 0.05
+    assert found.report()[0]["calls"] == 2
+    found.undo()
+    for name, kernel in before.items():
+        holder = getattr(model, name)
+        assert (holder.quant_method if name != "scheme" else holder.scheme).fp8_linear is kernel
 
 
 # -- attention, which attention_decode's table decides

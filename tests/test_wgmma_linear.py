@@ -83,10 +83,10 @@ def test_default_is_balanced(name: str, m: int) -> None:
 
 def test_the_instruction_has_all_operands() -> None:
     for rows in (8, 248, 256):
-        text = wgmma.multiply(rows, True)
+        text = wgmma.multiply(rows, "bf16")
         assert f"m64n{rows}k16.f32.bf16.bf16" in text and text.count('"+f"(c[') == rows // 2
         assert f"%{rows // 2 + 2}, 0;" in text and f"%{rows // 2 + 3}" not in text
-    assert "m64n8k16.f32.f16.f16" in wgmma.multiply(8, False)
+    assert "m64n8k16.f32.f16.f16" in wgmma.multiply(8, "f16")
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def trial_of(spec: OpSpec, key: Key, shape: Mapping[str, Any], sizes: Mapping[st
     typed = {n: getattr(torch, v) if n.endswith("dtype") else v for n, v in shape.items()}
     dims = key.dims(**typed, **sizes)
     name = " ".join(f"{n}={v}" for n, v in {**shape, **sizes}.items())
-    return _trial(spec, Case(name, dims, str(shape.get("dtype", "bfloat16")), tags=(tag,)))
+    return _trial(spec, Case(name, dims, str(shape.get("dtype", spec.cases[0].dtype)), tags=(tag,)))
 
 
 def _trial(spec: OpSpec, case: Case) -> Trial:

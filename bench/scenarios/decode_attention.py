@@ -120,14 +120,8 @@ def compile_all(sets: str | None) -> None:
     parts = max(1, (os.cpu_count() or 2) - 2)
     shares = [f"{i}/{parts}" for i in range(parts)]
     shares += ["flashinfer"] if PROVIDERS["flashinfer"].unavailable("cuda") is None else []
-    command = [
-        sys.executable,
-        __file__,
-        "--out",
-        os.devnull,
-        *(["--sets", sets] if sets else []),
-        "--compile",
-    ]
+    given = ["--block-size", str(LLAMA.block_size), *(["--sets", sets] if sets else [])]
+    command = [sys.executable, __file__, "--out", os.devnull, *given, "--compile"]
     workers = [subprocess.Popen([*command, share]) for share in shares]
     finish(workers, COMPILE_S)
 
@@ -317,6 +311,7 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
         provider, p, _ = named[n]
         case = {"model": model, "batch": batch, "context": context, "params": label(p)}
         case |= {"capacity": caches.capacity} if caches.capacity else {}
+        case |= {"block_size": caches.layout.block_size} if caches.layout.block_size != 16 else {}
         run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6, quiet=True)
     kinds = {k: [n for n in times if named[n][0] == k] for k in ("triton", "fa3", "flashinfer")}
     kinds["split"] = ours
@@ -362,6 +357,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
+    global LLAMA, OTHERS
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -369,6 +365,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--batch", default="1,32,8,64,256")
     parser.add_argument("--context", default="2048,512,8192")
+    parser.add_argument("--block-size", type=int, default=16, help="keys of a block; SGLang has 1")
     parser.add_argument("--capacity", type=int, default=0, help="what the graphs are for; 0: the context")
     parser.add_argument(
         "--sets", help="instead of the kernel's: per_sm/block_n/warps/stages/min_split/even,..."
@@ -377,6 +374,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
     options = parser.parse_args()
+    if options.block_size != LLAMA.block_size:
+        LLAMA, OTHERS = LLAMA._replace(block_size=options.block_size), {}
     if options.sets:
         split.PARAMS = tuple(split._set(*map(int, text.split("/"))) for text in options.sets.split(","))
     if options.compile == "flashinfer":

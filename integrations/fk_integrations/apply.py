@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastkernels import candidate as candidates_module
 from fastkernels import registry, tuned
+from fastkernels.overrides.l1._linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request, Row
 from fastkernels.spec import OpSpec, Target
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from fastkernels.dispatch import Op
 
 log = logging.getLogger("fastkernels")
-LIVE_SEAMS = ("leaf", "module", "quant_method", "attention")
+LIVE_SEAMS = ("leaf", "module", "quant_method", "kernel", "attention")
 LEFT = "left to the host"
 
 
@@ -81,6 +82,19 @@ class Adapter:
         vars(method).update(vars(old))
         module.quant_method = method
         journal.add(lambda: setattr(module, "quant_method", old))
+        return None
+
+    def swap_kernel(self, module: Any, ours: type, journal: Journal) -> str | None:
+        """Give a quantized linear layer a kernel object of our class, with the state of its own; None, or why not."""
+        holder = holder_of(module)
+        assert holder is not None
+        old = holder.fp8_linear
+        if "apply_scaled_mm" in vars(old) or "apply_weights" in vars(old):
+            return "a method of its fp8_linear was replaced by somebody else"
+        kernel: Any = object.__new__(live_class(type(old), ours))
+        vars(kernel).update(vars(old))
+        holder.fp8_linear = kernel
+        journal.add(lambda: setattr(holder, "fp8_linear", old))
         return None
 
     def shape(self, op: Op, module: Any) -> tuple[Any, ...] | None:
@@ -266,8 +280,12 @@ def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> lis
     """The modules of exactly this class, each once. Somebody else's subclass or patch is not ours to touch.
 
     A target at the seam 'quant_method' may name the class of the method object instead of the module's, one at the
-    seam 'attention' that of `impl`. It must be the module's own: a LoRA wrapper shows its base layer's.
+    seam 'attention' that of `impl`. It must be the module's own: a LoRA wrapper shows its base layer's. At the seam
+    'kernel' it is the class of what the method or the scheme holds.
     """
+    if seam == "kernel":
+        holders = ((m, holder_of(m)) for m in model.modules())
+        return [m for m, holder in holders if holder is not None and type(holder.fp8_linear) is host_class]
     part = {"quant_method": "quant_method", "attention": "impl"}.get(seam, "")
     return [m for m in model.modules() if type(m) is host_class or type(vars(m).get(part)) is host_class]
 
@@ -293,6 +311,8 @@ def _swap(
         return reason
     if seam == "quant_method":
         return patched.adapter.swap_quant_method(module, ours, patched.journal)
+    if seam == "kernel":
+        return patched.adapter.swap_kernel(module, ours, patched.journal)
     if seam == "attention":
         return patched.adapter.swap_attention(module, ours, patched.journal, by_table)
     module.__class__ = live_class(host_class, ours)

@@ -27,8 +27,11 @@ from typing import Any
 from . import compat
 from .hostclasses import LISTED
 
-METHODS = ("__init__", "forward", "forward_native", "apply", "embedding", "forward_extend", "forward_decode")
-CALLS = ("forward", "forward_native", "apply", "forward_extend")
+METHODS = (
+    "__init__", "forward", "forward_native", "apply", "embedding", "forward_extend", "forward_decode",
+    "apply_scaled_mm",
+)  # fmt: skip
+CALLS = ("forward", "forward_native", "apply", "forward_extend", "apply_scaled_mm")
 MAX_HOPS = 8  # re-exports to follow until a name's definition
 
 

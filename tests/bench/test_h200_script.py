@@ -20,6 +20,7 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
         "RUN": "echo",
         "OUT": str(tmp_path),
         "TOKENIZER": "t",
+        "TEXT_MODEL": "s",
         "VLLM": "v/python",
         "PYTHON": "python",
         "TABLES": "1",
@@ -29,9 +30,11 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
         ["bash", str(ROOT / "bench/h200.sh")], env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    lines = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("python ")]
+    lines = [
+        shlex.split(line) for line in done.stdout.splitlines() if line.startswith(("python ", "v/python "))
+    ]
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    seen = set()
+    seen, scripts = set(), set()
     for line in lines:
         options = [word for word in line if word.startswith("--")]
         if line[1:3] == ["-m", "fk_bench.cli"]:
@@ -39,6 +42,7 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
             assert set(options) <= set(known), line
             seen.add(line[3])
         else:
+            scripts.add(Path(line[1]).stem)
             text = (ROOT / line[1]).read_text()
             assert all(f'"{option}"' in text for option in options), line
     assert seen == {"kernels", "diff", "explain", "e2e", "serve-compare", "tables"}
@@ -46,6 +50,7 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
     assert "vllm=v/python" in servers and "vllm,vllm+fk,fastkernels" in servers
     (taken,) = (" ".join(line) for line in lines if "--take" in line)
     assert taken.endswith(f"--model-name {RANDOM}")
+    assert "quality" in scripts
 
 
 def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
@@ -54,5 +59,7 @@ def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
         ["bash", str(ROOT / "bench/h200.sh")], env=env, capture_output=True, text=True, timeout=60
     )
     assert (
-        done.returncode == 1 and "failed: linear attention step" in done.stdout and "servers" in done.stdout
+        done.returncode == 1
+        and "failed: linear fp8 attention step" in done.stdout
+        and "servers" in done.stdout
     )

@@ -203,6 +203,20 @@ def quantize_fp8(ns: Any) -> list[Any]:
     return [*found, ns.static_quant_fp8(x, scale, True), ns.scaled_fp8_quant(x, None, 8, True)]
 
 
+def linear_fp8(ns: Any) -> list[Any]:
+    x, weight = randn(5, 256).to(torch.float8_e4m3fn), randn(48, 256).to(torch.float8_e4m3fn)
+    of_x, of_weight, bias = randn(5, 1).abs(), randn(48).abs(), randn(48).half()
+    if ns.host == "sglang":
+        return [ns.fp8_scaled_mm(x, weight.t(), of_x, of_weight, torch.float16, bias)]
+    blocks = randn(5, 2).abs(), randn(1, 2).abs()
+    found = [ns.cutlass_scaled_mm(x, weight.t(), of_x, of_weight[None], torch.float16, bias)]
+    found.append(ns.cutlass_scaled_mm(x, weight.t(), blocks[0], blocks[1].t(), torch.bfloat16))
+    kernel = ns.CutlassFP8ScaledMMLinearKernel(None, ())
+    tensors = {"A": x, "B": weight.t(), "As": of_x, "Bs": of_weight[:, None], "bias": bias}
+    found.append(kernel.apply_scaled_mm(**tensors, out_dtype=torch.float16, output_shape=[5, 48]))
+    return [*found, ns.w8a8_triton_block_scaled_mm(x, weight, *blocks, [128, 128])]
+
+
 def silu_mul_quant_fp8(ns: Any) -> list[Any]:
     x = randn(8, 256)
     if ns.host == "vllm":
@@ -289,7 +303,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
-        moe_align, fused_experts, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
+        moe_align, fused_experts, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm, linear_fp8,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation)

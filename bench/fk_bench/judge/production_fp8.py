@@ -1,10 +1,22 @@
-"""The hosts' kernels that quantize to float8 e4m3, alone or after a norm or SiluAndMul, under our ops' conventions."""
+"""The hosts' kernels of float8 e4m3 under our ops' conventions: quantizing, alone or after a norm or SiluAndMul, and
+linear layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from fastkernels.overrides.l1._linear_fp8_calls import (
+    DEEP_GEMM,
+    linear_fp8_cublas,
+    linear_fp8_cutlass,
+    linear_fp8_deepgemm,
+    supports_cublas,
+    supports_cutlass,
+    supports_deepgemm,
+)
+from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, granularity
 
 from .baselines import Baseline, Function, dense, filled, first, half, same
 
@@ -283,7 +295,71 @@ def _pair(dynamic: Any, refuses: Any, static: Any, refuses_static: Any) -> tuple
     )
 
 
+def _sgl_linear() -> Function:
+    from sgl_kernel import fp8_scaled_mm
+
+    def linear_fp8(
+        x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None,
+    ) -> T:  # fmt: skip
+        return fp8_scaled_mm(x, weight.t(), x_scale, weight_scale, out_dtype or torch.bfloat16, bias)
+
+    return linear_fp8
+
+
+def _no_sgl_linear(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str | None:
+    rows = x.dim() == 2 and x_scale.numel() == x.shape[0] and weight_scale.numel() == weight.shape[0]
+    reason = None if rows else "sgl_kernel has a scale for each token and one for each row of the weight"
+    return first(supports_cutlass(x, weight, x_scale, weight_scale, *rest), reason)
+
+
+def _vllm_triton_linear() -> Function:
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
+
+    def linear_fp8(
+        x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None,
+    ) -> T:  # fmt: skip
+        y = w8a8_triton_block_scaled_mm(
+            x, weight, x_scale, weight_scale, [BLOCK, BLOCK], out_dtype or torch.bfloat16
+        )
+        return y if bias is None else y + bias
+
+    return linear_fp8
+
+
+def _no_blocks(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str | None:
+    blocks = granularity(x, weight, x_scale, weight_scale) == BLOCK
+    return first(None if blocks else "needs scales of blocks", dense(x, weight), filled(x, weight))
+
+
+def _flashinfer_linear() -> Function:
+    from flashinfer.gemm import fp8_blockscale_gemm_sm90
+
+    def linear_fp8(x: T, weight: T, x_scale: T, weight_scale: T, *_: Any) -> T:
+        return fp8_blockscale_gemm_sm90(x, weight, x_scale, weight_scale)
+
+    return linear_fp8
+
+
+def _no_flashinfer_linear(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> str | None:
+    if bias is not None or x.dim() != 2 or x.numel() // weight.shape[1] >= 32:
+        return "vLLM runs it for fewer than 32 tokens without a bias"
+    found = supports_deepgemm(x, weight, x_scale, weight_scale, bias, out_dtype)
+    aligned = x_scale.stride(0) == 1 and x_scale.stride(1) == -(-x.shape[0] // 4) * 4
+    return first(found, None if aligned else "its scales lie token by token, columns padded to four")
+
+
 ADAPTERS: dict[str, tuple[Baseline, ...]] = {
+    # CUTLASS and DeepGEMM as our own providers call them: there is nothing else to say.
+    "linear_fp8": (
+        Baseline("cutlass", "host", lambda: linear_fp8_cutlass, ("vllm",), refuses=supports_cutlass),
+        Baseline("deepgemm", "host", lambda: linear_fp8_deepgemm, (DEEP_GEMM,), refuses=supports_deepgemm),
+        Baseline("cublas", "host", lambda: linear_fp8_cublas, refuses=supports_cublas),
+        Baseline("flashinfer", "host", _flashinfer_linear, ("flashinfer",), refuses=_no_flashinfer_linear),
+        Baseline("sgl_kernel", "host", _sgl_linear, ("sgl_kernel",), refuses=_no_sgl_linear),
+        Baseline("vllm-triton", "host", _vllm_triton_linear, ("vllm",), refuses=_no_blocks),
+    ),
     "quantize_fp8": (
         *_pair(_vllm_dynamic, _no_dynamic, _vllm_static, _no_static),
         Baseline("sgl_kernel", "host", _sgl, ("sgl_kernel",), refuses=_no_sgl),

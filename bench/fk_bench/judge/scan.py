@@ -20,7 +20,8 @@ from .scan_memory import targets
 
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
-_CALLS = {"forward", "apply", "embedding", "__call__"}  # the methods that are a module's call
+# the methods that are a module's call
+_CALLS = {"forward", "apply", "apply_scaled_mm", "embedding", "__call__"}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 

@@ -60,16 +60,25 @@ def refused(
     source: Path, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> str | None:
     """Why no kernel of this source for few tokens on Hopper takes this call, None if nothing is in its way."""
-    if (reason := _missing(source) or cuda_rtc.unavailable() or supports_skinny(x, weight, bias)) is not None:
+    if (reason := no_hopper(source, x.device) or supports_skinny(x, weight, bias)) is not None:
         return reason
     if x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
         return f"x has strides {tuple(x.stride())}: its rows must start at 16 bytes"
     if bias is not None and bias.dtype != x.dtype:
         return f"bias is {bias.dtype}, x is {x.dtype}"
-    major, minor = _capability(x.device)
-    if major != 9:
-        return f"it is made for Hopper (compute capability 9.0), this GPU has {major}.{minor}"
     return None
+
+
+def no_hopper(source: Path, device: torch.device) -> str | None:
+    """Why this source cannot be compiled for the device and run there; None if it can."""
+    if (reason := _missing(source) or cuda_rtc.unavailable()) is not None:
+        return reason
+    major, minor = _capability(device)
+    return (
+        None
+        if major == 9
+        else f"it is made for Hopper (compute capability 9.0), this GPU has {major}.{minor}"
+    )
 
 
 def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:

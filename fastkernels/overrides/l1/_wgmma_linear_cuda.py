@@ -75,16 +75,22 @@ def tile_rows(n: int, splits: int, most: int, sms: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, splits: int, stages: int, rows: int, sms: int = 132) -> Plan:
-    """x [m, k], weight [n, k] on a chip with so many SMs. No split is empty, whatever K is."""
-    splits = min(splits, -(-k // 64))
+def plan(
+    m: int, n: int, k: int, splits: int, stages: int, rows: int, sms: int = 132, least: int = 64, beside: int = 0
+) -> Plan:  # fmt: skip
+    """x [m, k], weight [n, k] on a chip with so many SMs. No split is empty, whatever K is.
+
+    least   of K in a stage
+    beside  bytes of shared memory that are not the ring's
+    """
+    splits = min(splits, -(-k // least))
     rows = tile_rows(n, splits, rows, sms)
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
 
     def room(block_k: int) -> int:
-        return min(SHARED // (2 * block_k * (rows + tokens)), MAX_STAGES)
+        return min((SHARED - beside) // (2 * block_k * (rows + tokens)), MAX_STAGES)
 
-    block_k = next((b for b in (256, 128) if room(b) >= stages and -(-k // b) >= splits), 64)
+    block_k = next((b for b in (256, 128) if room(b) >= stages and -(-k // b) >= splits), least)
     items = -(-n // rows) * splits
     return Plan(rows, tokens, block_k, room(block_k), splits, items, min(items, sms))
 
@@ -128,17 +134,17 @@ def supports_wgmma(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return None
 
 
-def multiply(rows: int, bf16: bool) -> str:
-    """What stands in front of the source: wgmma for a tile of so many rows."""
-    count, kind = rows // 2, "bf16" if bf16 else "f16"
+def multiply(rows: int, kind: str) -> str:
+    """What stands in front of the source: wgmma for a tile of so many rows of 'bf16', 'f16' or 'e4m3'."""
+    count, k, layout = rows // 2, 32 if kind == "e4m3" else 16, "" if kind == "e4m3" else ", 0, 0"
     sums = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(count))
     return f"""
 __device__ __forceinline__ void multiply(float (&c)[{count}], unsigned long long a, unsigned long long b, int add) {{
     asm volatile(
         "{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;"
-        " wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind}"
-        " {{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"
+        " wgmma.mma_async.sync.aligned.m64n{rows}k{k}.f32.{kind}.{kind}"
+        " {{{sums}}}, %{count}, %{count + 1}, p, 1, 1{layout}; }}"
         : {operands} : "l"(a), "l"(b), "r"(add) : "memory");
 }}
 """
@@ -146,14 +152,14 @@ __device__ __forceinline__ void multiply(float (&c)[{count}], unsigned long long
 
 def source(p: Plan, bf16: bool) -> str:
     """All of the text that is compiled."""
-    return multiply(p.rows, bf16) + text(SOURCE)
+    return multiply(p.rows, "bf16" if bf16 else "f16") + text(SOURCE)
 
 
-def options(p: Plan, bf16: bool) -> tuple[str, ...]:
+def options(p: Plan, bf16: bool, scales: int = 0) -> tuple[str, ...]:
     """What NVRTC is told, beside the architecture."""
     return (
         "--std=c++17", f"-DROWS={p.rows}", f"-DTOKENS={p.tokens}", f"-DBLOCK_K={p.block_k}", f"-DSTAGES={p.stages}",
-        f"-DSPLITS={p.splits}", f"-DBF16={int(bf16)}",
+        f"-DSPLITS={p.splits}", f"-DBF16={int(bf16)}", f"-DSCALES={scales}",
     )  # fmt: skip
 
 

@@ -104,6 +104,20 @@ def _triton(
     return _finish_triton(gemm.linear_triton(hidden, weight, bias), scale, soft_cap, scale_first, float32)
 
 
+def _linear(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    scale_first: bool = False,
+    float32: bool = False,
+) -> torch.Tensor:
+    """The product by the op `linear`: what its table, or a candidate, says of the head's shape."""
+    y = gemm.linear.run(hidden.to(weight.dtype), weight, bias)
+    return _finish_triton(y, scale, soft_cap, scale_first, float32)
+
+
 def _cublas(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -151,6 +165,7 @@ logits_processor = define(
     " bool scale_first=False, bool float32=False) -> Tensor",
     fake=_fake,
     providers=(
+        Provider("linear", _linear, devices=("cuda",)),
         Provider("cublas", _cublas, devices=("cuda",)),
         Provider("onednn", _onednn, devices=("cpu",)),
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),

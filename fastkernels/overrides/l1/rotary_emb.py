@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from fastkernels.dispatch import Provider, define
+from fastkernels.dispatch import Provider, define, functional
 from fastkernels.overrides.l1 import _rotary_calls
 from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rope_rounding import host_truncates, truncate
@@ -69,33 +69,30 @@ def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Te
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, x_stride_t, x_stride_h, token, first_head, n_heads, cos, sin, pair, HALF,
+    x_ptr, x_stride_t, x_stride_h, y_ptr, y_stride_t, y_stride_h, token, first_head, n_heads, cos, sin, pair, HALF,
     NEOX: tl.constexpr, ROUND: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    heads = first_head + tl.arange(0, BLOCK_H)
-    mask = (heads < n_heads)[:, None] & (pair < HALF)[None, :]
-    row = x_ptr + token * x_stride_t + heads.to(tl.int64)[:, None] * x_stride_h
-    if NEOX:
-        at1 = row + pair[None, :]
-        at2 = at1 + HALF
-    else:
-        at1 = row + 2 * pair[None, :]
-        at2 = at1 + 1
-    x1 = tl.load(at1, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(at2, mask=mask, other=0.0).to(tl.float32)
+    heads = (first_head + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    mask = (heads < n_heads) & (pair < HALF)[None, :]
+    first = pair[None, :] if NEOX else 2 * pair[None, :]
+    second = first + HALF if NEOX else first + 1
+    row = x_ptr + token * x_stride_t + heads * x_stride_h
+    x1 = tl.load(row + first, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(row + second, mask=mask, other=0.0).to(tl.float32)
     a, b, c, d = x1 * cos[None, :], x2 * sin[None, :], x2 * cos[None, :], x1 * sin[None, :]
     dtype = x_ptr.dtype.element_ty
     if ROUND:
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
         c, d = c.to(dtype).to(tl.float32), d.to(dtype).to(tl.float32)
-    tl.store(at1, (a - b).to(dtype), mask=mask)
-    tl.store(at2, (c + d).to(dtype), mask=mask)
+    row = y_ptr + token * y_stride_t + heads * y_stride_h
+    tl.store(row + first, (a - b).to(dtype), mask=mask)
+    tl.store(row + second, (c + d).to(dtype), mask=mask)
 
 
 @triton.jit
 def _rotary_emb_kernel(
-    pos_ptr, q_ptr, k_ptr, cache_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, cache_stride,
-    n_q, n_k, q_blocks, HALF,
+    pos_ptr, q_ptr, k_ptr, new_q_ptr, new_k_ptr, cache_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h,
+    new_q_stride_t, new_q_stride_h, new_k_stride_t, new_k_stride_h, cache_stride, n_q, n_k, q_blocks, HALF,
     NEOX: tl.constexpr, CAST: tl.constexpr, ROUND: tl.constexpr, HAS_KEY: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -112,23 +109,20 @@ def _rotary_emb_kernel(
         sin = sin.to(q_ptr.dtype.element_ty).to(tl.float32)
     if block < q_blocks:
         _rotate_heads(
-            q_ptr, q_stride_t, q_stride_h, token, block * BLOCK_H, n_q, cos, sin, pair, HALF, NEOX, ROUND, BLOCK_H
+            q_ptr, q_stride_t, q_stride_h, new_q_ptr, new_q_stride_t, new_q_stride_h, token, block * BLOCK_H, n_q,
+            cos, sin, pair, HALF, NEOX, ROUND, BLOCK_H,
         )  # fmt: skip
     elif HAS_KEY:
         _rotate_heads(
-            k_ptr, k_stride_t, k_stride_h, token, (block - q_blocks) * BLOCK_H, n_k, cos, sin, pair, HALF,
-            NEOX, ROUND, BLOCK_H,
+            k_ptr, k_stride_t, k_stride_h, new_k_ptr, new_k_stride_t, new_k_stride_h, token,
+            (block - q_blocks) * BLOCK_H, n_k, cos, sin, pair, HALF, NEOX, ROUND, BLOCK_H,
         )  # fmt: skip
 
 
 def _supports_triton(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    *_: bool,
-) -> str | None:
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, head_size: int,
+    cos_sin_cache: torch.Tensor, *_: bool,
+) -> str | None:  # fmt: skip
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {query.dtype} is not float16, bfloat16 or float32"
     if not positions.is_contiguous():
@@ -164,21 +158,26 @@ def _triton(
     is_neox_style: bool,
     cast_cache: bool = True,
     round_products: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     _check(positions, query, head_size, cos_sin_cache)
     tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
+    if out is not None and key is not None and 2 * half < head_size:  # the other channels, too
+        query, key = (new.copy_(x) for new, x in zip(out, (query, key), strict=True))
     if tokens == 0 or half == 0:
         return
     q = query.view(tokens, -1, head_size)
     k = q if key is None else key.view(tokens, -1, head_size)
+    new_q, new_k = (q, k) if out is None else (new.view(tokens, -1, head_size) for new in out)
     n_q, n_k = q.shape[1], 0 if key is None else k.shape[1]
     block_h = min(triton.next_power_of_2(n_q), 8)
     q_blocks = triton.cdiv(n_q, block_h)
     grid = (tokens, q_blocks + triton.cdiv(n_k, block_h))
     _rotary_emb_kernel[grid](
-        positions, q, k, cos_sin_cache, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0),
-        n_q, n_k, q_blocks, half, NEOX=is_neox_style, CAST=cast_cache, ROUND=round_products, HAS_KEY=key is not None,
-        BLOCK_H=block_h, BLOCK=triton.next_power_of_2(half), num_warps=4, **overlap(q.device, grid),
+        positions, q, k, new_q, new_k, cos_sin_cache, *q.stride()[:2], *k.stride()[:2], *new_q.stride()[:2],
+        *new_k.stride()[:2], cos_sin_cache.stride(0), n_q, n_k, q_blocks, half, NEOX=is_neox_style, CAST=cast_cache,
+        ROUND=round_products, HAS_KEY=key is not None, BLOCK_H=block_h, BLOCK=triton.next_power_of_2(half),
+        num_warps=4, **overlap(q.device, grid),
     )  # fmt: skip
 
 
@@ -206,16 +205,39 @@ rotary_emb = define(
     " bool is_neox_style, bool cast_cache=True, bool round_products=False) -> ()",
     fake=lambda *args, **kwargs: None,
     providers=(
-        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton, out=True),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
+)
+
+
+def _new(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _functional(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    new = _new(*args)
+    rotary_emb.onto(new, (1, 2), *args)
+    return new
+
+
+# For compiled graphs, where query and key are parts of one tensor: vLLM's setting of inductor would copy such parts
+# before an op that changes them, and all of the tensor behind it, two more kernels a layer.
+rotary_emb_functional = functional(
+    "rotary_emb_functional(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache,"
+    " bool is_neox_style, bool cast_cache=True, bool round_products=False) -> (Tensor, Tensor)",
+    _functional,
+    fake=_new,
 )
 
 
 class VllmRotaryEmbedding(RopeModule):
     """vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding: the cache is kept in `dtype`.
 
-    forward: positions [T]; query, key as in `reference`, key may be None. Returns (query, key), changed in place.
+    forward: positions [T]; query, key as in `reference`, key may be None. Returns (query, key), changed in place, or
+    under torch.compile new ones.
     """
 
     def __init__(
@@ -230,7 +252,10 @@ class VllmRotaryEmbedding(RopeModule):
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rotary_emb(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, True, False)
+        how = (self.head_size, self.cos_sin_cache, self.is_neox_style, True, False)
+        if key is not None and torch.compiler.is_compiling():
+            return rotary_emb_functional(positions, query, key, *how)
+        rotary_emb(positions, query, key, *how)
         return query, key
 
 

@@ -1,4 +1,5 @@
-// y = x W^T + b for M <= 64 tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding.
+// y = x W^T + b for M <= 64 tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. Or x and W
+// in float8 e4m3 with scales, two numbers in each 16-bit word: all of K is counted in words, 64 of which are 128 bytes.
 //
 // The work is cut into items: ROWS rows of W (a tile) and one of SPLITS parts of K. A block has an even share of them,
 // mostly one. One thread reads W and x into a ring of STAGES units of BLOCK_K (tensor maps, 128-byte swizzle); a
@@ -14,13 +15,17 @@
 // for ever, as the others may not have begun: a block that leaves says so in the ticket, and the last one to come
 // adds its part, too.
 //
-// Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, SPLITS, BF16. In front of this file stands
-// multiply(), whose operands are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and
-// K >= 64. No header is needed.
+// Tensor cores add up float8 with 14 bits. So what 128 columns of it give (as many as share a scale of blocks) is added to
+// float32 sums, while the next 128 are multiplied. Scales of blocks come through the ring as well: a warp of their own
+// copies those of a stage behind it. Scales of tokens and of rows are multiplied where a sum is stored.
+//
+// Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, SPLITS, BF16 (of what is stored), SCALES (0: none,
+// 16-bit; 1: of tokens and rows; 2: of blocks). In front of this file stands multiply(), whose operands are a list as long
+// as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and K >= 64. No header is needed.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32;
+constexpr int CONSUMERS = 128, THREADS = CONSUMERS + (SCALES == 2 ? 64 : 32);
 constexpr int CHUNKS = BLOCK_K / 64;  // of 128 bytes of each row, the width of the swizzle
 constexpr int X_CHUNK = 128 * TOKENS, W_CHUNK = 128 * ROWS, X_STAGE = CHUNKS * X_CHUNK, W_STAGE = CHUNKS * W_CHUNK;
 constexpr int COLUMNS = ROWS / 8, SLOTS = 32 * ((TOKENS + 15) / 16);  // threads that have sums of tokens
@@ -28,6 +33,15 @@ constexpr int BATCH = 16 / SPLITS;  // sums that a thread adds at once, of SPLIT
 constexpr int TRIES = 8;  // of looking at a ticket, each about 0.5 us
 static_assert(ROWS % 8 == 0 && ROWS <= 256 && BLOCK_K % 64 == 0 && SPLITS <= 8, "what wgmma and a ticket hold");
 static_assert(STAGES * W_STAGE + X_CHUNK >= 8192, "wgmma reads 64 rows of x, into the weights behind");
+static_assert(!SCALES || (CHUNKS % 2 == 0 && ROWS <= 128), "two sets of sums in turn; two blocks of rows at most");
+
+#if SCALES
+// By token and by 128 columns, by row (SCALES == 1) or 128 rows and by 128 columns: numbers from one to the next.
+struct Scales {
+    const float *x, *w;
+    int x_token, x_block, w_row, w_block;
+};
+#endif
 
 __device__ __forceinline__ void load(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
     asm volatile(
@@ -97,13 +111,45 @@ __device__ __forceinline__ u32 parts_to_add(u32* ticket, int split, int tries) {
     return (or_to(ticket, 0x100u << split) & 0xff) == SPLITS ? 1u << split : 0;
 }
 
+#if SCALES
+// Copies a number when it is there, without waiting for it: see arrive_when_copied.
+__device__ __forceinline__ void copy_number(float* to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Adds the sums of 128 columns, by[0] and by[2] times in the tile's rows before 8 * edge, by[1] and by[3] times behind.
+__device__ __forceinline__ void promote(float (&sums)[4 * COLUMNS], float (&part)[4 * COLUMNS], const float (&by)[4], int edge) {
+#pragma unroll
+    for (int i = 0; i < 4 * COLUMNS; i++) asm volatile("" : "+f"(part[i])::"memory");  // not to be read before
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        const float upper = SCALES == 1 ? 1 : j < edge ? by[0] : by[1], lower = SCALES == 1 ? 1 : j < edge ? by[2] : by[3];
+        sums[4 * j] += upper * part[4 * j], sums[4 * j + 1] += upper * part[4 * j + 1];
+        sums[4 * j + 2] += lower * part[4 * j + 2], sums[4 * j + 3] += lower * part[4 * j + 3];
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const u16* __restrict__ bias,
-    u16* __restrict__ out, float4* parts, u32* tickets, int M, int N, int K) {
+    u16* __restrict__ out, float4* parts, u32* tickets, int M, int N, int K
+#if SCALES
+    , const __grid_constant__ Scales scales
+#endif
+) {
     extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ __align__(8) u64 full_barriers[STAGES];
     __shared__ __align__(8) u64 empty_barriers[STAGES];
     __shared__ u32 mine;
+#if SCALES == 1
+    __shared__ float token_scales[TOKENS], row_scales[ROWS];
+#elif SCALES == 2
+    __shared__ float x_scales[STAGES][CHUNKS][TOKENS], w_scales[STAGES][CHUNKS][2];
+#endif
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -113,9 +159,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
     auto begin_of = [&](int item) { return item % SPLITS * units / SPLITS; };
     auto end_of = [&](int item) { return (item % SPLITS + 1) * units / SPLITS; };
+    auto next = [&](int& item, int& k) {
+        if (++k == end_of(item)) k = begin_of(++item);
+    };
 
     if (thread == 0) {
-        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, CONSUMERS / 32);
+        for (int s = 0; s < STAGES; s++)
+            make_barrier(full + 8 * s, SCALES == 2 ? 33 : 1), make_barrier(empty + 8 * s, CONSUMERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
@@ -132,9 +182,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
             for (int c = 0; c < CHUNKS; c++)
                 load(w_ring + stage * W_STAGE + c * W_CHUNK, w_map, k * BLOCK_K + 64 * c, item / SPLITS * ROWS,
                      full + 8 * stage, once);
-        };
-        auto next = [&](int& item, int& k) {
-            if (++k == end_of(item)) k = begin_of(++item);
         };
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         int item = first, k = begin_of(first);
@@ -158,10 +205,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
     }
 
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#if SCALES == 2
+    if (warp > CONSUMERS / 32) {
+        const int last_k = (K + 63) / 64 - 1, last_row = (N + 127) / 128 - 1;  // past the ends: the last one, of zeros
+        int item = first, k = begin_of(first), stage = 0;
+        u32 parity = 1;
+        for (int unit = 0; item < last; unit++) {
+            if (unit >= STAGES) wait(empty + 8 * stage, parity);
+            for (int e = lane; e < CHUNKS * TOKENS; e += 32) {
+                const int c = e / TOKENS, token = e % TOKENS;
+                if (token < M)
+                    copy_number(&x_scales[stage][c][token],
+                                scales.x + (long long)token * scales.x_token + min(k * CHUNKS + c, last_k) * scales.x_block);
+            }
+            if (lane < 2 * CHUNKS) {
+                const int c = lane / 2, row = min(item / SPLITS * ROWS / 128 + lane % 2, last_row);
+                copy_number(&w_scales[stage][c][lane % 2],
+                            scales.w + (long long)row * scales.w_row + min(k * CHUNKS + c, last_k) * scales.w_block);
+            }
+            arrive_when_copied(full + 8 * stage);
+            next(item, k);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        return;
+    }
+#elif SCALES == 1
+    const float token_scale = thread < M ? scales.x[(long long)thread * scales.x_token] : 0;
+#endif
     // Sums 4j to 4j + 3 of a thread: tokens 16 * warp + lane / 4 and 8 below, rows 8j + lane % 4 * 2 and the one after.
+#if SCALES == 1
+    int tile_row = 0;
+#endif
     auto store = [&](int token, int row, float low, float high) {  // `row` of W
         if (token >= M || row >= N) return;
         const bool both = row + 1 < N;
+#if SCALES == 1
+        low *= token_scales[token] * row_scales[row - tile_row], high *= token_scales[token] * row_scales[row - tile_row + 1];
+#endif
         if (bias) low += widen(bias[row]), high += both ? widen(bias[row + 1]) : 0;
         const u32 bits = narrow(low, high);
         u16* at = out + (long long)token * N + row;
@@ -183,10 +264,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
     for (int item = first; item < last; item++) {
         float acc[4 * COLUMNS];
         const int begin = begin_of(item), end = end_of(item), row = item / SPLITS * ROWS;
+#if !SCALES
         int used = -1;  // the stage that the multiplications before read
+#else
+#pragma unroll
+        for (int i = 0; i < 4 * COLUMNS; i++) acc[i] = 0;
+        const int edge = (128 - row % 128) / 8;
+#endif
+#if SCALES == 1
+        tile_row = row;
+        const float row_scale = thread < ROWS && row + thread < N ? scales.w[(long long)(row + thread) * scales.w_row] : 0;
+#endif
         for (int k = begin; k < end; k++) {
             wait(full + 8 * stage, parity);
             const u64 a = descriptor(x_ring + stage * X_STAGE), b = descriptor(w_ring + stage * W_STAGE);
+#if SCALES
+            float part[2][4 * COLUMNS];  // of 128 columns: one is added while the other is made
+            auto multiply_chunk = [&](int c) {
+                begin_multiply();
+#pragma unroll
+                for (int i = 0; i < 4; i++)  // 32 of K are 32 bytes
+                    multiply(part[c % 2], a + (c * X_CHUNK + 32 * i) / 16, b + (c * W_CHUNK + 32 * i) / 16, i);
+                commit_multiply();
+            };
+            multiply_chunk(0);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                if (c + 1 < CHUNKS) multiply_chunk(c + 1);
+                float by[4] = {};
+#if SCALES == 2
+                for (int i = 0; i < 4; i++)
+                    by[i] = x_scales[stage][c][(16 * warp + lane / 4 + i / 2 * 8) % TOKENS] * w_scales[stage][c][i % 2];
+#endif
+                if (c + 1 < CHUNKS) finish_multiply<1>();
+                else finish_multiply<0>();
+                promote(acc, part[c % 2], by, edge);
+            }
+            if (lane == 0) arrive(empty + 8 * stage);
+#else
             begin_multiply();
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++)
@@ -197,10 +312,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
             finish_multiply<1>();
             if (used >= 0 && lane == 0) arrive(empty + 8 * used);
             used = stage;
+#endif
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
+#if SCALES == 1
+        consumers_meet();  // all have stored the tile before
+        if (thread < ROWS) row_scales[thread] = row_scale;
+        if (thread < TOKENS) token_scales[thread] = token_scale;
+        consumers_meet();
+#elif !SCALES
         finish_multiply<0>();
         if (lane == 0) arrive(empty + 8 * used);
+#endif
 #pragma unroll
         for (int i = 0; i < 4 * COLUMNS; i++) asm volatile("" : "+f"(acc[i])::"memory");  // not to be read before
 

@@ -1,0 +1,129 @@
+"""Of quality.py, inside a host's engine: force the text's own tokens in decode steps, and compare the raw logits there.
+
+A request carries a task, plain JSON: {"folder", "run", "sequence", "at", "total", "tokens"}. Each step of it gives one
+row of logits. The row of run HOST is kept in folder/logits.f32, at `at` + how many came before it, of `total`; rows of
+all other runs are compared with what is kept there (a file, since runs may be in different processes). Then all tokens
+but the text's are ruled out, so that the sampler, whatever it does, takes that one. What was found of a sequence is a
+line of folder/RUN.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HOST = "host"  # the run that all others are compared with
+LOGITS = "logits.f32"
+_kept: dict[tuple[str, int, int], torch.Tensor] = {}
+
+
+@dataclass
+class Progress:
+    """One request: its task, and of each step so far what `compare` found."""
+
+    task: dict[str, Any]
+    kl: list[float] = field(default_factory=list)
+    logprob: list[float] = field(default_factory=list)
+    same: list[float] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        return len(self.kl)
+
+    @property
+    def token(self) -> int:
+        return self.task["tokens"][self.done]
+
+    @property
+    def slot(self) -> int:
+        return self.task["at"] + self.done
+
+    def add(self, kl: float, logprob: float, same: float) -> None:
+        self.kl.append(kl)
+        self.logprob.append(logprob)
+        self.same.append(same)
+        if self.done == len(self.task["tokens"]):
+            found = {"kl": self.kl, "logprob": self.logprob, "same": self.same}
+            write(Path(self.task["folder"]), self.task["run"], self.task["sequence"], found)
+
+
+def write(folder: Path, run: str, sequence: int, found: dict[str, list[Any]]) -> None:
+    with open(folder / f"{run}.jsonl", "a") as file:
+        file.write(json.dumps({"sequence": sequence, **found}) + "\n")
+
+
+def kept(folder: str, total: int, vocabulary: int) -> torch.Tensor:
+    """[total, vocabulary] float32, the file itself: made if it is not there."""
+    key = (folder, total, vocabulary)
+    if key not in _kept:
+        path = Path(folder, LOGITS)
+        file = torch.from_file(str(path), shared=True, size=total * vocabulary, dtype=torch.float32)
+        _kept[key] = file.view(total, vocabulary)
+    return _kept[key]
+
+
+def compare(
+    logits: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logits, reference: [n, vocabulary]; tokens: [n]. Of each row KL(reference || logits) in nats, the token's
+    log-probability by `logits`, and 1 where the most probable token is the same. In float64."""
+    q = torch.log_softmax(logits.double(), -1)
+    p = torch.log_softmax(reference.double(), -1)
+    gaps = torch.where(p.isneginf(), 0.0, p - q)  # a logit of -inf has no part in the sum
+    same = (logits.argmax(-1) == reference.argmax(-1)).double()
+    return (p.exp() * gaps).sum(-1), q.gather(-1, tokens[:, None])[:, 0], same
+
+
+def step(logits: torch.Tensor, requests: list[tuple[int, Progress]]) -> None:
+    """One step of an engine: logits [batch, vocabulary], which are changed, and (row, request) of those forced."""
+    requests = [(row, r) for row, r in requests if r.done < len(r.task["tokens"])]
+    if not requests:
+        return
+    rows = torch.tensor([row for row, _ in requests], device=logits.device)
+    tokens = torch.tensor([r.token for _, r in requests], device=logits.device)
+    slots = torch.tensor([r.slot for _, r in requests])
+    task = requests[0][1].task
+    found = logits[rows].float()
+    reference = kept(task["folder"], task["total"], logits.shape[1])
+    if task["run"] == HOST:
+        reference[slots] = found.cpu()
+        wanted = found
+    else:
+        wanted = reference[slots].to(found.device)
+    values = torch.stack(compare(found, wanted, tokens)).tolist()
+    logits[rows] = float("-inf")
+    logits[rows, tokens] = 0.0
+    for (_, request), kl, logprob, same in zip(requests, *values, strict=True):
+        request.add(kl, logprob, same)
+
+
+def force_in(sampler: Any) -> None:
+    """Make of a sampler one whose requests with a task take the task's tokens; it stays what it is for all others.
+
+    sampler: of vLLM's second model runner, or one with its two methods: add_request(req_idx, prompt_len,
+    sampling_params) and sampler(logits, input_batch), where input_batch.idx_mapping_np has the req_idx of each row.
+    """
+    base = type(sampler)
+
+    class Forcing(base):  # type: ignore[misc, valid-type]
+        def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
+            super().add_request(req_idx, prompt_len, sampling_params)
+            task = (sampling_params.extra_args or {}).get("task")
+            if task is None:
+                self.tasks.pop(req_idx, None)
+            else:
+                self.tasks[req_idx] = Progress(task)
+
+        def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
+            rows = enumerate(input_batch.idx_mapping_np.tolist())
+            forced = [(row, self.tasks[i]) for row, i in rows if i in self.tasks]
+            if forced:
+                logits = logits.to(torch.float32, copy=True)
+                step(logits, forced)
+            return super().__call__(logits, input_batch)
+
+    sampler.__class__, sampler.tasks = Forcing, {}
