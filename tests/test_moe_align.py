@@ -14,6 +14,7 @@ import torch
 from fastkernels.overrides.l1 import _moe_align_triton, moe_align
 
 SCRIPT = Path(__file__).parent / "support" / "moe_align_cases.py"
+SCENARIO = Path(__file__).parents[1] / "bench/scenarios/moe_tiles.py"
 
 
 def test_both_ways_are_the_reference() -> None:
@@ -24,6 +25,18 @@ def test_both_ways_are_the_reference() -> None:
     found = {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
     assert {case: problem for case, problem in found.items() if problem} == {}
     assert {case.split()[0] for case in found} == {"by_experts", "by_chunks"} and len(found) > 40
+
+
+def test_scenario_runs(tmp_path: Path) -> None:
+    """What times the ways on a GPU, interpreted: every call is right, and each has a row."""
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(SCENARIO), "--device", "cpu", "--quick", "--out", str(out)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "0 wrong" in done.stdout, done.stdout + done.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {r["status"] for r in rows} == {"ok"}
+    assert len([r for r in rows if "which" in r["case"]]) == 6 and any("tiles" in r["case"] for r in rows)
 
 
 @pytest.mark.parametrize(

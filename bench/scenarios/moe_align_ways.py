@@ -1,14 +1,20 @@
-"""For moe_tiles.py: moe_align in one launch and in two, each started early and in turn, beside vLLM's."""
+"""For moe_tiles.py: moe_align in one launch and in two, each started early in two ways and in turn, beside vLLM's."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from graph_clock import Compiles, Run, measure
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastkernels.overrides.l1 import _moe_align_triton as kernels
 from fastkernels.overrides.l1 import moe_align
@@ -16,44 +22,63 @@ from fastkernels.overrides.l1 import moe_align
 CALLS = 20  # of a graph, each with ids of its own
 # pairs, experts, block size
 SIZES = ((256, 128, 16), (1024, 128, 16), (2048, 128, 16), (32768, 128, 64), (1408, 8, 128), (8192, 8, 128))
-STARTS: dict[str, dict[str, bool]] = {
-    "early": {"OVERLAP": True, "launch_pdl": True},
-    "in turn": {"OVERLAP": False},
-}
-Ways = tuple[tuple[str, Callable[..., None], str], ...]
-WAYS: Ways = tuple(
-    (f"{way.__name__} {start}", way, start)
-    for way in (kernels.by_experts, kernels.by_chunks)
-    for start in STARTS
-)
+EARLY, IN_TURN = {"OVERLAP": True, "launch_pdl": True}, {"OVERLAP": False}
 
 
-@contextlib.contextmanager
-def started(how: str) -> Iterator[None]:
-    before = kernels.overlap
-    kernels.overlap = lambda *_: STARTS[how]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        kernels.overlap = before
+@triton.jit
+def wait_first(OVERLAP: tl.constexpr):
+    # `follow` the other way round: the next kernel may come when this one runs, not when it only waits.
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
-def aligned(
-    way: Callable[..., None], start: str, ids: torch.Tensor, experts: int, block: int
-) -> moe_align.Aligned:
-    outs = moe_align._empty(ids, block, moe_align.padded_size(ids.numel(), block, experts))
-    with started(start if ids.is_cuda else "in turn"):
-        way(ids, None, outs, experts, block, False)
-    return outs
+def waiting_first() -> ModuleType:
+    """The kernels' module once more, with `wait_first` for `follow`."""
+    spec = importlib.util.spec_from_file_location("moe_align_wait_first", kernels.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.follow = wait_first  # type: ignore[attr-defined]
+    return module
+
+
+@dataclass(frozen=True)
+class Way:
+    module: Any
+    name: str
+    start: str
+    options: dict[str, bool]
+
+    def __call__(self, ids: torch.Tensor, experts: int, block: int) -> moe_align.Aligned:
+        outs = moe_align._empty(ids, block, moe_align.padded_size(ids.numel(), block, experts))
+        before = self.module.overlap
+        self.module.overlap = lambda *_: self.options if ids.is_cuda else IN_TURN
+        try:
+            getattr(self.module, self.name)(ids, None, outs, experts, block, False)
+        finally:
+            self.module.overlap = before
+        return outs
+
+
+OTHER = waiting_first()
+WAYS = {
+    f"{name} {start}": Way(module, name, start, options)
+    for name in ("by_experts", "by_chunks")
+    for module, start, options in (
+        (kernels, "early", EARLY), (OTHER, "early, waits first", EARLY), (kernels, "in turn", IN_TURN),
+    )
+}  # fmt: skip
 
 
 def compile_share(part: int, parts: int) -> None:
-    for name in ("_expert_kernel", "_count_kernel", "_place_kernel"):
-        setattr(kernels, name, Compiles(getattr(kernels, name)))
-    jobs = [(size, way, start) for size in SIZES for _, way, start in WAYS]
-    for (pairs, experts, block), way, start in jobs[part::parts]:
+    for module in (kernels, OTHER):
+        for name in ("_expert_kernel", "_count_kernel", "_place_kernel"):
+            setattr(module, name, Compiles(getattr(module, name)))
+    jobs = [(size, way) for size in SIZES for way in WAYS.values()]
+    for (pairs, experts, block), way in jobs[part::parts]:
         with contextlib.suppress(Exception):  # said where it is run
-            aligned(way, start, torch.zeros(pairs, 1, dtype=torch.int32, device="cuda"), experts, block)
+            way(torch.zeros(pairs, 1, dtype=torch.int32, device="cuda"), experts, block)
 
 
 def time_all(run: Run, vllm: Callable[..., Any] | None) -> None:
@@ -66,19 +91,16 @@ def time_all(run: Run, vllm: Callable[..., Any] | None) -> None:
         ]
         want = moe_align.reference(sets[0], block, experts, moe_align.padded_size(pairs, block, experts))
         todo: dict[str, list[Callable[[], Any]]] = {}
-        for which, way, start in WAYS:
+        for which, way in WAYS.items():
             try:
-                right = all(map(torch.equal, aligned(way, start, sets[0], experts, block), want))
+                right = all(map(torch.equal, way(sets[0], experts, block), want))
                 reason = "" if right else "not what the reference gives"
             except Exception as error:
                 reason = f"{type(error).__name__}: {str(error)[:200]}"
             if reason:
                 run.row("check", "triton", {**about, "which": which}, reason)
             else:
-                todo[which] = [
-                    partial(aligned, way, start, ids, experts, block)
-                    for ids in sets[: 2 if run.quick else None]
-                ]
+                todo[which] = [partial(way, ids, experts, block) for ids in sets[: 2 if run.quick else None]]
         if vllm:
             todo["vllm"] = [partial(vllm, ids, block, experts) for ids in sets]
         times = {which: us / len(todo[which]) for which, us in measure(run, todo).items()}
