@@ -1,4 +1,4 @@
-"""The MoE ops beyond their cases: exact ids and order, the hosts' functions, what they refuse, the block's parts."""
+"""The MoE ops beyond their cases but for moe_align: exact ids and weights, the hosts' functions, what they refuse."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fk_bench import routing_time
 
 from fastkernels import registry
-from fastkernels.overrides.l1 import grouped_topk, moe_align, moe_sum, topk_softmax
+from fastkernels.overrides.l1 import grouped_topk, moe_sum, topk_softmax
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
-from fastkernels.overrides.l2 import fused_experts, sparse_moe
+from fastkernels.overrides.l2 import _grouped_gemm, fused_experts, sparse_moe
 from fastkernels.overrides.l3 import _layer_calls, mixtral_decoder_layer
 from fastkernels.spec import Case
 
@@ -188,49 +189,6 @@ def test_sum_of_the_experts_that_are_here() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             call()
-
-
-def test_the_hosts_own_example_of_alignment() -> None:
-    ids = torch.tensor([[2, 3, 4], [1, 2, 4], [1, 3, 4], [1, 2, 3]])
-    found = moe_align.vllm_moe_align_block_size(ids, 4, 5, return_scatter_idx=True)
-    wanted = [3, 6, 9, 12, 0, 4, 10, 12, 1, 7, 11, 12, 2, 5, 8, 12]
-    assert found[0].tolist() == wanted + [12] * (12 + 5 * 3 - 16)
-    assert found[1].tolist() == [1, 2, 3, 4, 0, 0, 0] and found[2].tolist() == [16]
-    assert found[3].flatten().tolist() == list(range(12))
-
-
-def test_experts_that_are_elsewhere() -> None:
-    """vLLM's map and SGLang's -1; each either left out or in blocks of expert -1."""
-    ids, here = torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
-    kept = moe_align.vllm_moe_align_block_size_0_26(ids, 2, 4, here)
-    assert kept[0][: kept[2]].tolist() == [0, 5, 1, 3, 2, 6, 4, 6]
-    assert kept[1][: kept[2] // 2].tolist() == [-1, 0, -1, 1]
-    out = moe_align.vllm_moe_align_block_size(ids, 2, 4, here, True, True, True)
-    assert out[0][: out[2]].tolist() == [1, 3, 4, 6] and out[1][:2].tolist() == [0, 1]
-    assert out[3].flatten().tolist() == [-1, 1, -1, 3, 4, -1] and len(out[0]) % 2 == 0
-    local = torch.tensor([[-1, 0], [-1, 0], [1, -1]])
-    for function in (moe_align.sglang_moe_align_block_size_0_5_17, moe_align.sglang_moe_align_block_size):
-        first = function(local, 2, 2)
-        assert first[0][: first[2]].tolist() == [0, 2, 5, 6, 1, 3, 4, 6]
-        assert first[1][: first[2] // 2].tolist() == [-1, -1, 0, 1]
-        less = function(local, 2, 2, True)
-        assert less[0][: less[2]].tolist() == [1, 3, 4, 6] and less[1][:2].tolist() == [0, 1]
-    with pytest.raises(ValueError, match="needs ignore_invalid_experts"):
-        moe_align.vllm_moe_align_block_size(ids, 2, 4, here, return_scatter_idx=True)
-    with pytest.raises(ValueError, match="pad_expert_ids is not supported"):
-        moe_align.sglang_moe_align_block_size(ids, 2, 4, pad_expert_ids=True)
-
-
-@pytest.mark.parametrize("routing", ["even", "all to one", "empty experts"])
-def test_capacity_holds_the_worst_case(routing: str) -> None:
-    for pairs, block, e in ((1, 16, 8), (7, 16, 8), (8, 16, 8), (64, 16, 8), (65, 128, 3)):
-        ids = torch.arange(pairs) % e if routing == "even" else torch.full((pairs,), e - 1)
-        if routing == "empty experts":
-            ids[: pairs // 2] = 0
-        size = moe_align.padded_size(pairs, block, e)
-        sorted_ids, _, used = moe_align.moe_align(ids[:, None], block, e, size, None, False)
-        assert used.item() <= size
-        assert sorted_ids[sorted_ids < pairs].sort().values.tolist() == list(range(pairs))
 
 
 def test_experts_are_what_they_say() -> None:
@@ -412,3 +370,14 @@ def test_block_says_what_is_wrong() -> None:
         sparse_moe.VllmMixtralMoE(3, 2, 8, 6, dp_size=2)
     with pytest.raises(ValueError, match="tp_size 4 is neither 1 nor the group's 1"):
         sparse_moe.VllmMixtralMoE(3, 2, 8, 6, tp_size=4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "block"), [(0, 16), (8, 16), (16, 16), (17, 64), (32, 64), (128, 64), (129, 128)]
+)
+def test_blocks_hold_more_than_the_average_expert_has(rows: int, block: int) -> None:
+    """Where weights are all the time: with a second block they are read again (docs/routing.md)."""
+    now = _grouped_gemm.tiles(rows, torch.bfloat16, True)
+    assert now.block_m == block
+    other = _grouped_gemm.tiles(routing_time.larger(now), torch.bfloat16, True)
+    assert other.block_m != block

@@ -44,7 +44,7 @@ def larger(t: Tiles) -> int:
     """A number of rows an expert for which our kernel takes the next larger block of rows; of the largest, the next
     smaller one.
     """
-    return {16: 32, 32: 128, 64: 129}.get(t.block_m, 128)
+    return {16: 17, 64: 129}.get(t.block_m, 128)
 
 
 @contextlib.contextmanager

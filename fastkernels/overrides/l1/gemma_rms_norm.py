@@ -43,6 +43,7 @@ def _gemma_rms_norm_kernel(
     inside = cols < H
     x_at = x_ptr + (row // n_inner) * x_stride0 + (row % n_inner) * x_stride1
     x = tl.load(x_at + cols, mask=inside, other=0.0)
+    weight = 1.0 + tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)  # early, as in rms_norm
     h = x.to(tl.float32)
     if HAS_RES:
         res_at = res_ptr + (row // res_inner) * res_stride0 + (row % res_inner) * res_stride1
@@ -50,7 +51,6 @@ def _gemma_rms_norm_kernel(
         h += res.to(tl.float32)
         tl.store(res_at + cols, h.to(res.dtype), mask=inside)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / H + eps)
-    weight = 1.0 + tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * H + cols, (h * scale * weight).to(x.dtype), mask=inside)
 
 

@@ -39,13 +39,17 @@ def _layer_norm_kernel(
     cols = tl.arange(0, BLOCK)
     inside = cols < H
     x = tl.load(x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols, mask=inside, other=0.0)
+    if HAS_W:  # early, as in rms_norm
+        w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_B:
+        b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     h = x.to(tl.float32)
     centered = tl.where(inside, h - tl.sum(h, axis=0) / H, 0.0)
     y = centered * tl.rsqrt(tl.sum(centered * centered, axis=0) / H + eps)
     if HAS_W:
-        y *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        y *= w
     if HAS_B:
-        y += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        y += b
     tl.store(out_ptr + row * H + cols, y.to(x.dtype), mask=inside)
 
 

@@ -6,11 +6,9 @@ import random
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1 import _moe_align_triton
 from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
@@ -57,63 +55,6 @@ def reference(
     return found[:max_num_tokens_padded].clone(), experts.to(torch.int32), ends[-1:].to(torch.int32)
 
 
-@triton.jit
-def _buckets(ids_ptr, map_ptr, at, N, E, HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr):
-    """The bucket of each pair: expert + 1; 0 for those of no expert if they are kept, else E + 1."""
-    ids = tl.load(ids_ptr + at, mask=at < N, other=-1).to(tl.int32)
-    valid = (ids >= 0) & (ids < E)
-    if HAS_MAP:
-        ids = tl.load(map_ptr + tl.where(valid, ids, 0)).to(tl.int32)
-        valid = valid & (ids >= 0)
-    bucket = tl.where(valid, ids + 1, E + 1)
-    if INVALID_FIRST:
-        bucket = tl.where(valid | (at >= N), bucket, 0)
-    return bucket
-
-
-@triton.jit
-def _moe_align_kernel(
-    ids_ptr, map_ptr, sorted_ptr, experts_ptr, total_ptr, N, E, capacity, n_blocks, block_size,
-    HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    follow(OVERLAP)
-    # One program a bucket, no program waits for another: each counts all pairs, then places those of its own bucket
-    # in order. That reads the ids once more for each expert, from L2, and needs one launch and no scratch memory.
-    mine = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    lanes = tl.arange(0, CHUNK)
-    counts = tl.zeros((BINS,), dtype=tl.int32)
-    for at in range(0, N, CHUNK):
-        counts += tl.histogram(_buckets(ids_ptr, map_ptr, at + lanes, N, E, HAS_MAP, INVALID_FIRST), BINS).to(
-            tl.int32
-        )
-    padded = tl.where(bins <= E, (counts + block_size - 1) // block_size * block_size, 0)
-    total = tl.sum(padded, axis=0)
-    start = tl.sum(tl.where(bins < mine, padded, 0), axis=0)
-    used = start + tl.sum(tl.where(bins == mine, counts, 0), axis=0)
-    end = start + tl.sum(tl.where(bins == mine, padded, 0), axis=0)
-    if mine == 0:
-        tl.store(total_ptr, total)
-    before = start
-    for at in range(0, N, CHUNK):
-        is_mine = (_buckets(ids_ptr, map_ptr, at + lanes, N, E, HAS_MAP, INVALID_FIRST) == mine).to(tl.int32)
-        place = before + tl.cumsum(is_mine, axis=0) - 1
-        tl.store(sorted_ptr + place, at + lanes, mask=(is_mine == 1) & (place < capacity))
-        before += tl.sum(is_mine, axis=0)
-    for at in range(used, end, CHUNK):
-        tl.store(sorted_ptr + at + lanes, N + 0 * lanes, mask=(at + lanes < end) & (at + lanes < capacity))
-    for at in range(start // block_size, end // block_size, CHUNK):
-        inside = (at + lanes < end // block_size) & (at + lanes < n_blocks)
-        tl.store(experts_ptr + at + lanes, mine - 1 + 0 * lanes, mask=inside)
-    # What is behind the last block is shared out among the programs.
-    step = tl.num_programs(0) * CHUNK
-    for at in range(total + mine * CHUNK, capacity, step):
-        tl.store(sorted_ptr + at + lanes, N + 0 * lanes, mask=at + lanes < capacity)
-    for at in range(total // block_size + mine * CHUNK, n_blocks, step):
-        tl.store(experts_ptr + at + lanes, 0 * lanes, mask=at + lanes < n_blocks)
-
-
 def _check(topk_ids: torch.Tensor, block_size: int, num_experts: int, capacity: int) -> None:
     if block_size < 1 or num_experts < 1 or capacity < 0:
         raise ValueError(
@@ -156,13 +97,7 @@ def _triton(
     _check(topk_ids, block_size, num_experts, max_num_tokens_padded)
     ids = topk_ids.contiguous()
     outs = _empty(ids, block_size, max_num_tokens_padded)
-    chunk = min(max(triton.next_power_of_2(ids.numel()), 128), 4096)
-    _moe_align_kernel[(num_experts + 1,)](
-        ids, expert_map, *outs, ids.numel(), num_experts, max_num_tokens_padded, outs[1].numel(), block_size,
-        HAS_MAP=expert_map is not None, INVALID_FIRST=invalid_first, CHUNK=chunk,
-        BINS=max(triton.next_power_of_2(num_experts + 2), 16), num_warps=4 if chunk <= 1024 else 8,
-        **overlap(ids.device),
-    )  # fmt: skip
+    _moe_align_triton.align(ids, expert_map, outs, num_experts, block_size, invalid_first)
     return outs
 
 

@@ -57,6 +57,8 @@ def _rms_norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < H
     raw = tl.load(x_ptr + outer * x_stride0 + inner * x_stride1 + cols, mask=mask, other=0.0)
+    if HAS_W:  # on its way with x: no compiler moves a load over the store and the sum's barriers
+        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     h = raw.to(tl.float32)
     if HAS_RES:
         res_at = res_ptr + outer * res_stride0 + inner * res_stride1 + cols
@@ -65,7 +67,6 @@ def _rms_norm_kernel(
     squares = tl.where(cols < H_VAR, h * h, 0.0)
     y = h * tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)
     if HAS_W:
-        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         if CAST_FIRST:
             y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         y *= w
@@ -115,11 +116,13 @@ def _triton(
     n_inner, x0, x1 = _rows(x)
     _, r0, r1 = _rows(residual) if residual is not None else (1, 0, 0)
     block = triton.next_power_of_2(hidden)
+    # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
+    each = 512 if hidden % 16 == 0 else 128
     grid = (rows,)
     _rms_norm_kernel[grid](
         x, residual, weight, out, x0, x1, r0, r1, n_inner, hidden, var_hidden_size or hidden, eps,
         HAS_RES=residual is not None, HAS_W=weight is not None, CAST_FIRST=cast_x_before_out_mul,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device, grid),
+        BLOCK=block, num_warps=min(max(block // each, 1), 16), **overlap(x.device, grid),
     )  # fmt: skip
     return out
 

@@ -1,0 +1,80 @@
+"""How small kernels are laid over their tensors: what was measured or counted on the chip must not come undone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastkernels.overrides.l1 import (
+    gelu_and_mul,
+    gemma_rms_norm,
+    l2_norm,
+    layer_norm,
+    rms_norm,
+    t5_layer_norm,
+)
+
+NORMS = (rms_norm, gemma_rms_norm, layer_norm, t5_layer_norm)
+
+
+def line(kernel: ast.FunctionDef, name: str, pick: Any) -> int:
+    """The first or last line (pick is min or max) on which the kernel calls tl.<name>."""
+    return pick(
+        n.lineno for n in ast.walk(kernel) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"tl.{name}"
+    )
+
+
+@pytest.mark.parametrize("module", NORMS, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_all_of_a_norm_is_on_its_way_before_the_first_wait(module: Any) -> None:
+    """No compiler moves the load of a weight over the sum's barriers, and a decode step waits for memory twice."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    (kernel,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.endswith("_kernel"))
+    assert line(kernel, "load", max) < line(kernel, "sum", min)
+
+
+class Launches:
+    """Stands for a kernel that no CPU can launch: keeps the grid and the arguments of each launch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.seen.append((grid, args, options))
+
+
+def test_rows_of_a_contiguous_tensor_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every thread divides 64-bit numbers to find its rows."""
+    kernel = Launches()
+    monkeypatch.setattr(l2_norm, "_l2_norm_kernel", kernel)
+    l2_norm._triton(torch.randn(63, 3, 100))
+    l2_norm._triton(torch.randn(63, 6, 100)[:, ::2])
+    l2_norm._triton(torch.empty(1, 2048, 16, 128, dtype=torch.bfloat16))
+    ((_, args, _), (_, strided, _), (grid, _, options)) = kernel.seen
+    assert args[2:5] == (1, 100, 0) and strided[2:5] == (3, 600, 200)
+    assert options["ROWS"] == 16 and grid == (2048,)
+
+
+@pytest.mark.parametrize(("hidden", "warps"), [(1024, 2), (1000, 8), (4096, 8), (64, 1), (63, 1)])
+def test_rows_that_begin_anywhere_have_more_threads(
+    hidden: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Launches()
+    monkeypatch.setattr(rms_norm, "_rms_norm_kernel", kernel)
+    rms_norm._triton(torch.randn(2, hidden), torch.ones(hidden), 1e-5)
+    assert kernel.seen[0][2]["num_warps"] == warps
+
+
+@pytest.mark.parametrize(
+    ("tokens", "how", "block"), [(32, "none", 512), (32, "tanh", 1024), (8192, "none", 1024)]
+)
+def test_few_programs_of_erf_are_smaller(
+    tokens: int, how: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Launches()
+    monkeypatch.setattr(gelu_and_mul, "_gelu_and_mul_kernel", kernel)
+    gelu_and_mul._triton(torch.empty(tokens, 2 * 14336, dtype=torch.bfloat16), how)
+    assert kernel.seen[0][2]["BLOCK"] == block
