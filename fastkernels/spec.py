@@ -109,6 +109,8 @@ class OpSpec:
     vary          vary(case, rng) -> the same kind of call with other sizes: shapes that no author has seen, at most
                   twice as costly as `case` (fastkernels.shapes.varied)
     activations   positions of the arguments whose values may be of any size: where adversarial values go
+    chooses       a tie between inputs decides what is computed, as of a token's experts: `inputs` keeps away from ties,
+                  and the judge does not move the values that it has made
     extremes      name: edit(args), which puts in place what only this op may meet (empty experts, masked logits)
     build         build(cls, args) -> call(): an instance of cls, a class of `targets` or a candidate's with its
                   name, that has its weights from args (the same memory); call() runs it on the rest and returns what
@@ -137,6 +139,7 @@ class OpSpec:
     dims_of: Callable[..., dict[str, Any]] | None = None
     vary: Callable[[Case, random.Random], Case] | None = None
     activations: tuple[int, ...] = (0,)
+    chooses: bool = False
     extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
     build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
     dtype_arg: int | None = None

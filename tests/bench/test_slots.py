@@ -91,3 +91,15 @@ def test_runner_and_judge_see_the_same_memory(fd: int) -> None:
             {t["tensor"]["region"] for t in plan["args"] if isinstance(t, dict) and "tensor" in t}
         )
     assert all(scalable(t) for t in layout.tensors(slots.args_of(0)))
+
+
+def test_no_token_is_moved_between_two_experts(fd: int) -> None:
+    """A router that rounds its logits must send the tokens of every slot to the experts of the exact one."""
+    spec = registry.get("sparse_moe")
+    case = next(c for c in spec.cases if c.name == "rounded")
+    slots = Slots(spec, lambda g: spec.inputs(case, "cpu", g), "cpu", 6, "module", 6, fd, True)
+    slots.refresh()
+    for slot in range(slots.count):
+        x, gate = (slots.args_of(slot)[i] for i in range(2))
+        exact = (x.double() @ gate.double().t()).topk(2).indices.sort().values
+        assert torch.equal((x @ gate.t()).topk(2).indices.sort().values, exact)

@@ -213,7 +213,7 @@ class Slots:
         return self.scaled(value, self.factors[slot])
 
     def _rolled(self, i: int) -> bool:
-        return self.rolls and self.scales and self._alone[i]
+        return self.rolls and self.scales and not self.spec.chooses and self._alone[i]
 
     def _shift(self, slot: int, i: int) -> int:
         """By how many elements: another for each tensor."""

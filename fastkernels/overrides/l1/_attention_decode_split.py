@@ -105,54 +105,45 @@ def _attend(
     q, k_at, v_at, table_at, low, high, n_k, D, scale, v_scale, window_left, softcap, k_stride_b, k_stride_s,
     v_stride_b, v_stride_s, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
     EVEN_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr,
 ):  # fmt: skip
-    # Attention of q [BLOCK_M, BLOCK_D] to the keys low .. high - 1, and the log2 of the sum of the weights. A tile is
-    # [WARPS, keys]: each warp has keys of its own and a softmax of its own, which are put together behind the loop, so
-    # that warps do not wait for each other inside.
-    WIDTH: tl.constexpr = BLOCK_N // WARPS
-    dims = tl.arange(0, BLOCK_D)
-    offs = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    q = tl.broadcast_to(q[None, :, :], [WARPS, BLOCK_M, BLOCK_D])
-    top = tl.full([WARPS, BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([WARPS, BLOCK_M], tl.float32)
-    acc = tl.zeros([WARPS, BLOCK_M, BLOCK_D], tl.float32)
+    # Attention of q [BLOCK_M, BLOCK_D] to the keys low .. high - 1, and the log2 of the sum of the weights.
+    dims, offs = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # A tile's blocks are looked up one tile ahead, so that no read of keys waits for the table.
     page = tl.load(table_at + (low + offs) // PAGE, mask=low + offs < high, other=0)
     for begin in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         cols = begin + offs
         inside = cols < high
-        mask = inside[:, :, None] if EVEN_D else inside[:, :, None] & (dims < D)[None, None, :]
+        mask = inside[:, None] if EVEN_D else inside[:, None] & (dims < D)[None, :]
         block, slot = page.to(tl.int64), cols % PAGE
-        k = tl.load(k_at + (block * k_stride_b + slot * k_stride_s)[:, :, None], mask=mask, other=0.0)
-        v = tl.load(v_at + (block * v_stride_b + slot * v_stride_s)[:, :, None], mask=mask, other=0.0)
+        k = tl.load(k_at + (block * k_stride_b + slot * k_stride_s)[:, None], mask=mask, other=0.0)
+        v = tl.load(v_at + (block * v_stride_b + slot * v_stride_s)[:, None], mask=mask, other=0.0)
         page = tl.load(table_at + (cols + BLOCK_N) // PAGE, mask=cols + BLOCK_N < high, other=0)
         if UPCAST:  # the interpreter
-            scores = tl.dot(q.to(tl.float32), tl.permute(k.to(tl.float32), (0, 2, 1))) * scale
+            scores = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))) * scale
         else:
-            scores = tl.dot(q, tl.permute(k.to(q.dtype), (0, 2, 1))) * scale
+            scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
         if SOFTCAP:  # scale has log2 e in it, and so has softcap
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / softcap))))
         seen = inside
         if WINDOW:
             seen = seen & (cols >= n_k - 1 - window_left)
-        scores = tl.where(seen[:, None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 2))
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores - base[:, :, None])
+        p = tl.exp2(scores - base[:, None])
         decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(p, 2)
-        acc = acc * decay[:, :, None]
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
         if UPCAST:
             acc += tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32))
         else:
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc)
         top = new_top
-    best = tl.max(top, 0)
-    share = tl.exp2(top - tl.where(best == float("-inf"), 0.0, best)[None, :])
-    total, acc = tl.sum(total * share, 0), tl.sum(acc * share[:, :, None], 0)
     weight = tl.where(total == 0.0, 1.0, total)
-    return acc * v_scale / weight[:, None], tl.where(total == 0.0, float("-inf"), best + tl.log2(weight))
+    return acc * v_scale / weight[:, None], tl.where(total == 0.0, float("-inf"), top + tl.log2(weight))
 
 
 @triton.jit(do_not_specialize=["splits", "table_stride", "min_split", "window_left"])
@@ -162,7 +153,7 @@ def _decode_split_kernel(
     group, D, scale, v_scale, window_left, softcap, splits, min_split,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
     EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program a (key head, split, sequence): all query heads of the group share the keys it reads. Programs of one
@@ -185,10 +176,10 @@ def _decode_split_kernel(
     q_mask = (rows < group)[:, None] & (dims < D)[None, :]
     q_at = q_ptr + seq * q_stride_b + (kv_head * group + rows)[:, None] * q_stride_h + dims[None, :]
     acc, lse = _attend(
-        tl.load(q_at, mask=q_mask, other=0.0), k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, None, :],
-        v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, None, :], table_ptr + seq * table_stride, low, high, n_k,
-        D, scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW, SOFTCAP,
-        UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, WARPS,
+        tl.load(q_at, mask=q_mask, other=0.0), k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, :],
+        v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, :], table_ptr + seq * table_stride, low, high, n_k, D,
+        scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW, SOFTCAP,
+        UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
     out_at = out_ptr + (seq * tl.num_programs(0) + kv_head) * group * D
     if SPLIT and parts > 1:
@@ -214,7 +205,7 @@ def _decode_even_kernel(
     group, D, scale, v_scale, window_left, softcap, batch, min_tiles,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
     EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program a (key head, worker). The tiles of all sequences in a row are shared out evenly: a worker has the end
@@ -235,8 +226,8 @@ def _decode_even_kernel(
     begin, last = (worker * every // workers).to(tl.int32), ((worker + 1) * every // workers).to(tl.int32)
     dims, rows = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
     q_mask = (rows < group)[:, None] & (dims < D)[None, :]
-    k_at = k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, None, :]
-    v_at = v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, None, :]
+    k_at = k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, :]
+    v_at = v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, :]
     at = begin
     while at < last:
         index = tl.sum((ends <= at).to(tl.int32), 0)
@@ -253,7 +244,7 @@ def _decode_even_kernel(
         acc, lse = _attend(
             tl.load(q_at, mask=q_mask, other=0.0), k_at, v_at, table_ptr + seq * table_stride, low, high, n_k, D,
             scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW,
-            SOFTCAP, UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, WARPS,
+            SOFTCAP, UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
         )  # fmt: skip
         out_at = out_ptr + (seq * tl.num_programs(0) + kv_head) * group * D
         if (seq_begin >= begin) & (seq_end <= last):
@@ -358,8 +349,7 @@ def decode_split(
         "PAGE": block_size, "WINDOW": window_left >= 0, "SOFTCAP": softcap > 0, "UPCAST": q.device.type == "cpu",
         "EVEN_D": d == block_d, "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
         "BLOCK_D": block_d, "BLOCK_P": max(min(p["num_warps"], 4) * COMBINED // (block_g * block_d), 1),
-        "STAGES": p["num_stages"], "num_stages": p["num_stages"], "num_warps": p["num_warps"],
-        "WARPS": min(p["num_warps"], p["block_n"] // 16),  # the tensor cores take no fewer keys than 16
+        "STAGES": p["num_stages"], "num_warps": p["num_warps"], "num_stages": p["num_stages"],
         # What adds parts would take more registers than so many programs have, without need.
         "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
     }  # fmt: skip

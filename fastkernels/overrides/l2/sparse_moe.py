@@ -267,7 +267,16 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     return partial(assemble.load(module, named), x)
 
 
-def _case(name: str, tokens: int, experts: int, topk: int, hidden: int, intermediate: int, tag: str) -> Case:
+def _case(
+    name: str,
+    tokens: int,
+    experts: int,
+    topk: int,
+    hidden: int,
+    intermediate: int,
+    tag: str,
+    dtype: str = "float32",
+) -> Case:
     dims = {
         "tokens": tokens,
         "experts": experts,
@@ -275,7 +284,7 @@ def _case(name: str, tokens: int, experts: int, topk: int, hidden: int, intermed
         "hidden": hidden,
         "intermediate": intermediate,
     }
-    return Case(name, dims, "bfloat16" if tag == "model" else "float32", tags=(tag,))
+    return Case(name, dims, dtype, tags=(tag,))
 
 
 _VLLM, _SGLANG = "vllm.model_executor.models.mixtral:MixtralMoE", "sglang.srt.models.mixtral:MixtralMoE"
@@ -294,10 +303,12 @@ SPEC = OpSpec(
         _case("many", 9, 60, 8, 40, 24, "odd"),
         _case("wide", 3, 6, 1, 257, 40, "odd"),
         _case("none", 0, 4, 2, 64, 48, "odd"),
+        _case("rounded", 200, 8, 2, 256, 64, "odd", "bfloat16"),
     ),
     inputs=_inputs,
     dims_of=_dims,
     vary=experts.vary,
+    chooses=True,
     build=_build,
     bytes_moved=experts.SPEC.bytes_moved,
     flops=experts.SPEC.flops,
