@@ -35,6 +35,9 @@ SPEC = registry.get("attention_decode")
 PROVIDERS = {p.name: p for p in SPEC.op.providers}
 COMPILE_S = 100
 MOST_TOKENS = 1 << 19  # of a case: 64 GiB in 32 layers
+Named = dict[
+    str, tuple[str, dict[str, int], Callable[..., Any]]
+]  # what is timed: provider, parameters, function
 LAYERS, COLD = 32, 256 << 20  # bytes that one pass over the calls of a graph reads at least
 CAPACITY = 8192  # what a server's graphs are captured for, in the cases of mixed lengths
 
@@ -297,7 +300,7 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
     split.tickets.captured.clear()  # those of the case before are used up, and its graphs are gone
     split.tickets.streams.clear()
     calls = caches.calls(batch, context, ragged)
-    named: dict[str, tuple[str, dict[str, int], Callable[..., Any]]] = {}
+    named: Named = {}
     for name in ("triton", "fa3", "flashinfer"):
         provider = PROVIDERS[name]
         if run.cuda and provider.unavailable("cuda") is None and provider.supports(*calls[0]) is None:
@@ -326,9 +329,7 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
         print(run.summary[-1], flush=True)
 
 
-def timed(
-    run: Run, named: dict[str, tuple[str, dict[str, int], Callable[..., Any]]], calls: list[list[Any]]
-) -> dict[str, float]:
+def timed(run: Run, named: Named, calls: list[list[Any]]) -> dict[str, float]:
     passes = measure(run, {n: [partial(fn, *args) for args in calls] for n, (_, _, fn) in named.items()})
     return {n: us / len(calls) for n, us in passes.items()}
 
@@ -368,7 +369,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16, help="keys of a block; SGLang has 1")
     parser.add_argument("--capacity", type=int, default=0, help="what the graphs are for; 0: the context")
     parser.add_argument(
-        "--sets", help="instead of the kernel's: per_sm/block_n/warps/stages/min_split/even,..."
+        "--sets", help="instead of the kernel's: per_sm/block_n/warps/stages/min_split/even,."
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
@@ -392,9 +393,8 @@ def main() -> None:
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         check_all(run)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
-        rope_store.run_all(run)
-        run.op = "attention_decode"
         time_all(run, numbers(options.batch), numbers(options.context), options.capacity)
+        rope_store.run_all(run)
     print("\n".join(["", *run.summary, f"{run.wrong} wrong, {time.monotonic() - begin:.0f} s"]), flush=True)
     raise SystemExit(1 if run.wrong else 0)
 

@@ -92,43 +92,22 @@ def _supports_triton(
     return gemm.supports_triton(hidden, weight, bias)
 
 
-def _triton(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
-    scale_first: bool = False,
-    float32: bool = False,
-) -> torch.Tensor:
-    return _finish_triton(gemm.linear_triton(hidden, weight, bias), scale, soft_cap, scale_first, float32)
+def _with(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The provider that multiplies by product(hidden, weight, bias)."""
 
+    def run(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+        scale_first: bool = False,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        y = product(hidden.to(weight.dtype), weight, bias)
+        return _finish_triton(y, scale, soft_cap, scale_first, float32)
 
-def _linear(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
-    scale_first: bool = False,
-    float32: bool = False,
-) -> torch.Tensor:
-    """The product by the op `linear`: what its table, or a candidate, says of the head's shape."""
-    y = gemm.linear.run(hidden.to(weight.dtype), weight, bias)
-    return _finish_triton(y, scale, soft_cap, scale_first, float32)
-
-
-def _cublas(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
-    scale_first: bool = False,
-    float32: bool = False,
-) -> torch.Tensor:
-    y = F.linear(hidden.to(weight.dtype), weight, bias)
-    return _finish_triton(y, scale, soft_cap, scale_first, float32)
+    return run
 
 
 def _onednn(
@@ -165,10 +144,10 @@ logits_processor = define(
     " bool scale_first=False, bool float32=False) -> Tensor",
     fake=_fake,
     providers=(
-        Provider("linear", _linear, devices=("cuda",)),
-        Provider("cublas", _cublas, devices=("cuda",)),
+        Provider("linear", _with(gemm.linear.run), devices=("cuda",)),  # by its table, or a candidate of it
+        Provider("cublas", _with(F.linear), devices=("cuda",)),
         Provider("onednn", _onednn, devices=("cpu",)),
-        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("triton", _with(gemm.linear_triton), devices=("cuda",), supports=_supports_triton),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
