@@ -89,6 +89,7 @@ class Op:
     """A functional op: schema, fake, providers, and the counters that prove it ran.
 
     key   how a tuned table is asked which provider runs a call; None: this op has none
+    functional  of an op that changes its arguments, the torch op that returns their new values instead
     left  {reason: calls} that a seam has left to the host by this op's table: no fall-backs
     """
 
@@ -100,6 +101,7 @@ class Op:
     fallbacks: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     candidate: Provider | None = None
+    functional: Callable[..., Any] | None = None
     _order: dict[str, list[Provider]] = field(default_factory=dict)
     _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
     _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)

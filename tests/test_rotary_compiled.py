@@ -12,7 +12,7 @@ import torch
 
 from fastkernels.overrides.l1 import rotary_emb as module
 from fastkernels.overrides.l1._rotary_calls import inputs
-from fastkernels.overrides.l1.rotary_emb import rotary_emb, rotary_emb_functional
+from fastkernels.overrides.l1.rotary_emb import rotary_emb
 from fastkernels.spec import Case
 
 WHOLE = {"tokens": 5, "heads": 4, "kv_heads": 2, "head_size": 16}
@@ -42,7 +42,7 @@ def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_new_tensors_and_the_old_ones_as_they_were(dims: dict[str, Any], provider: str) -> None:
     args = arguments(dims)
     before = [t.clone() for t in args[1:3]]
-    found = rotary_emb_functional(*args)
+    found = torch.ops.fastkernels.rotary_emb_functional(*args)
     want = module.reference(*args)
     assert rotary_emb.calls == 1
     for new, right, old, was in zip(found, want, args[1:3], before, strict=True):
@@ -52,10 +52,10 @@ def test_new_tensors_and_the_old_ones_as_they_were(dims: dict[str, Any], provide
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is what it runs")
 def test_the_kernel_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton"]
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", __file__, "-k", "triton"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and f"{len(DIMS)} passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "SKIPPED" not in done.stdout, done.stdout
 
 
 def test_a_compiled_layer_copies_nothing_around_it() -> None:

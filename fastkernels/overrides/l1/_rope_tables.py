@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -50,6 +52,20 @@ def shared_table(
     if table is None:
         table = _TABLES[key] = cos_sin_table(inv_freq, max_positions, start).to(device, dtype)
     return table
+
+
+def rotate(
+    op: Callable[..., Any], positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *how: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """query and key, changed in place by op(positions, query, key, *how), or new ones in a compiled graph.
+
+    There the op's `functional` is called, where it has one.
+    """
+    functional = getattr(op, "functional", None)
+    if functional is not None and key is not None and torch.compiler.is_compiling():
+        return functional(positions, query, key, *how)
+    op(positions, query, key, *how)
+    return query, key
 
 
 class RopeModule(nn.Module):

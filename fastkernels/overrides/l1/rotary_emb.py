@@ -14,7 +14,7 @@ from fastkernels.dispatch import Provider, define, functional
 from fastkernels.overrides.l1 import _rotary_calls
 from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1._rope_rounding import host_truncates, truncate
-from fastkernels.overrides.l1._rope_tables import Llama3, RopeModule
+from fastkernels.overrides.l1._rope_tables import Llama3, RopeModule, rotate
 from fastkernels.spec import Case, OpSpec, Target
 
 
@@ -225,7 +225,7 @@ def _functional(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 # For compiled graphs, where query and key are parts of one tensor: vLLM's setting of inductor would copy such parts
 # before an op that changes them, and all of the tensor behind it, two more kernels a layer.
-rotary_emb_functional = functional(
+rotary_emb.functional = functional(
     "rotary_emb_functional(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache,"
     " bool is_neox_style, bool cast_cache=True, bool round_products=False) -> (Tensor, Tensor)",
     _functional,
@@ -253,10 +253,7 @@ class VllmRotaryEmbedding(RopeModule):
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         how = (self.head_size, self.cos_sin_cache, self.is_neox_style, True, False)
-        if key is not None and torch.compiler.is_compiling():
-            return rotary_emb_functional(positions, query, key, *how)
-        rotary_emb(positions, query, key, *how)
-        return query, key
+        return rotate(rotary_emb, positions, query, key, *how)
 
 
 class VllmLlama3RotaryEmbedding(Llama3, VllmRotaryEmbedding):
