@@ -304,10 +304,10 @@ def _trace_start(scheduler: Any, request: Request) -> None:
 
 
 def _trace_stop(scheduler: Any, request: Request) -> dict[str, Any]:
-    kernels = trace.stop()
+    kernels, us = trace.stop()
     if _patched:
         trace.prove(_patched[0], kernels)
-    return {"kernels": kernels}
+    return {"kernels": kernels, "us": us}
 
 
 def _record_start(scheduler: Any, request: Request) -> None:

@@ -25,8 +25,11 @@ def start(device: Any) -> None:
     _profiler.append(profiler)
 
 
-def stop() -> dict[str, int]:
-    """{kernel name: launches} since `start`; on the CPU, names of operators."""
+def stop() -> tuple[dict[str, int], dict[str, float]]:
+    """({kernel name: launches}, {kernel name: us of all of them}) since `start`; on the CPU, names of operators.
+
+    The CPU's calls of CUDA are among them, by their names.
+    """
     import torch
 
     if not _profiler:
@@ -36,9 +39,11 @@ def stop() -> dict[str, int]:
     profiler = _profiler.pop()
     profiler.stop()
     counts: dict[str, int] = {}
+    us: dict[str, float] = {}
     for event in profiler.events():
         counts[event.name] = counts.get(event.name, 0) + 1
-    return counts
+        us[event.name] = us.get(event.name, 0.0) + event.time_range.elapsed_us()
+    return counts, us
 
 
 def kernel_names(op: str) -> list[str]:

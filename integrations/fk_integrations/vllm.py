@@ -163,10 +163,10 @@ def _trace_start(worker: Any, request: Request) -> None:
 def _trace_stop(worker: Any, request: Request) -> dict[str, Any]:
     from . import trace
 
-    kernels = trace.stop()
+    kernels, us = trace.stop()
     if STATE in vars(worker):
         trace.prove(vars(worker)[STATE], kernels)
-    return {"kernels": kernels}
+    return {"kernels": kernels, "us": us}
 
 
 def _record_start(worker: Any, request: Request) -> None:
