@@ -349,9 +349,21 @@ def test_no_token_of_a_case_is_between_two_experts() -> None:
     """Else a right router of another rounding gives another output, and is called wrong."""
     case = Case("c", {"tokens": 600, "experts": 60, "topk": 8, "hidden": 64, "intermediate": 8}, "bfloat16")
     x, gate, *_ = sparse_moe.SPEC.inputs(case, "cpu", torch.Generator().manual_seed(3))
-    exact = x.double() @ gate.double().t()
-    rounded = (x @ gate.t()).topk(8).indices
-    assert torch.equal(exact.topk(8).indices.sort().values, rounded.sort().values)
+    same_experts(x, gate, 8)
+
+
+@pytest.mark.parametrize("seed,factor", [(6, 1.031), (7, 1.9), (8, 1.13), (14, 0.97)])
+def test_nor_is_one_that_the_judge_has_scaled(seed: int, factor: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, gate = (torch.randn(n, 4096, generator=generator).bfloat16() for n in (4096, 8))
+    gate /= 64
+    sparse_moe._decide(x, gate, 2, generator)
+    same_experts(x * torch.tensor(factor).to(x), gate * torch.tensor(factor).to(gate), 2)
+
+
+def same_experts(x: torch.Tensor, gate: torch.Tensor, top_k: int) -> None:
+    exact = (x.double() @ gate.double().t()).topk(top_k).indices.sort().values
+    assert torch.equal(exact, (x @ gate.t()).topk(top_k).indices.sort().values)
 
 
 def test_block_says_what_is_wrong() -> None:

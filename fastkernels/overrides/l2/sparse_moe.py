@@ -227,13 +227,16 @@ def _decide(x: torch.Tensor, gate: torch.Tensor, top_k: int, generator: torch.Ge
     """Draw tokens anew whose last expert and the first one left out are so close that rounding decides between them.
 
     Whichever such a token goes to, it is right, and its output is another one. Logits of 16 bits are off by up to
-    1 / 256 of themselves.
+    1 / 256 of themselves, and those of tokens and gates that the judge scaled and rounded anew by more: each of their
+    products by so much of itself, however little is left of the sum.
     """
     if top_k >= gate.shape[0]:
         return
+    wide = gate.float().norm(dim=1).max() / math.sqrt(x.shape[1])
     for _ in range(100):
         best = (x.float() @ gate.float().t()).topk(top_k + 1).values
-        close = best[:, -2] - best[:, -1] < best.abs().amax(dim=-1) / 64
+        size = best.abs().amax(dim=-1) + wide * x.float().norm(dim=1)
+        close = best[:, -2] - best[:, -1] < size / 64
         if not (found := int(close.sum())):
             return
         x[close] = torch.randn(found, x.shape[1], generator=generator, device=x.device).to(x.dtype)
