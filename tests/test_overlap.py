@@ -21,13 +21,13 @@ def kernels(tree: ast.Module) -> dict[str, ast.FunctionDef]:
 
 
 def launched_early(tree: ast.Module) -> set[str]:
-    """Names of kernels in `name[grid](..., **overlap(device))`; of `launch(name, ...)` that the helper launches so."""
+    """Kernels of `launch_kernel(name, ...)`, `name[grid](..., **overlap(device))`, `_elementwise.launch(name, ...)`."""
     names = set()
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
         starred = [ast.unparse(k.value) for k in call.keywords if k.arg is None]
         if any(s.startswith("overlap(") for s in starred) and isinstance(call.func, ast.Subscript):
             names.add(ast.unparse(call.func.value))
-        if ast.unparse(call.func) == "_elementwise.launch":
+        if ast.unparse(call.func) in ("_elementwise.launch", "launch_kernel"):
             names.add(ast.unparse(call.args[0]))
     return names - {"kernel"}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
+
 from . import compat
 from .apply import Journal
 
@@ -63,8 +65,9 @@ def _unsupported(impl: Any, config: Any) -> str | None:
 def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) -> type:
     """A subclass of FlashAttentionImpl that reads and writes the cache through our ops.
 
-    By table, keys and values are stored by ours in every step: one kernel of one pass over them, as the host's, and of
-    less time at every size. FASTKERNELS_DISABLE=store_kvcache leaves that to the host.
+    By table, keys and values are stored by ours in every step that a graph replays: one kernel of one pass over them,
+    as the host's, and of less time at every size. A launch from Python takes longer than either, and the host's is one
+    call in C++. FASTKERNELS_DISABLE=store_kvcache leaves all steps to the host.
     """
     from fastkernels.overrides.l1.attention_decode import attention_decode
     from fastkernels.overrides.l1.attention_prefill import attention_prefill
@@ -72,7 +75,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
     from fastkernels.overrides.l2.attention import asked_for
 
     host_class: Any = host
-    key, warm = attention_decode.key, set[Any]()
+    key, warm, stored = attention_decode.key, set[Any](), set[int]()
     assert key is not None
 
     def ours(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -96,11 +99,13 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
     def do_kv_cache_update(
         self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
     ) -> None:
-        if by_table and store_kvcache.asked == "off":
+        n = slot_mapping.shape[0]  # key and value are padded, slot_mapping is not
+        asked = store_kvcache.asked
+        if by_table and (asked == "off" or (asked == "" and n in stored and _from_python(key))):
             host_class.do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)
             return
+        stored.add(n)  # what will be captured is run before, once
         key_cache, value_cache = caches(self, kv_cache)
-        n = slot_mapping.shape[0]  # key and value are padded, slot_mapping is not
         store_kvcache(key[:n], value[:n], key_cache, value_cache, slot_mapping)
 
     def forward(
@@ -112,6 +117,9 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         if m is None:
             return host_class.forward(*stock)
         choosy = by_table and not asked_for()
+        if choosy and m.max_query_len != 1:  # a prompt's layers wait for this code: no more of it than needed
+            attention_decode.leave(NO_DECODE)
+            return host_class.forward(*stock)
         reason = _unsupported_step(m, output_scale, output_block_scale)
         if reason is not None:
             attention_decode.leave(reason) if choosy else attention_prefill.note(reason)
@@ -146,6 +154,11 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
 
     body = {"forward": forward, "do_kv_cache_update": do_kv_cache_update, "__module__": host_class.__module__}
     return type(host_class.__name__, (host_class,), body)
+
+
+def _from_python(tensor: Any) -> bool:
+    """Whether kernels on it are launched now, one by one, and not recorded for a graph."""
+    return bool(tensor.is_cuda) and not torch.cuda.is_current_stream_capturing()
 
 
 def _unsupported_step(metadata: Any, output_scale: Any, output_block_scale: Any) -> str | None:

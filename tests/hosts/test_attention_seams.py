@@ -157,8 +157,38 @@ def test_vllm_by_table_only_what_is_faster_is_ours(
     metadata.use_cascade = True
     impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
     assert attention_decode.calls == 1 and attention_prefill.calls == 0 and store_kvcache.calls == len(kinds)
-    assert attention_decode.left == {vllm_layers.NO_DECODE: 3, "cascade attention": 1}
+    assert attention_decode.left == {vllm_layers.NO_DECODE: 4}
     assert not attention_decode.fallbacks and not attention_prefill.fallbacks
+
+
+def test_vllm_a_decode_that_it_cannot_do_is_the_hosts(use: Callable[..., None]) -> None:
+    use(64)
+    batch, impl = Batch([1, 1, 1]), vllm_layers._implementation(Stock, True)()
+    kv_cache, metadata, output = vllm(impl, batch)
+    metadata.use_cascade = True
+    impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+    assert (output == -1).all() and attention_decode.left == {"cascade attention": 1}
+
+
+def test_vllm_keys_are_stored_by_ours_where_a_graph_replays_it(
+    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launched from Python, the host's call takes less; but what will be captured is compiled before."""
+    use(64)
+    impl: Any = vllm_layers._implementation(Stock, True, 71)()  # a class that no other test has
+    said = []
+    for batch, from_python in (([5], True), ([5], True), ([5], True), ([5], False), ([6], True)):
+        monkeypatch.setattr(vllm_layers, "_from_python", lambda tensor, now=from_python: now)
+        vllm(impl, Batch(batch))
+        said.append((store_kvcache.calls, impl.stored))
+    assert said == [(1, 0), (1, 1), (1, 2), (2, 2), (3, 2)]
+    store_kvcache.set_candidate(lambda *args: None)
+    try:
+        monkeypatch.setattr(vllm_layers, "_from_python", lambda tensor: True)
+        vllm(impl, Batch([5]))
+        assert impl.stored == 2
+    finally:
+        store_kvcache.set_candidate(None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.l1._launch import multiprocessors, tickets
+from fastkernels.overrides.l1._launch import multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1.attention_prefill import check, memory
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
@@ -48,7 +48,7 @@ PARAMS: tuple[dict[str, int], ...] = (
 
 def has_room(params: dict[str, int], head_size: int, itemsize: int) -> bool:
     """Whether tiles of keys and values of so many bytes a channel go into a multiprocessor's shared memory."""
-    width = max(triton.next_power_of_2(head_size), 16) * itemsize
+    width = max(next_power_of_2(head_size), 16) * itemsize
     return 2 * params["block_n"] * width * (params["num_stages"] - 1) <= SHARED
 
 
@@ -328,7 +328,7 @@ def decode_split(
     p = {**choose(d, key_cache.element_size()), **params}
     group, block_d, sms = (
         q.shape[1] // kv_heads,
-        max(triton.next_power_of_2(d), 16),
+        max(next_power_of_2(d), 16),
         multiprocessors(q.device),
     )
     splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], sms)
@@ -339,7 +339,7 @@ def decode_split(
         part = torch.empty((kv_heads * parts, group, d), dtype=torch.float32, device=q.device)
         lse = torch.empty((kv_heads * parts, group), dtype=torch.float32, device=q.device)
         taken = tickets.get(q.device, kv_heads * (workers if p["even"] else batch))
-    block_g = triton.next_power_of_2(group)
+    block_g = next_power_of_2(group)
     arguments = (
         q, key_cache, value_cache, out, part, lse, taken, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), group, d, scale * k_scale * LOG2E,
@@ -354,7 +354,7 @@ def decode_split(
         "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
     }  # fmt: skip
     if p["even"]:
-        block_b = 32 if batch <= 32 else max(triton.next_power_of_2(batch), 256)
+        block_b = 32 if batch <= 32 else max(next_power_of_2(batch), 256)
         least = max(p["min_split"] // p["block_n"], 1)
         _decode_even_kernel[(kv_heads, workers)](
             *arguments, batch, least, BLOCK_B=block_b, **options, **overlap(q.device)

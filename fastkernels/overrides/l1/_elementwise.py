@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 
-from fastkernels.overrides.l1._overlap import overlap
+from fastkernels.overrides.l1._launch import cdiv
+from fastkernels.overrides.l1._overlap import launch_kernel
 from fastkernels.overrides.l1._rows import rows
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case
@@ -34,9 +34,9 @@ def launch(kernel: Any, x: torch.Tensor, **constants: Any) -> torch.Tensor:
         assert strided is not None, x.stride()
         found = strided
     tile = LARGE_TILE if out.numel() >= LARGE and d >= LARGE_TILE else TILE
-    n_tiles = triton.cdiv(d, tile)
+    n_tiles = cdiv(d, tile)
     grid = (x.numel() // d * n_tiles,)
-    kernel[grid](x, out, *found, d, n_tiles, **constants, TILE=tile, num_warps=4, **overlap(x.device, grid))
+    launch_kernel(kernel, grid, x, out, *found, d, n_tiles, **constants, TILE=tile, num_warps=4)
     return out
 
 

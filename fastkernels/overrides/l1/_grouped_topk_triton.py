@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 
 MAX_EXPERTS, MAX_TOPK = 1024, 32
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -152,15 +153,15 @@ def grouped_topk_triton(
     if tokens == 0:
         return weights, ids
     members = experts // num_expert_group
-    block_g, block_s = triton.next_power_of_2(num_expert_group), triton.next_power_of_2(members)
+    block_g, block_s = next_power_of_2(num_expert_group), next_power_of_2(members)
     # 1024 keys of eight bytes are 16 registers a thread of 4 warps; a decode step has few rows to spread.
-    block_t = max(1, min(1024 // (block_g * block_s), 8, triton.next_power_of_2(triton.cdiv(tokens, 128))))
-    grid = (triton.cdiv(tokens, block_t),)
-    _grouped_topk_kernel[grid](
+    block_t = max(1, min(1024 // (block_g * block_s), 8, next_power_of_2(cdiv(tokens, 128))))
+    grid = (cdiv(tokens, block_t),)
+    launch_kernel(
+        _grouped_topk_kernel, grid,
         gating_output, bias, weights, ids, gating_output.stride(0), routed_scaling_factor, tokens, experts,
         num_expert_group, members, TOPK=topk, TOPK_GROUP=topk_group, SOFTMAX=scoring_func == "softmax",
         HAS_BIAS=bias is not None, RENORMALIZE=renormalize, BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
-        BLOCK_K=triton.next_power_of_2(topk), num_warps=4 if block_t * block_g * block_s >= 512 else 1,
-        **overlap(gating_output.device, grid),
+        BLOCK_K=next_power_of_2(topk), num_warps=4 if block_t * block_g * block_s >= 512 else 1,
     )  # fmt: skip
     return weights, ids

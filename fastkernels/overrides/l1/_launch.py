@@ -1,4 +1,4 @@
-"""What launches of kernels that split their work share: tickets of parts, and how many multiprocessors there are."""
+"""What code that launches kernels shares: sizes, how many multiprocessors there are, and tickets of parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import threading
 from functools import lru_cache
 
 import torch
-import triton
+
+
+def cdiv(a: int, b: int) -> int:
+    """Of a / b, rounded up. Triton's own, for kernels too, takes 3 us."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, for n from 1 on."""
+    return 1 << (n - 1).bit_length()
 
 
 @lru_cache
@@ -35,7 +44,7 @@ class Tickets:
             return torch.zeros(count, dtype=torch.int32, device=device)
         if torch.cuda.is_current_stream_capturing():
             # All begin at 16 bytes, as those of streams: no kernel is made anew.
-            count = triton.cdiv(count, 32) * 32
+            count = cdiv(count, 32) * 32
             with self.lock:
                 left = self.captured.get(device)
                 if left is not None and left.numel() >= count:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.overrides.l1._launch import cdiv
 from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, check, strides
 
 
@@ -115,7 +116,7 @@ def linear_fp8_triton(
     scales, at = strides(kind, x_scale, weight_scale)
     block_m = 16 if m <= 16 else 64 if m <= 64 else 128
     block_n = 32 if m <= 16 else 64 if m <= 64 else 128
-    grid = (triton.cdiv(m, block_m), triton.cdiv(n, block_n))
+    grid = (cdiv(m, block_m), cdiv(n, block_n))
     _linear_fp8_kernel[grid](
         rows, weight, scales, weight_scale, bias, out, m, n, rows.stride(0), weight.stride(0), *at, K=k,
         HAS_BIAS=bias is not None, BLOCKS=kind == BLOCK, UPCAST=x.device.type == "cpu", BLOCK_M=block_m,

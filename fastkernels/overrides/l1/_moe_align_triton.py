@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 
 CHUNKED = 1 << 16  # pairs x (experts + 32)
 FILL = 256
@@ -156,25 +157,26 @@ def in_chunks(pairs: int, num_experts: int) -> bool:
 
 
 def bins(num_experts: int, invalid_first: bool) -> int:
-    return max(triton.next_power_of_2(num_experts + invalid_first), 32)
+    return max(next_power_of_2(num_experts + invalid_first), 32)
 
 
 def by_experts(
     ids: torch.Tensor, expert_map: torch.Tensor | None, outs: Outs, num_experts: int, block_size: int, first: bool
 ) -> None:  # fmt: skip
     """One launch, see `align`."""
-    chunk = min(max(triton.next_power_of_2(ids.numel()), 128), 4096)
-    _expert_kernel[(num_experts + first,)](
+    chunk = min(max(next_power_of_2(ids.numel()), 128), 4096)
+    launch_kernel(
+        _expert_kernel, (num_experts + first,),
         ids, expert_map, *outs, ids.numel(), num_experts, outs[0].numel(), outs[1].numel(), block_size,
         HAS_MAP=expert_map is not None, INVALID_FIRST=first, CHUNK=chunk, BINS=bins(num_experts, first),
-        FILL=min(chunk, FILL), num_warps=4 if chunk <= 1024 else 8, **overlap(ids.device),
+        FILL=min(chunk, FILL), num_warps=4 if chunk <= 1024 else 8,
     )  # fmt: skip
 
 
 def chunk_size(pairs: int, buckets: int) -> int:
     """Pairs of a program: a chunk's are compared with each other, and its program reads the counts of all chunks."""
     most = min(max(32768 // buckets, 16), 128)
-    return max(triton.next_power_of_2(triton.cdiv(pairs, most)), 64)
+    return max(next_power_of_2(cdiv(pairs, most)), 64)
 
 
 def by_chunks(
@@ -183,16 +185,18 @@ def by_chunks(
     """Two launches, see `align`."""
     buckets = bins(num_experts, first)
     chunk = chunk_size(ids.numel(), buckets)
-    programs = max(triton.cdiv(ids.numel(), chunk), 1)
+    programs = max(cdiv(ids.numel(), chunk), 1)
     counts = torch.empty(programs, buckets, dtype=torch.int32, device=ids.device)
     sizes = (ids.numel(), num_experts, outs[0].numel(), outs[1].numel())
     # A histogram of fewer numbers than the program has threads is not what Triton was made for.
-    _count_kernel[(programs,)](
+    launch_kernel(
+        _count_kernel, (programs,),
         ids, expert_map, counts, *outs[:2], *sizes, HAS_MAP=expert_map is not None, INVALID_FIRST=first, CHUNK=chunk,
-        PIECE=min(chunk, 512), BINS=buckets, FILL=FILL, num_warps=min(chunk // 32, 4), **overlap(ids.device),
+        PIECE=min(chunk, 512), BINS=buckets, FILL=FILL, num_warps=min(chunk // 32, 4),
     )  # fmt: skip
-    rows = min(triton.next_power_of_2(programs), max(4096 // buckets, 1))
-    _place_kernel[(programs,)](
+    rows = min(next_power_of_2(programs), max(4096 // buckets, 1))
+    launch_kernel(
+        _place_kernel, (programs,),
         ids, expert_map, counts, *outs, *sizes, block_size, HAS_MAP=expert_map is not None, INVALID_FIRST=first,
-        CHUNK=chunk, PIECE=min(chunk, 128), BINS=buckets, ROWS=rows, num_warps=4, **overlap(ids.device),
+        CHUNK=chunk, PIECE=min(chunk, 128), BINS=buckets, ROWS=rows, num_warps=4,
     )  # fmt: skip

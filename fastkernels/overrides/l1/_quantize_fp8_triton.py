@@ -16,7 +16,8 @@ from fastkernels.overrides.l1._fp8 import (
     scales_of,
     to_fp8,
 )
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -134,15 +135,16 @@ def quantize_triton(
         return q, s
     width = group_size if group_size > 0 else n
     total = size // width
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     # A tile of 4096 values keeps 32 of each thread in flight; few groups are spread over the 132 processors first.
-    groups = max(1, min(4096 // block, triton.next_power_of_2(triton.cdiv(total, 512))))
+    groups = max(1, min(4096 // block, next_power_of_2(cdiv(total, 512))))
     s_row, s_col = s.stride() if s.dim() == 2 else (n // width, 1)
-    grid = (triton.cdiv(total, groups),)
-    _groups_kernel[grid](
+    grid = (cdiv(total, groups),)
+    launch_kernel(
+        _groups_kernel, grid,
         x, scale_ub, q, s, stride0, stride1, n_inner, total, n // width, width, s_row, s_col, min_absmax,
         HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
-        num_warps=min(max(groups * block // 1024, 1), 16), **overlap(x.device, grid),
+        num_warps=min(max(groups * block // 1024, 1), 16),
     )  # fmt: skip
     return q, s
 
@@ -168,20 +170,21 @@ def _per_tensor(
 ) -> None:
     size = x.numel()
     # 512 blocks fill the 132 processors of an H200; 4096 values are enough for a block to keep its loads in flight.
-    block = max(512, min(4096, triton.next_power_of_2(triton.cdiv(size, 512)), triton.next_power_of_2(n)))
-    n_blocks = triton.cdiv(n, block)
+    block = max(512, min(4096, next_power_of_2(cdiv(size, 512)), next_power_of_2(n)))
+    n_blocks = cdiv(n, block)
     total, warps, parts = size // n * n_blocks, block // 512, 1
     if scale is None:
         parts = min(total, 1024)
         part = torch.empty(parts, dtype=torch.float32, device=x.device)
         grid = (parts,)
-        _absmax_kernel[grid](
+        launch_kernel(
+            _absmax_kernel, grid,
             x, part, stride0, stride1, n_inner, n, n_blocks, total, BLOCK=block, num_warps=warps,
-            **overlap(x.device, grid),
         )  # fmt: skip
     grid = (total,)
-    _tensor_kernel[grid](
+    launch_kernel(
+        _tensor_kernel, grid,
         x, part if scale is None else scale, q, s, stride0, stride1, n_inner, n, n_blocks, parts, min_absmax,
-        STATIC=scale is not None, UE8M0=scale_ue8m0, PARTS=triton.next_power_of_2(parts), BLOCK=block,
-        num_warps=warps, **overlap(x.device, grid),
+        STATIC=scale is not None, UE8M0=scale_ue8m0, PARTS=next_power_of_2(parts), BLOCK=block,
+        num_warps=warps,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.l1._launch import multiprocessors, tickets
+from fastkernels.overrides.l1._launch import cdiv, multiprocessors, tickets
 
 MAX_TOKENS = 64
 
@@ -203,7 +203,7 @@ def linear_skinny(
     if m == 0 or n == 0:
         return out
     p = {**choose(m, n, k, multiprocessors(x.device)), **params}
-    grid = (triton.cdiv(n, p["block_n"]), p["split_k"], triton.cdiv(m, p["block_m"]))
+    grid = (cdiv(n, p["block_n"]), p["split_k"], cdiv(m, p["block_m"]))
     partial = taken = None
     if p["split_k"] > 1:
         partial = torch.empty((p["split_k"], m, n), dtype=torch.float32, device=x.device)

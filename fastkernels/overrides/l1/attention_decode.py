@@ -13,6 +13,7 @@ from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
 from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.overrides.l1 import _flashinfer
+from fastkernels.overrides.l1._launch import next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1.attention_prefill import (
     FA3_MODULES,
@@ -193,13 +194,13 @@ def _triton(
     if splits > 1:
         part = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
-    group, block_d = heads // kv_heads, max(triton.next_power_of_2(d), 16)
+    group, block_d = heads // kv_heads, max(next_power_of_2(d), 16)
     _attention_decode_kernel[(batch, kv_heads, splits)](
         q, key_cache, value_cache, out, part, lse, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), key_cache.shape[1], heads, group, d,
         scale * k_scale, v_scale, window_left, softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
-        BLOCK_G=max(triton.next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
+        BLOCK_G=max(next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
         num_warps=4, num_stages=2, **overlap(q.device),
     )  # fmt: skip
     if splits > 1:
@@ -209,7 +210,7 @@ def _triton(
             out,
             d,
             SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_S=next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=4,
             **overlap(q.device),

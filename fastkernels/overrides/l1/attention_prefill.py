@@ -13,6 +13,7 @@ import triton.language as tl
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
 from fastkernels.overrides.l1 import _flashinfer, _vllm_flash_attn
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
 from fastkernels.shapes import optional
 from fastkernels.spec import TOLERANCE, Case, OpSpec, Tolerance
@@ -200,12 +201,12 @@ def _triton(
 ) -> torch.Tensor:
     check("attention_prefill", q, key_cache, value_cache)
     out = memory("attention_prefill", q, out).zero_()  # rows of padding are no program's
-    batch, block_d = seq_lens.shape[0], max(triton.next_power_of_2(q.shape[2]), 16)
+    batch, block_d = seq_lens.shape[0], max(next_power_of_2(q.shape[2]), 16)
     if batch == 0 or max_seqlen_q == 0:
         return out
     block_m = 16 if max_seqlen_q <= 16 else 64 if block_d >= 256 or q.dtype == torch.float32 else 128
     block_n = 32 if block_d >= 256 or q.dtype == torch.float32 else 64
-    _attention_prefill_kernel[(triton.cdiv(max_seqlen_q, block_m), batch, q.shape[1])](
+    _attention_prefill_kernel[(cdiv(max_seqlen_q, block_m), batch, q.shape[1])](
         q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
         key_cache.shape[1], q.shape[1] // key_cache.shape[2], q.shape[2], scale * k_scale, v_scale, window_left,

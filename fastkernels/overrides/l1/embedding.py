@@ -12,7 +12,8 @@ import triton.language as tl
 from fastkernels import parallel
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _embedding_calls
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._vocab import (
     Head,
     SGLangUnquantizedEmbeddingMethod,
@@ -94,12 +95,12 @@ def _triton(
     out = torch.empty((*ids.shape, dim), dtype=weight.dtype, device=weight.device)
     if ids.numel() == 0:
         return out
-    block = min(triton.next_power_of_2(dim), 2048)
-    grid = (ids.numel(), triton.cdiv(dim, block))
-    _embedding_kernel[grid](
+    block = min(next_power_of_2(dim), 2048)
+    grid = (ids.numel(), cdiv(dim, block))
+    launch_kernel(
+        _embedding_kernel, grid,
         ids, weight, out, weight.stride(0), rows, dim, org_start, org_end,
         org_end - org_start + num_org_padding, added_start, added_end, MASKED=org_end >= 0, BLOCK=block,
-        **overlap(ids.device, grid),
     )  # fmt: skip
     return out
 

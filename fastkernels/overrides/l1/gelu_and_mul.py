@@ -14,7 +14,8 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import silu_and_mul
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -71,11 +72,12 @@ def _triton(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     assert found is not None, x.stride()
     # erf has more than half again as many instructions: where programs are few, more of them hide each other's waits.
     small = approximate == "none" and out.numel() <= SMALL
-    block = min(triton.next_power_of_2(d), 512 if small else 1024)
-    n_blocks = triton.cdiv(d, block)
+    block = min(next_power_of_2(d), 512 if small else 1024)
+    n_blocks = cdiv(d, block)
     grid = (out.numel() // d * n_blocks,)
-    _gelu_and_mul_kernel[grid](
-        x, out, *found, d, n_blocks, TANH=approximate == "tanh", BLOCK=block, num_warps=4, **overlap(x.device, grid),
+    launch_kernel(
+        _gelu_and_mul_kernel, grid,
+        x, out, *found, d, n_blocks, TANH=approximate == "tanh", BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 

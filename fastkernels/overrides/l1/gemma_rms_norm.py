@@ -12,7 +12,8 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls, rms_norm
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -79,11 +80,12 @@ def _triton(
         return out
     x_rows, res_rows = rows(x), rows(x if residual is None else residual)
     assert x_rows is not None and res_rows is not None, (x.stride(), residual)
-    block = triton.next_power_of_2(x.shape[-1])
+    block = next_power_of_2(x.shape[-1])
     grid = (x.numel() // x.shape[-1],)
-    _gemma_rms_norm_kernel[grid](
+    launch_kernel(
+        _gemma_rms_norm_kernel, grid,
         x, residual, weight, out, *x_rows, *res_rows, x.shape[-1], eps,
-        HAS_RES=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device, grid),
+        HAS_RES=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out
 

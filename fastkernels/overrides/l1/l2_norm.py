@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import FLOATS, rows, unsupported_rows
 from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -69,13 +70,13 @@ def _triton(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None
         return out
     assert found is not None, x.stride()
     d = x.shape[-1]
-    n_rows, block = x.numel() // d, triton.next_power_of_2(d)
+    n_rows, block = x.numel() // d, next_power_of_2(d)
     # Large ones: with 2 KiB a program there is hardly as much on its way as memory needs.
     at_once = max(1, (2048 if out.numel() >= LARGE else 1024) // block)
-    grid = (triton.cdiv(n_rows, at_once),)
-    _l2_norm_kernel[grid](
+    grid = (cdiv(n_rows, at_once),)
+    launch_kernel(
+        _l2_norm_kernel, grid,
         x, out, *found, n_rows, d, eps, ROWS=at_once, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
-        **overlap(x.device, grid),
     )  # fmt: skip
     return out
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -76,11 +77,12 @@ def _triton(
         return out
     assert found is not None, x.stride()
     hidden = x.shape[-1]
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     grid = (x.numel() // hidden,)
-    _layer_norm_kernel[grid](
+    launch_kernel(
+        _layer_norm_kernel, grid,
         x, weight, bias, out, *found, hidden, eps, HAS_W=weight is not None, HAS_B=bias is not None,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device, grid),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out
 

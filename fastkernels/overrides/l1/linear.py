@@ -16,6 +16,7 @@ from torch import nn
 
 from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1 import _skinny_linear_cuda, _skinny_linear_triton, _wgmma_linear_cuda
+from fastkernels.overrides.l1._launch import cdiv
 from fastkernels.overrides.l1._skinny_linear_cuda import linear_cuda, supports_cuda
 from fastkernels.overrides.l1._skinny_linear_triton import linear_skinny, supports_skinny
 from fastkernels.overrides.l1._wgmma_linear_cuda import linear_wgmma, supports_wgmma
@@ -89,7 +90,7 @@ def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     block_m = 16 if m <= 16 else 64 if m <= 64 or x.dtype == torch.float32 else 128
     block_n = 64 if m <= 64 or x.dtype == torch.float32 else 128
     block_k = 32 if x.dtype == torch.float32 else 64
-    grid = (triton.cdiv(m, block_m), triton.cdiv(n, block_n))
+    grid = (cdiv(m, block_m), cdiv(n, block_n))
     _linear_kernel[grid](
         rows, weight, bias, out, m, n, rows.stride(0), weight.stride(0), K=k, HAS_BIAS=bias is not None,
         PRECISION="ieee", BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,

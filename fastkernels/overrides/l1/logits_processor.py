@@ -19,7 +19,8 @@ from torch import nn
 from fastkernels import assemble, parallel
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import linear as gemm
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._vocab import VllmUnquantizedEmbeddingMethod
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -78,10 +79,11 @@ def _finish_triton(
     out = y if y.dtype == dtype else torch.empty(y.shape, dtype=dtype, device=y.device)
     n = y.numel()
     if n:
-        grid = (triton.cdiv(n, 1024),)
-        _cap_kernel[grid](
+        grid = (cdiv(n, 1024),)
+        launch_kernel(
+            _cap_kernel, grid,
             y, out, n, scale if scale_first else 1.0, 1.0 if scale_first else scale, soft_cap or 1.0,
-            HAS_CAP=soft_cap is not None, BLOCK=1024, **overlap(y.device, grid),
+            HAS_CAP=soft_cap is not None, BLOCK=1024,
         )  # fmt: skip
     return out
 

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._fp8 import FP8, fp8_inverse, quantized, to_fp8
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import FLOATS
 from fastkernels.shapes import drawn, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -159,18 +160,18 @@ def _triton(
     if output.numel() == 0:
         return
     tokens, heads, size = output.shape
-    total, block = tokens * heads, triton.next_power_of_2(size)
+    total, block = tokens * heads, next_power_of_2(size)
     # A tile of 2048 values of each side; a decode step's few heads are spread over an H200's 132 processors first.
-    n_rows = max(1, min(2048 // block, triton.next_power_of_2(triton.cdiv(total, 512))))
+    n_rows = max(1, min(2048 // block, next_power_of_2(cdiv(total, 512))))
     lse0, lse1 = output_lse.stride() if output_lse is not None else (0, 0)
-    grid = (triton.cdiv(total, n_rows),)
-    _merge_state_kernel[grid](
+    grid = (cdiv(total, n_rows),)
+    launch_kernel(
+        _merge_state_kernel, grid,
         prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse, output_scale,
         *prefix_output.stride()[:2], *prefix_lse.stride(), *suffix_output.stride()[:2], *suffix_lse.stride(),
         *output.stride()[:2], lse0, lse1, total, heads, size,
         tokens if tokens_with_context is None else tokens_with_context, HAS_LSE=output_lse is not None,
         HAS_SCALE=output_scale is not None, ROWS=n_rows, BLOCK=block, num_warps=max(n_rows * block // 512, 1),
-        **overlap(output.device, grid),
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import FLOATS
 from fastkernels.shapes import drawn, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -127,14 +128,14 @@ def _triton(
     tokens, k, hidden = input.shape
     # Eight bytes a thread and expert at 128 threads or more; small batches are cut finer, to use all processors.
     block = 2048 if tokens * hidden >= 2048 * 512 else 512
-    block = min(block, triton.next_power_of_2(hidden))
-    n_blocks = triton.cdiv(hidden, block)
+    block = min(block, next_power_of_2(hidden))
+    n_blocks = cdiv(hidden, block)
     grid = (tokens * n_blocks,)
-    _moe_sum_kernel[grid](
+    launch_kernel(
+        _moe_sum_kernel, grid,
         input, output, topk_weights, topk_ids, expert_map, input.stride(0), input.stride(1), output.stride(0),
         routed_scaling_factor, hidden, n_blocks, K=k, HAS_WEIGHTS=topk_weights is not None,
         HAS_IDS=topk_ids is not None, HAS_MAP=expert_map is not None, BLOCK=block, num_warps=max(block // 256, 1),
-        **overlap(input.device, grid),
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -115,14 +116,15 @@ def _triton(
         return out
     n_inner, x0, x1 = _rows(x)
     _, r0, r1 = _rows(residual) if residual is not None else (1, 0, 0)
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
     each = 512 if hidden % 16 == 0 else 128
     grid = (rows,)
-    _rms_norm_kernel[grid](
+    launch_kernel(
+        _rms_norm_kernel, grid,
         x, residual, weight, out, x0, x1, r0, r1, n_inner, hidden, var_hidden_size or hidden, eps,
         HAS_RES=residual is not None, HAS_W=weight is not None, CAST_FIRST=cast_x_before_out_mul,
-        BLOCK=block, num_warps=min(max(block // each, 1), 16), **overlap(x.device, grid),
+        BLOCK=block, num_warps=min(max(block // each, 1), 16),
     )  # fmt: skip
     return out
 

@@ -23,7 +23,8 @@ from fastkernels.overrides.l1._fp8 import (
     refuse,
     to_fp8,
 )
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -157,13 +158,14 @@ def _triton(
     n_inner, x0, x1 = rows(x) or (1, 0, 0)
     _, r0, r1 = (rows(residual) or (1, 0, 0)) if residual is not None else (1, 0, 0)
     group = max(group_size, 0) if scale is None else 0
-    block = max(triton.next_power_of_2(hidden), group)
+    block = max(next_power_of_2(hidden), group)
     s_row, s_col = s.stride() if s.dim() == 2 else (s.shape[-1], 1)
     grid = (x.numel() // hidden,)
-    _rms_norm_quant_kernel[grid](
+    launch_kernel(
+        _rms_norm_quant_kernel, grid,
         x, residual, weight, scale, scale_ub, q, s, x0, x1, r0, r1, n_inner, hidden, s_row, s_col, eps, min_absmax,
         HAS_RES=residual is not None, STATIC=scale is not None, HAS_UB=scale_ub is not None, GROUP=group,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x.device, grid),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return q, s
 

@@ -13,7 +13,8 @@ import triton.language as tl
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _rope_store_calls as calls
 from fastkernels.overrides.l1 import rms_norm, rotary_emb, store_kvcache
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1.store_kvcache import _round_e4m3, fp8_refusal
 from fastkernels.spec import TOLERANCE, Case, OpSpec, Tolerance
 
@@ -243,17 +244,18 @@ def _triton(
     n_k, half = key.shape[1], cos_sin_cache.shape[-1] // 2
     if tokens == 0:
         return
-    block_h = min(triton.next_power_of_2(max(n_q, n_k)), max(1, 1024 // triton.next_power_of_2(d)))
-    q_blocks, k_blocks, rest = triton.cdiv(n_q, block_h), triton.cdiv(n_k, block_h), d - 2 * half
+    block_h = min(next_power_of_2(max(n_q, n_k)), max(1, 1024 // next_power_of_2(d)))
+    q_blocks, k_blocks, rest = cdiv(n_q, block_h), cdiv(n_k, block_h), d - 2 * half
     grid = (tokens, q_blocks + 2 * k_blocks)
-    _rope_store_kernel[grid](
+    launch_kernel(
+        _rope_store_kernel, grid,
         positions, query, key, value, key_cache, value_cache, slot_mapping, cos_sin_cache, q_weight, k_weight,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3],
         *value_cache.stride()[:3], cos_sin_cache.stride(0), key_cache.shape[1], n_q, n_k, q_blocks, k_blocks, d, half,
         eps, k_scale, v_scale, NEOX=is_neox_style, NORM=q_weight is not None,
         FP8=key_cache.dtype == torch.float8_e4m3fn, REST=rest > 0, BLOCK_H=block_h,
-        BLOCK=max(triton.next_power_of_2(half), 1), BLOCK_R=triton.next_power_of_2(max(rest, 1)),
-        BLOCK_D=triton.next_power_of_2(d), num_warps=4, **overlap(query.device, grid),
+        BLOCK=max(next_power_of_2(half), 1), BLOCK_R=next_power_of_2(max(rest, 1)),
+        BLOCK_D=next_power_of_2(d), num_warps=4,
     )  # fmt: skip
 
 

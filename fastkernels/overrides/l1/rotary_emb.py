@@ -12,7 +12,8 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define, functional
 from fastkernels.overrides.l1 import _rotary_calls
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rope_rounding import host_truncates, truncate
 from fastkernels.overrides.l1._rope_tables import Llama3, RopeModule, rotate
 from fastkernels.spec import Case, OpSpec, Target
@@ -170,14 +171,15 @@ def _triton(
     k = q if key is None else key.view(tokens, -1, head_size)
     new_q, new_k = (q, k) if out is None else (new.view(tokens, -1, head_size) for new in out)
     n_q, n_k = q.shape[1], 0 if key is None else k.shape[1]
-    block_h = min(triton.next_power_of_2(n_q), 8)
-    q_blocks = triton.cdiv(n_q, block_h)
-    grid = (tokens, q_blocks + triton.cdiv(n_k, block_h))
-    _rotary_emb_kernel[grid](
+    block_h = min(next_power_of_2(n_q), 8)
+    q_blocks = cdiv(n_q, block_h)
+    grid = (tokens, q_blocks + cdiv(n_k, block_h))
+    launch_kernel(
+        _rotary_emb_kernel, grid,
         positions, q, k, new_q, new_k, cos_sin_cache, *q.stride()[:2], *k.stride()[:2], *new_q.stride()[:2],
         *new_k.stride()[:2], cos_sin_cache.stride(0), n_q, n_k, q_blocks, half, NEOX=is_neox_style, CAST=cast_cache,
-        ROUND=round_products, HAS_KEY=key is not None, BLOCK_H=block_h, BLOCK=triton.next_power_of_2(half),
-        num_warps=4, **overlap(q.device, grid),
+        ROUND=round_products, HAS_KEY=key is not None, BLOCK_H=block_h, BLOCK=next_power_of_2(half),
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _sampling_calls
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
 from fastkernels.overrides.l1._philox import exponential
 from fastkernels.overrides.l1._sampling_triton import LANES, RACE, pick_kernel, race_kernel, threshold_kernel
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -167,8 +167,8 @@ def _triton(
         logits, temperature, top_k, top_p, min_p, spill, counts, low, logits.stride(0), vocab,
         LANES=LANES, num_warps=16,
     )  # fmt: skip
-    span = triton.cdiv(vocab, max(_PROGRAMS // rows, 1) * RACE) * RACE
-    parts = triton.cdiv(vocab, span)
+    span = cdiv(vocab, max(_PROGRAMS // rows, 1) * RACE) * RACE
+    parts = cdiv(vocab, span)
     score = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     ids = out if parts == 1 else torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     race_kernel[(rows, parts)](
@@ -176,7 +176,7 @@ def _triton(
         RACE=RACE, num_warps=4,
     )  # fmt: skip
     if parts > 1:
-        pick_kernel[(rows,)](score, ids, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
+        pick_kernel[(rows,)](score, ids, out, parts, PARTS=next_power_of_2(parts), num_warps=1)
     return out
 
 

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -68,12 +69,12 @@ def _triton(x: torch.Tensor) -> torch.Tensor:
         inner, stride0, stride1 = x.shape[1], x.stride(0), x.stride(1)
     else:
         inner, stride0, stride1 = 1, x.stride(0) if x.dim() == 2 else 2 * d, 0
-    block = min(triton.next_power_of_2(d), 1024)
-    n_blocks = triton.cdiv(d, block)
+    block = min(next_power_of_2(d), 1024)
+    n_blocks = cdiv(d, block)
     grid = (out.numel() // d * n_blocks,)
-    _silu_and_mul_kernel[grid](
-        x, out, stride0, stride1, inner, d, n_blocks, BLOCK=block, num_warps=4, **overlap(x.device, grid)
-    )
+    launch_kernel(
+        _silu_and_mul_kernel, grid, x, out, stride0, stride1, inner, d, n_blocks, BLOCK=block, num_warps=4
+    )  # fmt: skip
     return out
 
 

@@ -26,7 +26,8 @@ from fastkernels.overrides.l1._fp8 import (
     to_fp8,
     written,
 )
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
 from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
@@ -133,20 +134,21 @@ def _triton(
     n_inner, stride0, stride1 = rows(x) or (1, 0, 0)
     n_rows = q.numel() // d
     if scale is not None:
-        width = min(triton.next_power_of_2(d), 1024)
+        width = min(next_power_of_2(d), 1024)
     else:
         width = group_size if group_size > 0 else d
-    n_groups = triton.cdiv(d, width)
+    n_groups = cdiv(d, width)
     total = n_rows * n_groups
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     # A tile of 2048 gates and as many ups; few groups are spread over an H200's 132 processors first.
-    groups = max(1, min(2048 // block, triton.next_power_of_2(triton.cdiv(total, 512))))
+    groups = max(1, min(2048 // block, next_power_of_2(cdiv(total, 512))))
     s_row, s_col = s.stride() if s.dim() == 2 else (n_groups, 1)
-    grid = (triton.cdiv(total, groups),)
-    _silu_quant_kernel[grid](
+    grid = (cdiv(total, groups),)
+    launch_kernel(
+        _silu_quant_kernel, grid,
         x, scale, scale_ub, q, s, stride0, stride1, n_inner, total, n_groups, width, d, s_row, s_col, min_absmax,
         STATIC=scale is not None, HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
-        num_warps=min(max(groups * block // 512, 1), 16), **overlap(x.device, grid),
+        num_warps=min(max(groups * block // 512, 1), 16),
     )  # fmt: skip
     return q, s
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Tolerance
 
@@ -138,14 +139,14 @@ def _triton(
     tokens, heads, d = key.shape
     if key.numel() == 0:
         return
-    block_d = triton.next_power_of_2(d)
-    block_h = min(triton.next_power_of_2(heads), max(1, 2048 // block_d))
-    grid = (tokens, triton.cdiv(heads, block_h))
-    _store_kvcache_kernel[grid](
+    block_d = next_power_of_2(d)
+    block_h = min(next_power_of_2(heads), max(1, 2048 // block_d))
+    grid = (tokens, cdiv(heads, block_h))
+    launch_kernel(
+        _store_kvcache_kernel, grid,
         key, value, key_cache, value_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], key_cache.shape[1], heads, d, k_scale, v_scale,
         FP8=key_cache.dtype == torch.float8_e4m3fn, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
-        **overlap(key.device, grid),
     )  # fmt: skip
 
 

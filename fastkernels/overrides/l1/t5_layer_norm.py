@@ -14,7 +14,8 @@ from torch import nn
 
 from fastkernels import assemble
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, dtype_name, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -70,11 +71,11 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return out
     assert found is not None, x.stride()
     hidden = x.shape[-1]
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     grid = (x.numel() // hidden,)
-    _t5_layer_norm_kernel[grid](
+    launch_kernel(
+        _t5_layer_norm_kernel, grid,
         x, weight, out, *found, hidden, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-        **overlap(x.device, grid),
     )  # fmt: skip
     return out
 

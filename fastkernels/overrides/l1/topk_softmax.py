@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.shapes import drawn, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
@@ -114,14 +115,15 @@ def _triton(
     outs = _empty(gating_output, topk)
     if tokens == 0:
         return outs
-    block_e = triton.next_power_of_2(experts)
+    block_e = next_power_of_2(experts)
     # 1024 keys of eight bytes are 16 registers a thread of 4 warps; a decode step has few rows to spread.
-    block_t = max(1, min(1024 // block_e, 16, triton.next_power_of_2(triton.cdiv(tokens, 128))))
-    grid = (triton.cdiv(tokens, block_t),)
-    _topk_softmax_kernel[grid](
+    block_t = max(1, min(1024 // block_e, 16, next_power_of_2(cdiv(tokens, 128))))
+    grid = (cdiv(tokens, block_t),)
+    launch_kernel(
+        _topk_softmax_kernel, grid,
         gating_output, *outs, gating_output.stride(0), tokens, experts, TOPK=topk, RENORMALIZE=renormalize,
-        BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=triton.next_power_of_2(topk),
-        num_warps=4 if block_t * block_e >= 512 else 1, **overlap(gating_output.device, grid),
+        BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=next_power_of_2(topk),
+        num_warps=4 if block_t * block_e >= 512 else 1,
     )  # fmt: skip
     return outs
 

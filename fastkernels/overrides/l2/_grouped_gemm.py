@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.l1._overlap import follow, overlap
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def grouped_gemm(
     n, k = b.shape[1:]
     blocks = expert_ids.numel()
     out = torch.empty((pairs, n), dtype=a.dtype, device=a.device)
-    _grouped_gemm_kernel[(blocks * triton.cdiv(n, t.block_n),)](
+    _grouped_gemm_kernel[(blocks * cdiv(n, t.block_n),)](
         a, b, out, scale, sorted_ids, expert_ids, total, n, pairs, blocks, a.stride(0), b.stride(0), b.stride(1),
         K=k, TOPK=topk, HAS_SCALE=scale is not None, PRECISION="ieee", BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         BLOCK_K=t.block_k, GROUP_M=t.group_m, num_warps=t.num_warps, num_stages=t.num_stages,
@@ -140,10 +141,11 @@ def sum_over_experts(
     tokens, topk = topk_ids.shape
     hidden = x.shape[1]
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    block = min(triton.next_power_of_2(hidden), 1024)
-    grid = (tokens, triton.cdiv(hidden, block))
-    _sum_kernel[grid](
+    block = min(next_power_of_2(hidden), 1024)
+    grid = (tokens, cdiv(hidden, block))
+    launch_kernel(
+        _sum_kernel, grid,
         x, topk_ids, expert_map, out, num_experts, hidden, HAS_MAP=expert_map is not None, TOPK=topk, BLOCK=block,
-        num_warps=4, **overlap(x.device, grid),
+        num_warps=4,
     )  # fmt: skip
     return out
