@@ -116,14 +116,14 @@ linear_fp8 = define(
     " ScalarType? out_dtype=None) -> Tensor",
     fake=_fake,
     providers=(
-        Provider("cutlass", linear_fp8_cutlass, module="vllm", supports=supports_cutlass),
-        Provider("triton", linear_fp8_triton, supports=supports_triton),
-        Provider("cublas", linear_fp8_cublas, supports=supports_cublas),
-        Provider("deepgemm", linear_fp8_deepgemm, module=DEEP_GEMM, supports=supports_deepgemm),
-        Provider(
+        Provider(  # to 64 tokens
             "cuda-wgmma-fp8", linear_fp8_wgmma, supports=supports_wgmma_fp8,
             params=_wgmma_linear_fp8_cuda.PARAMS, fits=_fits,
         ),
+        Provider("deepgemm", linear_fp8_deepgemm, module=DEEP_GEMM, supports=supports_deepgemm),  # scales of blocks
+        Provider("cutlass", linear_fp8_cutlass, module="vllm", supports=supports_cutlass),
+        Provider("triton", linear_fp8_triton, supports=supports_triton),
+        Provider("cublas", linear_fp8_cublas, supports=supports_cublas),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
     key=Key(
