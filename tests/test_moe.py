@@ -393,3 +393,30 @@ def test_blocks_hold_more_than_the_average_expert_has(rows: int, block: int) -> 
     assert now.block_m == block
     other = _grouped_gemm.tiles(routing_time.larger(now), torch.bfloat16, True)
     assert other.block_m != block
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.93, 0.81])
+def test_no_token_of_a_layer_is_between_two_experts(factor: float) -> None:
+    """Nor where the judge has scaled all there is, which changes attention, too."""
+    spec = mixtral_decoder_layer.SPEC
+    sizes = {
+        "hidden": 512,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_size": 64,
+        "experts": 8,
+        "topk": 2,
+        "intermediate": 8,
+    }
+    lengths = {"q_lens": [900, 40, *[1] * 60], "seq_lens": [900, 70, *range(1, 121, 2)]}
+    case = Case("c", {**lengths, "block_size": 16, **sizes}, "bfloat16")
+    chosen = []
+    for dtype in (torch.bfloat16, torch.float64):
+        args = spec.inputs(case, "cpu", torch.Generator().manual_seed(1))
+        floats = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in args]
+        args = [(a * factor).to(dtype) if f else a for a, f in zip(args, floats, strict=True)]
+        gate, seen = args[-4], []
+        _layer_calls.layer_reference(lambda h, seen=seen: seen.append(h) or h, *args[:-4])
+        chosen.append((seen[0] @ gate.t()).topk(2).indices.sort().values)
+    assert torch.equal(*chosen)
+    assert (torch.bincount(chosen[0].flatten(), minlength=8) > 150).all()
