@@ -23,6 +23,8 @@ part linear $PYTHON bench/scenarios/skinny_linear.py --out "$OUT/skinny-linear.j
 part fp8 $PYTHON bench/scenarios/linear_fp8.py --out "$OUT/linear-fp8.jsonl"
 part attention $PYTHON bench/scenarios/decode_attention.py --out "$OUT/decode-attention.jsonl"
 part step $PYTHON bench/scenarios/decode_step.py --rows "$OUT/skinny-linear.jsonl" --out "$OUT/decode-step.jsonl"
+part capacity $PYTHON bench/scenarios/decode_attention.py --out "$OUT/decode-attention-capacity.jsonl" --capacity 131072 \
+    --batch 1,8,32 --context 512,2048,8192 --seconds 200
 part engine $PYTHON bench/scenarios/engine_step.py --out "$OUT/engine-step.jsonl" --batch 1,8,32 --model-len 2048
 part kernels $FK kernels all --cases captured,random --rounds 8 --out "$OUT/kernels"
 part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-1"
@@ -43,6 +45,10 @@ for host in VLLM SGLANG; do
     name=${host,,} path=${!host:-}
     [ -n "$path" ] && [ -n "${TEXT_MODEL:-}" ] && part "quality-$name" "$path" bench/scenarios/quality.py --host $name \
         --model "$TEXT_MODEL" --every-kernel --out "$OUT/quality.jsonl"
+    for patched in 0 1; do
+        [ -n "$path" ] && part "step-$name" env FASTKERNELS=$patched "$path" bench/scenarios/host_step.py $name "$MODEL" \
+            --out "$OUT/host-step.jsonl"
+    done
     [ -n "$path" ] && lanes+="$name,$name+fk," && pythons+=(--python "$name=$path")
 done
 part servers $FK serve-compare --model "$MODEL" --lanes "${lanes}fastkernels" "${pythons[@]}" --concurrency 1,8,32,128 \

@@ -154,9 +154,9 @@ def test_scales_that_cutlass_wants() -> None:
 
 
 def test_the_order_of_providers() -> None:
-    """Production first; a provider that takes all kinds comes before those of one kind, so that nothing falls back."""
+    """As measured on an H200: ours to 64 tokens, DeepGEMM for scales of blocks, CUTLASS for the rest."""
     names = [p.name for p in linear_fp8.providers]
-    assert names == ["cutlass", "triton", "cublas", "deepgemm", "cuda-wgmma-fp8", "reference"]
+    assert names == ["cuda-wgmma-fp8", "deepgemm", "cutlass", "triton", "cublas", "reference"]
 
 
 # -- the CUDA C++ kernel

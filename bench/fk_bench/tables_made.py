@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from . import kernels_report, stats, summary
 from .explain_tables import Table
+from .lanes import base_of
 from .rows import Row
 from .summary import HIGHER_IS_BETTER, Cell
 
@@ -99,10 +100,12 @@ def _servers(files: Files, metrics: Sequence[tuple[str, str]], what: str) -> Ite
 
 
 def baselines(found: Iterable[Row]) -> dict[str, str]:
-    """{lane: the lane that it is compared with}."""
-    return {
-        str(r.subject.lane): r.baseline for r in found if r.kind in ("summary", "agreement") and r.baseline
-    }
+    """{lane: the lane that it is compared with}: what the run said, or would have said had it not been ended."""
+    found = list(found)
+    names = list(dict.fromkeys(str(r.subject.lane) for r in found if r.kind == "round"))
+    said = {str(r.subject.lane): r.baseline for r in found if r.kind in ("summary", "agreement")}
+    made = {name: said.get(name) or base_of(name, names, None) for name in {*names, *said}}
+    return {name: base for name, base in made.items() if base}
 
 
 def paired(cell: Cell, base: Cell, metric: str) -> tuple[list[float], list[float]]:

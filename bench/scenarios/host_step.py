@@ -35,7 +35,7 @@ class Vllm:
         from vllm import LLM
 
         self.engine = LLM(
-            options.model, gpu_memory_utilization=options.memory, enable_prefix_caching=False, seed=0,
+            options.model, gpu_memory_utilization=options.memory, enable_prefix_caching=True, seed=0,
             kv_cache_memory_bytes=int(options.kv_gib * 2**30),
             **({"max_model_len": options.model_len} if options.model_len else {}),
         )  # fmt: skip
@@ -56,7 +56,7 @@ class SGLang:
 
         self.engine = sglang.Engine(
             model_path=options.model, mem_fraction_static=options.memory, random_seed=0, log_level="warning",
-            disable_radix_cache=True, **({"context_length": options.model_len} if options.model_len else {}),
+            **({"context_length": options.model_len} if options.model_len else {}),
         )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], tokens: int) -> None:
@@ -74,8 +74,9 @@ Totals = dict[str, tuple[float, float]]  # {kernel: (launches, us)}
 def minus(a: Totals, b: Totals, steps: int) -> Totals:
     """What is in `a` and not in `b`, a step."""
     zero = (0.0, 0.0)
-    found = {k: tuple((x - y) / steps for x, y in zip(a[k], b.get(k, zero), strict=True)) for k in a}
-    return {k: (n, us) for k, (n, us) in found.items() if n > 0}
+    pairs = {k: zip(a.get(k, zero), b.get(k, zero), strict=True) for k in {**a, **b}}
+    found = {k: tuple((x - y) / steps for x, y in pair) for k, pair in pairs.items()}
+    return {k: (n, us) for k, (n, us) in found.items() if n or us}
 
 
 class Meter:
@@ -87,15 +88,13 @@ class Meter:
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [[self.rng.randrange(10, 250) for _ in range(length)] for _ in range(count)]
 
-    def seconds(self, count: int, length: int, tokens: int) -> float:
-        prompts = self.prompts(count, length)
+    def seconds(self, prompts: list[list[int]], tokens: int) -> float:
         start = time.perf_counter()
         self.host.generate(prompts, tokens)
         return time.perf_counter() - start
 
-    def kernels(self, count: int, length: int, tokens: int) -> Totals:
+    def kernels(self, prompts: list[list[int]], tokens: int) -> Totals:
         """Of all processes; the CPU's calls of CUDA are left out."""
-        prompts = self.prompts(count, length)
         self.integration.call(self.host.engine, Request("trace_start"))
         self.host.generate(prompts, tokens)
         found: dict[str, tuple[float, float]] = {}
@@ -110,18 +109,21 @@ class Meter:
         """(case, ms of a step by the wall clock, kernels a step)."""
         o = self.options
         for count, length in o.prefill:
-            self.seconds(count, length, 1)
-            wall = statistics.median(self.seconds(count, length, 1) for _ in range(ROUNDS))
+            self.seconds(self.prompts(count, length), 1)
+            wall = statistics.median(self.seconds(self.prompts(count, length), 1) for _ in range(ROUNDS))
             case = {"phase": "prefill", "batch": count, "context": length}
-            yield case, 1e3 * wall, self.kernels(count, length, 1)
+            yield case, 1e3 * wall, self.kernels(self.prompts(count, length), 1)
         for count in o.batch:
-            self.seconds(count, o.input_len, o.steps)
+            prompts = self.prompts(
+                count, o.input_len
+            )  # cached from the second time on: little but decodes is left
+            self.seconds(prompts, o.steps)
             walls = []
             for _ in range(ROUNDS):
-                first = self.seconds(count, o.input_len, 1)
-                walls.append((self.seconds(count, o.input_len, 1 + o.steps) - first) / o.steps)
-            more = self.kernels(count, o.input_len, 1 + o.steps)
-            kernels = minus(more, self.kernels(count, o.input_len, 1), o.steps)
+                first = self.seconds(prompts, 1)
+                walls.append((self.seconds(prompts, 1 + o.steps) - first) / o.steps)
+            more = self.kernels(prompts, 1 + o.steps)
+            kernels = minus(more, self.kernels(prompts, 1), o.steps)
             case = {"phase": "decode", "batch": count, "context": o.input_len + o.steps // 2}
             yield case, 1e3 * statistics.median(walls), kernels
 
@@ -142,7 +144,7 @@ def show(path: Path) -> None:
                 f"  {lane}: wall {m['wall_ms']:.3f} ms, kernels {m['kernels_ms']:.3f}, {m['launches']:.0f} launches"
             )
             for name, (n, us) in sorted(found["kernels"].items(), key=lambda k: -k[1][1])[:30]:
-                print(f"    {us / 1e3:8.3f} ms {n:7.1f} x {us / n:8.2f} us  {name[:110]}")
+                print(f"    {us / 1e3:8.3f} ms {n:7.1f} launches  {name[:110]}")
 
 
 def sizes(text: str) -> list[tuple[int, int]]:

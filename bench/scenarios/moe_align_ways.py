@@ -52,12 +52,12 @@ class Way:
 
     def __call__(self, ids: torch.Tensor, experts: int, block: int) -> moe_align.Aligned:
         outs = moe_align._empty(ids, block, moe_align.padded_size(ids.numel(), block, experts))
-        before = self.module.overlap
-        self.module.overlap = lambda *_: self.options if ids.is_cuda else IN_TURN
+        before, options = self.module.launch_kernel, self.options if ids.is_cuda else IN_TURN
+        self.module.launch_kernel = lambda kernel, grid, *args, **rest: kernel[grid](*args, **rest, **options)
         try:
             getattr(self.module, self.name)(ids, None, outs, experts, block, False)
         finally:
-            self.module.overlap = before
+            self.module.launch_kernel = before
         return outs
 
 

@@ -31,7 +31,9 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [
-        shlex.split(line) for line in done.stdout.splitlines() if line.startswith(("python ", "v/python "))
+        shlex.split(line.partition("FASTKERNELS=1 ")[2] or line)
+        for line in done.stdout.splitlines()
+        if line.startswith(("python ", "v/python ", "env FASTKERNELS=1 "))
     ]
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     seen, scripts = set(), set()
@@ -50,7 +52,7 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
     assert "vllm=v/python" in servers and "vllm,vllm+fk,fastkernels" in servers
     (taken,) = (" ".join(line) for line in lines if "--take" in line)
     assert taken.endswith(f"--model-name {RANDOM}")
-    assert "quality" in scripts
+    assert {"quality", "host_step"} <= scripts
 
 
 def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:

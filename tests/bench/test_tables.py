@@ -194,6 +194,14 @@ def test_servers_of_two_runs_are_two_tables() -> None:
     ]  # fmt: skip
 
 
+def test_lanes_of_a_run_that_was_ended_are_compared_as_it_would_have_done() -> None:
+    """Its rounds are there, its summary is not."""
+    rounds = [r for lane, ms in (("vllm", [4.0, 4.0]), ("vllm+fk", [2.0, 2.0])) for r in served(lane, ms)]
+    ((_, _, cells),) = tables_made.servers({"a": [r for r in rounds if r.kind == "round"]})
+    assert [cell[1:3] for cell in cells] == [["vllm", ""], ["vllm+fk", "vllm"]]
+    assert "(2.000" in cells[1][4]
+
+
 def test_kernels_leaves_out_and_names_an_op_that_was_not_judged_to_its_end() -> None:
     dims = {"tokens": 1, "hidden": 4096}
     found = [

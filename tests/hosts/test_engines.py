@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SLOW = (
     "check_async", "check_gemma", "check_pipeline", "check_quant", "check_tensor_parallel", "check_works_more",
-    ("sglang", "check_by_table"), ("sglang", "check_works"),
+    "check_before", ("sglang", "check_by_table"), ("sglang", "check_server"), ("sglang", "check_works"),
 )  # fmt: skip
 IN_PROCESS = ("check_eager", "check_before", "check_works", "check_works_more")
 CHECKS = [
