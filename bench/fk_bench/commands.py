@@ -97,6 +97,9 @@ def serve_compare_command(
         float, typer.Option(help="a +fk lane is wrong below this share of its host's self-agreement")
     ] = DEFAULT.min_agreement,
     resident: Annotated[int | None, typer.Option(help="servers up at once (default: what fits)")] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="start those at once, sooner; ready_s is no start's time then")
+    ] = DEFAULT.together,
     kv_tokens: Annotated[
         int | None, typer.Option(help="KV-cache tokens of every server (default: by the loads)")
     ] = None,
@@ -138,7 +141,7 @@ def serve_compare_command(
         "rounds": rounds, "input_len": input_len, "output_len": output_len, "dataset": dataset, "seed": seed,
         "dataset_path": dataset_path, "ignore_eos": ignore_eos, "base": base, "agreement_prompts": agreement_prompts,
         "agreement_len": agreement_len, "min_agreement": min_agreement, "resident": resident, "kv_tokens": kv_tokens,
-        "max_model_len": max_model_len, "tensor_parallel": tensor_parallel, "dtype": dtype,
+        "together": together, "max_model_len": max_model_len, "tensor_parallel": tensor_parallel, "dtype": dtype,
         "ready_timeout": ready_timeout,
         "request_timeout": request_timeout, "port": port,
     }  # fmt: skip

@@ -65,6 +65,7 @@ class CompareConfig:
     agreement_len: int = 32
     min_agreement: float = 0.5
     resident: int | None = None
+    together: bool = False
     kv_tokens: int | None = None
     max_model_len: int | None = None
     dtype: str = "auto"
@@ -141,6 +142,7 @@ MAY_CHANGE = (
     "request_timeout",
     "port",
     "resident",
+    "together",
 )
 
 

@@ -46,16 +46,27 @@ class Fleet:
             record,
         )
         self.running: list[Running] = []
+        self.starting: list[Running] = []
 
     @property
     def served_name(self) -> str:
         return Path(self.config.model).name or self.config.model
 
-    def start(self, lane: Lane, display: Display) -> None:
-        """Start a lane and wait until it answers; on failure its row says why and the others go on."""
+    def start(self, group: Sequence[Lane], display: Display) -> None:
+        """Start lanes and wait until they answer; where one fails its row says why, and the others go on.
+
+        One after the other, or all at once (--together).
+        """
+        for part in [group] if self.config.together else [[lane] for lane in group]:
+            begun = [running for lane in part if (running := self._begin(lane, display)) is not None]
+            for running in begun:
+                if len(begun) > 1:
+                    running.row.case["started_with"] = [r.lane.name for r in begun if r is not running]
+                self._wait(running, display)
+
+    def _begin(self, lane: Lane, display: Display) -> Running | None:
         display.doing(f"{lane.name} starts")
         row = self.record.row(lane, Status.OK, "", {"kind": "lane"})
-        server: Server | None = None
         try:
             if lane.url is not None:
                 row.case["url"] = lane.url
@@ -63,23 +74,33 @@ class Fleet:
             else:
                 server = self._launch(lane, row)
                 running = Running(lane, server.url, self.served_name, server, row)
-                row.metrics["ready_s"] = server.wait_ready(self.config.ready_timeout)
         except (ServerError, OSError) as error:
-            row.status = Status(getattr(error, "status", "failed"))
-            row.reason = str(error)
-            if server is not None:
+            self._failed(row, error, display)
+            return None
+        self.starting.append(running)
+        return running
+
+    def _wait(self, running: Running, display: Display) -> None:
+        lane, row, server, took = running.lane, running.row, running.server, ""
+        if server is not None:
+            display.doing(f"{lane.name} starts")
+            try:
+                row.metrics["ready_s"] = server.wait_ready(self.config.ready_timeout)
+            except (ServerError, OSError) as error:
                 server.stop()
-            self.record.add(row)
-            display.line(f"{lane.name}: {row.reason}")
-            return
-        except BaseException:
-            if server is not None:
-                server.stop(grace_s=5.0)
-            raise
+                self.starting.remove(running)
+                self._failed(row, error, display)
+                return
+            took = f" after {row.metrics['ready_s']:.0f} s"
+        self.starting.remove(running)
         self.running.append(running)
-        took = f" after {row.metrics['ready_s']:.0f} s" if server is not None else ""
         display.line(f"{lane.name}: ready at {running.url}{took}")
         display.advance()
+
+    def _failed(self, row: Row, error: Exception, display: Display) -> None:
+        row.status, row.reason = Status(getattr(error, "status", "failed")), str(error)
+        self.record.add(row)
+        display.line(f"{row.subject.lane}: {row.reason}")
 
     def _launch(self, lane: Lane, row: Row) -> Server:
         config, folder = self.config, self.out / "servers" / lane.name
@@ -144,10 +165,16 @@ class Fleet:
         row.status, row.reason = Status.FAILED, f"our kernels did not run in lane {lane.name}: {why}"
 
     def stop_all(self) -> None:
-        """End everything that is still up, without a row: the run was interrupted."""
-        servers = [running.server for running in self.running if running.server is not None]
+        """End everything that is still up: the run was interrupted. A lane's row says what ran in it until then."""
+        everyone = [*self.starting, *self.running]
+        servers = [running.server for running in everyone if running.server is not None]
         for server in servers:
             server.terminate()  # all at once, so that they end side by side
         for server in servers:
             server.stop(grace_s=5.0)
+        for running in self.running:
+            running.row.status, running.row.reason = Status.SKIPPED, "the run was ended"
+            self._count_patched(running)
+            self.record.add(running.row)
         self.running.clear()
+        self.starting.clear()

@@ -60,6 +60,7 @@ class Server:
         self.name, self.argv, self.log, self.port = name, list(argv), log, port
         self.url = f"http://127.0.0.1:{port}"
         self._known: dict[int, float] = {}
+        self.started = time.monotonic()
         merged = {k: v for k, v in {**os.environ, **env}.items() if v != "" or k not in env}
         cwd.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as out:
@@ -98,16 +99,15 @@ class Server:
         )
 
     def wait_ready(self, timeout_s: float) -> float:
-        """Seconds until /health and /v1/models answer. Raises ServerError when the process ends or time is up."""
-        start = time.monotonic()
+        """Seconds from the start until /health and /v1/models answer. Raises ServerError when it ends or time is up."""
         with httpx.Client(trust_env=False, timeout=5.0) as http:
             while True:
                 if not self.alive():
                     raise self.death()
                 if _answers(http, self.url):
                     self.remember()
-                    return time.monotonic() - start
-                if time.monotonic() - start > timeout_s:
+                    return time.monotonic() - self.started
+                if time.monotonic() - self.started > timeout_s:
                     raise ServerError(
                         f"the server of lane {self.name} was not ready after {timeout_s:.0f} s (--ready-timeout). "
                         f"End of its log, {self.log}:\n{self.tail()}",

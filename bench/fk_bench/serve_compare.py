@@ -124,8 +124,7 @@ class Compare:
         return self.out / "agreement" / f"{name}.json"
 
     def _group(self, group: Sequence[Lane], display: Display) -> None:
-        for lane in group:
-            self.fleet.start(lane, display)
+        self.fleet.start(group, display)
         for level in self.config.levels:
             waiting = [running for running in self.fleet.running if self._left(running.lane, level)]
             for running in waiting:

@@ -129,6 +129,16 @@ def test_a_server_that_is_not_ready_in_time(compare) -> None:
     assert "not ready after 1 s" in done.stderr and "stub: starting" in done.stderr
 
 
+def test_servers_that_start_together(compare) -> None:
+    """The second is up while the first is waited for, whose failure is its own."""
+    never = ("--env", "vllm:STUB_NEVER_READY=1", "--ready-timeout", "3")
+    line = last_json(compare("vllm,sglang", "--together", "--resident", "2", *never))
+    assert [x["status"] for x in line["lanes"]] == ["timeout", "ok"]
+    lanes = {r.subject.lane: r for r in read(Path(line["rows"]))[0] if r.kind == "lane"}
+    assert lanes["sglang"].case["started_with"] == ["vllm"]
+    assert lanes["sglang"].metrics["ready_s"] >= 3
+
+
 def test_a_patched_lane_without_calls_has_failed(compare) -> None:
     line = last_json(compare("vllm,vllm+fk", "--env", "vllm+fk:STUB_CALLS=0"))
     assert not line["ok"]
@@ -216,6 +226,9 @@ def test_signals_end_every_child_process(
     assert not line["ok"] and "--resume" in line["error"]
     _, alive = psutil.wait_procs(mine, timeout=3)
     assert not alive, [p.cmdline() for p in alive]
+    lanes = [r for r in read(tmp_path / "run/rows.jsonl")[0] if r.kind == "lane"]
+    assert [(r.subject.lane, r.status) for r in lanes] == [("vllm", "skipped"), ("sglang", "skipped")]
+    assert all("ended" in r.reason and "ready_s" in r.metrics for r in lanes)
 
 
 def test_attach(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
