@@ -114,10 +114,8 @@ class Meter:
             case = {"phase": "prefill", "batch": count, "context": length}
             yield case, 1e3 * wall, self.kernels(self.prompts(count, length), 1)
         for count in o.batch:
-            prompts = self.prompts(
-                count, o.input_len
-            )  # cached from the second time on: little but decodes is left
-            self.seconds(prompts, o.steps)
+            prompts = self.prompts(count, o.input_len)
+            self.seconds(prompts, o.steps)  # from here on they are cached: little but decodes is left
             walls = []
             for _ in range(ROUNDS):
                 first = self.seconds(prompts, 1)

@@ -62,7 +62,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
 
     kernel  begins with follow(OVERLAP)
     args    its parameters that are not constants, in order; the first is a tensor
-    constants  of its signature, and num_warps and the like, in the same order at every call from one place
+    constants  of its signature, and num_warps and the like
 
     A prompt is hundreds of launches from Python, during which the chip may wait. Triton takes 20 us for each, mostly to
     find out which of its compiled kernels this is. That depends on what the key here holds: types, which integers are 1
@@ -92,7 +92,7 @@ def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[A
     hook = knobs.runtime.launch_enter_hook
     if hook is not None and getattr(hook, "calls", True):  # a profiler wants to see each launch
         return None
-    key: list[Any] = [id(kernel), driver.active.get_current_device(), *options.values()]
+    key: list[Any] = [id(kernel), driver.active.get_current_device(), tuple(options), *options.values()]
     add = key.append
     for a in args:
         kind = type(a)
