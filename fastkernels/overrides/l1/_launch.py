@@ -9,7 +9,7 @@ import torch
 
 
 def cdiv(a: int, b: int) -> int:
-    """Of a / b, rounded up. Triton's own, for kernels too, takes 3 us."""
+    """a / b, rounded up. Triton's own is a wrapper for kernels, too, which takes longer than all else here."""
     return -(-a // b)
 
 

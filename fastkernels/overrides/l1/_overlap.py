@@ -58,15 +58,15 @@ def overlaps(device: torch.device) -> bool:
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """kernel[grid](*args, **constants), early where that pays, in a third of the time on the CPU.
+    """kernel[grid](*args, **constants), early where that pays, in less time on the CPU.
 
     kernel  begins with follow(OVERLAP)
     args    its parameters that are not constants, in order; the first is a tensor
     constants  of its signature, and num_warps and the like
 
-    A prompt is hundreds of launches from Python, during which the chip may wait. Triton takes 20 us for each, mostly to
-    find out which of its compiled kernels this is. That depends on what the key here holds: types, which integers are 1
-    or divisible by 16, which pointers are by 16.
+    A prompt is hundreds of launches from Python, during which the chip may wait. Triton's time is mostly for finding
+    out which of its compiled kernels this is. That depends on what the key here holds: types, which integers are 1 or
+    divisible by 16, which pointers are by 16.
     """
     early = math.prod(grid) <= MOST and overlaps(args[0].device)
     options = {**constants, "OVERLAP": True, "launch_pdl": True} if early else {**constants, "OVERLAP": False}
