@@ -52,8 +52,8 @@ for host in VLLM SGLANG; do
     [ -n "$path" ] && lanes+="$name,$name+fk," && pythons+=(--python "$name=$path")
 done
 part servers $FK serve-compare --model "$MODEL" --lanes "${lanes}fastkernels" "${pythons[@]}" --concurrency 1,8,32,128 \
-    --num-prompts 3,16,64,256 --rounds 5 --input-len 512 --output-len 128 --agreement-prompts 2 --min-agreement 0 \
-    --out "$OUT/servers"
+    --num-prompts 3,16,64,256 --load c=1,in=2048,out=8,prompts=30 --load c=8,in=2048,out=8,prompts=48 \
+    --rounds 5 --input-len 512 --output-len 128 --agreement-prompts 2 --min-agreement 0 --out "$OUT/servers"
 part tables $FK tables --results "$OUT" "${called[@]}" --out "$OUT/tables.md"
 [ -z "${TABLES:-}" ] || part documents $FK tables --take "$OUT" "${called[@]}"
 

@@ -75,11 +75,22 @@ def serve_compare_command(
         DEFAULT.concurrency
     ),
     rate: Annotated[str, typer.Option(help="open loops, requests a second, Poisson arrivals")] = "",
+    loads: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--load",
+            help="c=8,in=2048,out=8,prompts=100: one more load, of lengths of its own; or rate=4 for c=8 (in, out: "
+            "default --input-len, --output-len)",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="interleaved over the lanes")] = DEFAULT.rounds,
     input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = DEFAULT.input_len,
     output_len: Annotated[int, typer.Option(help="tokens of an answer")] = DEFAULT.output_len,
     num_prompts: Annotated[
-        str, typer.Option(help="a round; one number, or one a load (default: by the load)")
+        str,
+        typer.Option(
+            help="a round; one number, or one for each of --concurrency and --rate (default: by the load)"
+        ),
     ] = "",
     dataset: Annotated[str, typer.Option(help="random, sharegpt or prompts")] = DEFAULT.dataset,
     dataset_path: Annotated[str | None, typer.Option(help="the file of sharegpt or prompts")] = None,
@@ -134,6 +145,7 @@ def serve_compare_command(
         "attach": lambda: options.per_lane("--attach", attach or ()),
         "concurrency": lambda: options.comma_list("--concurrency", concurrency, int),
         "rate": lambda: options.comma_list("--rate", rate, float),
+        "loads": lambda: tuple(loads or ()),
         "num_prompts": lambda: options.comma_list("--num-prompts", num_prompts, int),
         "slo": lambda: options.slo(slo),
     }

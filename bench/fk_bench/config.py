@@ -14,6 +14,8 @@ from .metrics import parse_slo
 
 T = TypeVar("T")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_KINDS = {"c": "concurrency", "rate": "rate"}  # keys of --load
+LOAD_LENGTHS = {"in", "out"}
 
 
 class ConfigError(ValueError):
@@ -22,14 +24,38 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Level:
-    """One load: a closed loop of `value` requests at a time, or an open loop of `value` requests a second."""
+    """One load: a closed loop of `value` requests at a time, or an open loop of `value` requests a second.
+
+    input_len, output_len  tokens of a prompt and of an answer; both None: the run's, also where --load names them
+    prompts                requests of a round that --load asks for; not compared: a row's level has none
+    """
 
     kind: str  # 'concurrency' or 'rate'
     value: float
+    input_len: int | None = None
+    output_len: int | None = None
+    prompts: int | None = field(default=None, compare=False)
+
+    @property
+    def own_lengths(self) -> bool:
+        """Whether its requests are as long as the run's."""
+        return self.input_len is None
 
     @property
     def label(self) -> str:
-        return f"c={self.value:g}" if self.kind == "concurrency" else f"rate={self.value:g}"
+        """'c=8', or 'c=8,2048-8' for other lengths; a part of file names."""
+        load = f"c={self.value:g}" if self.kind == "concurrency" else f"rate={self.value:g}"
+        return load if self.own_lengths else f"{load},{self.input_len}-{self.output_len}"
+
+    @property
+    def order(self) -> tuple[bool, str, int, int, float]:
+        """To sort by: the run's lengths first."""
+        return not self.own_lengths, self.kind, self.input_len or 0, self.output_len or 0, self.value
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that a server must hold at once; 64 of an open loop."""
+        return int(self.value) if self.kind == "concurrency" else 64
 
     @property
     def warmup(self) -> int:
@@ -45,12 +71,16 @@ class Level:
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What one serve-compare run measures. Lengths in tokens, times in seconds, SLOs in milliseconds."""
+    """What one serve-compare run measures. Lengths in tokens, times in seconds, SLOs in milliseconds.
+
+    loads  texts of --load, which load_level reads
+    """
 
     model: str = ""
     lanes: tuple[str, ...] = ("fastkernels",)
     concurrency: tuple[int, ...] = (1, 8)
     rate: tuple[float, ...] = ()
+    loads: tuple[str, ...] = ()
     rounds: int = 3
     input_len: int = 128
     output_len: int = 32
@@ -88,14 +118,23 @@ class CompareConfig:
         if self.agreement_prompts < 0 or self.agreement_len < 1:
             raise ConfigError("--agreement-prompts must be 0 or more, --agreement-len 1 or more")
         if not self.levels:
-            raise ConfigError("no load: give --concurrency or --rate")
+            raise ConfigError("no load: give --concurrency, --rate or --load")
         labels = [level.label for level in self.levels]
         if len(set(labels)) < len(labels):
-            raise ConfigError(f"--concurrency, --rate: a load is given twice: {', '.join(labels)}")
-        if len(self.num_prompts) not in (0, 1, len(self.levels)):
+            raise ConfigError(f"--concurrency, --rate, --load: a load is given twice: {', '.join(labels)}")
+        counted = len(self.concurrency) + len(self.rate)
+        if len(self.num_prompts) not in (0, 1, counted):
             raise ConfigError(
-                f"--num-prompts: one number, or one for each of {len(self.levels)} loads, got {len(self.num_prompts)}"
+                f"--num-prompts: one number, or one for each of {counted} loads, got {len(self.num_prompts)}"
+                + (" (a --load has its own: prompts=N)" if self.loads else "")
             )
+        if self.dataset != "random":
+            for text in self.loads:
+                if LOAD_LENGTHS & _pairs(text).keys():
+                    raise ConfigError(
+                        f"--load {text}: in= and out= are for --dataset random only: the prompts of --dataset "
+                        f"{self.dataset} have lengths of their own. Leave them out, or choose --dataset random."
+                    )
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype: unknown dtype {self.dtype!r}. Known: {', '.join(DTYPES)}.")
         if self.resident is not None and self.resident < 1:
@@ -105,12 +144,28 @@ class CompareConfig:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        return (*(Level("concurrency", c) for c in self.concurrency), *(Level("rate", r) for r in self.rate))
+        """Those of --concurrency, of --rate, and of --load, in this order."""
+        plain = (
+            *(Level("concurrency", c) for c in self.concurrency),
+            *(Level("rate", r) for r in self.rate),
+        )
+        return (*plain, *(load_level(text, self.input_len, self.output_len) for text in self.loads))
+
+    def lengths(self, level: Level) -> tuple[int, int]:
+        """Tokens of a prompt and of an answer."""
+        return level.input_len or self.input_len, level.output_len or self.output_len
 
     def prompts_at(self, level: Level) -> int:
-        if not self.num_prompts:
-            return level.default_prompts()
-        return self.num_prompts[self.levels.index(level) if len(self.num_prompts) > 1 else 0]
+        """Requests of a round of one of the run's levels: of its --load, of --num-prompts, or the default.
+
+        A list of --num-prompts is for --concurrency and --rate, a single number for all.
+        """
+        at = self.levels.index(level)
+        if (given := self.levels[at].prompts) is not None:
+            return given
+        if len(self.num_prompts) > 1:
+            return self.num_prompts[at] if at < len(self.num_prompts) else level.default_prompts()
+        return self.num_prompts[0] if self.num_prompts else level.default_prompts()
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -158,11 +213,63 @@ def resumed(recorded: CompareConfig, given: Mapping[str, Any]) -> CompareConfig:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--load" if name == "loads" else "--" + name.replace("_", "-")
 
 
 def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return (", ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
+
+
+def load_level(text: str, input_len: int, output_len: int) -> Level:
+    """'c=8,in=2048,out=8,prompts=100' -> Level; what is not said is the run's, and so are lengths equal to the run's.
+
+    Raises ConfigError for a key that is unknown, missing or given twice, and for a value that cannot be.
+    """
+    pairs = _pairs(text)
+    kinds = LOAD_KINDS.keys() & pairs.keys()
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"--load {text}: give one of c=N (requests in flight) and rate=N (requests a second)"
+        )
+    (kind,) = kinds
+    lengths = _whole(text, pairs, "in") or input_len, _whole(text, pairs, "out") or output_len
+    value = _whole(text, pairs, "c") if kind == "c" else _rate(text, pairs["rate"])
+    assert value is not None
+    prompts = _whole(text, pairs, "prompts")
+    if lengths == (input_len, output_len):
+        return Level(LOAD_KINDS[kind], value, prompts=prompts)
+    return Level(LOAD_KINDS[kind], value, *lengths, prompts)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """{key: value} of a --load, as given."""
+    known, pairs = [*LOAD_KINDS, "in", "out", "prompts"], {}
+    for part in text.split(","):
+        key, equals, value = (p.strip() for p in part.partition("="))
+        if not equals or key not in known:
+            raise ConfigError(
+                f"--load {text}: {part.strip()!r} is not KEY=VALUE of a known key. Known: {', '.join(known)}."
+            )
+        if key in pairs:
+            raise ConfigError(f"--load {text}: {key}= is given twice")
+        pairs[key] = value
+    return pairs
+
+
+def _whole(text: str, pairs: Mapping[str, str], key: str) -> int | None:
+    if key not in pairs:
+        return None
+    (value,) = comma_list(f"--load {text}: {key}=", pairs[key], int) or (0,)
+    if value < 1:
+        raise ConfigError(f"--load {text}: {key}= must be 1 or more, got {pairs[key] or 'nothing'}")
+    return value
+
+
+def _rate(text: str, given: str) -> float:
+    (value,) = comma_list(f"--load {text}: rate=", given, float) or (0.0,)
+    if not 0 < value < math.inf:
+        raise ConfigError(f"--load {text}: rate= must be above 0, got {given or 'nothing'}")
+    return value
 
 
 def comma_list(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:

@@ -110,28 +110,33 @@ class Dataset:
     repeated: bool = False
     _seen: set[tuple[int, ...]] = field(default_factory=set)
     _dealt: int = 0
-    _hands: dict[tuple[str, int, int], list[Prompt]] = field(default_factory=dict)
+    _hands: dict[tuple[str, int, int, int, int], list[Prompt]] = field(default_factory=dict)
 
-    def draw(self, part: str, round_: int, count: int) -> list[Prompt]:
-        """`count` prompts for this part of the run (a level, or a warm-up) and round: the same on every call."""
-        key = (part, round_, count)
+    def draw(
+        self, part: str, round_: int, count: int, lengths: tuple[int, int] | None = None
+    ) -> list[Prompt]:
+        """`count` prompts for this part of the run (a level, or a warm-up) and round: the same on every call.
+
+        lengths  tokens of a prompt and of its answer, of random prompts only; None: the data set's
+        """
+        key = (part, round_, count, *(lengths or (self.input_len, self.output_len)))
         if key not in self._hands:
-            self._hands[key] = self._deal(count) if self.texts else self._random(part, round_, count)
+            self._hands[key] = self._deal(count) if self.texts else self._random(*key)
         return self._hands[key]
 
-    def _random(self, part: str, round_: int, count: int) -> list[Prompt]:
+    def _random(self, part: str, round_: int, count: int, input_len: int, output_len: int) -> list[Prompt]:
         rng = random.Random(f"{self.seed + round_}/{part}")
         ordinary = self.vocabulary.ordinary
         prompts: list[Prompt] = []
         attempts = 0
         while len(prompts) < count:
-            ids = tuple(rng.choices(ordinary, k=self.input_len))
+            ids = tuple(rng.choices(ordinary, k=input_len))
             attempts += 1
             if ids in self._seen and attempts < 100 * count:
                 continue
             self.repeated |= ids in self._seen
             self._seen.add(ids)
-            prompts.append(Prompt(list(ids), self.output_len, True))
+            prompts.append(Prompt(list(ids), output_len, True))
         return prompts
 
     def _deal(self, count: int) -> list[Prompt]:

@@ -20,14 +20,15 @@ def estimate_s(config: CompareConfig, lanes: Sequence[Lane], weight_bytes: int, 
         (_GPU_TOKEN_S, _GPU_BYTES, _GPU_BATCHING) if gpu else (_CPU_TOKEN_S, _CPU_BYTES, _CPU_BATCHING)
     )
     token_s *= max(0.1, (weight_bytes or size) / size)
-    prefill = config.input_len / 20  # a prompt token costs about a twentieth of a generated one
     total = 0.0
     for lane in lanes:
         if lane.url is None:
             total += _GPU_START_S if gpu else START_S[lane.host] + 4
         for level in config.levels:
             requests = level.warmup + config.rounds * config.prompts_at(level)
-            busy = requests * (config.output_len + prefill) * token_s
+            input_len, output_len = config.lengths(level)
+            # a prompt token costs about a twentieth of a generated one
+            busy = requests * (output_len + input_len / 20) * token_s
             if level.kind == "concurrency":
                 total += busy / min(batching, level.value)
             else:

@@ -40,16 +40,17 @@ class Served:
 
 
 def served(files: Files) -> list[Served]:
-    """Every HOST beside HOST+fk in rows of serve-compare, of a model of pays.MODELS, by the rounds that both have."""
+    """Every HOST beside HOST+fk in rows of serve-compare, of a model of pays.MODELS, by the rounds that both have;
+    at the run's own lengths, which the context is of."""
     pairs = []
     for found in files.values():
         mine = [r for r in found if r.command == "serve-compare"]
-        made = summary.cells(mine)
+        made = [c for c in summary.cells(mine) if c.level.own_lengths]
         model = next(
             (m for r in mine[:1] for m in pays.MODELS if str(r.subject.model).lower().startswith(m)), None
         )
         ran = {str(r.subject.lane): r.case.get("patched_ops") or {} for r in mine if r.kind == "lane"}
-        case = next((r.case for r in mine if r.kind == "round"), {})
+        case = summary.run_case(mine)
         context = int(case.get("input_len", CONTEXT)) + int(case.get("output_len", 0)) // 2
         for cell in made:
             host = cell.lane.removesuffix("+fk")

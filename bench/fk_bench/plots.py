@@ -35,6 +35,11 @@ def layout(figure: Any, title: str, x: str, y: str) -> Any:
     return figure
 
 
+def _curve(result: LaneResult) -> list[Cell]:
+    """What is on one line: loads of other lengths are not."""
+    return [cell for cell in result.cells if cell.level.own_lengths]
+
+
 def _errors(cells: Sequence[Cell], metric: str) -> dict[str, Any]:
     half = [cell.ci95[metric][1] - cell.mean[metric] if metric in cell.ci95 else 0.0 for cell in cells]
     down = [min(h, cell.mean[metric]) for h, cell in zip(half, cells)]  # noqa: B905  (none of these is below zero)
@@ -42,7 +47,7 @@ def _errors(cells: Sequence[Cell], metric: str) -> dict[str, Any]:
 
 
 def pareto(results: Sequence[LaneResult]) -> Any:
-    """Throughput against interactivity, one point a load: up and to the right is better."""
+    """Throughput against interactivity, one point a load of the run's lengths: up and to the right is better."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -50,7 +55,7 @@ def pareto(results: Sequence[LaneResult]) -> Any:
     if any("output_tokens_per_s_per_gpu" in cell.mean for r in results for cell in r.cells):
         y = "output_tokens_per_s_per_gpu"
     for result in results:
-        points = [cell for cell in result.cells if x in cell.mean and y in cell.mean]
+        points = [cell for cell in _curve(result) if x in cell.mean and y in cell.mean]
         if points:
             figure.add_scatter(
                 x=[cell.mean[x] for cell in points], y=[cell.mean[y] for cell in points],
@@ -62,12 +67,12 @@ def pareto(results: Sequence[LaneResult]) -> Any:
 
 
 def against_load(results: Sequence[LaneResult], metric: str, title: str) -> Any:
-    """A metric over the loads, mean and 95% interval over rounds."""
+    """A metric over the loads of the run's lengths, mean and 95% interval over rounds."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
     for result in results:
-        points = [cell for cell in result.cells if metric in cell.mean]
+        points = [cell for cell in _curve(result) if metric in cell.mean]
         if points:
             figure.add_scatter(
                 x=[cell.level.label for cell in points], y=[cell.mean[metric] for cell in points],
@@ -118,7 +123,7 @@ def _unit(metric: str) -> str:
 
 def all_figures(results: Sequence[LaneResult]) -> list[tuple[str, str]]:
     """[(id, HTML fragment)] of a serve-compare report."""
-    levels = [cell.level for r in results for cell in r.cells]
+    levels = list(dict.fromkeys(cell.level for r in results for cell in r.cells))
     if not levels:
         return []
     top = highest(levels)
@@ -131,6 +136,10 @@ def all_figures(results: Sequence[LaneResult]) -> list[tuple[str, str]]:
         ("itl-percentiles", percentiles(results, top, "itl_ms", "Inter-token latency")),
         ("rounds", rounds(results, top)),
     ]
+    others = sorted((v for v in levels if not v.own_lengths and v != top), key=lambda v: v.order)
+    for i, level in enumerate(others, start=1):
+        name = f"ttft-percentiles-{i}"
+        figures.append((name, percentiles(results, level, "ttft_ms", "Time to first token")))
     return fragments(figures)
 
 

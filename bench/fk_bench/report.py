@@ -62,19 +62,25 @@ def html(found: list[Row], warnings: list[str]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    levels = sorted({c.level for r in results for c in r.cells}, key=lambda v: (v.kind, v.value))
+    levels = sorted({c.level for r in results for c in r.cells}, key=lambda v: v.order)
     columns = [c for c in COLUMNS if any(c[1] in cell.mean for r in results for cell in r.cells)]
     return environment.get_template("report.html").render(
         first=found[0], last=found[-1], case=_case(found), warnings=warnings, columns=[c[0] for c in columns],
-        levels=[{"label": v.label, "lines": _lines(results, v, columns)} for v in levels],
+        levels=[{"label": _heading(v), "lines": _lines(results, v, columns)} for v in levels],
         lanes=[_lane(r) for r in results], figures=plots.all_figures(results), details=_details(results),
         versions=_versions(results),
     )  # fmt: skip
 
 
 def _case(found: list[Row]) -> dict[str, Any]:
-    first = next((r.case for r in found if r.kind == "round"), {})
+    first = summary.run_case(found)
     return {k: v for k, v in first.items() if k not in ("kind", "load", "value", "num_prompts", "seed")}
+
+
+def _heading(level: Level) -> str:
+    if level.own_lengths:
+        return level.label
+    return f"{level.label}: {level.input_len} tokens in, {level.output_len} out"
 
 
 def _base(result: LaneResult) -> str | None:

@@ -51,24 +51,27 @@ class Compare:
 
     def _deal(self) -> dict[tuple[Level, int], list[Prompt]]:
         """All prompts, dealt before anything runs, so that every lane, and a resumed run, gets the same."""
-        levels = self.config.levels
-        hands = {(lv, WARM_UP): self.data.draw(f"warm-up {lv.label}", WARM_UP, lv.warmup) for lv in levels}
+        levels, of = self.config.levels, self.config.lengths
+        hands = {
+            (lv, WARM_UP): self.data.draw(f"warm-up {lv.label}", WARM_UP, lv.warmup, of(lv)) for lv in levels
+        }
         for r in range(self.config.rounds):
             for level in levels:
-                hands[level, r] = self.data.draw(level.label, r, self.config.prompts_at(level))
+                prompts = self.config.prompts_at(level)
+                hands[level, r] = self.data.draw(level.label, r, prompts, of(level))
         return hands
 
     def _sizing(self) -> lanes.Sizing:
         config = self.config
-        prompts = [p for hand in self.hands.values() for p in hand] + self.fixed
-        lengths = [(len(p.tokens) if isinstance(p.tokens, list) else 2048) + p.output_len for p in prompts]
-        longest = -(-(max(lengths) + 64) // 64) * 64
-        together = max([*config.concurrency, *(64 for _ in config.rate)])
+        hands = [(level.in_flight, hand) for (level, _), hand in self.hands.items()]
+        hands += [(1, self.fixed)] if self.fixed else []
+        needs = [(together, longest(hand)) for together, hand in hands]
+        held = max(together * tokens for together, tokens in needs)
         floor = 65536 if machine.machine().gpus else 8192
-        kv_tokens = config.kv_tokens or max(floor, -(-together * longest * 5 // 4 // 1024) * 1024)
+        kv_tokens = config.kv_tokens or max(floor, -(-held * 5 // 4 // 1024) * 1024)
         return lanes.Sizing(
-            max_model_len=config.max_model_len or longest,
-            max_num_seqs=max(16, together),
+            max_model_len=config.max_model_len or max(tokens for _, tokens in needs),
+            max_num_seqs=max(16, *(together for together, _ in needs)),
             kv_tokens=kv_tokens,
             residents=self._residents(),
             tensor_parallel=config.tensor_parallel,
@@ -260,11 +263,14 @@ class Compare:
 
     def _case(self, level: Level, r: int) -> dict[str, Any]:
         config = self.config
+        input_len, output_len = config.lengths(level)
         case = {
             "kind": "round", "load": level.kind, "value": level.value, "dataset": config.dataset,
-            "input_len": config.input_len, "output_len": config.output_len, "num_prompts": config.prompts_at(level),
+            "input_len": input_len, "output_len": output_len, "num_prompts": config.prompts_at(level),
             "seed": config.seed + max(0, r), "dtype": self.fleet.sizing.dtype,
         }  # fmt: skip
+        if not level.own_lengths:
+            case[summary.RUN_LENGTHS] = [config.input_len, config.output_len]
         if config.slo:
             case["slo_ms"] = dict(config.slo)
         if self.data.repeated:
@@ -308,6 +314,12 @@ def judge(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> tuple[S
                 f"a prompt of {len(prompt.tokens)} tokens was counted as {trace.prompt_tokens}",
             )
     return Status.OK, ""
+
+
+def longest(prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt with its answer, and room for a server's own; 2048 of a prompt that is text."""
+    lengths = [(len(p.tokens) if isinstance(p.tokens, list) else 2048) + p.output_len for p in prompts]
+    return -(-(max(lengths) + 64) // 64) * 64
 
 
 def weight_bytes(model: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from . import stats
 from .config import Level
@@ -59,15 +60,32 @@ class LaneResult:
         return self.problems[0].reason if self.problems else ""
 
 
+# In the case of a row whose lengths are not the run's: the run's, [input_len, output_len]. Older rows, and all others,
+# have none, and are of the run's lengths.
+RUN_LENGTHS = "run_lengths"
+
+
 def level_of(row: Row) -> Level:
-    return Level(str(row.case["load"]), float(row.case["value"]))
+    """The level of a 'round' or 'summary' row, equal to the level of the run's options."""
+    case = row.case
+    other = (int(case["input_len"]), int(case["output_len"])) if RUN_LENGTHS in case else ()
+    return Level(str(case["load"]), float(case["value"]), *other)
+
+
+def run_case(rows: Sequence[Row]) -> dict[str, Any]:
+    """The case of the first round, with the run's own lengths; {} without a round."""
+    case = dict(next((r.case for r in rows if r.kind == "round"), {}))
+    if RUN_LENGTHS in case:
+        case["input_len"], case["output_len"] = case.pop(RUN_LENGTHS)
+    return case
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
     """The last row of every (kind, lane, level, round): a later attempt replaces an earlier one."""
     found: dict[tuple[object, ...], Row] = {}
     for row in rows:
-        key = (row.kind, row.subject.lane, row.case.get("load"), row.case.get("value"), row.round)
+        level = level_of(row) if "load" in row.case else None
+        key = (row.kind, row.subject.lane, level, row.round)
         found.pop(key, None)
         found[key] = row
     return list(found.values())
@@ -96,7 +114,7 @@ def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
     for name in names:
         mine = [r for r in last if r.subject.lane == name]
         result = LaneResult(
-            name, cells=sorted((c for c in made if c.lane == name), key=lambda c: _order(c.level))
+            name, cells=sorted((c for c in made if c.lane == name), key=lambda c: c.level.order)
         )
         for row in mine:
             if row.kind == "lane":
@@ -109,13 +127,10 @@ def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
     return results
 
 
-def _order(level: Level) -> tuple[str, float]:
-    return level.kind, level.value
-
-
 def highest(levels: Sequence[Level]) -> Level:
-    """The level that the one-line summary speaks of: the highest concurrency, else the highest rate."""
-    return max(levels, key=lambda level: (level.kind == "concurrency", level.value))
+    """The level that the one-line summary speaks of: the highest concurrency, else the highest rate; of the run's
+    lengths where there is one."""
+    return max(levels, key=lambda level: (level.own_lengths, level.kind == "concurrency", level.value))
 
 
 def lane_line(result: LaneResult, level: Level) -> dict[str, object]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from . import kernels_report, stats, summary
+from .config import Level
 from .explain_tables import Table
 from .lanes import base_of
 from .rows import Row
@@ -57,7 +58,8 @@ def _named(names: Sequence[str]) -> str:
 
 
 def servers(files: Files) -> Iterator[Table]:
-    """Lanes at each number of requests: throughput and medians, with the paired ratio to the lane beside."""
+    """Lanes at each number of requests: throughput and medians, with the paired ratio to the lane beside. Loads of
+    other lengths than the run's come last and say theirs: '8 x (2048, 8)'."""
     yield from _servers(files, MEDIANS, "medians of requests")
 
 
@@ -75,20 +77,16 @@ def _servers(files: Files, metrics: Sequence[tuple[str, str]], what: str) -> Ite
             continue
         lanes = list(dict.fromkeys(c.lane for c in made))
         beside, lines, last = baselines(mine), [], None
-        for cell in sorted(made, key=lambda c: (c.level.kind, c.level.value, lanes.index(c.lane))):
+        for cell in sorted(made, key=lambda c: (c.level.order, lanes.index(c.lane))):
             base = next(
                 (c for c in made if c.lane == beside.get(cell.lane) != cell.lane and c.level == cell.level),
                 None,
             )
             values = [_with_ratio(cell, base, metric) for _, metric in metrics]
-            at = (
-                ""
-                if cell.level == last
-                else f"{cell.level.value:g}{'' if cell.level.kind == 'concurrency' else ' /s'}"
-            )
+            at = "" if cell.level == last else _requests(cell.level)
             lines.append([at, cell.lane, base.lane if base is not None else "", *values])
             last = cell.level
-        case = next(r.case for r in mine if r.kind == "round")
+        case = summary.run_case(mine)
         rounds = " or ".join(map(str, sorted({len(c.rounds) for c in made})))
         title = (
             f"{mine[0].subject.model}, {case.get('dtype')}, {case.get('input_len')} tokens in and "
@@ -97,6 +95,12 @@ def _servers(files: Files, metrics: Sequence[tuple[str, str]], what: str) -> Ite
             "rounds' ratios with its 95% interval:"
         )
         yield title, ["requests", "lane", "beside", *(heading for heading, _ in metrics)], lines
+
+
+def _requests(level: Level) -> str:
+    """'8', '4 /s', or '8 x (2048, 8)': in and out, where they are not the run's."""
+    load = f"{level.value:g}{'' if level.kind == 'concurrency' else ' /s'}"
+    return load if level.own_lengths else f"{load} x ({level.input_len}, {level.output_len})"
 
 
 def baselines(found: Iterable[Row]) -> dict[str, str]:

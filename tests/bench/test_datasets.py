@@ -33,6 +33,13 @@ def test_random_prompts_differ_between_rounds_and_parts_but_not_between_runs(wor
     assert not first.repeated
 
 
+def test_random_prompts_of_other_lengths(words_model: Path) -> None:
+    data = load("random", str(words_model), 0, 8, 4)
+    own, other = data.draw("c=1", 0, 3), data.draw("c=1", 0, 3, (20, 2))
+    assert [(len(p.tokens), p.output_len) for p in (own[0], other[0])] == [(8, 4), (20, 2)]
+    assert data.draw("c=1", 0, 3, (8, 4)) == own  # what is there already
+
+
 def test_random_says_when_prompts_must_repeat(words_model: Path) -> None:
     data = load("random", str(words_model), 0, 1, 4)
     data.draw("c=1", 0, 400)  # 296 tokens, one each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -50,6 +51,8 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
     assert seen == {"kernels", "diff", "explain", "e2e", "serve-compare", "tables"}
     servers = next(line for line in lines if "serve-compare" in line)
     assert "vllm=v/python" in servers and "vllm,vllm+fk,fastkernels" in servers
+    loads = [after for word, after in itertools.pairwise(servers) if word == "--load"]
+    assert loads == ["c=1,in=2048,out=8,prompts=30", "c=8,in=2048,out=8,prompts=48"]
     (taken,) = (" ".join(line) for line in lines if "--take" in line)
     assert taken.endswith(f"--model-name {RANDOM}")
     assert {"quality", "host_step"} <= scripts

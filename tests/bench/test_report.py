@@ -7,7 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fk_bench.config import ConfigError
+from fk_bench import rows as rows_file
+from fk_bench import summary
+from fk_bench.config import ConfigError, Level
 from fk_bench.diff import compare
 from fk_bench.report import render
 from fk_bench.rows import Machine, Row, Status, Subject, append
@@ -81,6 +83,58 @@ def test_report_is_self_contained_and_says_what_the_rows_say(tmp_path: Path) -> 
     assert "0.9871" in text and ">77<" in text
     assert "env -u B A=1 vllm serve &#39;x y&#39;" in text
     assert text.count("Plotly.newPlot(") >= 5
+
+
+def add_other_lengths(run: Path, lanes: tuple[str, ...] = ("vllm", "vllm+fk")) -> Path:
+    """Rounds of 16 requests of 2048 tokens in and 8 out, five times as slow to the first token."""
+    for lane in lanes:
+        case = {"kind": "round", "load": "concurrency", "value": 16, "num_prompts": 4, "seed": 0, "input_len": 2048,
+                "output_len": 8, "run_lengths": [512, 128]}  # fmt: skip
+        metrics = {k: 5 * v if "ttft" in k else v for k, v in METRICS.items()}
+        row = Row(run_id="r1", command="serve-compare", subject=Subject(lane=lane), case=case, round=0,
+                  metrics=metrics)  # fmt: skip
+        append(run / "rows.jsonl", [row])
+    return run
+
+
+def test_loads_of_other_lengths_are_in_tables_and_not_on_curves(tmp_path: Path) -> None:
+    run = add_other_lengths(make_run(tmp_path / "run"))
+    text = render(run).read_text()
+    assert re.findall(r"<h2>(c=.*?)</h2>", text) == ["c=1", "c=8", "c=16,2048-8: 2048 tokens in, 8 out"]
+    assert "350.0" in text  # p99 of the first token
+    assert "Time to first token at c=16,2048-8" in text and "Time to first token at c=8" in text
+    curve = text[text.index('"plot-ttft"') : text.index('"plot-tpot"')]
+    assert '"c=8"' in curve and "2048" not in curve
+    only = tmp_path / "only"
+    only.mkdir()
+    text = render(add_other_lengths(only)).read_text()
+    assert "input_len: 512" in text and "plot-pareto" not in text
+    assert text.count("Time to first token at c=16,2048-8") == 1
+
+
+def test_levels_of_rows(tmp_path: Path) -> None:
+    """A row without the run's lengths is of the run's lengths, whatever they are: older rows are."""
+    case = {"load": "concurrency", "value": 16, "input_len": 2048, "output_len": 8}
+    row = Row(run_id="r", command="serve-compare", case=case)
+    assert summary.level_of(row) == Level("concurrency", 16) and summary.level_of(row).label == "c=16"
+    run = add_other_lengths(make_run(tmp_path / "run"))
+    found, _ = rows_file.read(run / "rows.jsonl")
+    other = Level("concurrency", 16, 2048, 8)
+    assert summary.level_of(found[-1]) == other and other != Level("concurrency", 16)
+    own = found[-1].model_copy(
+        update={"case": {k: v for k, v in found[-1].case.items() if k != "run_lengths"}}
+    )
+    assert len(summary.latest([own, found[-1], own])) == 2
+    assert summary.highest([other, Level("concurrency", 8), Level("rate", 99)]).label == "c=8"
+    assert summary.highest([other, Level("rate", 99)]).label == "rate=99"
+
+
+def test_diff_of_loads_of_other_lengths(tmp_path: Path) -> None:
+    a = add_other_lengths(make_run(tmp_path / "a"))
+    ratios = compare(a, a)["ratios"]
+    assert {x["at"] for x in ratios} == {"c=1", "c=8", "c=16,2048-8"}
+    problems = compare(a, make_run(tmp_path / "b"))["problems"]
+    assert [p for p in problems if "vllm+fk at c=16,2048-8" in p]
 
 
 def test_problems_are_shown_at_the_top(tmp_path: Path) -> None:

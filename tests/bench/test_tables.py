@@ -26,9 +26,10 @@ def row(command: str, kind: str, subject: dict[str, Any], metrics: dict[str, flo
 
 
 def served(
-    lane: str, itl: list[float], requests: int = 1, model: str = "Llama-3.1-8B shapes, random weights"
-) -> list[Row]:
-    """A lane's rounds, its 'lane' row and its summary."""
+    lane: str, itl: list[float], requests: int = 1, model: str = "Llama-3.1-8B shapes, random weights",
+    other: tuple[int, int] | None = None,
+) -> list[Row]:  # fmt: skip
+    """A lane's rounds, its 'lane' row and its summary. other: in and out, where they are not the run's."""
     subject = {"lane": lane, "host": lane.removesuffix("+fk"), "model": model}
     case = {
         "load": "concurrency",
@@ -37,6 +38,8 @@ def served(
         "output_len": 128,
         "dtype": "bfloat16",
     }
+    if other is not None:
+        case |= {"input_len": other[0], "output_len": other[1], "run_lengths": [512, 128]}
     made = [
         row(
             "serve-compare",
@@ -194,6 +197,20 @@ def test_servers_of_two_runs_are_two_tables() -> None:
     ]  # fmt: skip
 
 
+def test_a_load_of_other_lengths_has_a_line_of_its_own() -> None:
+    """First in the file, last in the table; the title's lengths are the run's."""
+    found = [r for other in ((2048, 8), None) for lane, ms in (("vllm", 6.0), ("vllm+fk", 3.0))
+             for r in served(lane, [ms] if other else [ms / 3], 8, other=other)]  # fmt: skip
+    ((title, _, cells),) = tables_made.servers({"a": found})
+    assert [cell[:4] for cell in cells] == [
+        ["8", "vllm", "", "500.0"],
+        ["", "vllm+fk", "vllm", "1000 (2.000)"],
+        ["8 x (2048, 8)", "vllm", "", "166.7"],
+        ["", "vllm+fk", "vllm", "333.3 (2.000)"],
+    ]
+    assert "512 tokens in and 128 out" in title
+
+
 def test_lanes_of_a_run_that_was_ended_are_compared_as_it_would_have_done() -> None:
     """Its rounds are there, its summary is not."""
     rounds = [r for lane, ms in (("vllm", [4.0, 4.0]), ("vllm+fk", [2.0, 2.0])) for r in served(lane, ms)]
@@ -335,6 +352,14 @@ def test_what_a_patched_server_realized_stands_beside_what_was_promised() -> Non
         "0.100",
         "**0.78**",
     ]
+
+
+def test_loads_of_other_lengths_are_not_what_a_step_realized() -> None:
+    others = [r for lane in ("vllm", "vllm+fk") for r in served(lane, [9.0, 9.5], other=(2048, 8))]
+    own = [*served("vllm", [4.0, 4.2]), *served("vllm+fk", [3.9, 4.1])]
+    (pair,) = pays_tables.served({"rows": [*others, *own]})
+    assert (pair.requests, pair.context, round(pair.stock_ms, 3)) == (1, 576, 4.1)
+    assert pays_tables.served({"rows": others}) == []
 
 
 def test_the_checkouts_mapping_names_files_that_are_there() -> None:
