@@ -101,6 +101,10 @@ class Adapter:
         """The values of op.key.shape of a module's calls of that op, as `tuned.not_faster` takes them."""
         return op.key.module(module) if op.key is not None and op.key.module is not None else None
 
+    def fused(self, model: Any, op: str, module: Any) -> str | None:
+        """Why the host's own code of this module is faster, which the host fuses with what is around it; or None."""
+        return None
+
     def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
         """Put our implementation behind an attention module; None, or the reason why not.
 
@@ -212,7 +216,8 @@ def _candidate_rows(patched: Patched) -> list[Row]:
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     adapter, name = patched.adapter, target.path.partition(":")[2]
     row = Row(patched.rank, spec.name, name, 0, "off")
-    named = target.default or patched.request.ops is not None or spec.name in patched.candidates
+    asked = patched.request.ops is not None or spec.name in patched.candidates
+    named = target.default or asked
     tuned_op = spec.tuned_by
     if spec.name in patched.request.disable or (not named and tuned_op.name in patched.request.disable):
         row.reason = "FASTKERNELS_DISABLE"
@@ -243,6 +248,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         reasons[line] = reasons.get(line, 0) + 1
     for module in modules:
         slower = None if named else _not_faster(adapter, tuned_op, module, device)
+        if named and not asked:
+            slower = adapter.fused(patched.model, spec.name, module)
         reason = slower or _swap(patched, module, host_class, ours, target.seam, by_table=not named)
         if reason is None:
             row.modules += 1

@@ -59,6 +59,11 @@ class VllmAdapter(Adapter):
             return vllm_layers.attention_shape(module)
         return super().shape(op, module)
 
+    def fused(self, model: Any, op: str, module: Any) -> str | None:
+        from . import vllm_fusions
+
+        return None if self.worker is None else vllm_fusions.fused(self.worker.vllm_config, model, op, module)
+
     def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
         from . import vllm_layers
 
