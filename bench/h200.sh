@@ -3,6 +3,7 @@
 #   make bench-h200 MODEL=folder [VLLM=python of its environment] [SGLANG=the same] [OUT=folder]
 #   make bench-h200 TOKENIZER=folder ...     makes a random checkpoint of Llama-3.1-8B's shapes, with that tokenizer
 #   make bench-h200 TEXT_MODEL=folder ...    quality, too: a small model with real weights, such as SmolLM2-135M-Instruct
+#   make bench-h200 FP8_MODEL=folder ...     the hosts with FP8 weights, too (made with the random checkpoint)
 # The tables of README.md and docs/ made of these rows go to $OUT/tables.md; TABLES=1 puts rows and tables in their places.
 # RUN=echo says what would run. A part that fails is said, and the rest runs.
 set -uo pipefail
@@ -39,6 +40,11 @@ called=()
 if [ -z "${MODEL:-}" ]; then
     MODEL=$OUT/model called=(--model-name "Llama-3.1-8B shapes, random weights")
     part model $PYTHON bench/scenarios/make_checkpoint.py "$MODEL" ${TOKENIZER:+--tokenizer "$TOKENIZER"}
+    if [ -z "${FP8_MODEL:-}" ] && [ -n "${VLLM:-}${SGLANG:-}" ]; then
+        FP8_MODEL=$OUT/model-fp8
+        part model-fp8 $PYTHON bench/scenarios/make_checkpoint.py "$FP8_MODEL" ${TOKENIZER:+--tokenizer "$TOKENIZER"} \
+            --quantize fp8
+    fi
 fi
 lanes="" pythons=()  # the first lane is what the others are compared with
 for host in VLLM SGLANG; do
@@ -52,8 +58,11 @@ for host in VLLM SGLANG; do
     [ -n "$path" ] && lanes+="$name,$name+fk," && pythons+=(--python "$name=$path")
 done
 part servers $FK serve-compare --model "$MODEL" --lanes "${lanes}fastkernels" "${pythons[@]}" --concurrency 1,8,32,128 \
-    --num-prompts 3,16,64,256 --load c=1,in=2048,out=8,prompts=30 --load c=8,in=2048,out=8,prompts=48 \
+    --num-prompts 3,16,64,256 --load c=1,in=1920,out=8,prompts=30 --load c=8,in=1920,out=8,prompts=48 \
     --rounds 5 --input-len 512 --output-len 128 --agreement-prompts 2 --min-agreement 0 --out "$OUT/servers"
+[ -z "${FP8_MODEL:-}" ] || [ -z "$lanes" ] || part servers-fp8 $FK serve-compare --model "$FP8_MODEL" --lanes "${lanes%,}" \
+    "${pythons[@]}" --concurrency 1,8,32,128 --num-prompts 3,16,64,256 --rounds 5 --input-len 512 --output-len 128 \
+    --agreement-prompts 2 --min-agreement 0 --out "$OUT/servers-fp8"  # our engine loads no FP8 weights
 part tables $FK tables --results "$OUT" "${called[@]}" --out "$OUT/tables.md"
 [ -z "${TABLES:-}" ] || part documents $FK tables --take "$OUT" "${called[@]}"
 

@@ -1,10 +1,13 @@
 """A random checkpoint with the shapes of Llama-3.1-8B, for benchmarks on machines that reach no model hub.
 
-    python bench/scenarios/make_checkpoint.py FOLDER [--layers 32] [--tokenizer FOLDER]
+    python bench/scenarios/make_checkpoint.py FOLDER [--layers 32] [--tokenizer FOLDER] [--quantize fp8]
 
 Matrices are N(0, 0.02), norms are 1, from a seeded generator: logits are spread, so that greedy tokens and
 log-probabilities mean something (a host's own dummy weights give nearly uniform ones). The tokenizer is
 another model's, padded to the vocabulary with added tokens.
+--quantize fp8 writes the same model as an FP8-dynamic checkpoint in compressed-tensors format, which vLLM and SGLang
+load: the linears of the decoder layers in float8_e4m3fn with a scale for each output channel, and activations that
+the host quantizes token by token. Embeddings and the head stay bfloat16.
 """
 
 from __future__ import annotations
@@ -45,17 +48,37 @@ CONFIG = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
+FP8 = torch.float8_e4m3fn
+FP8_VALUES = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**FP8_VALUES, "strategy": "channel", "dynamic": False},
+            "input_activations": {**FP8_VALUES, "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
 
 
 def matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    return (
-        torch.randn(rows, columns, generator=generator, device=generator.device, dtype=torch.bfloat16)
-        .mul_(0.02)
-        .cpu()
-    )
+    return torch.randn(
+        rows, columns, generator=generator, device=generator.device, dtype=torch.bfloat16
+    ).mul_(0.02)
 
 
-def layer(config: dict, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, K] as float8_e4m3fn and its scales [N, 1] in the dtype it had; no row may be all zeros."""
+    largest = torch.finfo(FP8).max
+    scale = weight.abs().amax(1, keepdim=True) / largest
+    return (weight.float() / scale.float()).clamp_(-largest, largest).to(FP8), scale
+
+
+def layer(config: dict, index: int, generator: torch.Generator, fp8: bool) -> dict[str, torch.Tensor]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     q, kv = (config[k] * config["head_dim"] for k in ("num_attention_heads", "num_key_value_heads"))
     shapes = {
@@ -67,7 +90,12 @@ def layer(config: dict, index: int, generator: torch.Generator) -> dict[str, tor
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    tensors = {f"model.layers.{index}.{n}.weight": matrix(*s, generator) for n, s in shapes.items()}
+    tensors = {}
+    for name, shape in shapes.items():
+        full = f"model.layers.{index}.{name}.weight"
+        tensors[full] = matrix(*shape, generator)
+        if fp8:
+            tensors[full], tensors[f"{full}_scale"] = quantized(tensors[full])
     for norm in ("input_layernorm", "post_attention_layernorm"):
         tensors[f"model.layers.{index}.{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     return tensors
@@ -91,8 +119,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is taken")
+    parser.add_argument("--quantize", choices=("fp8",), help="FP8-dynamic, in compressed-tensors format")
     args = parser.parse_args()
     config = {**CONFIG, "num_hidden_layers": args.layers}
+    if args.quantize:
+        config["quantization_config"] = FP8_DYNAMIC
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -100,11 +131,12 @@ def main() -> None:
     shards = [{"model.embed_tokens.weight": matrix(vocab, hidden, generator)}]
     index: dict[str, str] = {}
     for number in range(args.layers + 1):
-        shard = shards.pop() if number == 0 else layer(config, number - 1, generator)
+        shard = shards.pop() if number == 0 else layer(config, number - 1, generator, bool(args.quantize))
         if number == args.layers:
             shard["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
             shard["lm_head.weight"] = matrix(vocab, hidden, generator)
         file = f"model-{number + 1:05d}-of-{args.layers + 1:05d}.safetensors"
+        shard = {name: tensor.cpu() for name, tensor in shard.items()}
         save_file(shard, args.folder / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(shard, file))
     listing = {"metadata": {}, "weight_map": index}

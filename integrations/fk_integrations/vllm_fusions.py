@@ -20,9 +20,9 @@ def fused(config: Any, model: Any, op: str, module: Any) -> str | None:
     if not compilation.mode or op not in (*NORMS, "silu_and_mul"):
         return None
     width = module.weight.numel() if op in NORMS and getattr(module, "weight", None) is not None else None
-    if op in NORMS and compilation.pass_config.fuse_allreduce_rms:
-        if config.parallel_config.tensor_parallel_size > 1 and width == config.model_config.get_hidden_size():
-            return ALL_REDUCE
+    ranks, hidden = config.parallel_config.tensor_parallel_size, config.model_config.get_hidden_size()
+    if compilation.pass_config.fuse_allreduce_rms and ranks > 1 and width == hidden:
+        return ALL_REDUCE
     widths = quantized(model)
     return QUANTIZED if (width in widths if op in NORMS else bool(widths)) else None
 
@@ -30,4 +30,6 @@ def fused(config: Any, model: Any, op: str, module: Any) -> str | None:
 def quantized(model: Any) -> set[int]:
     """The widths of the inputs of all linear layers that quantize them to float8 themselves, on this rank."""
     holders = ((m, holder_of(m)) for m in model.modules())
-    return {m.input_size_per_partition for m, h in holders if hasattr(getattr(h, "fp8_linear", None), "quant_fp8")}
+    return {
+        m.input_size_per_partition for m, h in holders if hasattr(getattr(h, "fp8_linear", None), "quant_fp8")
+    }

@@ -52,7 +52,10 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
     servers = next(line for line in lines if "serve-compare" in line)
     assert "vllm=v/python" in servers and "vllm,vllm+fk,fastkernels" in servers
     loads = [after for word, after in itertools.pairwise(servers) if word == "--load"]
-    assert loads == ["c=1,in=2048,out=8,prompts=30", "c=8,in=2048,out=8,prompts=48"]
+    assert loads == ["c=1,in=1920,out=8,prompts=30", "c=8,in=1920,out=8,prompts=48"]
+    (fp8,) = (line for line in lines if any("servers-fp8" in word for word in line))
+    made = next(line for line in lines if "--quantize" in line)
+    assert made[2] == fp8[fp8.index("--model") + 1] and fp8[fp8.index("--lanes") + 1] == "vllm,vllm+fk"
     (taken,) = (" ".join(line) for line in lines if "--take" in line)
     assert taken.endswith(f"--model-name {RANDOM}")
     assert {"quality", "host_step"} <= scripts

@@ -19,7 +19,9 @@ HIDDEN, HEAD = 64, 16
 
 def config(mode: int = 3, all_reduce: bool = False, ranks: int = 1) -> Any:
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(mode=mode, pass_config=SimpleNamespace(fuse_allreduce_rms=all_reduce)),
+        compilation_config=SimpleNamespace(
+            mode=mode, pass_config=SimpleNamespace(fuse_allreduce_rms=all_reduce)
+        ),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN),
     )
@@ -114,5 +116,5 @@ def test_what_is_asked_for_goes_in() -> None:
 def test_where_nothing_is_left_to_patch_that_is_said() -> None:
     found = model(quantizes=True)
     found.q_norm = None
-    with pytest.raises(PatchError, match="nothing to patch: .*fuses it with the FP8 quantization"):
+    with pytest.raises(PatchError, match=r"nothing to patch: .*fuses it with the FP8 quantization"):
         apply(Host(), found, Request("patch"))

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "scenarios"))
+from make_checkpoint import FP8_DYNAMIC, quantized
+
 GROUP = 32  # inputs that share a scale, in 4 bits
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns the nibbles of an int32 are of
-_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 CONFIGS = {
-    "fp8": {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {
-            "targets": ["Linear"],
-            "weights": {**_EIGHT_BITS, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_EIGHT_BITS, "strategy": "token", "dynamic": True},
-        }},
-    },
+    "fp8": FP8_DYNAMIC,
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
 }  # fmt: skip
@@ -61,8 +56,8 @@ def make_quantized(folder: Path, model: Path, kind: str) -> Path:
 
 
 def _fp8(stem: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    return {f"{stem}weight": (weight / scale).to(torch.float8_e4m3fn), f"{stem}weight_scale": scale}
+    values, scale = quantized(weight)
+    return {f"{stem}weight": values, f"{stem}weight_scale": scale}
 
 
 def _gptq(stem: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:

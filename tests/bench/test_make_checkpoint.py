@@ -1,0 +1,84 @@
+"""bench/scenarios/make_checkpoint.py: the FP8 checkpoint is the plain one, in a format the hosts' library takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench" / "scenarios"))
+import make_checkpoint  # noqa: E402
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 256,
+}  # fmt: skip
+LIBRARY = """
+import sys, json
+from compressed_tensors.quantization import QuantizationConfig
+config = QuantizationConfig.model_validate(json.loads(sys.argv[1]))
+(group,) = config.config_groups.values()
+weights, inputs = group.weights, group.input_activations
+assert weights.pytorch_dtype() is inputs.pytorch_dtype(), (weights, inputs)
+print(json.dumps([
+    config.format, config.quantization_status, config.ignore, group.targets, str(inputs.pytorch_dtype()),
+    weights.strategy, weights.dynamic, inputs.strategy, inputs.dynamic, config.requires_calibration_data(),
+]))
+"""
+
+
+def made(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, torch.Tensor]:
+    """The tensors of a small checkpoint of two layers, all of them found by its index."""
+    monkeypatch.setattr(make_checkpoint, "CONFIG", {**make_checkpoint.CONFIG, **SMALL})
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(folder), "--layers", "2", *options])
+    make_checkpoint.main()
+    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = {file: load_file(folder / file) for file in set(files.values())}
+    assert sum(map(len, tensors.values())) == len(files)
+    return {name: tensors[file][name] for name, file in files.items()}
+
+
+def test_the_fp8_checkpoint_is_the_plain_one_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = made(tmp_path / "plain", monkeypatch)
+    fp8 = made(tmp_path / "fp8", monkeypatch, "--quantize", "fp8")
+    linears = {name for name in plain if name.endswith("_proj.weight")}
+    assert len(linears) == 14 and fp8.keys() == plain.keys() | {f"{name}_scale" for name in linears}
+    for name, weight in plain.items():
+        if (
+            name not in linears
+        ):  # embeddings and the head, made after the linears, too: the draws are the same
+            assert fp8[name].dtype == torch.bfloat16 and torch.equal(fp8[name], weight), name
+            continue
+        values, scale = fp8[name], fp8[f"{name}_scale"]
+        assert values.dtype == torch.float8_e4m3fn and scale.dtype == torch.bfloat16
+        assert values.shape == weight.shape and scale.shape == (weight.shape[0], 1)
+        assert (values.float().abs().amax(1) == 448).all(), name
+        error = (values.float() * scale.float() - weight.float()).abs()
+        half_step = torch.maximum(
+            weight.float().abs() / 16, scale.float() / 1024
+        )  # 3 bits of mantissa; 2**-9 at least
+        assert (error <= half_step * 1.001).all() and error.max() > 0, name
+    plain_config = json.loads((tmp_path / "plain/config.json").read_text())
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == "compressed-tensors"
+    assert config == plain_config and "quantization_config" not in plain_config
+
+
+@pytest.mark.parametrize("host", [pytest.param(h, marks=getattr(pytest.mark, h)) for h in ("vllm", "sglang")])
+def test_the_library_of_the_hosts_takes_the_configuration(host: str) -> None:
+    python = ROOT / f".venv-{host}/bin/python"
+    if not python.exists():
+        pytest.skip(f"no .venv-{host}: run `make setup`")
+    given = json.dumps(make_checkpoint.FP8_DYNAMIC)
+    done = subprocess.run([python, "-c", LIBRARY, given], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        "float-quantized", "compressed", ["lm_head"], ["Linear"], "torch.float8_e4m3fn",
+        "channel", False, "token", True, False,
+    ]  # fmt: skip
