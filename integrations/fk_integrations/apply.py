@@ -151,7 +151,10 @@ def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patc
     patched = Patched(adapter, model, request, rank)
     try:
         _load_candidates(patched)
-        for spec, target in plan(adapter, request, model):
+        # Quantized layers first: what stays the host's before them depends on whether they do.
+        for spec, target in sorted(
+            plan(adapter, request, model), key=lambda found: found[1].seam != "kernel"
+        ):
             patched.rows.append(_apply_target(patched, spec, target))
         patched.rows += _candidate_rows(patched)
         _strict(patched)

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastkernels import registry
 from fastkernels.env import Environment
+from fastkernels.overrides.l1._linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request
 
 from . import recording, reports
@@ -58,6 +59,14 @@ class VllmAdapter(Adapter):
         if op.name == "attention_decode":
             return vllm_layers.attention_shape(module)
         return super().shape(op, module)
+
+    def swap_kernel(self, module: Any, ours: type, journal: Journal) -> str | None:
+        from . import vllm_fusions
+
+        reason = super().swap_kernel(module, ours, journal)
+        if reason is None and self.worker is not None:
+            vllm_fusions.take_quantization(self.worker.vllm_config, holder_of(module).fp8_linear)
+        return reason
 
     def fused(self, model: Any, op: str, module: Any) -> str | None:
         from . import vllm_fusions
@@ -215,9 +224,12 @@ def register() -> None:
 def _patched_after_loading(stock: Callable[..., None]) -> Callable[..., None]:
     """A WorkerBase.__init__ whose worker patches its model at the end of load_model, whatever the worker's class."""
 
+    from . import vllm_fusions
+
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
+        vllm_fusions.install(self.vllm_config)
         load_model = self.load_model
 
         def load_and_patch(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.apply import Adapter, Patched, apply
-from fk_integrations.vllm_fusions import ALL_REDUCE, QUANTIZED, fused, quantized
+from fk_integrations.vllm_fusions import (
+    ALL_REDUCE,
+    QUANTIZED,
+    fused,
+    quantize_tokens,
+    quantized,
+    take_quantization,
+)
 from torch import nn
 
 from fastkernels.patch import PatchError, Request
@@ -17,11 +24,15 @@ from fastkernels.patch import PatchError, Request
 HIDDEN, HEAD = 64, 16
 
 
-def config(mode: int = 3, all_reduce: bool = False, ranks: int = 1) -> Any:
+class FuseQuantization:
+    """The pass, by its name."""
+
+
+def config(mode: int = 3, all_reduce: bool = False, ranks: int = 1, passes: tuple[Any, ...] = ()) -> Any:
+    compilation = SimpleNamespace(mode=mode, pass_config=SimpleNamespace(fuse_allreduce_rms=all_reduce))
+    compilation.inductor_compile_config = dict(enumerate(passes))
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            mode=mode, pass_config=SimpleNamespace(fuse_allreduce_rms=all_reduce)
-        ),
+        compilation_config=compilation,
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN),
     )
@@ -118,3 +129,34 @@ def test_where_nothing_is_left_to_patch_that_is_said() -> None:
     found.q_norm = None
     with pytest.raises(PatchError, match=r"nothing to patch: .*fuses it with the FP8 quantization"):
         apply(Host(), found, Request("patch"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale", "taken"),
+    [
+        ({"passes": (FuseQuantization(),)}, {}, True),
+        ({"mode": 0}, {}, True),  # nothing is compiled, so nothing is fused
+        ({}, {}, False),
+        ({"passes": (object(),)}, {}, False),
+        ({"passes": (FuseQuantization(),)}, {"static": True}, False),
+        ({"passes": (FuseQuantization(),)}, {"token": False}, False),
+    ],
+)
+def test_our_layers_quantize_with_our_op_where_it_is_fused(
+    settings: dict[str, Any], scale: dict[str, bool], taken: bool
+) -> None:
+    found = model(quantizes=True)
+    kernel = found.linear.scheme.fp8_linear
+    host = kernel.quant_fp8
+    group = SimpleNamespace(is_per_token=lambda: scale.get("token", True))
+    key = SimpleNamespace(scale=SimpleNamespace(static=scale.get("static", False), group_shape=group))
+    kernel.config = SimpleNamespace(activation_quant_key=key)
+    take_quantization(config(**settings), kernel)
+    assert kernel.quant_fp8 is (quantize_tokens if taken else host)
+    assert quantized(found) == (set() if taken else {HIDDEN})
+    if taken:
+        assert fused(config(**settings), found, "rms_norm", found.norm) is None
+        x = torch.randn(3, HIDDEN)
+        q, scales = kernel.quant_fp8(x, None, None)
+        assert q.dtype == torch.float8_e4m3fn and scales.shape == (3, 1)
+        torch.testing.assert_close(q.float() * scales, x, rtol=0.07, atol=0.01)
