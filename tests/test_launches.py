@@ -58,7 +58,7 @@ def test_rows_of_a_contiguous_tensor_are_one_run(monkeypatch: pytest.MonkeyPatch
     assert options["ROWS"] == 16 and grid == (2048,)
 
 
-@pytest.mark.parametrize(("hidden", "warps"), [(1024, 2), (1000, 8), (4096, 8), (64, 1), (63, 1)])
+@pytest.mark.parametrize(("hidden", "warps"), [(1024, 2), (1000, 8), (4096, 8), (300, 4)])
 def test_rows_that_begin_anywhere_have_more_threads(
     hidden: int, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +66,20 @@ def test_rows_that_begin_anywhere_have_more_threads(
     monkeypatch.setattr(rms_norm, "_rms_norm_kernel", kernel)
     rms_norm._triton(torch.randn(2, hidden), torch.ones(hidden), 1e-5)
     assert kernel.seen[0][2]["num_warps"] == warps
+
+
+@pytest.mark.parametrize(("hidden", "rows"), [(128, 8), (64, 16), (100, 8), (256, 4)])
+@pytest.mark.parametrize("tokens", [1, 256])
+def test_heads_are_several_a_program_at_any_number_of_tokens(
+    tokens: int, hidden: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time they were 8192 programs of 32 threads at 256 tokens; another order of sums would be other bits."""
+    kernel = Launches()
+    monkeypatch.setattr(rms_norm, "rms_norm_heads_kernel", kernel)
+    rms_norm._triton(torch.randn(tokens, 48, hidden)[:, :32], torch.ones(hidden), 1e-5)
+    ((grid, args, options),) = kernel.seen
+    assert grid == (tokens * 32 // rows,) and options["ROWS"] == rows
+    assert args[4:10] == (48 * hidden, hidden, 0, 0, 32, tokens * 32)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls
-from fastkernels.overrides.l1._launch import next_power_of_2
+from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, launch_kernel
+from fastkernels.overrides.l1._rms_norm_heads import NUMBERS, WARPS, WIDEST, rms_norm_heads_kernel
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -117,14 +118,23 @@ def _triton(
     n_inner, x0, x1 = _rows(x)
     _, r0, r1 = _rows(residual) if residual is not None else (1, 0, 0)
     block = next_power_of_2(hidden)
+    given, norm = (
+        (x, residual, weight, out, x0, x1, r0, r1, n_inner),
+        (hidden, var_hidden_size or hidden, eps),
+    )
+    how = {"HAS_RES": residual is not None, "HAS_W": weight is not None, "CAST_FIRST": cast_x_before_out_mul}
+    if block <= WIDEST:
+        each = NUMBERS // block
+        launch_kernel(
+            rms_norm_heads_kernel, (cdiv(rows, each),), *given, rows, *norm, **how, ROWS=each, BLOCK=block,
+            num_warps=WARPS,
+        )  # fmt: skip
+        return out
     # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
     each = 512 if hidden % 16 == 0 else 128
-    grid = (rows,)
     launch_kernel(
-        _rms_norm_kernel, grid,
-        x, residual, weight, out, x0, x1, r0, r1, n_inner, hidden, var_hidden_size or hidden, eps,
-        HAS_RES=residual is not None, HAS_W=weight is not None, CAST_FIRST=cast_x_before_out_mul,
-        BLOCK=block, num_warps=min(max(block // each, 1), 16),
+        _rms_norm_kernel, (rows,), *given, *norm, **how, BLOCK=block,
+        num_warps=min(max(block // each, 1), 16),
     )  # fmt: skip
     return out
 

@@ -1,0 +1,41 @@
+"""RMSNorm of short rows, as of the heads of queries and keys: several a program, in one order at any number of rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastkernels.overrides.l1._overlap import follow
+
+WIDEST = 256  # channels of a row, padded to a power of two
+NUMBERS, WARPS = 1024, 4  # of a program: 8 of a thread, 16 bytes in 16 bits
+
+
+@triton.jit
+def rms_norm_heads_kernel(
+    x_ptr, res_ptr, w_ptr, out_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, n_rows, H, H_VAR, eps,
+    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    outer, inner = row // n_inner, row % n_inner
+    cols = tl.arange(0, BLOCK)
+    mask = (row < n_rows)[:, None] & (cols < H)[None, :]
+    raw = tl.load(
+        x_ptr + (outer * x_stride0 + inner * x_stride1)[:, None] + cols[None, :], mask=mask, other=0.0
+    )
+    if HAS_W:
+        w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    h = raw.to(tl.float32)
+    if HAS_RES:
+        res_at = res_ptr + (outer * res_stride0 + inner * res_stride1)[:, None] + cols[None, :]
+        h += tl.load(res_at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
+    squares = tl.where((cols < H_VAR)[None, :], h * h, 0.0)
+    y = h * tl.rsqrt(tl.sum(squares, axis=1) / H_VAR + eps)[:, None]
+    if HAS_W:
+        if CAST_FIRST:
+            y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+        y *= w[None, :]
+    tl.store(out_ptr + row[:, None] * H + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
