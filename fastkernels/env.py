@@ -25,6 +25,14 @@ def _pairs(variable: str, value: str | None, separator: str) -> dict[str, str]:
     return pairs
 
 
+def _count(variable: str, value: str | None, default: int) -> int:
+    if value is None or not value.strip():
+        return default
+    if not value.strip().isdecimal():
+        raise ValueError(f"{variable}: expected a number of 0 or more, got {value!r}")
+    return int(value)
+
+
 def _candidates(variable: str, value: str | None) -> dict[str, str]:
     folder = (value or "").strip()
     if not folder or "=" in folder:
@@ -51,6 +59,7 @@ class Environment:
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
     report      FASTKERNELS_REPORT       folder that every patched process writes its report to
     overlap     FASTKERNELS_OVERLAP=0    no kernel starts before the one before it has ended (overrides/l1/_overlap.py)
+    graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM (2048); 0: as vLLM has it
     capture     FASTKERNELS_CAPTURE=1    hosts note how their modules are constructed, for `fk-bench capture`
     cache       FASTKERNELS_CACHE        folder for compiled kernels, converted models and environments
     interpret   TRITON_INTERPRET=1       Triton's own: run Triton kernels on the CPU
@@ -65,6 +74,7 @@ class Environment:
     strict: bool = False
     report: str | None = None
     overlap: bool = True
+    graph_tokens: int = 2048
     capture: bool = False
     cache: str = ""
     interpret: bool = False
@@ -84,6 +94,7 @@ class Environment:
             strict=_flag(e.get("FASTKERNELS_STRICT")),
             report=e.get("FASTKERNELS_REPORT") or None,
             overlap=_flag(e.get("FASTKERNELS_OVERLAP") or "1"),
+            graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS"), 2048),
             capture=_flag(e.get("FASTKERNELS_CAPTURE")),
             cache=e.get("FASTKERNELS_CACHE") or default_cache,
             interpret=_flag(e.get("TRITON_INTERPRET")),

@@ -119,7 +119,7 @@ def _stage(worker: Any) -> int:
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
-    from . import vllm_live
+    from . import vllm_graphs, vllm_live
 
     if STATE in vars(worker):
         raise PatchError("this engine is patched already: undo that patch first (report.undo())")
@@ -129,6 +129,10 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         patched = apply(VllmAdapter(worker), worker.get_model(), request, _rank(worker))
         vllm_live.add_key(key)
         patched.journal.add(lambda: vllm_live.remove_key(key))
+        graphs = vllm_graphs.extend(worker) if live else vars(worker).pop(vllm_graphs.STATE, None)
+        if graphs is not None:
+            patched.journal.add(graphs.undo)
+            graphs.rebuild() if live else graphs.before_capture()
         vars(worker)[STATE] = patched
 
         def back() -> None:
@@ -223,13 +227,13 @@ def register() -> None:
 
 def _patched_after_loading(stock: Callable[..., None]) -> Callable[..., None]:
     """A WorkerBase.__init__ whose worker patches its model at the end of load_model, whatever the worker's class."""
-
-    from . import vllm_fusions
+    from . import vllm_fusions, vllm_graphs
 
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         vllm_fusions.install(self.vllm_config)
+        vars(self)[vllm_graphs.STATE] = vllm_graphs.extend(self)
         load_model = self.load_model
 
         def load_and_patch(*args: Any, **kwargs: Any) -> Any:

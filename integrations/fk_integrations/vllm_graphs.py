@@ -1,0 +1,183 @@
+"""CUDA graphs of prompts that are longer than those vLLM captures: without one, each kernel waits for its launch.
+
+vLLM captures up to 512 tokens. A longer prompt's kernels are launched one by one, and a call of our ops costs more
+there than one of inductor's own kernels; a replayed graph calls neither. Only the graphs that run prompts (PIECEWISE)
+are added: the full graphs of decodes, and with them how FlashAttention splits a batch of their size, stay as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from fastkernels.env import Environment
+
+log = logging.getLogger("fastkernels")
+STATE = "_fastkernels_graphs"
+# They keep nothing as large as the largest graph of a prompt: a live engine's need not be built anew.
+BUILDERS = ("FlashAttentionMetadataBuilder", "FlashInferMetadataBuilder", "TritonAttentionMetadataBuilder")
+
+
+def refusal(config: Any) -> str | None:
+    """Why the sizes of `config`, vLLM's VllmConfig, stay whatever FASTKERNELS_GRAPH_TOKENS says, or None."""
+    compilation, parallel, model = config.compilation_config, config.parallel_config, config.model_config
+    if config.device_config.device_type != "cuda" or torch.version.hip is not None:
+        return "CUDA graphs are CUDA's"
+    if getattr(compilation.mode, "name", None) != "VLLM_COMPILE":
+        return "the model is not compiled in pieces, so no graph can leave attention out"
+    if compilation.cudagraph_mode is None or compilation.cudagraph_mode.mixed_mode().name != "PIECEWISE":
+        return f"cudagraph_mode {getattr(compilation.cudagraph_mode, 'name', None)} has no graphs of pieces for prompts"
+    if config.lora_config is not None:
+        return "with LoRA every size is captured more than once"
+    if config.speculative_config is not None:
+        return "with speculative decoding the draft model would capture them too"
+    if parallel.enable_dbo or getattr(parallel, "ubatch_size", 0) > 1:
+        return "micro-batching (DBO) splits batches of its own sizes"
+    if parallel.decode_context_parallel_size > 1:
+        return "decode context parallelism sizes buffers by the largest graph"
+    if parallel.tensor_parallel_size > 1 and compilation.pass_config.enable_sp:
+        return "sequence parallelism chooses sizes that its ranks can share out"
+    if model.use_mla or model.is_hybrid or model.is_attention_free:
+        return "the model's attention or state layers (MLA, Mamba, linear) size their decodes by the largest graph"
+    own = compilation.cudagraph_capture_sizes
+    if not own or own != own_sizes(config):
+        return "cudagraph_capture_sizes are not vLLM's default"
+    return None
+
+
+def own_sizes(config: Any) -> list[int]:
+    """The sizes that vLLM itself chooses for `config`, by its own method on a copy of it."""
+    asked = copy.copy(config)
+    asked.compilation_config = copy.copy(config.compilation_config)
+    asked.compilation_config.cudagraph_capture_sizes = None
+    asked.compilation_config.max_cudagraph_capture_size = None
+    asked._set_cudagraph_sizes()
+    sizes: list[int] = asked.compilation_config.cudagraph_capture_sizes
+    return sizes
+
+
+def sizes_above(last: int, most: int) -> list[int]:
+    """Sizes over `last` that end with `most` tokens: padding is at most an eighth of a prompt, or 16 tokens."""
+    sizes, size = [], last
+    while size < most:
+        step = max(16, (1 << size.bit_length()) // 16)
+        size = min((size // step + 1) * step, most)
+        sizes.append(size)
+    return sizes
+
+
+class Graphs:
+    """The added sizes of a worker, in its configuration; `undo` takes them out. own: vLLM's sizes."""
+
+    def __init__(self, worker: Any, more: list[int]):
+        self.worker, self.config = worker, worker.vllm_config.compilation_config
+        self.own: list[int] = self.config.cudagraph_capture_sizes
+        self.largest_own: int = self.config.max_cudagraph_capture_size
+        self._set([*self.own, *more])
+
+    def _set(self, sizes: list[int]) -> None:
+        self.config.cudagraph_capture_sizes, self.config.max_cudagraph_capture_size = sizes, sizes[-1]
+
+    def before_capture(self) -> None:
+        """Settle when the runner, which is there now, has a KV cache: its tables are there then, graphs come later."""
+        runner = self.worker.model_runner
+        stock = runner.initialize_kv_cache
+
+        @functools.wraps(stock)
+        def initialize_kv_cache(*args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            self.settle()
+            return result
+
+        runner.initialize_kv_cache = initialize_kv_cache
+
+    def settle(self) -> None:
+        """Take the added sizes from the full graphs of decodes.
+
+        FlashAttention's builder has a batch up to the largest graph use a fixed number of splits, for which as many
+        float32 outputs of the batch are allocated; a longer prompt shall not.
+        """
+        runner, most = self.worker.model_runner, self.largest_own
+        for builder in _builders(runner):
+            if hasattr(builder, "max_cudagraph_size"):
+                builder.max_cudagraph_size = most
+        dispatcher, manager = _tables(runner)
+        if dispatcher is not None:
+            for mode, keys in dispatcher.cudagraph_keys.items():
+                keys -= {k for k in keys if mode.name == "FULL" and k.num_tokens > most}
+        if manager is not None:
+            for table in (manager._candidates, manager._capture_descs):
+                for key, found in table.items():
+                    table[key] = [d for d in found if d.cg_mode.name != "FULL" or d.num_tokens <= most]
+
+    def rebuild(self) -> None:
+        """Fill the tables of a live runner, what is captured and which graph a batch uses, for the sizes set now."""
+        dispatcher, manager = _tables(self.worker.model_runner)
+        if dispatcher is not None:
+            for keys in dispatcher.cudagraph_keys.values():
+                keys.clear()
+            dispatcher.initialize_cudagraph_keys(
+                dispatcher.cudagraph_mode, dispatcher.uniform_decode_query_len
+            )
+        if manager is not None:
+            manager._candidates, manager._capture_descs = {}, {}
+            manager._init_candidates()
+        self.settle()
+
+    def undo(self) -> None:
+        """vLLM's sizes, in a live engine whose graphs are captured anew or put back afterwards."""
+        self._set(self.own)
+        vars(self.worker.model_runner).pop("initialize_kv_cache", None)
+        self.rebuild()
+
+
+def _tables(runner: Any) -> tuple[Any, Any]:
+    """(the V1 runner's dispatcher, the V2 runner's manager), those that are there and can be filled anew; else None."""
+    found = getattr(runner, "cudagraph_dispatcher", None), getattr(runner, "cudagraph_manager", None)
+    methods = "initialize_cudagraph_keys", "_init_candidates"
+    dispatcher, manager = (t if hasattr(t, m) else None for t, m in zip(found, methods, strict=True))
+    return dispatcher, manager
+
+
+def _builders(runner: Any) -> list[Any]:
+    groups = (g for groups in getattr(runner, "attn_groups", []) for g in groups)
+    return [builder for group in groups for builder in group.metadata_builders]
+
+
+def extend(worker: Any) -> Graphs | None:
+    """Add sizes up to FASTKERNELS_GRAPH_TOKENS tokens to the configuration of a worker, and say so; None: they stay.
+
+    worker: without a model yet (then `before_capture` when there is a runner), or live (then `rebuild`).
+    """
+    config, most = worker.vllm_config, Environment.read().graph_tokens
+    if not most:
+        return None
+    try:
+        reason = refusal(config)
+    except (
+        Exception
+    ) as error:  # another version's configuration: the model can be patched without longer graphs
+        reason = f"this vLLM's configuration is not known ({type(error).__name__}: {error})"
+    runner = getattr(worker, "model_runner", None)
+    others = sorted({type(b).__name__ for b in _builders(runner)} - set(BUILDERS))
+    if reason is None and others:
+        reason = f"{', '.join(others)} of the live engine may size buffers by the largest graph"
+    if reason is None and runner is not None and _tables(runner) == (None, None):
+        reason = "the live engine's tables of graphs are not known"
+    if reason is not None:
+        log.debug("vLLM's CUDA graph sizes stay: %s", reason)
+        return None
+    own = config.compilation_config.cudagraph_capture_sizes
+    more = sizes_above(own[-1], min(most, config.scheduler_config.max_num_batched_tokens))
+    if not more:
+        return None
+    if worker.rank == 0:
+        log.info(
+            "prompts of up to %d tokens run in CUDA graphs, not %d: %d more sizes are captured"
+            " (FASTKERNELS_GRAPH_TOKENS=0 leaves vLLM's)", more[-1], own[-1], len(more),
+        )  # fmt: skip
+    return Graphs(worker, more)
