@@ -326,8 +326,8 @@ def _case(
 _odd: Callable[..., Case] = partial(_case, tag="odd")
 
 _LIVE_SGLANG = (
-    "only where a tuned table says that it is faster; elsewhere on CUDA it is SGLang's own kernel. Layers with one scale"
-    " for a tensor, with scales of blocks or with a given scale of x are left to the host"
+    "only where a tuned table says that it is faster; elsewhere on CUDA it is SGLang's own kernel. Layers with one"
+    " scale for a tensor, with scales of blocks or with a given scale of x are left to the host"
 )
 _LIVE = "only where a tuned table says that it is faster; elsewhere on CUDA it is the host's own CUTLASS call"
 _NOTE = "the hosts' quantized layers choose a kernel when they are made and bind its function: for forks"
