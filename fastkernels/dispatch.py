@@ -44,6 +44,8 @@ class Provider:
     fits      fits(params, *args) -> whether this set is meant for calls like this one; others are not measured there
     out       whether `fn` takes `out`: contiguous memory for the result, which it returns where it has written there;
               of an op that changes its arguments, a tuple for their new values
+    twin      the provider that runs much the same out of another library: where that one is not there and a tuned
+              table names it, the table means this one
     """
 
     name: str
@@ -54,6 +56,7 @@ class Provider:
     params: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     fits: Callable[..., bool] | None = None
     out: bool = False
+    twin: str | None = None
 
     def bound(self, params: Mapping[str, Any] | None) -> Provider:
         """This provider with these of its parameters in every call."""
@@ -273,7 +276,9 @@ class Op:
             chosen = self._provider_of(entry)
             if chosen is None:
                 return None
-            if all(p is not chosen for p in found):
+            if chosen not in found and (other := [p for p in found if p.twin == entry.provider]):
+                chosen = other[0]
+            if chosen not in found:
                 absent.add(chosen.unavailable(device))
                 return None
             bound = chosen.bound(entry.params)

@@ -11,6 +11,7 @@ SEAMS = {
     "leaf": "a leaf module: `__class__` of the live instance is swapped for a subclass with our forward",
     "quant_method": "a linear-like module: its `quant_method` is replaced, the host keeps bias, gather and reduce",
     "kernel": "a quantized linear layer: the kernel object that its method or scheme holds as `fp8_linear` is replaced",
+    "scheme": "a quantized linear layer: the scheme that it holds, which computes it, is replaced",
     "attention": "the attention backend's implementation, on the host's own KV layout",
     "module": "a plain module of several parts: `__class__` of the live instance is swapped",
     "function": "a function of the host",

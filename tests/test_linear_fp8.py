@@ -134,6 +134,13 @@ def test_libraries_refuse_with_a_reason() -> None:
         (calls.supports_cutlass, (x, weight, xs.double(), ws), "scales are torch.float64"),
         (calls.supports_cutlass, (x, weight, xs, ws, torch.zeros(48)), "bias is torch.float32"),
         (calls.supports_cutlass, (x, weight, xs, ws, None, torch.float32), "out_dtype torch.float32"),
+        (calls.supports_sgl, (x, weight, xs, ws), None),
+        (calls.supports_sgl, (x[:1], weight, xs[:1], ws, torch.zeros(48, dtype=torch.bfloat16)), None),
+        (calls.supports_sgl, (x, weight, xs[:1], ws), "has a scale for each token"),
+        (calls.supports_sgl, (x, weight, xs, ws[:1]), "one for each row of the weight"),
+        (calls.supports_sgl, blocks, "has a scale for each token"),
+        (calls.supports_sgl, args(k=136), "K = 136 must be multiples of 16"),
+        (calls.supports_sgl, (x, weight, xs, ws.bfloat16()), "scales are torch.float32 and torch.bfloat16"),
         (calls.supports_cublas, args(kind=scales.TENSOR), None),
         (calls.supports_cublas, (x, weight, xs, ws), None),
         (calls.supports_cublas, (x, weight, xs, ws[:1]), "must be those of x and of the weight"),
@@ -143,6 +150,25 @@ def test_libraries_refuse_with_a_reason() -> None:
     ):
         found = supports(*call)
         assert found is None if said is None else said in str(found), found
+
+
+def test_the_call_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SGLang makes it: tokens in two dimensions, scales [M, 1] and [N, 1], the weight's columns contiguous."""
+
+    def fp8_scaled_mm(
+        a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        assert a.is_contiguous() and b.t().is_contiguous() and sa.is_contiguous() and sb.is_contiguous()
+        assert (sa.shape, sb.shape, sa.dtype, sb.dtype) == ((6, 1), (48, 1), torch.float32, torch.float32)
+        return ((a.float() @ b.float()) * sa * sb.t() + bias).to(dtype)
+
+    monkeypatch.setattr(calls, "_sgl_kernel", lambda: fp8_scaled_mm)
+    x, weight, xs, ws = args(m=6)
+    bias = randn(48).half()
+    for scale in (xs, torch.stack([xs, xs], 1)[:, 0]):
+        call = x.view(2, 3, 144), weight, scale.view(2, 3, 1), ws, bias, torch.float16
+        assert calls.supports_sgl(*call) is None
+        torch.testing.assert_close(calls.linear_fp8_sgl(*call), reference(*call), atol=2e-3, rtol=2e-3)
 
 
 def test_scales_that_cutlass_wants() -> None:
@@ -156,7 +182,7 @@ def test_scales_that_cutlass_wants() -> None:
 def test_the_order_of_providers() -> None:
     """As measured on an H200: ours to 64 tokens, DeepGEMM for scales of blocks, CUTLASS for the rest."""
     names = [p.name for p in linear_fp8.providers]
-    assert names == ["cuda-wgmma-fp8", "deepgemm", "cutlass", "triton", "cublas", "reference"]
+    assert names == ["cuda-wgmma-fp8", "deepgemm", "cutlass", "sgl_kernel", "triton", "cublas", "reference"]
 
 
 # -- the CUDA C++ kernel

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,17 @@ def test_a_tuned_provider_that_is_not_there_is_said_and_passed_over(
         "test_scale: a tuned table names a provider that is not there: gpu_only runs on cuda, not on cpu"
     ]
     assert op.fallbacks == {}
+
+
+def test_a_table_that_names_a_provider_means_its_twin_where_that_is_not_there(
+    use: Callable[..., Path], op: Op, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = [replace(p, twin={"even": "gpu_only", "reference": "sized"}.get(p.name)) for p in op.providers]
+    monkeypatch.setattr(op, "providers", tuple(twins))
+    use(entry(4, "gpu_only"), entry(8, "sized"))
+    with caplog.at_level(logging.WARNING, "fastkernels"):
+        assert factor(4) == 6 and factor(8) == 3
+    assert not caplog.records and op.fallbacks == {}
 
 
 def test_what_is_faster_is_asked_without_a_call(use: Callable[..., Path], op: Op) -> None:

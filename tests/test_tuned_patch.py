@@ -208,6 +208,101 @@ def test_a_kernel_object_is_replaced_where_the_table_says_so(table: Path) -> Non
         assert (holder.quant_method if name != "scheme" else holder.scheme).fp8_linear is kernel
 
 
+# -- a quantized layer's scheme
+
+
+class SchemeHost(Fp8Host):
+    """Layers that hold a scheme, as SGLang's of compressed-tensors do."""
+
+    host, version = "sglang", "0.5.23"
+
+    def targets(self, spec: Any, model: Any) -> list[Any]:
+        path = f"{__name__}:HostScheme"
+        found = [t for t in Adapter.targets(self, spec, model) if t.seam == "scheme"]
+        return [dataclasses.replace(t, path=path) for t in found]
+
+
+class HostScheme:
+    """As CompressedTensorsW8A8Fp8, whose products are for CUDA."""
+
+    def __init__(self, strategy: str = "channel", static: bool = False) -> None:
+        self.strategy, self.is_static_input_scheme = strategy, static
+        self.weight_block_size = [128, 128] if strategy == "block" else None
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        raise AssertionError("the host's")
+
+
+def scheme_layer(n: int, k: int, *scheme: Any, rows: bool = False) -> Any:
+    layer = fp8_layer(n, k)
+    del layer.quant_method
+    layer.scheme, layer.orig_dtype = HostScheme(*scheme), torch.bfloat16
+    if rows:  # as the host's shuffled weights for another device
+        layer.weight = nn.Parameter(layer.weight.contiguous(), requires_grad=False)
+    return layer
+
+
+def test_a_scheme_is_replaced_where_the_table_says_so(table: Path) -> None:
+    shape = {"N": 48, "K": 64, "block": 1, "out_dtype": "bfloat16"}
+    faster = {"speedup": 1.3, "ci95": (1.2, 1.4), "baseline": "sgl_kernel", "run": "r1"}
+    table.write_text(
+        Table("cpu", {"r1": {}}, (Entry("linear_fp8", shape, {"M": 4}, "reference", **faster),)).to_json()
+    )
+    tuned._by_op.cache_clear()
+    model: Any = nn.Module()
+    model.ours, model.new, model.rows = (
+        scheme_layer(48, 64),
+        scheme_layer(48, 80),
+        scheme_layer(48, 64, rows=True),
+    )
+    model.tensor, model.static = scheme_layer(48, 64, "tensor"), scheme_layer(48, 64, "channel", True)
+    model.block, model.taken = scheme_layer(48, 64, "block"), scheme_layer(48, 64)
+    model.taken.scheme.apply_weights = lambda *args: None
+    model.other = nn.Linear(64, 48)
+    before = {name: m.scheme for name, m in model.named_children() if name != "other"}
+    found = apply(SchemeHost(), model, Request("patch"))
+    (row,) = found.rows
+    assert (row.op, row.state, row.modules) == ("linear_fp8", "active", 1)
+    for said in (
+        "1 unsupported: weight (64, 48) has strides (48, 1) and 48 scales",
+        "1 unsupported: its scheme.apply_weights was replaced by somebody else",
+        "1 left to the host: N=48 K=80 block=1 out_dtype=bfloat16 is not tuned on cpu",
+        "3 left to the host: the shape of its calls is not known",
+    ):
+        assert said in row.reason
+    changed = [name for name, scheme in before.items() if getattr(model, name).scheme is not scheme]
+    assert changed == ["ours"]
+    layer = model.ours
+    assert isinstance(layer.scheme, HostScheme) and vars(layer.scheme) == vars(before["ours"])
+    x, bias = torch.randn(2, 3, 64).bfloat16(), torch.randn(48).bfloat16()
+    x[0, 0] = 0
+    expected = x.float() @ (layer.weight.float() * layer.weight_scale.t()) + bias.float()
+    got = layer.scheme.apply_weights(layer, x, bias)
+    assert got.dtype == torch.bfloat16 and got.shape == (2, 3, 48)
+    assert (got.float() - expected).pow(2).mean().sqrt() < 0.05 * expected.pow(2).mean().sqrt()
+    assert torch.equal(got[0, 0], bias)
+    q = quantize_fp8(x, None, -1, None, 0.0)
+    assert torch.equal(layer.scheme.apply_weights(layer, (*q, torch.bfloat16), bias), got)
+    assert torch.equal(layer.scheme.apply_weights(layer, q, bias), got)
+    assert found.report()[0]["calls"] == 3
+    found.undo()
+    assert all(getattr(model, name).scheme is scheme for name, scheme in before.items())
+
+
+def test_a_scheme_that_is_named_says_what_it_does_not_serve() -> None:
+    model: Any = nn.Module()
+    model.ours, model.tensor = scheme_layer(48, 80), scheme_layer(48, 64, "tensor")
+    model.block, model.static = scheme_layer(48, 64, "block"), scheme_layer(48, 64, "channel", True)
+    (row,) = apply(SchemeHost(), model, Request("patch", ops=("linear_fp8",))).rows
+    assert row.modules == 1
+    for said in (
+        "its weight has scales by tensor, not by channel",
+        "its weight has scales by block, not by channel",
+        "the scale of x is given",
+    ):
+        assert f"1 unsupported: {said}" in row.reason
+
+
 # -- attention, which attention_decode's table decides
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastkernels.dispatch import Op
 
 log = logging.getLogger("fastkernels")
-LIVE_SEAMS = ("leaf", "module", "quant_method", "kernel", "attention")
+LIVE_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "attention")
 LEFT = "left to the host"
 
 
@@ -75,27 +75,15 @@ class Adapter:
 
     def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
         """Give a linear-like module a method object of our class, with the state of its own; None, or why not."""
-        old = module.quant_method
-        if "apply" in vars(old):
-            return "its quant_method.apply was replaced by somebody else"
-        method: Any = object.__new__(live_class(type(old), ours))
-        vars(method).update(vars(old))
-        module.quant_method = method
-        journal.add(lambda: setattr(module, "quant_method", old))
-        return None
+        return _replace(module, "quant_method", ours, ("apply",), journal)
+
+    def swap_scheme(self, module: Any, ours: type, journal: Journal) -> str | None:
+        """Give a quantized linear layer a scheme of our class, with the state of its own; None, or why not."""
+        return _replace(module, "scheme", ours, ("apply_weights",), journal)
 
     def swap_kernel(self, module: Any, ours: type, journal: Journal) -> str | None:
         """Give a quantized linear layer a kernel object of our class, with the state of its own; None, or why not."""
-        holder = holder_of(module)
-        assert holder is not None
-        old = holder.fp8_linear
-        if "apply_scaled_mm" in vars(old) or "apply_weights" in vars(old):
-            return "a method of its fp8_linear was replaced by somebody else"
-        kernel: Any = object.__new__(live_class(type(old), ours))
-        vars(kernel).update(vars(old))
-        holder.fp8_linear = kernel
-        journal.add(lambda: setattr(holder, "fp8_linear", old))
-        return None
+        return _replace(holder_of(module), "fp8_linear", ours, ("apply_scaled_mm", "apply_weights"), journal)
 
     def shape(self, op: Op, module: Any) -> tuple[Any, ...] | None:
         """The values of op.key.shape of a module's calls of that op, as `tuned.not_faster` takes them."""
@@ -289,14 +277,14 @@ def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
 def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> list[Any]:
     """The modules of exactly this class, each once. Somebody else's subclass or patch is not ours to touch.
 
-    A target at the seam 'quant_method' may name the class of the method object instead of the module's, one at the
-    seam 'attention' that of `impl`. It must be the module's own: a LoRA wrapper shows its base layer's. At the seam
-    'kernel' it is the class of what the method or the scheme holds.
+    A target at the seam 'quant_method' or 'scheme' may name the class of that object instead of the module's, one at
+    the seam 'attention' that of `impl`. It must be the module's own: a LoRA wrapper shows its base layer's. At the
+    seam 'kernel' it is the class of what the method or the scheme holds.
     """
     if seam == "kernel":
         holders = ((m, holder_of(m)) for m in model.modules())
         return [m for m, holder in holders if holder is not None and type(holder.fp8_linear) is host_class]
-    part = {"quant_method": "quant_method", "attention": "impl"}.get(seam, "")
+    part = {"quant_method": "quant_method", "scheme": "scheme", "attention": "impl"}.get(seam, "")
     return [m for m in model.modules() if type(m) is host_class or type(vars(m).get(part)) is host_class]
 
 
@@ -323,11 +311,28 @@ def _swap(
         return patched.adapter.swap_quant_method(module, ours, patched.journal)
     if seam == "kernel":
         return patched.adapter.swap_kernel(module, ours, patched.journal)
+    if seam == "scheme":
+        return patched.adapter.swap_scheme(module, ours, patched.journal)
     if seam == "attention":
         return patched.adapter.swap_attention(module, ours, patched.journal, by_table)
     module.__class__ = live_class(host_class, ours)
     patched.journal.add(lambda: setattr(module, "__class__", host_class))
     patched.adapter.repin(module, patched.journal)
+    return None
+
+
+def _replace(holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal) -> str | None:
+    """Have what `holder` has by that name be of our class, with its own state; None, or why not.
+
+    methods: those of which an instance has none of its own, unless somebody has put one in.
+    """
+    old = getattr(holder, name)
+    if theirs := [m for m in methods if m in vars(old)]:
+        return f"its {name}.{theirs[0]} was replaced by somebody else"
+    new: Any = object.__new__(live_class(type(old), ours))
+    vars(new).update(vars(old))
+    setattr(holder, name, new)
+    journal.add(lambda: setattr(holder, name, old))
     return None
 
 

@@ -29,9 +29,9 @@ from .hostclasses import LISTED
 
 METHODS = (
     "__init__", "forward", "forward_native", "apply", "embedding", "forward_extend", "forward_decode",
-    "apply_scaled_mm",
+    "apply_scaled_mm", "apply_weights",
 )  # fmt: skip
-CALLS = ("forward", "forward_native", "apply", "forward_extend", "apply_scaled_mm")
+CALLS = ("forward", "forward_native", "apply", "forward_extend", "apply_scaled_mm", "apply_weights")
 MAX_HOPS = 8  # re-exports to follow until a name's definition
 
 

@@ -12,9 +12,11 @@ from fastkernels.overrides.l1._linear_fp8_calls import (
     linear_fp8_cublas,
     linear_fp8_cutlass,
     linear_fp8_deepgemm,
+    linear_fp8_sgl,
     supports_cublas,
     supports_cutlass,
     supports_deepgemm,
+    supports_sgl,
 )
 from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, granularity
 
@@ -295,23 +297,6 @@ def _pair(dynamic: Any, refuses: Any, static: Any, refuses_static: Any) -> tuple
     )
 
 
-def _sgl_linear() -> Function:
-    from sgl_kernel import fp8_scaled_mm
-
-    def linear_fp8(
-        x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None,
-    ) -> T:  # fmt: skip
-        return fp8_scaled_mm(x, weight.t(), x_scale, weight_scale, out_dtype or torch.bfloat16, bias)
-
-    return linear_fp8
-
-
-def _no_sgl_linear(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str | None:
-    rows = x.dim() == 2 and x_scale.numel() == x.shape[0] and weight_scale.numel() == weight.shape[0]
-    reason = None if rows else "sgl_kernel has a scale for each token and one for each row of the weight"
-    return first(supports_cutlass(x, weight, x_scale, weight_scale, *rest), reason)
-
-
 def _vllm_triton_linear() -> Function:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
 
@@ -351,13 +336,13 @@ def _no_flashinfer_linear(
 
 
 ADAPTERS: dict[str, tuple[Baseline, ...]] = {
-    # CUTLASS and DeepGEMM as our own providers call them: there is nothing else to say.
+    # CUTLASS, DeepGEMM and sgl_kernel as our own providers call them: there is nothing else to say.
     "linear_fp8": (
         Baseline("cutlass", "host", lambda: linear_fp8_cutlass, ("vllm",), refuses=supports_cutlass),
         Baseline("deepgemm", "host", lambda: linear_fp8_deepgemm, (DEEP_GEMM,), refuses=supports_deepgemm),
         Baseline("cublas", "host", lambda: linear_fp8_cublas, refuses=supports_cublas),
         Baseline("flashinfer", "host", _flashinfer_linear, ("flashinfer",), refuses=_no_flashinfer_linear),
-        Baseline("sgl_kernel", "host", _sgl_linear, ("sgl_kernel",), refuses=_no_sgl_linear),
+        Baseline("sgl_kernel", "host", lambda: linear_fp8_sgl, ("sgl_kernel",), refuses=supports_sgl),
         Baseline("vllm-triton", "host", _vllm_triton_linear, ("vllm",), refuses=_no_blocks),
     ),
     "quantize_fp8": (

@@ -1,4 +1,5 @@
-"""What production runs for an FP8 linear layer, under the op's convention: CUTLASS out of vLLM, DeepGEMM, cuBLAS."""
+"""What production runs for an FP8 linear layer, under the op's convention: CUTLASS out of vLLM and out of SGLang's
+sgl_kernel, DeepGEMM, cuBLAS."""
 
 from __future__ import annotations
 
@@ -74,6 +75,32 @@ def _vllm() -> Any:
 def column_major(scales: T) -> T:
     """[M, K / 128] with the tokens side by side and nothing between two columns: quantize_fp8's column_major_scales."""
     return scales if scales.t().is_contiguous() else scales.t().contiguous().t()
+
+
+def supports_sgl(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> str | None:
+    """None if sgl_kernel's CUTLASS kernel takes this call, else the reason why not."""
+    if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
+        return reason
+    if x_scale.numel() != x.numel() // x.shape[-1] or weight_scale.numel() != weight.shape[0]:
+        return "sgl_kernel has a scale for each token and one for each row of the weight"
+    return None
+
+
+def linear_fp8_sgl(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> T:
+    check(x, weight, x_scale, weight_scale, bias)
+    scales = x_scale.reshape(-1, 1).contiguous(), weight_scale.reshape(-1, 1).contiguous()
+    found = _sgl_kernel()(x.view(-1, weight.shape[1]), weight.t(), *scales, out_dtype or torch.bfloat16, bias)
+    return found.view(*x.shape[:-1], weight.shape[0])
+
+
+@lru_cache
+def _sgl_kernel() -> Any:
+    importlib.import_module("sgl_kernel")  # loads the extension
+    return torch.ops.sgl_kernel.fp8_scaled_mm.default
 
 
 def supports_cublas(

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from fastkernels.overrides.l1._linear_fp8_calls import (
     linear_fp8_cublas,
     linear_fp8_cutlass,
     linear_fp8_deepgemm,
+    linear_fp8_sgl,
     supports_cublas,
     supports_cutlass,
     supports_deepgemm,
+    supports_sgl,
 )
 from fastkernels.overrides.l1._linear_fp8_scales import (
     BLOCK,
@@ -33,10 +36,26 @@ from fastkernels.overrides.l1._linear_fp8_scales import (
     granularity,
     holder_of,
 )
+from fastkernels.overrides.l1._linear_fp8_sglang import (
+    SGLangCompressedTensorsW8A8Fp8,
+    sglang_fp8_scaled_mm,
+    sglang_shape,
+)
 from fastkernels.overrides.l1._linear_fp8_triton import linear_fp8_triton, supports_triton
 from fastkernels.overrides.l1._wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
 from fastkernels.shapes import drawn, dtype_name, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
+
+__all__ = [
+    "SPEC",
+    "SGLangCompressedTensorsW8A8Fp8",
+    "VllmCutlassFP8ScaledMMLinearKernel",
+    "linear_fp8",
+    "reference",
+    "sglang_fp8_scaled_mm",
+    "vllm_cutlass_scaled_mm",
+    "vllm_w8a8_triton_block_scaled_mm",
+]
 
 
 def reference(
@@ -98,14 +117,16 @@ def _fits(
 
 
 def _shape_of(module: nn.Module) -> tuple[int, int, int, torch.dtype] | None:
-    """Of a host's layer whose kernel is CUTLASS's: its weight is [K, N]."""
+    """Of a host's layer whose kernel is CUTLASS's, or that has SGLang's scheme: its weight is [K, N]."""
     holder, weight, scale = (
         holder_of(module),
         getattr(module, "weight", None),
         getattr(module, "weight_scale", None),
     )
-    if holder is None or weight is None or scale is None or weight.dim() != 2:
+    if weight is None or scale is None or weight.dim() != 2:
         return None
+    if holder is None:
+        return sglang_shape(module)
     config = holder.fp8_linear.config
     per_tensor = scale.numel() == 1 and config.activation_quant_key.scale.group_shape.is_per_tensor()
     return weight.shape[1], weight.shape[0], TENSOR if per_tensor else ROW, config.out_dtype or torch.bfloat16
@@ -121,7 +142,13 @@ linear_fp8 = define(
             params=_wgmma_linear_fp8_cuda.PARAMS, fits=_fits,
         ),
         Provider("deepgemm", linear_fp8_deepgemm, module=DEEP_GEMM, supports=supports_deepgemm),  # scales of blocks
-        Provider("cutlass", linear_fp8_cutlass, module="vllm", supports=supports_cutlass),
+        # CUTLASS of whichever host is there: a table made where the other one was means this one.
+        Provider(
+            "cutlass", linear_fp8_cutlass, module="vllm", supports=supports_cutlass, twin="sgl_kernel"
+        ),
+        Provider(
+            "sgl_kernel", linear_fp8_sgl, module="sgl_kernel", supports=supports_sgl, twin="cutlass"
+        ),
         Provider("triton", linear_fp8_triton, supports=supports_triton),
         Provider("cublas", linear_fp8_cublas, supports=supports_cublas),
         Provider("reference", reference, devices=("cuda", "cpu")),
@@ -208,18 +235,6 @@ def vllm_w8a8_triton_block_scaled_mm(
     return linear_fp8(A, B, As, Bs, None, output_dtype)
 
 
-def sglang_fp8_scaled_mm(
-    mat_a: torch.Tensor,
-    mat_b: torch.Tensor,
-    scales_a: torch.Tensor,
-    scales_b: torch.Tensor,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """sglang.kernels.ops.gemm.fp8_scaled_mm: mat_a [M, K] times mat_b [K, N], scales of each row and each column."""
-    return linear_fp8(mat_a, mat_b.t(), scales_a, scales_b.reshape(-1), bias, out_dtype)
-
-
 def _sizes(tokens: tuple[int, ...], k: int, n: int, block: int, out_dtype: Any) -> dict[str, Any]:
     name = out_dtype if isinstance(out_dtype, str) else dtype_name(out_dtype)
     return {
@@ -283,8 +298,15 @@ def _vary(case: Case, rng: random.Random) -> Case:
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     x, weight, x_scale, weight_scale, bias, out_dtype = args
-    if granularity(x, weight, x_scale, weight_scale) == BLOCK:
+    kind = granularity(x, weight, x_scale, weight_scale)
+    if kind == BLOCK:
         raise ValueError(f"{cls.__name__} has no scales of blocks")
+    if hasattr(cls, "apply_weights"):
+        if kind != ROW:
+            raise ValueError(f"{cls.__name__} has a scale for each row of the weight")
+        scheme = cls(SimpleNamespace(strategy="channel", block_structure=None), False)
+        layer = SimpleNamespace(weight=weight.t(), weight_scale=weight_scale.reshape(-1, 1))
+        return partial(scheme.apply_weights, layer, (x, x_scale, out_dtype), bias)
     kernel = cls(None, ("weight", "weight_scale", "input_scale", "input_scale_ub"))
     scales = {"As": x_scale.reshape(-1, 1) if x_scale.numel() > 1 else x_scale, "Bs": weight_scale}
     shape = [*x.shape[:-1], weight.shape[0]]
@@ -303,6 +325,10 @@ def _case(
 
 _odd: Callable[..., Case] = partial(_case, tag="odd")
 
+_LIVE_SGLANG = (
+    "only where a tuned table says that it is faster; elsewhere on CUDA it is SGLang's own kernel. Layers with one"
+    " scale for a tensor, with scales of blocks or with a given scale of x are left to the host"
+)
 _LIVE = "only where a tuned table says that it is faster; elsewhere on CUDA it is the host's own CUTLASS call"
 _NOTE = "the hosts' quantized layers choose a kernel when they are made and bind its function: for forks"
 
@@ -359,7 +385,14 @@ SPEC = OpSpec(
             "vllm", "vllm.model_executor.layers.quantization.utils.fp8_utils:w8a8_triton_block_scaled_mm",
             "vllm_w8a8_triton_block_scaled_mm", "function", note=_NOTE,
         ),
+        Target(
+            "sglang",
+            "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8"
+            ":CompressedTensorsW8A8Fp8",
+            "SGLangCompressedTensorsW8A8Fp8", "scheme", "", False, _LIVE_SGLANG,
+        ),
         Target("sglang", "sglang.kernels.ops.gemm:fp8_scaled_mm", "sglang_fp8_scaled_mm", "function", note=_NOTE),
     ),
+    calls=("quantize_fp8",),
     baseline="cutlass",
 )  # fmt: skip

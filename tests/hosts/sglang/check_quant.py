@@ -1,9 +1,18 @@
-"""SGLang's grouped_topk_gpu and the PyTorch form of its biased one, beside ours of the same arguments."""
+"""SGLang's grouped_topk_gpu and the PyTorch form of its biased one, beside ours of the same arguments; and its scheme
+of FP8 linear layers, replaced by ours."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fk_integrations.apply import apply
+from fk_integrations.sglang_live import SglangAdapter
 
 from fastkernels.overrides.l1 import grouped_topk
+from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
+from fastkernels.patch import Request
+
+SERVER = SimpleNamespace(server_args=SimpleNamespace(pp_size=1))
 
 
 def randn(*size: int, seed: int = 0) -> torch.Tensor:
@@ -27,3 +36,42 @@ def test_grouped_topk_is_the_hosts(biased, renormalize, apply):
     found_ids, found_order = found_ids.sort(-1)
     assert torch.equal(found_ids, ids)
     torch.testing.assert_close(found.gather(1, found_order), weights.gather(1, order))
+
+
+def quantized_layer(static: bool = False):
+    """A layer of 48 outputs with SGLang's own scheme, as it is after loading."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
+
+    arguments = QuantizationArgs(num_bits=8, type="float", strategy="channel", symmetric=True)
+    layer = torch.nn.Module()
+    layer.scheme = CompressedTensorsW8A8Fp8(arguments, static)
+    layer.scheme.create_weights(layer, 64, [16, 32], 64, 48, torch.bfloat16, weight_loader=None)
+    values, scale = quantize_fp8(randn(48, 64), None, -1)
+    layer.weight.data, layer.weight_scale.data = values, scale
+    layer.scheme.process_weights_after_loading(layer)
+    return layer
+
+
+def test_the_scheme_of_a_quantized_layer_is_replaced():
+    """The host's object after loading; its own product needs CUDA, so ours is beside the layer in float32."""
+    model = torch.nn.Module()
+    model.rows, model.static = quantized_layer(), quantized_layer(static=True)
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsLinearMethod,
+    )
+
+    before, x, bias = model.rows.scheme, randn(5, 64, seed=3).bfloat16(), randn(48, seed=4).bfloat16()
+    patched = apply(SglangAdapter(SERVER), model, Request("patch", ops=("linear_fp8",)))
+    (row,) = patched.rows
+    assert (row.state, row.modules, row.reason) == ("active", 1, "1 unsupported: the scale of x is given")
+    layer = model.rows
+    assert isinstance(layer.scheme, type(before)) and type(layer.scheme) is not type(before)
+    expected = x.float() @ (layer.weight.float() * layer.weight_scale.t()) + bias.float()
+    method = CompressedTensorsLinearMethod(None)
+    got = method.apply(layer, x, bias)
+    assert (got.dtype, got.shape) == (torch.bfloat16, (5, 48))
+    assert (got.float() - expected).pow(2).mean().sqrt() < 0.05 * expected.pow(2).mean().sqrt()
+    assert patched.report()[0]["calls"] == 1
+    patched.undo()
+    assert layer.scheme is before
