@@ -12,6 +12,21 @@ from .tables_made import Files, flat, origin
 
 LLAMA = {"qkv": 32, "o": 32, "gate_up": 32, "down": 32, "lm_head": 1}  # launches in a step of Llama-3.1-8B
 MODEL = "llama-8b"  # what scenarios call it
+SIZES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+}
+# model of a scenario: (what a table calls it, {layer: (out, in)})
+LINEARS = {
+    MODEL: ("Llama-3.1-8B's shapes", SIZES),
+    "llama-8b-tp2": (
+        "a GPU's half of Llama-3.1-8B's shapes",
+        {n: (out, k // 2) if n in ("o", "down") else (out // 2, k) for n, (out, k) in SIZES.items()},
+    ),
+}
 
 
 def timed(files: Files, command: str, kind: str = "time") -> list[Row]:
@@ -42,11 +57,22 @@ def _layers(found: Iterable[Row]) -> dict[str, dict[str, float]]:
     return {name: fastest(by[name]) for name in LLAMA if name in by}
 
 
+def _of(sizes: Mapping[str, tuple[int, int]], found: Iterable[Row]) -> list[Row]:
+    """The rows of layers of these sizes: a run may have timed those of several models."""
+    return [r for r in found if sizes.get(str(r.case["layer"])) == (r.case["out"], r.case["in"])]
+
+
 def linear(files: Files) -> Iterator[Table]:
-    """All linear layers of a step of Llama-3.1-8B: the sum by provider and number of tokens, and in one graph."""
-    graphs = [r for r in timed(files, "skinny_linear", "step") if r.case["model"] == MODEL]
+    """All linear layers of a step of Llama-3.1-8B, on one GPU and on two: the sum by provider and number of tokens,
+    and in one graph."""
+    for model, (what, sizes) in LINEARS.items():
+        yield from _linear(files, model, what, sizes)
+
+
+def _linear(files: Files, model: str, what: str, sizes: Mapping[str, tuple[int, int]]) -> Iterator[Table]:
+    graphs = [r for r in timed(files, "skinny_linear", "step") if r.case["model"] == model]
     runs = {r.run_id for r in graphs}
-    layers = [r for r in timed(files, "skinny_linear") if r.run_id in runs]
+    layers = _of(sizes, [r for r in timed(files, "skinny_linear") if r.run_id in runs])
     names = sorted({str(r.subject.provider) for r in layers}, key=lambda n: (n != "cublas", n))
     each = groups(layers, "tokens")
     lines = []
@@ -61,16 +87,21 @@ def linear(files: Files) -> Iterator[Table]:
         lines.append([at[1], when, *_best(sums, names), *_best(step, ["cublas", "ours"])])
     if lines:
         title = (
-            "All linear layers of a step of Llama-3.1-8B's shapes, bf16, random weights, ms: the sum over layers, of "
-            "each provider's fastest set of parameters for each (chosen afterwards), and all of them in one graph, of "
-            f"any set of ours ({origin(layers, files)}):"
+            f"All linear layers of a step of {what}, bf16, random weights, ms: the sum over layers, of each "
+            "provider's fastest set of parameters for each (chosen afterwards), and all of them in one graph, of any "
+            f"set of ours ({origin(layers, files)}):"
         )
         yield title, ["tokens", "run", *names, "one graph: cublas", "one graph: ours"], lines
 
 
 def linear_layers(files: Files) -> Iterator[Table]:
     """Layer by layer: the fastest set of ours, cuBLAS in brackets; the last run of each number of tokens."""
-    found = timed(files, "skinny_linear")
+    for what, sizes in LINEARS.values():
+        yield from _linear_layers(files, what, sizes)
+
+
+def _linear_layers(files: Files, what: str, sizes: Mapping[str, tuple[int, int]]) -> Iterator[Table]:
+    found = _of(sizes, timed(files, "skinny_linear"))
     last = {int(tokens): mine for (_, tokens), mine in groups(found, "tokens").items()}
     lines = []
     for tokens, mine in sorted(last.items()):
@@ -78,8 +109,8 @@ def linear_layers(files: Files) -> Iterator[Table]:
             lines.append([str(tokens), *(_beside(times) for times in us.values())])
     if lines:
         title = (
-            "us a layer of our fastest set of parameters (chosen afterwards), bf16, random weights, in brackets cuBLAS "
-            f"({origin(found, files)}):"
+            "us a layer of our fastest set of parameters (chosen afterwards), bf16, random weights, in brackets "
+            f"cuBLAS{'' if sizes is SIZES else f', {what}'} ({origin(found, files)}):"
         )
         yield title, ["tokens", *LLAMA], lines
 

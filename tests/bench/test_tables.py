@@ -238,7 +238,7 @@ def test_linear_layers_are_summed_over_a_step() -> None:
     for provider, us in (("cublas", 10.0), ("ours", 9.0), ("ours", 8.0)):
         for layer, out in sizes.items():
             made = timed(provider, 8, out, us)
-            made.case["layer"] = layer
+            made.case |= {"layer": layer, "in": 14336 if layer == "down" else 4096}
             found.append(made)
     graph = {"model": "llama-8b", "tokens": 8}
     found += [
@@ -250,6 +250,35 @@ def test_linear_layers_are_summed_over_a_step() -> None:
     assert cells == [["8", "10:00, abcdef1", "1.29", "**1.03**", "1.50", "**1.20**"]]  # 129 launches
     ((_, _, layers),) = tables_scenarios.linear_layers({"rows": found})
     assert layers == [["8", *["8 ours (10)"] * 5]]
+
+
+def test_layers_of_other_sizes_in_the_same_run_are_not_mixed() -> None:
+    one = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
+           "lm_head": (128256, 4096)}  # fmt: skip
+    two = {"qkv": (3072, 4096), "o": (4096, 2048), "gate_up": (14336, 4096), "down": (4096, 7168),
+           "lm_head": (64128, 4096)}  # fmt: skip
+    found = []
+    for model, sizes, us in (("llama-8b", one, 10.0), ("llama-8b-tp2", two, 6.0)):
+        for provider, factor in (("cublas", 1.0), ("ours", 0.5)):
+            for layer, (out, k) in sizes.items():
+                made = timed(provider, 8, out, us * factor)
+                made.case |= {"layer": layer, "in": k}
+                found.append(made)
+            found.append(
+                row(
+                    "skinny_linear",
+                    "step",
+                    {"provider": provider},
+                    {"ms": us},
+                    case={"model": model, "tokens": 8},
+                )
+            )
+    (title, _, cells), (half, _, of_two) = tables_scenarios.linear({"rows": found})
+    assert "of Llama-3.1-8B's shapes" in title and "a GPU's half" not in title and "a GPU's half" in half
+    assert (cells[0][2:4], of_two[0][2:4]) == (["1.29", "**0.65**"], ["0.77", "**0.39**"])  # 129 launches
+    (_, _, layers), (half, _, of_two) = tables_scenarios.linear_layers({"rows": found})
+    assert layers == [["8", *["5 ours (10)"] * 5]] and of_two == [["8", *["3 ours (6)"] * 5]]
+    assert "cuBLAS, a GPU's half of Llama-3.1-8B's shapes (" in half
 
 
 # -- kernels that pay
