@@ -129,10 +129,9 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         patched = apply(VllmAdapter(worker), worker.get_model(), request, _rank(worker))
         vllm_live.add_key(key)
         patched.journal.add(lambda: vllm_live.remove_key(key))
-        graphs = vllm_graphs.extend(worker) if live else vars(worker).pop(vllm_graphs.STATE, None)
+        graphs = vars(worker).pop(vllm_graphs.STATE, None)
         if graphs is not None:
-            patched.journal.add(graphs.undo)
-            graphs.rebuild() if live else graphs.before_capture()
+            graphs.before_capture()
         vars(worker)[STATE] = patched
 
         def back() -> None:

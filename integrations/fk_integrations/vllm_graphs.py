@@ -3,6 +3,7 @@
 vLLM captures up to 512 tokens. A longer prompt's kernels are launched one by one, and a call of our ops costs more
 there than one of inductor's own kernels; a replayed graph calls neither. Only the graphs that run prompts (PIECEWISE)
 are added: the full graphs of decodes, and with them how FlashAttention splits a batch of their size, stay as they were.
+A live engine has buffers of its largest graph's size by the time that it is patched: its sizes stay.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from fastkernels.env import Environment
 
 log = logging.getLogger("fastkernels")
 STATE = "_fastkernels_graphs"
-# They keep nothing as large as the largest graph of a prompt: a live engine's need not be built anew.
-BUILDERS = ("FlashAttentionMetadataBuilder", "FlashInferMetadataBuilder", "TritonAttentionMetadataBuilder")
 
 
 def refusal(config: Any) -> str | None:
@@ -71,16 +70,13 @@ def sizes_above(last: int, most: int) -> list[int]:
 
 
 class Graphs:
-    """The added sizes of a worker, in its configuration; `undo` takes them out. own: vLLM's sizes."""
+    """The added sizes of a worker. largest_own: the largest of vLLM's own."""
 
     def __init__(self, worker: Any, more: list[int]):
-        self.worker, self.config = worker, worker.vllm_config.compilation_config
-        self.own: list[int] = self.config.cudagraph_capture_sizes
-        self.largest_own: int = self.config.max_cudagraph_capture_size
-        self._set([*self.own, *more])
-
-    def _set(self, sizes: list[int]) -> None:
-        self.config.cudagraph_capture_sizes, self.config.max_cudagraph_capture_size = sizes, sizes[-1]
+        self.worker, config = worker, worker.vllm_config.compilation_config
+        self.largest_own: int = config.max_cudagraph_capture_size
+        config.cudagraph_capture_sizes = [*config.cudagraph_capture_sizes, *more]
+        config.max_cudagraph_capture_size = more[-1]
 
     def before_capture(self) -> None:
         """Settle when the runner, which is there now, has a KV cache: its tables are there then, graphs come later."""
@@ -114,33 +110,10 @@ class Graphs:
                 for key, found in table.items():
                     table[key] = [d for d in found if d.cg_mode.name != "FULL" or d.num_tokens <= most]
 
-    def rebuild(self) -> None:
-        """Fill the tables of a live runner, what is captured and which graph a batch uses, for the sizes set now."""
-        dispatcher, manager = _tables(self.worker.model_runner)
-        if dispatcher is not None:
-            for keys in dispatcher.cudagraph_keys.values():
-                keys.clear()
-            dispatcher.initialize_cudagraph_keys(
-                dispatcher.cudagraph_mode, dispatcher.uniform_decode_query_len
-            )
-        if manager is not None:
-            manager._candidates, manager._capture_descs = {}, {}
-            manager._init_candidates()
-        self.settle()
-
-    def undo(self) -> None:
-        """vLLM's sizes, in a live engine whose graphs are captured anew or put back afterwards."""
-        self._set(self.own)
-        vars(self.worker.model_runner).pop("initialize_kv_cache", None)
-        self.rebuild()
-
 
 def _tables(runner: Any) -> tuple[Any, Any]:
-    """(the V1 runner's dispatcher, the V2 runner's manager), those that are there and can be filled anew; else None."""
-    found = getattr(runner, "cudagraph_dispatcher", None), getattr(runner, "cudagraph_manager", None)
-    methods = "initialize_cudagraph_keys", "_init_candidates"
-    dispatcher, manager = (t if hasattr(t, m) else None for t, m in zip(found, methods, strict=True))
-    return dispatcher, manager
+    """(the V1 runner's dispatcher, the V2 runner's manager), those that are there; else None."""
+    return getattr(runner, "cudagraph_dispatcher", None), getattr(runner, "cudagraph_manager", None)
 
 
 def _builders(runner: Any) -> list[Any]:
@@ -151,23 +124,15 @@ def _builders(runner: Any) -> list[Any]:
 def extend(worker: Any) -> Graphs | None:
     """Add sizes up to FASTKERNELS_GRAPH_TOKENS tokens to the configuration of a worker, and say so; None: they stay.
 
-    worker: without a model yet (then `before_capture` when there is a runner), or live (then `rebuild`).
+    The worker has no runner yet, which reads them; `before_capture` is for when it has one.
     """
     config, most = worker.vllm_config, Environment.read().graph_tokens
     if not most:
         return None
     try:
         reason = refusal(config)
-    except (
-        Exception
-    ) as error:  # another version's configuration: the model can be patched without longer graphs
+    except Exception as error:  # another version's configuration: its model can be patched all the same
         reason = f"this vLLM's configuration is not known ({type(error).__name__}: {error})"
-    runner = getattr(worker, "model_runner", None)
-    others = sorted({type(b).__name__ for b in _builders(runner)} - set(BUILDERS))
-    if reason is None and others:
-        reason = f"{', '.join(others)} of the live engine may size buffers by the largest graph"
-    if reason is None and runner is not None and _tables(runner) == (None, None):
-        reason = "the live engine's tables of graphs are not known"
     if reason is not None:
         log.debug("vLLM's CUDA graph sizes stay: %s", reason)
         return None

@@ -80,17 +80,14 @@ def environment(monkeypatch):
     monkeypatch.delenv("FASTKERNELS_GRAPH_TOKENS", raising=False)
 
 
-def test_vllms_own_sizes_are_extended_and_put_back(caplog):
+def test_vllms_own_sizes_are_extended(caplog):
     config = configuration()
     assert sizes(config) == OWN
     with caplog.at_level(logging.INFO, "fastkernels"):
-        graphs = vllm_graphs.extend(worker(config))
+        vllm_graphs.extend(worker(config))
     assert sizes(config) == OWN + MORE and config.compilation_config.max_cudagraph_capture_size == 2048
     assert "up to 2048 tokens run in CUDA graphs, not 512: 16 more" in caplog.text
     assert "FASTKERNELS_GRAPH_TOKENS=0" in caplog.text
-    graphs.worker.model_runner = SimpleNamespace(cudagraph_dispatcher=dispatcher(config))
-    graphs.undo()
-    assert sizes(config) == OWN and config.compilation_config.max_cudagraph_capture_size == 512
 
 
 def test_no_size_is_over_what_a_step_may_have(monkeypatch):
@@ -202,18 +199,18 @@ def test_a_worker_that_is_built_patched_gives_the_sizes_to_prompts_only(monkeypa
     assert built.model_runner.initialize_kv_cache("cache") == "cache"
     assert built.builder.max_cudagraph_size == 512
     check_v1(built.model_runner.cudagraph_dispatcher, longest=2048)
-    vars(built)[vllm.STATE].journal.undo()
-    assert sizes(config) == OWN
-    check_v1(built.model_runner.cudagraph_dispatcher, longest=512)
+    vars(built)[
+        vllm.STATE
+    ].journal.undo()  # the sizes stay: what is captured anew has room in the runner's buffers
+    check_v1(built.model_runner.cudagraph_dispatcher, longest=2048)
 
 
-def test_a_live_patch_and_its_undo(patching):
+def test_a_live_engine_keeps_its_sizes(patching):
+    """Its buffers are as long as its largest graph: on a GPU, capturing a longer one failed."""
     config = configuration()
     live = worker(config, cudagraph_dispatcher=dispatcher(config))
     live.get_model = lambda: None
     vllm._patch(live, Request("patch"))
-    check_v1(live.model_runner.cudagraph_dispatcher, longest=2048)
-    vars(live)[vllm.STATE].journal.undo()
     assert sizes(config) == OWN
     check_v1(live.model_runner.cudagraph_dispatcher, longest=512)
 
@@ -231,54 +228,28 @@ def check_v1(made, longest: int) -> None:
     assert max(captured["FULL"]) == 512 and max(captured["PIECEWISE"]) == longest
 
 
-def test_a_live_v1_runner_is_extended_and_put_back():
+def test_the_v2_runner_gives_the_sizes_to_prompts_only(monkeypatch):
     config = configuration()
-    made = dispatcher(config)
-    before = {m: set(keys) for m, keys in made.cudagraph_keys.items()}
-    graphs = vllm_graphs.extend(worker(config, cudagraph_dispatcher=made))
-    graphs.rebuild()
-    check_v1(made, longest=2048)
-    graphs.undo()
-    check_v1(made, longest=512)
-    assert made.cudagraph_keys == before
 
-
-def test_a_live_v2_runner_is_extended_and_put_back(monkeypatch):
-    config = configuration()
-    made = manager(config, monkeypatch)
-    before = made._candidates, made._capture_descs
-
-    def graph(tokens: int, reqs: int = 1, each: int | None = None):
+    def graph(made, tokens: int, reqs: int = 1, each: int | None = None):
         found = made.dispatch(reqs, tokens, each, 0)
         return found.cg_mode.name, found.num_tokens
 
-    assert graph(600) == ("NONE", 600)
-    graphs = vllm_graphs.extend(worker(config, cudagraph_manager=made))
-    graphs.rebuild()
-    assert graph(600) == ("PIECEWISE", 640) and graph(2049) == ("NONE", 2049)
-    assert graph(512, 512, 1) == ("FULL", 512) and graph(600, 600, 1) == ("PIECEWISE", 640)
+    assert graph(manager(config, monkeypatch), 600) == ("NONE", 600)
+    graphs = vllm_graphs.extend(worker(config))
+    made = manager(config, monkeypatch)
+    graphs.worker.model_runner = SimpleNamespace(cudagraph_manager=made)
+    graphs.settle()
+    assert graph(made, 600) == ("PIECEWISE", 640) and graph(made, 2049) == ("NONE", 2049)
+    assert graph(made, 512, 512, 1) == ("FULL", 512) and graph(made, 600, 600, 1) == ("PIECEWISE", 640)
     largest = {m.name: descs[0].num_tokens for m, descs in made._capture_descs.items()}
     assert largest == {"FULL": 512, "PIECEWISE": 2048}
-    graphs.undo()
-    assert (made._candidates, made._capture_descs) == before and graph(600) == ("NONE", 600)
 
 
-def test_a_live_engine_that_is_not_known_keeps_its_sizes():
-    config = configuration()
-    group = SimpleNamespace(metadata_builders=[object()])
-    unknown = worker(config, attn_groups=[[group]], cudagraph_dispatcher=dispatcher(config))
-    assert vllm_graphs.extend(unknown) is None and sizes(config) == OWN
-    assert vllm_graphs.extend(worker(config, attn_groups=[])) is None and sizes(config) == OWN
-
-
-def test_the_builders_that_are_named_are_vllms():
-    """FlashAttention's still has the attribute that `settle` sets, and no other of them compares with it."""
+def test_what_settle_sets_is_what_flash_attention_compares():
     import vllm as host
 
     folder = Path(host.__file__).parent / "v1" / "attention" / "backends"
-    source = {
-        name: (folder / f"{name}.py").read_text() for name in ("flash_attn", "flashinfer", "triton_attn")
-    }
-    for builder, text in zip(vllm_graphs.BUILDERS, source.values(), strict=True):
-        assert f"class {builder}(" in text
-        assert ("num_actual_tokens <= self.max_cudagraph_size" in text) == ("class FlashAttention" in text)
+    for name in ("flash_attn", "flashinfer", "triton_attn"):
+        text = (folder / f"{name}.py").read_text()
+        assert ("num_actual_tokens <= self.max_cudagraph_size" in text) == (name == "flash_attn")
