@@ -110,7 +110,7 @@ class Fleet:
         shutil.rmtree(report, ignore_errors=True)
         report.mkdir(parents=True)
         argv = lanes.command(lane, config.model, self.served_name, port, self.sizing)
-        env = lanes.environment(lane, config.model, report.absolute())
+        env = lanes.environment(lane, config.model, report.absolute(), config.together)
         (folder / "command.sh").write_text(lanes.shell_line(env, argv) + "\n")
         removed = [name for name, value in env.items() if not value]
         added = {name: value for name, value in env.items() if value}

@@ -42,7 +42,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What the servers must hold: the same number of KV-cache tokens in every lane, this share of a GPU each."""
+    """What the servers must hold: the same number of KV-cache tokens in every lane, this share of a GPU each.
+
+    together  they start at once: none may take what is free on the GPU meanwhile for its own
+    kv_bytes  of a token's keys and values, on all GPUs; None: not known
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -50,6 +54,8 @@ class Sizing:
     residents: int
     tensor_parallel: int = 1
     dtype: str = "bfloat16"
+    together: bool = False
+    kv_bytes: int | None = None
 
 
 def parse(
@@ -191,17 +197,32 @@ def _share(sizing: Sizing) -> str:
 def _vllm_on_gpu(sizing: Sizing) -> list[str]:
     blocks = max(1, sizing.kv_tokens // 16)  # 16 tokens a block, vLLM's default
     made = ["--gpu-memory-utilization", _share(sizing), "--num-gpu-blocks-override", str(blocks)]
+    if (
+        sizing.together and sizing.kv_bytes
+    ):  # else it takes what others load meanwhile for its own activations
+        made += ["--kv-cache-memory-bytes", str(blocks * 16 * sizing.kv_bytes // sizing.tensor_parallel)]
     return made + (
         ["--tensor-parallel-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else []
     )
 
 
 def _sglang_on_gpu(sizing: Sizing) -> list[str]:
-    made = ["--mem-fraction-static", _share(sizing)]
+    # --max-total-tokens says how much; the share is of what was free when it started, others' included
+    made = ["--mem-fraction-static", "0.85" if sizing.together else _share(sizing)]
     return made + (["--tp-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else [])
 
 
-def environment(lane: Lane, model: str, report: Path) -> dict[str, str]:
+def kv_bytes(config: Mapping[str, Any]) -> int | None:
+    """Bytes of a token's keys and values in 16 bits, of a Hugging Face config.json; None where it does not say."""
+    try:
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return 2 * 2 * int(config["num_hidden_layers"]) * int(heads) * int(size)
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
+
+
+def environment(lane: Lane, model: str, report: Path, together: bool = False) -> dict[str, str]:
     """What is added to (or, as '', taken out of) this process's environment for the lane's server."""
     made = {name: "" for name in os.environ if name.startswith("FASTKERNELS") and name != "FASTKERNELS_CACHE"}
     made.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"})
@@ -211,6 +232,8 @@ def environment(lane: Lane, model: str, report: Path) -> dict[str, str]:
         # vLLM leaves one core to its front end by itself. With a compute thread on every core, the front end and the
         # client keep threads waiting for each other: SGLang at 610 ms a token on 2 busy cores, 2026-11-21.
         made["OMP_NUM_THREADS"] = str(max(1, machine.machine().cores - 1))
+    if lane.host == "sglang" and together:  # others load meanwhile, not evenly
+        made["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if lane.host == "vllm":
         made.update({"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"})
         if not machine.machine().gpus:

@@ -76,7 +76,14 @@ class Compare:
             residents=self._residents(),
             tensor_parallel=config.tensor_parallel,
             dtype=machine.fast_dtype() if config.dtype == "auto" else config.dtype,
+            together=config.together,
+            kv_bytes=self._kv_bytes() if config.together else None,
         )
+
+    def _kv_bytes(self) -> int | None:
+        file = Path(self.config.model) / "config.json"
+        half = self.config.dtype != "float32"
+        return lanes.kv_bytes(json.loads(file.read_text())) if half and file.is_file() else None
 
     def _residents(self) -> int:
         """Servers that are up at once: on a GPU a host and its '+fk', on a CPU as many as the memory holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,36 @@ def test_our_server_is_as_large_as_the_hosts() -> None:
     given = dict(itertools.pairwise(made))
     assert given["--num-blocks"] == "65"  # 64 of 16 tokens, and the one that is kept for padding
     assert (given["--max-num-seqs"], given["--tensor-parallel-size"]) == ("9", "2")
+
+
+def test_servers_that_start_together_do_not_size_themselves_by_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fk_bench import lanes
+    from fk_bench.machine import machine
+
+    found = machine()
+    monkeypatch.setattr(lanes.machine, "machine", lambda: found.model_copy(update={"gpus": 2}))
+    config = {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+    }
+    assert lanes.kv_bytes(config) == 131072 and lanes.kv_bytes({}) is None
+    sizing = lanes.Sizing(2048, 64, kv_tokens=65536, residents=3, tensor_parallel=2)
+    for together in (False, True):
+        sizing = replace(sizing, together=together, kv_bytes=131072)
+        given = {
+            host: dict(
+                itertools.pairwise(
+                    lanes.command(lanes.Lane(host, host, False, "python"), "M", "m", 1, sizing)
+                )
+            )
+            for host in ("vllm", "sglang")
+        }
+        assert given["vllm"].get("--kv-cache-memory-bytes") == (str(4 << 30) if together else None)
+        assert given["vllm"]["--num-gpu-blocks-override"] == "4096"
+        assert given["sglang"]["--mem-fraction-static"] == ("0.85" if together else "0.29")
+        env = lanes.environment(lanes.Lane("sglang", "sglang", False), "M", Path("r"), together)
+        assert ("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK" in env) == together

@@ -15,6 +15,7 @@ from fastkernels.overrides.l1 import _norm_calls
 from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rms_norm_heads import NUMBERS, WARPS, WIDEST, rms_norm_heads_kernel
+from fastkernels.overrides.l1._rows import rows
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
@@ -75,15 +76,6 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * H + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _rows(x: torch.Tensor) -> tuple[int, int, int]:
-    """(inner rows, outer stride, inner stride) of x as [outer, inner, H]; see _supports_triton."""
-    if x.dim() == 3:
-        return x.shape[1], x.stride(0), x.stride(1)
-    if x.dim() == 2:
-        return 1, x.stride(0), 0
-    return 1, x.shape[-1], 0
-
-
 def _supports_triton(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -112,11 +104,11 @@ def _triton(
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     hidden = x.shape[-1]
-    rows = x.numel() // hidden
-    if rows == 0:
+    count = x.numel() // hidden
+    if count == 0:
         return out
-    n_inner, x0, x1 = _rows(x)
-    _, r0, r1 = _rows(residual) if residual is not None else (1, 0, 0)
+    n_inner, x0, x1 = rows(x) or (1, 0, 0)
+    _, r0, r1 = (rows(residual) or (1, 0, 0)) if residual is not None else (1, 0, 0)
     block = next_power_of_2(hidden)
     given, norm = (
         (x, residual, weight, out, x0, x1, r0, r1, n_inner),
@@ -126,14 +118,14 @@ def _triton(
     if block <= WIDEST:
         each = NUMBERS // block
         launch_kernel(
-            rms_norm_heads_kernel, (cdiv(rows, each),), *given, rows, *norm, **how, ROWS=each, BLOCK=block,
+            rms_norm_heads_kernel, (cdiv(count, each),), *given, count, *norm, **how, ROWS=each, BLOCK=block,
             num_warps=WARPS,
         )  # fmt: skip
         return out
     # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
     each = 512 if hidden % 16 == 0 else 128
     launch_kernel(
-        _rms_norm_kernel, (rows,), *given, *norm, **how, BLOCK=block,
+        _rms_norm_kernel, (count,), *given, *norm, **how, BLOCK=block,
         num_warps=min(max(block // each, 1), 16),
     )  # fmt: skip
     return out
