@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from . import kernels_report, stats, summary
 from .config import Level
@@ -89,12 +90,21 @@ def _servers(files: Files, metrics: Sequence[tuple[str, str]], what: str) -> Ite
         case = summary.run_case(mine)
         rounds = " or ".join(map(str, sorted({len(c.rounds) for c in made})))
         title = (
-            f"{mine[0].subject.model}, {case.get('dtype')}, {case.get('input_len')} tokens in and "
+            f"{mine[0].subject.model}, {case.get('dtype')}, {_tokens_in(case, made)} tokens in and "
             f"{case.get('output_len')} out, real servers ({origin(mine, {name: found})}). Means over {rounds} "
             f"interleaved rounds of {what}; in brackets how many times better than the lane beside, mean of the "
             "rounds' ratios with its 95% interval:"
         )
         yield title, ["requests", "lane", "beside", *(heading for heading, _ in metrics)], lines
+
+
+def _tokens_in(case: Mapping[str, Any], made: Iterable[Cell]) -> str:
+    """Of a request: '512' of random prompts, else what the run's prompts have, 'a mean of 967'."""
+    if case.get("dataset", "random") == "random":
+        return str(case.get("input_len"))
+    counted = [m for c in made if c.level.own_lengths for m in c.rounds.values() if "prompt_tokens" in m]
+    asked = sum(m["requests"] - m["requests_failed"] for m in counted)
+    return f"a mean of {sum(m['prompt_tokens'] for m in counted) / asked:.0f}"
 
 
 def _requests(level: Level) -> str:

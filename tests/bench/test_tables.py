@@ -189,6 +189,18 @@ def test_all_tables_of_a_run_say_what_is_missing(tmp_path: Path) -> None:
 # -- tables of made rows
 
 
+def test_prompts_that_are_not_random_have_the_tokens_that_were_counted() -> None:
+    found = served("vllm", [4.0, 4.0])
+    ((title, _, _),) = tables_made.servers({"a": found})
+    assert ", 512 tokens in and 128 out, " in title
+    for made, tokens in zip([r for r in found if r.kind == "round"], (300.0, 450.0), strict=True):
+        made.case["dataset"] = "prompts"
+        made.metrics |= {"requests": 2.0, "requests_failed": 0.0, "prompt_tokens": tokens}
+    found[1].metrics |= {"requests": 4.0, "requests_failed": 1.0}  # a failed one's prompt is not counted
+    ((title, _, _),) = tables_made.servers({"a": found})
+    assert ", a mean of 150 tokens in and 128 out, " in title
+
+
 def test_servers_of_two_runs_are_two_tables() -> None:
     files = {"a": served("vllm", [4.0]), "b": served("vllm+fk", [2.0])}
     made = list(tables_made.servers(files))
