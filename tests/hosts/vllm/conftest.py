@@ -6,8 +6,11 @@ __all__ = ["candidate", "folder"]  # fixtures
 
 
 def make_llm(model: str, **options):
-    from vllm import LLM
+    from vllm import LLM, _custom_ops
 
+    # On a CPU without AMX vLLM packs linear layers for oneDNN and frees their weights, so that no op of ours could take
+    # them. In this process, where most checks' workers are.
+    _custom_ops._supports_onednn = False
     defaults = {
         "dtype": "bfloat16",
         "max_model_len": 256,
