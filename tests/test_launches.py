@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastkernels.overrides.l1 import (
+    _rms_norm_heads,
     gelu_and_mul,
     gemma_rms_norm,
     l2_norm,
@@ -75,7 +76,7 @@ def test_heads_are_several_a_program_at_any_number_of_tokens(
 ) -> None:
     """One at a time they were 8192 programs of 32 threads at 256 tokens; another order of sums would be other bits."""
     kernel = Launches()
-    monkeypatch.setattr(rms_norm, "rms_norm_heads_kernel", kernel)
+    monkeypatch.setattr(_rms_norm_heads, "_rms_norm_heads_kernel", kernel)
     rms_norm._triton(torch.randn(tokens, 48, hidden)[:, :32], torch.ones(hidden), 1e-5)
     ((grid, args, options),) = kernel.seen
     assert grid == (tokens * 32 // rows,) and options["ROWS"] == rows

@@ -21,7 +21,7 @@ from .scan_memory import targets
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
 # the methods that are a module's call
-_CALLS = {"forward", "apply", "apply_scaled_mm", "embedding", "__call__"}
+_CALLS = {"forward", "apply", "apply_scaled_mm", "apply_weights", "embedding", "__call__"}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 

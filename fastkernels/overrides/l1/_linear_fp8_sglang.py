@@ -1,4 +1,4 @@
-"""SGLang's FP8 linear layers; what they compute is the op `linear_fp8`."""
+"""SGLang's FP8 linear layers: which of them the op `linear_fp8` serves."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ from torch import nn
 
 from fastkernels.overrides.l1._fp8 import FP8, refuse
 from fastkernels.overrides.l1._linear_fp8_scales import ROW
-from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
-
-Quantized = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.dtype | None]
 
 
-def _linear_fp8(*args: Any) -> torch.Tensor:
-    return torch.ops.fastkernels.linear_fp8.default(*args)  # of the file that imports this one
-
-
-class SGLangCompressedTensorsW8A8Fp8:
-    """sglang...compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8: a linear layer with a scale a row of its weight.
-
-    Raises ValueError for weights with one scale, or scales of blocks, and for scales of x that are given.
-    """
+class SGLangScheme:
+    """What is known of a scheme of SGLang's before it is called; see linear_fp8.SGLangCompressedTensorsW8A8Fp8."""
 
     live_methods = ("apply_weights",)
 
@@ -46,20 +36,6 @@ class SGLangCompressedTensorsW8A8Fp8:
         if (reason := _no_rows(self)) is not None:
             refuse("CompressedTensorsW8A8Fp8", weight_quant=reason)
 
-    def apply_weights(
-        self, layer: Any, x: torch.Tensor | Quantized, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x: [..., K], or as (values, scales, dtype of the result) if it is float8 already. Returns [..., N].
-
-        layer.weight: [K, N], whose columns are contiguous; layer.weight_scale: [N, 1].
-        """
-        if isinstance(x, tuple):
-            q, scale, out_dtype = x[0], x[1], x[2] if len(x) > 2 else None
-        else:
-            q, scale = quantize_fp8(x, None, -1, None, 0.0)  # a token of zeros has scale 0, as the host's
-            out_dtype = x.dtype
-        return _linear_fp8(q, layer.weight.t(), scale, layer.weight_scale.reshape(-1), bias, out_dtype)
-
 
 def sglang_shape(module: nn.Module) -> tuple[int, int, int, torch.dtype] | None:
     """The op's shape of a layer with SGLang's scheme: N, K, scales, dtype of the result. None if it is not ours."""
@@ -76,15 +52,3 @@ def _no_rows(scheme: Any) -> str | None:
         strategy = getattr(scheme.strategy, "value", scheme.strategy)
         return f"its weight has scales by {strategy}, not by channel"
     return "the scale of x is given" if scheme.is_static_input_scheme else None
-
-
-def sglang_fp8_scaled_mm(
-    mat_a: torch.Tensor,
-    mat_b: torch.Tensor,
-    scales_a: torch.Tensor,
-    scales_b: torch.Tensor,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """sglang.kernels.ops.gemm.fp8_scaled_mm: mat_a [M, K] times mat_b [K, N], scales of each row and each column."""
-    return _linear_fp8(mat_a, mat_b.t(), scales_a, scales_b.reshape(-1), bias, out_dtype)

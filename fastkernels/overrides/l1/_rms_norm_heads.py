@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.l1._overlap import follow
+from fastkernels.overrides.l1._launch import cdiv
+from fastkernels.overrides.l1._overlap import follow, launch_kernel
 
 WIDEST = 256  # channels of a row, padded to a power of two
 NUMBERS, WARPS = 1024, 4  # of a program: 8 of a thread, 16 bytes in 16 bits
 
 
 @triton.jit
-def rms_norm_heads_kernel(
+def _rms_norm_heads_kernel(
     x_ptr, res_ptr, w_ptr, out_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, n_rows, H, H_VAR, eps,
     HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -39,3 +42,14 @@ def rms_norm_heads_kernel(
             y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         y *= w[None, :]
     tl.store(out_ptr + row[:, None] * H + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_heads(
+    count: int, given: tuple[Any, ...], norm: tuple[Any, ...], how: dict[str, bool], block: int
+) -> None:
+    """rms_norm's kernel of `count` rows that are `block` wide when padded; the other arguments are rms_norm's."""
+    rows = NUMBERS // block
+    grid = (cdiv(count, rows),)
+    launch_kernel(
+        _rms_norm_heads_kernel, grid, *given, count, *norm, **how, ROWS=rows, BLOCK=block, num_warps=WARPS
+    )

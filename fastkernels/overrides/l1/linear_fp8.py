@@ -36,26 +36,12 @@ from fastkernels.overrides.l1._linear_fp8_scales import (
     granularity,
     holder_of,
 )
-from fastkernels.overrides.l1._linear_fp8_sglang import (
-    SGLangCompressedTensorsW8A8Fp8,
-    sglang_fp8_scaled_mm,
-    sglang_shape,
-)
+from fastkernels.overrides.l1._linear_fp8_sglang import SGLangScheme, sglang_shape
 from fastkernels.overrides.l1._linear_fp8_triton import linear_fp8_triton, supports_triton
 from fastkernels.overrides.l1._wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
+from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
 from fastkernels.shapes import drawn, dtype_name, optional, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
-
-__all__ = [
-    "SPEC",
-    "SGLangCompressedTensorsW8A8Fp8",
-    "VllmCutlassFP8ScaledMMLinearKernel",
-    "linear_fp8",
-    "reference",
-    "sglang_fp8_scaled_mm",
-    "vllm_cutlass_scaled_mm",
-    "vllm_w8a8_triton_block_scaled_mm",
-]
 
 
 def reference(
@@ -86,24 +72,16 @@ def reference(
 
 
 def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
     return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device)
 
 
 def _key(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[tuple[int, int, int, torch.dtype], tuple[int]]:
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> tuple[tuple[int, int, int, torch.dtype], tuple[int]]:  # fmt: skip
     n, k = weight.shape
     kind = granularity(x, weight, x_scale, weight_scale)
     return (n, k, kind, out_dtype or torch.bfloat16), (x.numel() // k if k else 0,)
@@ -202,13 +180,9 @@ class VllmCutlassFP8ScaledMMLinearKernel:
 
 
 def vllm_cutlass_scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    out_dtype: torch.dtype,
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """vllm._custom_ops.cutlass_scaled_mm: a [..., K] times b [K, N], whose columns are contiguous, in float8 e4m3.
 
     scale_b: [1], [N, 1] or [1, N], or of blocks, [K / 128, N / 128].
@@ -216,6 +190,32 @@ def vllm_cutlass_scaled_mm(
     of_blocks = tuple(scale_b.shape) == (blocks(b.shape[0]), blocks(b.shape[1]))
     scale = scale_b.t() if of_blocks and scale_b.numel() > 1 else scale_b.reshape(-1)
     return linear_fp8(a, b.t(), scale_a, scale, bias, out_dtype)
+
+
+class SGLangCompressedTensorsW8A8Fp8(SGLangScheme):
+    """sglang...compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8: a linear layer with a scale a row of its weight.
+
+    Raises ValueError for weights with one scale, or scales of blocks, and for scales of x that are given.
+    """
+
+    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [..., K], or a tuple of values, scales and perhaps a dtype if it is float8 already. Returns [..., N].
+
+        layer.weight: [K, N], whose columns are contiguous; layer.weight_scale: [N, 1].
+        """
+        if isinstance(x, tuple):
+            q, scale, out_dtype = x[0], x[1], x[2] if len(x) > 2 else None
+        else:  # a token of zeros has scale 0, as the host's
+            (q, scale), out_dtype = quantize_fp8(x, None, -1, None, 0.0), x.dtype
+        return linear_fp8(q, layer.weight.t(), scale, layer.weight_scale.reshape(-1), bias, out_dtype)
+
+
+def sglang_fp8_scaled_mm(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, scales_a: torch.Tensor, scales_b: torch.Tensor, out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """sglang.kernels.ops.gemm.fp8_scaled_mm: mat_a [M, K] times mat_b [K, N], scales of each row and each column."""
+    return linear_fp8(mat_a, mat_b.t(), scales_a, scales_b.reshape(-1), bias, out_dtype)
 
 
 def vllm_w8a8_triton_block_scaled_mm(

@@ -12,9 +12,9 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls
-from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
+from fastkernels.overrides.l1._launch import next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, launch_kernel
-from fastkernels.overrides.l1._rms_norm_heads import NUMBERS, WARPS, WIDEST, rms_norm_heads_kernel
+from fastkernels.overrides.l1._rms_norm_heads import WIDEST, launch_heads
 from fastkernels.overrides.l1._rows import rows
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -116,11 +116,7 @@ def _triton(
     )
     how = {"HAS_RES": residual is not None, "HAS_W": weight is not None, "CAST_FIRST": cast_x_before_out_mul}
     if block <= WIDEST:
-        each = NUMBERS // block
-        launch_kernel(
-            rms_norm_heads_kernel, (cdiv(count, each),), *given, count, *norm, **how, ROWS=each, BLOCK=block,
-            num_warps=WARPS,
-        )  # fmt: skip
+        launch_heads(count, given, norm, how, block)
         return out
     # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
     each = 512 if hidden % 16 == 0 else 128
