@@ -197,9 +197,8 @@ def _share(sizing: Sizing) -> str:
 def _vllm_on_gpu(sizing: Sizing) -> list[str]:
     blocks = max(1, sizing.kv_tokens // 16)  # 16 tokens a block, vLLM's default
     made = ["--gpu-memory-utilization", _share(sizing), "--num-gpu-blocks-override", str(blocks)]
-    if (
-        sizing.together and sizing.kv_bytes
-    ):  # else it takes what others load meanwhile for its own activations
+    # else it takes what others load meanwhile for its own activations
+    if sizing.together and sizing.kv_bytes:
         made += ["--kv-cache-memory-bytes", str(blocks * 16 * sizing.kv_bytes // sizing.tensor_parallel)]
     return made + (
         ["--tensor-parallel-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else []

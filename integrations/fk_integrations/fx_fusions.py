@@ -9,6 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
+from fastkernels.overrides.l1.rms_norm import rms_norm
+from fastkernels.overrides.l1.rms_norm_quant_fp8 import rms_norm_quant_fp8
+from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
+from fastkernels.overrides.l1.silu_mul_quant_fp8 import silu_mul_quant_fp8
+
+OPS = (
+    quantize_fp8,
+    rms_norm,
+    rms_norm_quant_fp8,
+    silu_and_mul,
+    silu_mul_quant_fp8,
+)  # torch.ops has them by now
 PER_TOKEN = {"group_size": -1}
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
@@ -17,16 +30,19 @@ def fuse_quantization(graph: fx.Graph) -> int:
     """Put rms_norm and silu_and_mul whose result is only quantized, token by token, together with that. How many.
 
     graph: functionalized as torch.compile does for ops that write their arguments (auto_functionalized, its first
-    form: another one is left as it is). The new ops give the same bits as the two in turn.
+    form: another one is left as it is). The new ops give the same bits as the two in turn. An op that somebody asked
+    for, by a candidate or a provider, stays: the new one would not call it (Op.asked).
     """
     ops = torch.ops.fastkernels
     fused = 0
+    if quantize_fp8.asked:
+        return fused
     for node in graph.find_nodes(op="call_function", target=ops.quantize_fp8.default):
         given = arguments(node)
         source, views = behind_views(given.pop("x"))
         if given != PER_TOKEN or set(source.users) != {views[-1] if views else node}:
             continue
-        if source.target is ops.silu_and_mul.default:
+        if source.target is ops.silu_and_mul.default and not silu_and_mul.asked:
             with graph.inserting_before(node):
                 new = graph.call_function(ops.silu_mul_quant_fp8.default, (source.args[0],))
             new.meta.update(said(node))
@@ -72,7 +88,7 @@ def behind_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 def norm_of(source: fx.Node) -> fx.Node | None:
     """The rms_norm whose output this is, if it is one that rms_norm_quant_fp8 computes."""
-    if source.target is not operator.getitem or source.args[1] != 0:
+    if source.target is not operator.getitem or source.args[1] != 0 or rms_norm.asked:
         return None
     norm: Any = source.args[0]
     if norm.target is not torch.ops.higher_order.auto_functionalized:

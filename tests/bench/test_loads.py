@@ -127,7 +127,7 @@ def test_a_run_with_other_lengths_and_its_resumption(
 ) -> None:
     run = tmp_path / "run"
     lanes = ("--lanes", "vllm,sglang", "--python", f"vllm={stub_python}", "--python", f"sglang={stub_python}")
-    size = (
+    size = [
         "--rounds",
         "2",
         "--concurrency",
@@ -138,7 +138,7 @@ def test_a_run_with_other_lengths_and_its_resumption(
         "9",
         "--output-len",
         "5",
-    )
+    ]
     loads = ("--load", "c=4,in=70,out=2,prompts=8", "--load", "rate=200,in=30,prompts=3")
     more = ("--agreement-prompts", "0", "--ready-timeout", "20", "--env", "sglang:STUB_DIE_AT=40")
     first = fk_bench("serve-compare", "--model", words_model, *lanes, *size, *loads, *more, "--out", run)

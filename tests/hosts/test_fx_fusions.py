@@ -102,6 +102,20 @@ def test_a_result_that_somebody_else_takes_stays() -> None:
 
 @pytest.mark.parametrize(("options", "fused"), [({"group": 16}, 0), ({"cast": False}, 1)])
 def test_what_the_fused_ops_do_not_compute_stays(options: dict[str, Any], fused: int) -> None:
+    graph = two_quantizations(**options)
+    assert fuse_quantization(graph) == fused
+    graph.lint()
+
+
+@pytest.mark.parametrize(("asked", "fused"), [(None, 2), (rms_norm, 1), (silu_and_mul, 1), (quantize_fp8, 0)])
+def test_what_somebody_asked_for_stays(asked: Any, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate behind the fused op would not run, and be reported all the same."""
+    if asked is not None:
+        monkeypatch.setattr(asked, "_asked", "named")
+    assert fuse_quantization(two_quantizations()) == fused
+
+
+def two_quantizations(**options: Any) -> fx.Graph:
     block = Block(**options)
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -113,6 +127,5 @@ def test_what_the_fused_ops_do_not_compute_stays(options: dict[str, Any], fused:
     b = graph.call_function(
         quantize, (graph.call_function(torch.ops.fastkernels.silu_and_mul.default, (x,)), None, block.group)
     )
-    graph.output((a, b))
-    assert fuse_quantization(graph) == fused
-    graph.lint()
+    graph.output((*(graph.call_function(operator.getitem, (a, i)) for i in (0, 1)), b))
+    return graph
