@@ -2,12 +2,13 @@
 
     python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl             # live patch and undo
     python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl --eager     # the noise to compare with
-    FASTKERNELS=1 python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl --plugin
+    FASTKERNELS=1 python bench/scenarios/live_patch.py vllm MODEL --out rows.jsonl --plugin    # and its undo
     python bench/scenarios/live_patch.py sglang MODEL --out rows.jsonl --ops attention --attention-backend fa3
 
 Compared are the teacher-forced log-probabilities of fixed random prompts (MODEL needs real or spread weights:
 make_checkpoint.py) before the patch, after it, and after the undo; and the names of our kernels in a profiler
 trace of replayed steps. Prompts go one at a time and nothing is cached, so that the host itself is deterministic.
+`kv_tokens` is how much the engine's KV cache holds, with a default share (--memory) of the GPU.
 --eager measures how far the host without compiled code and graphs is from the host with them: the noise of bf16.
 The live run leaves its reference in MODEL/reference-HOST.json for the two others.
 """
@@ -34,14 +35,16 @@ OURS = ("rms_norm", "silu_and_mul", "rotary_emb", "embedding", "attention", "lin
 
 
 class Vllm:
-    def __init__(self, model: str, eager: bool, attention_backend: str | None = None) -> None:
+    def __init__(self, model: str, eager: bool, memory: float, attention_backend: str | None = None) -> None:
         from vllm import LLM
 
         self.engine = LLM(
-            model, max_model_len=4096, gpu_memory_utilization=0.5, max_num_seqs=32, seed=0,
+            model, max_model_len=4096, gpu_memory_utilization=memory, max_num_seqs=32, seed=0,
             enable_prefix_caching=False, enforce_eager=eager,
             **({"attention_backend": attention_backend} if attention_backend else {}),
         )  # fmt: skip
+        cache = self.engine.llm_engine.vllm_config.cache_config
+        self.kv_tokens = cache.num_gpu_blocks * cache.block_size
 
     def _generate(self, prompts: list[list[int]], **params: Any) -> list[Any]:
         from vllm import SamplingParams
@@ -77,13 +80,14 @@ class Vllm:
 
 
 class SGLang:
-    def __init__(self, model: str, eager: bool, attention_backend: str | None = None) -> None:
+    def __init__(self, model: str, eager: bool, memory: float, attention_backend: str | None = None) -> None:
         import sglang
 
         self.engine = sglang.Engine(
-            model_path=model, mem_fraction_static=0.5, context_length=4096, random_seed=0, log_level="warning",
+            model_path=model, mem_fraction_static=memory, context_length=4096, random_seed=0, log_level="warning",
             disable_radix_cache=True, disable_cuda_graph=eager, attention_backend=attention_backend,
         )  # fmt: skip
+        self.kv_tokens = self.engine.get_server_info()["max_total_num_tokens"]
 
     def _generate(self, prompts: list[list[int]], tokens: int, **options: Any) -> list[Any]:
         params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -124,7 +128,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.start, self.rows = args, time.monotonic(), []
         self.host = {"vllm": Vllm, "sglang": SGLang}[args.host](
-            args.model, args.eager, args.attention_backend
+            args.model, args.eager, args.memory, args.attention_backend
         )
         self.integration = find_host(args.host)
         rng = random.Random(0)
@@ -171,7 +175,11 @@ class Run:
         trace = self.trace()
         active = [w for r in trace for w in r["rows"] if w["state"] == "active"]
         ok = bool(active) and all(map(proved, active))
-        self.record("plugin", ok, self.against_reference(), rows=active, kernels=ours(trace))
+        metrics = {"kv_tokens": self.host.kv_tokens, **self.against_reference()}
+        self.record("plugin", ok, metrics, rows=active, kernels=ours(trace))
+        at = time.monotonic()
+        self.integration.call(self.host.engine, Request("undo"))
+        self.undone(time.monotonic() - at)
 
     def live(self) -> None:
         host, prompts = self.host, self.prompts
@@ -182,8 +190,9 @@ class Run:
         noise = difference(first, host.logprobs(forced))
         equal = sum(a == b for a, b in zip(before, host.tokens(prompts), strict=True)) / PROMPTS
         own = self.decode_against_prefill()
-        self.record("unpatched", True, {"self_agreement": equal, **noise, **own})
-        self.reference.write_text(json.dumps({"forced": forced, "logprobs": first}))
+        self.record("unpatched", True, {"kv_tokens": host.kv_tokens, "self_agreement": equal, **noise, **own})
+        saved = {"forced": forced, "logprobs": first, "tokens": before, "noise": noise}
+        self.reference.write_text(json.dumps(saved))
         at = time.monotonic()
         report = fastkernels.patch(host.engine, ops=self.args.ops.split(",") if self.args.ops else None)
         took = time.monotonic() - at
@@ -197,9 +206,13 @@ class Run:
         self.record("patched", ok, metrics, rows=report.to_dict()["rows"], kernels=ours(trace))
         at = time.monotonic()
         report.undo()
-        took = time.monotonic() - at
-        found, same = self.against_reference(), host.tokens(prompts) == before
-        exact = same and found["logprob_max_abs_diff"] <= noise["logprob_max_abs_diff"]
+        self.undone(time.monotonic() - at)
+
+    def undone(self, took: float) -> None:
+        """After an undo the host says what it said without a patch, as exactly as it repeats itself."""
+        saved = json.loads(self.reference.read_text())
+        found, same = self.against_reference(), self.host.tokens(self.prompts) == saved["tokens"]
+        exact = same and found["logprob_max_abs_diff"] <= saved["noise"]["logprob_max_abs_diff"]
         self.record("undone", exact, {"undo_s": took, "tokens_equal": float(same), **found})
 
 
@@ -217,6 +230,7 @@ def main() -> None:
     parser.add_argument(
         "--attention-backend", help="the host's own name, e.g. fa3 for SGLang; default: the host's"
     )
+    parser.add_argument("--memory", type=float, default=0.5, help="share of the GPU's")
     parser.add_argument("--ops", help="comma-separated, default: the host's defaults")
     args = parser.parse_args()
     run = Run(args)

@@ -1,24 +1,27 @@
 """A random checkpoint with the shapes of Llama-3.1-8B, for benchmarks on machines that reach no model hub.
 
     python bench/scenarios/make_checkpoint.py FOLDER [--layers 32] [--tokenizer FOLDER] [--quantize fp8]
+    python bench/scenarios/make_checkpoint.py FOLDER --model FOLDER --quantize fp8
 
 Matrices are N(0, 0.02), norms are 1, from a seeded generator: logits are spread, so that greedy tokens and
 log-probabilities mean something (a host's own dummy weights give nearly uniform ones). The tokenizer is
 another model's, padded to the vocabulary with added tokens.
 --quantize fp8 writes the same model as an FP8-dynamic checkpoint in compressed-tensors format, which vLLM and SGLang
 load: the linears of the decoder layers in float8_e4m3fn with a scale for each output channel, and activations that
-the host quantizes token by token. Embeddings and the head stay bfloat16.
+the host quantizes token by token. Embeddings and the head stay bfloat16. With --model the weights are not random but
+that model's (safetensors), for measurements on real text.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,6 +51,7 @@ CONFIG = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
+LINEAR = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 FP8 = torch.float8_e4m3fn
 FP8_VALUES = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_DYNAMIC = {
@@ -112,6 +116,32 @@ def tokenizer(source: Path, folder: Path, size: int) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
+def list_files(index: dict[str, str], folder: Path) -> None:
+    listing = {"metadata": {}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+
+
+def quantize_model(source: Path, folder: Path) -> None:
+    """A real model's files, with the linears of its decoder layers in FP8."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise SystemExit(f"{source} has no .safetensors: --model needs a folder with a model's weights")
+    index: dict[str, str] = {}
+    for file in files:
+        tensors = load_file(file)
+        for name in [n for n in tensors if LINEAR.search(n)]:
+            tensors[name], tensors[f"{name}_scale"] = quantized(tensors[name])
+        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file.name))
+    list_files(index, folder)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder / file.name)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": FP8_DYNAMIC}, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -120,7 +150,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is taken")
     parser.add_argument("--quantize", choices=("fp8",), help="FP8-dynamic, in compressed-tensors format")
+    parser.add_argument("--model", type=Path, help="folder of a model to quantize, instead of random weights")
     args = parser.parse_args()
+    if args.model:
+        if not args.quantize:
+            parser.error("--model is for --quantize: as it is, the model needs no other checkpoint")
+        quantize_model(args.model, args.folder)
+        return
     config = {**CONFIG, "num_hidden_layers": args.layers}
     if args.quantize:
         config["quantization_config"] = FP8_DYNAMIC
@@ -139,8 +175,7 @@ def main() -> None:
         shard = {name: tensor.cpu() for name, tensor in shard.items()}
         save_file(shard, args.folder / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(shard, file))
-    listing = {"metadata": {}, "weight_map": index}
-    (args.folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+    list_files(index, args.folder)
     (args.folder / "config.json").write_text(json.dumps(config, indent=1))
     if args.tokenizer:
         tokenizer(args.tokenizer, args.folder, vocab)

@@ -179,10 +179,13 @@ def measure(args: argparse.Namespace) -> list[str]:
     return [e for part, env in parts if (e := child(args, part, env, until - time.monotonic()))]
 
 
-def idle(rows: list[dict[str, Any]], every: bool) -> list[str]:
-    """What should have run and did not: anything at all; `every`: the ops that only run by a table."""
+def idle(rows: list[dict[str, Any]], every: bool, linear: str = "linear") -> list[str]:
+    """What should have run and did not: anything at all; `every`: the ops that only run by a table.
+
+    linear: the op of the model's linears, linear or linear_fp8.
+    """
     ran = {r["op"] for r in rows if r["state"] == "active" and r["calls"] > 0}
-    wanted = {"linear": {"linear"}, "attention": {"attention", "attention_decode"}} if every else {}
+    wanted = {linear: {linear}, "attention": {"attention", "attention_decode"}} if every else {}
     found = [] if ran else ["nothing of ours ran"]
     for op, names in wanted.items():
         if not ran & names:
@@ -220,9 +223,9 @@ def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[s
         rows.append(
             Row(**common, status=status, reason=wrong, case=case, metrics=group["metrics"], ci95=ci95)
         )
-    wrong = "; ".join(
-        [*errors, *idle(noted["rows"], args.every_kernel and machine.machine().gpu is not None)]
-    )
+    fp8 = "quantization_config" in json.loads((args.model / "config.json").read_text())
+    every = args.every_kernel and machine.machine().gpu is not None
+    wrong = "; ".join([*errors, *idle(noted["rows"], every, "linear_fp8" if fp8 else "linear")])
     status = Status.FAILED if wrong else Status.OK
     case = {"kind": "live", **setting, **{name: noted[name] for name in ("rows", "kernels", "runner")}}
     rows.append(Row(**common, status=status, reason=wrong, case=case))

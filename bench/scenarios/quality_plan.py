@@ -122,10 +122,16 @@ def table(config: dict[str, Any], chip: str, context: int) -> str:
         (2 * inner, hidden),
         (hidden, inner),
     ]
-    entries = [
+    if config.get("quantization_config"):  # FP8-dynamic: a scale a token and a row
+        op, kind, baseline = "linear_fp8", {"block": 1, "out_dtype": "bfloat16"}, "cutlass"
+        few, many = "cuda-wgmma-fp8", "cuda-wgmma-fp8"
+    else:
+        op, kind, baseline = "linear", {"dtype": "bfloat16"}, "cublas"
+        few, many = "cuda-skinny", "cuda-wgmma"
+    entries: list[dict[str, Any]] = [
         {
-            "op": "linear", "shape": {"N": n, "K": k, "dtype": "bfloat16"}, "sizes": {"M": m},
-            "provider": "cuda-skinny" if m <= 8 else "cuda-wgmma", "baseline": "cublas", **ours,
+            "op": op, "shape": {"N": n, "K": k, **kind}, "sizes": {"M": m}, "provider": few if m <= 8 else many,
+            "baseline": baseline, **ours,
         }
         for n, k in dict.fromkeys(shapes)
         for m in (1, 8, 16, 32)

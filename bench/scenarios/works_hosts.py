@@ -41,6 +41,10 @@ def adapter(folder: Path, model: Path) -> Path:
     return folder / "lora" if (folder / "lora").exists() else make_lora(folder / "lora", model)
 
 
+# Small, so that several engines have room on one GPU.
+KV_BYTES, KV_TOKENS = 1 << 30, 16384
+
+
 class Vllm:
     def __init__(self, model: str, lora: str | None, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -51,8 +55,8 @@ class Vllm:
 
             self.lora = LoRARequest("a", 1, lora)
         self.engine = LLM(
-            model, max_model_len=512, max_num_seqs=8, gpu_memory_utilization=0.4, seed=0, enable_prefix_caching=False,
-            **options,
+            model, max_model_len=512, max_num_seqs=8, gpu_memory_utilization=0.1, kv_cache_memory_bytes=KV_BYTES,
+            seed=0, enable_prefix_caching=False, **options,
         )  # fmt: skip
 
     def _generate(self, prompts: list[list[int]], **params: Any) -> list[Any]:
@@ -93,8 +97,8 @@ class SGLang:
         self.model, self.lora = model, {} if lora is None else {"lora_path": "a"}
         graphs = {"cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs_prefill": 512}
         self.engine = sglang.Engine(
-            model_path=model, mem_fraction_static=0.4, context_length=512, random_seed=0, log_level="warning",
-            disable_radix_cache=True, max_running_requests=8, **graphs, **options,
+            model_path=model, mem_fraction_static=0.4, max_total_tokens=KV_TOKENS, context_length=512, random_seed=0,
+            log_level="warning", disable_radix_cache=True, max_running_requests=8, **graphs, **options,
         )  # fmt: skip
 
     def _generate(self, prompts: list[list[int]], n: int, **options: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """What works with what on a GPU (docs/what-works.md): each feature of vLLM or SGLang beside the patch, one line a cell.
 
-    python bench/scenarios/works_with.py --host vllm --out rows.jsonl [--features fp8,fp8_kv,sleep,spec] [--timeout 300]
+    python bench/scenarios/works_with.py --host vllm --out rows.jsonl [--features fp8,fp8_kv,sleep,spec] [--jobs 4]
 
 A cell is a process with a time limit: one that crashes or hangs is a row, and the next begins. Models are small random
 checkpoints of a GPU's shapes, engines have their defaults: compiled code, CUDA graphs. Two ways: `live`, an engine
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
 }
 
 
+def made(args: argparse.Namespace, feature: str) -> tuple[Path, str | None]:
+    """The feature's checkpoint, and its adapter; made once."""
+    kind = FEATURES[feature][0]
+    if (kind, args.host) == ("mistral", "sglang"):
+        kind = "gemma2"  # SGLang's Mistral has no window
+    model = checkpoint(args.work, kind)
+    return model, str(adapter(args.work, model)) if feature == "lora" else None
+
+
 class Cell:
     """One feature, one way. `problems` is what is not as it must be."""
 
@@ -91,11 +101,8 @@ class Cell:
         self.metrics: dict[str, float] = {}
         self.lines: list[str] = []
         self.reference = args.work / f"{args.host}-{args.child}.json"
-        kind, *options = FEATURES[args.child]
-        if (kind, args.host) == ("mistral", "sglang"):
-            kind = "gemma2"  # SGLang's Mistral has no window
-        model = checkpoint(args.work, kind)
-        lora = str(adapter(args.work, model)) if args.child == "lora" else None
+        _, *options = FEATURES[args.child]
+        model, lora = made(args, args.child)
         text = json.dumps(options[args.host == "sglang"]).replace('"MODEL"', json.dumps(str(model)))
         start = time.monotonic()
         engine = Vllm if args.host == "vllm" else SGLang
@@ -262,6 +269,34 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def cells(args: argparse.Namespace, feature: str) -> int:
+    """A row of each way of a feature; the number of those that are not right."""
+    import torch
+    from fk_bench import machine
+    from fk_bench.rows import Row, Status, Subject, append
+
+    wrong = 0
+    for way in args.ways.split(","):
+        begun = time.monotonic()
+        if feature in ("tp", "pp") and torch.cuda.device_count() < 2:
+            status, result = "skipped", {"problems": ["it needs two GPUs"], "metrics": {}, "lines": []}
+        else:
+            status, result = run(args, feature, way)
+        wrong += status not in ("ok", "skipped")
+        took = time.monotonic() - begun
+        row = Row(
+            run_id=f"works_with-{args.host}", command="works_with", machine=machine.machine(),
+            commit=machine.commit(), versions={"torch": str(torch.__version__)}, status=Status(status),
+            reason="; ".join(result["problems"]), subject=Subject(host=args.host, model=FEATURES[feature][0]),
+            case={"kind": feature, "way": way, "lines": result["lines"]},
+            metrics={**result["metrics"], "cell_s": took},
+        )  # fmt: skip
+        append(args.out, [row])
+        said = "; ".join([*result["problems"], *result["lines"]])
+        print(f"{args.host} {feature} {way}: {status}, {took:.0f} s. {said}", flush=True)
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -272,6 +307,7 @@ def main() -> None:
         "--features", default=",".join(FEATURES), help=f"of {', '.join(FEATURES)}; default: all"
     )
     parser.add_argument("--ways", default="live,start")
+    parser.add_argument("--jobs", type=int, default=1, help="features at once, on the same GPUs")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a cell may take")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fastkernels-works-with")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -281,30 +317,11 @@ def main() -> None:
     if args.child:
         child(args)
         return
-    import torch
-    from fk_bench import machine
-    from fk_bench.rows import Row, Status, Subject, append
-
-    wrong = 0
-    for feature in args.features.split(","):
-        for way in args.ways.split(","):
-            begun = time.monotonic()
-            if feature in ("tp", "pp") and torch.cuda.device_count() < 2:
-                status, result = "skipped", {"problems": ["it needs two GPUs"], "metrics": {}, "lines": []}
-            else:
-                status, result = run(args, feature, way)
-            wrong += status not in ("ok", "skipped")
-            took = time.monotonic() - begun
-            row = Row(
-                run_id=f"works_with-{args.host}", command="works_with", machine=machine.machine(),
-                commit=machine.commit(), versions={"torch": str(torch.__version__)}, status=Status(status),
-                reason="; ".join(result["problems"]), subject=Subject(host=args.host, model=FEATURES[feature][0]),
-                case={"kind": feature, "way": way, "lines": result["lines"]},
-                metrics={**result["metrics"], "cell_s": took},
-            )  # fmt: skip
-            append(args.out, [row])
-            said = "; ".join([*result["problems"], *result["lines"]])
-            print(f"{args.host} {feature} {way}: {status}, {took:.0f} s. {said}", flush=True)
+    features = args.features.split(",")
+    for feature in features:
+        made(args, feature)  # no two cells at once
+    with ThreadPoolExecutor(args.jobs) as pool:
+        wrong = sum(pool.map(lambda feature: cells(args, feature), features))
     raise SystemExit(1 if wrong else 0)
 
 

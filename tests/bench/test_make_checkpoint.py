@@ -70,6 +70,26 @@ def test_the_fp8_checkpoint_is_the_plain_one_rounded(tmp_path: Path, monkeypatch
     assert config == plain_config and "quantization_config" not in plain_config
 
 
+def test_a_model_of_ones_own_is_quantized_in_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "plain", monkeypatch)
+    fp8 = made(tmp_path / "fp8", monkeypatch, "--quantize", "fp8")
+    again = made(tmp_path / "again", monkeypatch, "--model", str(tmp_path / "plain"), "--quantize", "fp8")
+    assert again.keys() == fp8.keys()
+    assert all(torch.equal(again[n].float(), t.float()) and again[n].dtype == t.dtype for n, t in fp8.items())
+    configs = [json.loads((tmp_path / f"{n}/config.json").read_text()) for n in ("fp8", "again")]
+    assert configs[0] == configs[1]
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match="has no"):
+        made(tmp_path / "out", monkeypatch, "--model", str(tmp_path / "empty"), "--quantize", "fp8")
+    with pytest.raises(SystemExit):
+        made(tmp_path / "out", monkeypatch, "--model", str(tmp_path / "empty"))
+
+
 @pytest.mark.parametrize("host", [pytest.param(h, marks=getattr(pytest.mark, h)) for h in ("vllm", "sglang")])
 def test_the_library_of_the_hosts_takes_the_configuration(host: str) -> None:
     python = ROOT / f".venv-{host}/bin/python"

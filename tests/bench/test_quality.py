@@ -211,6 +211,21 @@ def test_the_table_sends_every_decode_of_the_model_to_our_kernels(
     assert found.find((9, 3, 64, 16, 0, torch.bfloat16), (64, 1024)) is None
 
 
+def test_the_table_of_an_fp8_model_has_its_linears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chip, config = "NVIDIA Test", {**CONFIG, "quantization_config": {"quant_method": "compressed-tensors"}}
+    (tmp_path / "table.json").write_text(plans.table(config, chip, 1024))
+    monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "table.json"))
+    monkeypatch.setattr(tuned, "chip_of", lambda device: chip)
+    assert not tuned.entries("linear", chip)
+    registry.op_module("linear_fp8")
+    op = dispatch.OPS["linear_fp8"]
+    assert op.key is not None
+    found = tuned.lookup(op.key, tuned.entries("linear_fp8", chip))
+    for m in range(1, 33):
+        entry = found.find((3072, 576, 1, torch.bfloat16), (m,))
+        assert entry is not None and entry.faster and op._provider_of(entry).name == "cuda-wgmma-fp8"
+
+
 def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
     plan = small_plan()
     for run, shift in ((record.HOST, 0.0), ("other", 0.10), ("patched", 0.05)):
@@ -249,6 +264,9 @@ def test_a_kernel_that_should_have_run_and_did_not_is_said() -> None:
 
     assert idle([row("rms_norm", 5)], every=False) == [] and idle([], every=False) == ["nothing of ours ran"]
     assert idle([row("linear", 5), row("attention", 1)], every=True) == []
+    assert idle([row("linear_fp8", 5), row("attention", 1)], every=True, linear="linear_fp8") == []
+    (missing,) = idle([row("linear", 5), row("attention", 1)], every=True, linear="linear_fp8")
+    assert missing == "linear_fp8 did not run: it is not in the report"
     linear, attention = idle([row("linear", 0, "no such shape", "off"), row("attention", 0)], every=True)[1:]
     assert linear == "linear did not run: no such shape" and '{"why": 3}' in attention
 
