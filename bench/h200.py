@@ -1,4 +1,4 @@
-"""Every figure of docs/performance-log.md and of the README's tables, measured anew: `make bench-h200`. Rows in $OUT.
+"""What docs/performance-log.md and the README's tables say of speed, measured anew: `make bench-h200`. Rows in $OUT.
 
     make bench-h200 TOKENIZER=folder [VLLM=python of its environment] [SGLANG=the same]
                                   makes random checkpoints of Llama-3.1-8B's shapes, bf16 and FP8, with that tokenizer
@@ -154,7 +154,10 @@ def _kernels(a: Asked) -> list[Part]:
         )
         for m in ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")
     ]
-    return [*made, Part("agreement", twice, 100), Part("explain", tuple(models), 220)]
+    truth = scenario("judge_check", "--out", a.file("judge-truth"))
+    return [
+        *made, Part("agreement", twice, 100), Part("judge-truth", (truth,), 60), Part("explain", tuple(models), 220),
+    ]  # fmt: skip
 
 
 def _scenarios(a: Asked) -> list[Part]:
@@ -178,6 +181,7 @@ def _scenarios(a: Asked) -> list[Part]:
         one("step", 60, "decode_step", "decode-step", "--rows", a.file("skinny-linear.jsonl"), after=("linear",)),
         one("engine", 80, "engine_step", "engine-step", "--batch", "1,8,32", "--model-len", "2048"),
         one("moe-tiles", 110, "moe_tiles", "moe-tiles"),
+        Part("launches", (scenario("launch_cost"),), 40),
     ]  # fmt: skip
     if (ROOT / "bench/scenarios/engine_trace.py").is_file():
         made.append(one("engine-trace", 140, "engine_trace", "engine-trace"))

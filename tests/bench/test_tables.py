@@ -52,7 +52,7 @@ def test_a_number_that_was_changed_is_found_and_written_anew(
     [
         ("<!-- table: servers gone -->\n<!-- end -->\n", "no rows 'gone' in .*gone.jsonl.*bench-h200"),
         ("<!-- table: speed -->\n<!-- end -->\n", "there is no table 'speed': servers"),
-        ("<!-- table: kernels servers -->\n<!-- end -->\n", "servers has no row for it"),
+        ("<!-- table: kernels servers-vllm -->\n<!-- end -->\n", "servers-vllm has no row for it"),
         ("<!-- table: servers -->\n", "no `<!-- end -->`"),
         ("<!-- table: servers -->\n<!-- table: servers -->\n<!-- end -->\n", "no `<!-- end -->`"),
     ],

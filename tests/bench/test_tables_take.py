@@ -91,6 +91,7 @@ def test_the_rows_of_a_whole_run_are_taken_and_its_documents_written(tmp_path: P
         (run_folder / name).mkdir()
         (run_folder / name / "rows.jsonl").write_text("".join(mine))
     root = checkout(tmp_path / "root", "<!-- table: servers -->\n<!-- end -->\n")
+    (root / "bench/results/2026-11-22-h200-servers-vllm.jsonl").unlink()
     (root / "docs/performance.md").write_text("<!-- table: kernels -->\n<!-- end -->\n")
     (root / "docs/performance-log.md").write_text(
         "<!-- table: realized -->\n<!-- end -->\n<!-- table: servers servers-tp2 -->\n<!-- end -->\n"
@@ -106,7 +107,6 @@ def test_the_rows_of_a_whole_run_are_taken_and_its_documents_written(tmp_path: P
     assert "| vllm | 8 | 4.94 | 4.38 |" in log and "|  | fastkernels | vllm | 339.9 (1.131" in log
     judge = (root / "docs/performance.md").read_text()
     whole = Results(kept).text("kernels 2026-11-21-h200-kernels-all").splitlines()
-    assert "-h200-{kernels-norms,kernels-attention,kernels-experts,kernels-layers}`): " in judge
     assert [x for x in whole if x.startswith("| ")] == [x for x in judge.splitlines() if x.startswith("| ")]
     assert run("--root", str(root), "--check") == 0
 
