@@ -25,9 +25,9 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-# on a machine with an H200 and our package: docs/performance-log.md. MODEL, VLLM, SGLANG, TOKENIZER, OUT, TABLES: see the script
+# on a machine with H200s and our package: docs/performance.md. MODEL, VLLM, SGLANG, TOKENIZER, GPUS, ONLY, ...: see the script
 bench-h200:
-	@PYTHON=$(PYTHON) bash bench/h200.sh
+	@$(PYTHON) bench/h200.py
 
 lint:
 	@$(PYTHON) tests/support/environments.py own

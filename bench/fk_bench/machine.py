@@ -99,8 +99,9 @@ def _cores() -> int:
 
 @cache
 def commit() -> str | None:
-    """The commit of this checkout, with '+' when files differ from it; None when installed from a wheel."""
-    here = Path(__file__).resolve().parent
+    """The commit of this checkout, with '+' when files differ from it; what FK_BENCH_COMMIT says where this is none (a
+    copy without its history, a wheel), else None."""
+    here, told = Path(__file__).resolve().parent, os.environ.get("FK_BENCH_COMMIT") or None
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=20
@@ -109,8 +110,8 @@ def commit() -> str | None:
             ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else None
+        return told
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else told
 
 
 @cache

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastkernels.env import Environment
+
 from . import e2e, machine, rows
 from .output import last_line, table
 from .rows import Row, Status, Subject
@@ -75,8 +77,12 @@ def _row(
     metrics = {FIRST: times[1] - host.started, READY: times[0] - host.started}
     metrics |= phases(host.started, first, *times)
     metrics |= {f"kernels_{k}": float(v) for k, v in (first.get("engine") or {}).get("kernels", {}).items()}
+    patched = host.name != "fastkernels" and Environment.read().enabled  # the host inherits FASTKERNELS=1
+    subject = Subject(
+        model=Path(options["model"]).name, host=host.name, provider="fastkernels" if patched else None
+    )
     return e2e.make_row(
-        host.name, case, metrics, round=r, subject=Subject(model=Path(options["model"]).name, host=host.name),
+        host.name, case, metrics, round=r, subject=subject,
         versions=machine.interpreter(host.python).versions, status=Status.WRONG if wrong else Status.OK,
         reason=f"{answer['output_tokens']} tokens generated, 1 asked for" if wrong else "",
     )  # fmt: skip

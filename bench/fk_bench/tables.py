@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +31,8 @@ Maker = Callable[[Files], Iterator[Table]]
 # What tables are made of, a group of row files each, where bench/results/tables.json says nothing else: what
 # `make bench-h200` writes. A group may name others; where two rows say the same in 'pays', that of the first counts.
 GROUPS = {
-    "servers": ("servers",),
-    "kernels": ("kernels",),
+    "servers": ("servers-vllm",),
+    "kernels": ("kernels-norms", "kernels-attention", "kernels-experts", "kernels-layers"),
     "linear": ("skinny-linear",),
     "attention": ("decode-attention",),
     "step": ("decode-step",),
@@ -52,6 +52,12 @@ TABLES: dict[str, tuple[Maker, str]] = {
     "pays": (pays_tables.by_op, "pays"),
     "predicted": (pays_tables.predicted, "pays"),
     "realized": (pays_tables.realized, "pays"),
+}
+# command of rows: the tables that files of no group have in `--out`
+OTHERS = {
+    "serve-compare": ("servers", "servers-tails"),
+    "skinny_linear": ("linear", "linear-layers"),
+    "decode_attention": ("attention",),
 }
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/performance-log.md")
 RESULTS, MAPPING = "bench/results", "tables.json"
@@ -74,12 +80,12 @@ class Results:
     """A folder of row files.
 
     lenient  what is missing is said in the table's place, not raised
-    model    what rows of servers call their model, where they were measured from a folder; None: the folder's name
+    models   what rows call a model that was a folder, by the folder's name ('': any other); else that name
     """
 
     folder: Path
     lenient: bool = False
-    model: str | None = None
+    models: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> Path:
         """The row file of that name. Raises ConfigError if there is none."""
@@ -94,6 +100,11 @@ class Results:
             f"another file after the table's name, in the marker or in {MAPPING}"
         )
 
+    def names(self) -> list[str]:
+        """Of all files and runs' folders here that may have rows."""
+        runs = [path.parent.name for path in self.folder.glob("*/rows.jsonl")]
+        return sorted({*(path.stem for path in self.folder.glob("*.jsonl")), *runs})
+
     def read(self, path: Path) -> list[Row]:
         """The rows of a file, a model's folder by its name. Raises ConfigError for a line that is no row."""
         found, warnings = rows.read(path)
@@ -102,7 +113,8 @@ class Results:
         for row in found:
             model = row.subject.model or ""
             if model.startswith(("/", "~", ".")) or model.count("/") > 1:  # not a hub's OWNER/NAME
-                row.subject.model = self.model or Path(model).name
+                name = Path(model).name
+                row.subject.model = self.models.get(name) or self.models.get("") or name
         return found
 
     def files(self, group: str) -> list[str]:
@@ -112,6 +124,15 @@ class Results:
         if unknown := set(said) - set(GROUPS):
             raise ConfigError(f"{path}: {', '.join(sorted(unknown))}: not one of {', '.join(GROUPS)}")
         return _files(group, {**GROUPS, **said})
+
+    def every(self) -> list[str]:
+        """What markers ask for to have all tables: those of the groups, and those of files that are in no group."""
+        grouped = {file for group in GROUPS for file in self.files(group)}
+        made = list(TABLES)
+        for name in self.names():
+            if name not in grouped and (found := self.read(self.find(name))):
+                made += [f"{table} {name}" for table in OTHERS.get(found[0].command, ())]
+        return made
 
     def text(self, what: str) -> str:
         """The tables that a marker asks for, as Markdown. Raises ConfigError."""
@@ -158,19 +179,17 @@ def rewritten(text: str, results: Results, where: str = "") -> str:
     return MARKER.sub(one, text)
 
 
-def take(folder: Path, results: Path, model: str | None = None) -> list[str]:
+def take(folder: Path, results: Path, models: Mapping[str, str] | None = None) -> list[str]:
     """Copy the row files of a run of `make bench-h200` to `results`, named by date and chip, and let the groups whose
     files are all there be made of them. Returns the names. Nothing there is overwritten, and paths of the machine are
-    left out."""
-    source, taken = Results(folder, True, model), dict[str, str]()
-    for name in dict.fromkeys(n for group in GROUPS for n in _files(group, GROUPS)):
-        try:
-            read = source.read(source.find(name))
-        except ConfigError:
-            continue
-        if read:
+    left out. Raises ConfigError if there are none."""
+    source, taken = Results(folder, True, models or {}), dict[str, str]()
+    for name in source.names():
+        if read := source.read(source.find(name)):
             text = "".join(json.dumps(_without_paths(json.loads(row.to_json()))) + "\n" for row in read)
             taken[name] = _kept(results, name, read[-1], text)
+    if not taken:
+        raise ConfigError(f"--take {folder}: no file there has rows; it is the folder of a run (OUT=)")
     mapping = results / MAPPING
     said = json.loads(mapping.read_text()) if mapping.is_file() else {}
     for group, names in GROUPS.items():
@@ -215,25 +234,28 @@ def tables_command(
     ] = None,
     take_from: Annotated[
         Path | None,
-        typer.Option("--take", help="first copy the row files of this run of bench/h200.sh to --results"),
+        typer.Option("--take", help="first copy the row files of this run of `make bench-h200` to --results"),
     ] = None,
     model_name: Annotated[
-        str | None,
-        typer.Option(help="what to call the model of servers that was a folder (default: the folder's name)"),
+        list[str] | None,
+        typer.Option(
+            help="[FOLDER=]NAME: what to call a model that was this folder, or any (default: its name)"
+        ),
     ] = None,
 ) -> None:
     """Write the tables of README.md and docs/ anew from the rows under bench/results, or check that they are right."""
     found = Results(results or root / RESULTS)
     if not found.folder.is_dir():
         fail(f"no such folder: {found.folder}; --root names the checkout, --results the folder of row files")
+    models = {folder: name for folder, _, name in (given.rpartition("=") for given in model_name or ())}
     changed = []
     try:
         if out is not None:
-            lenient = Results(found.folder, True, model_name)
-            out.write_text("\n".join(f"## {name}\n\n{lenient.text(name)}" for name in TABLES))
+            lenient = Results(found.folder, True, models)
+            out.write_text("\n".join(f"## {name}\n\n{lenient.text(name)}" for name in lenient.every()))
             last_line({"command": "tables", "ok": True, "out": str(out)})
             return
-        taken = take(take_from, found.folder, model_name) if take_from is not None else []
+        taken = take(take_from, found.folder, models) if take_from is not None else []
         for name in DOCUMENTS:
             path = root / name
             before = path.read_text()

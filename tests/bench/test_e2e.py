@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from fk_bench import stubs
+from fk_bench import startup, stubs
 from fk_bench.rows import read
 from support_bench import fk_bench, last_json
 
@@ -55,6 +56,20 @@ def test_a_folder_of_candidates_beside_the_same_host_without(tmp_path: Path) -> 
         if row.subject.candidate:  # two layers and a last norm, five steps
             assert row.case["live"] == {"rms_norm": 25, "silu_and_mul": 10} and row.baseline == "fastkernels"
     assert [r["host"] for r in last_json(done)["results"]] == ["fastkernels", "fastkernels+candidates"]
+
+
+@pytest.mark.parametrize(
+    ("host", "enabled", "provider"),
+    [("vllm", "1", "fastkernels"), ("vllm", "0", None), ("fastkernels", "1", None)],
+)
+def test_the_start_of_a_host_that_the_environment_patches_says_so(
+    host: str, enabled: str, provider: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTKERNELS", enabled)
+    started = SimpleNamespace(name=host, python=sys.executable, started=0.0)
+    first = {"kv_tokens": 64, "ends": [("engine", 1.0)]}
+    made = startup._row(started, {"model": "m"}, 9, 0, first, (2.0, 3.0), {"output_tokens": 1})  # type: ignore[arg-type]
+    assert (made.subject.host, made.subject.provider, made.case["kv_tokens"]) == (host, provider, 64)
 
 
 def test_starts_by_phases(tmp_path: Path) -> None:

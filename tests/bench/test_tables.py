@@ -9,70 +9,13 @@ from typing import Any
 import pytest
 from fk_bench import cli, pays, pays_points, pays_tables, tables, tables_made, tables_scenarios
 from fk_bench.config import ConfigError
-from fk_bench.rows import Machine, Row, Subject, append
+from fk_bench.rows import Machine, Row, append
 from fk_bench.tables import Results, rewritten
+from support_tables import checkout, ended, judged, row, run, served, timed
 
 from fastkernels import tuned
 
 ROOT = Path(__file__).resolve().parents[2]
-H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=16)
-
-
-def row(command: str, kind: str, subject: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
-    case = {"kind": kind, **more.pop("case", {})}
-    defaults = {"run_id": "run", "time": "2026-11-22T10:00:00+00:00", "commit": "abcdef123", "machine": H200}
-    fields = {**defaults, "versions": {"torch": "2.11.0", "vllm": "0.26.0"}, **more}
-    return Row(command=command, case=case, subject=Subject(**subject), metrics=metrics, **fields)
-
-
-def served(
-    lane: str, itl: list[float], requests: int = 1, model: str = "Llama-3.1-8B shapes, random weights",
-    other: tuple[int, int] | None = None,
-) -> list[Row]:  # fmt: skip
-    """A lane's rounds, its 'lane' row and its summary. other: in and out, where they are not the run's."""
-    subject = {"lane": lane, "host": lane.removesuffix("+fk"), "model": model}
-    case = {
-        "load": "concurrency",
-        "value": requests,
-        "input_len": 512,
-        "output_len": 128,
-        "dtype": "bfloat16",
-    }
-    if other is not None:
-        case |= {"input_len": other[0], "output_len": other[1], "run_lengths": [512, 128]}
-    made = [
-        row(
-            "serve-compare",
-            "round",
-            subject,
-            {"itl_ms_p50": ms, "output_tokens_per_s": 1000 / ms},
-            case=case,
-            round=i,
-        )
-        for i, ms in enumerate(itl)
-    ]
-    ran = {"rms_norm": 65, "attention": 32} if lane.endswith("+fk") else None
-    made.append(row("serve-compare", "lane", subject, {}, case={"patched_ops": ran}))
-    return [*made, row("serve-compare", "summary", subject, {}, case=case, baseline="vllm")]
-
-
-def judged(op: str, name: str, ours: float, theirs: float, dims: dict[str, Any], **more: Any) -> Row:
-    metrics = {"time_us_p50": ours, "baseline_us_p50": theirs, "speedup": theirs / ours}
-    case = {"name": name, "source": "random", "dtype": "bfloat16", "weight": 1.0, "dims": dims}
-    return row(
-        "kernels", "case", {"op": op}, metrics, case=case, baseline=more.pop("baseline", "vllm"), **more
-    )
-
-
-def ended(op: str) -> Row:
-    return row("kernels", "op", {"op": op}, {})
-
-
-def timed(provider: str, tokens: int, out: int, us: float, params: str = "") -> Row:
-    case = {"tokens": tokens, "layer": "layer", "out": out, "in": 4096, "params": params}
-    return row("skinny_linear", "time", {"op": "linear", "provider": provider}, {"us": us}, case=case)
-
-
 # -- the documents
 
 
@@ -80,24 +23,6 @@ def test_the_documents_say_what_the_rows_say(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as end:
         cli.main(["tables", "--check", "--root", str(ROOT)])
     assert not end.value.code, capsys.readouterr().out
-
-
-def checkout(folder: Path, text: str) -> Path:
-    """A checkout of documents with a marker in the first, and rows of servers."""
-    (folder / "bench/results").mkdir(parents=True)
-    (folder / "docs").mkdir()
-    for name in tables.DOCUMENTS:
-        (folder / name).write_text("Nothing here.\n")
-    (folder / tables.DOCUMENTS[0]).write_text(text)
-    found = [*served("vllm", [4.0, 4.2, 4.4]), *served("vllm+fk", [2.0, 2.1, 2.2])]
-    append(folder / "bench/results/2026-11-22-h200-servers.jsonl", found)
-    return folder
-
-
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["tables", *args])
-    return int(end.value.code or 0)
 
 
 def test_a_number_that_was_changed_is_found_and_written_anew(
@@ -127,7 +52,7 @@ def test_a_number_that_was_changed_is_found_and_written_anew(
     [
         ("<!-- table: servers gone -->\n<!-- end -->\n", "no rows 'gone' in .*gone.jsonl.*bench-h200"),
         ("<!-- table: speed -->\n<!-- end -->\n", "there is no table 'speed': servers"),
-        ("<!-- table: kernels servers -->\n<!-- end -->\n", "servers has no row for it"),
+        ("<!-- table: kernels servers-vllm -->\n<!-- end -->\n", "servers-vllm has no row for it"),
         ("<!-- table: servers -->\n", "no `<!-- end -->`"),
         ("<!-- table: servers -->\n<!-- table: servers -->\n<!-- end -->\n", "no `<!-- end -->`"),
     ],
@@ -149,41 +74,19 @@ def test_files_are_found_newest_first_and_named_by_the_mapping(tmp_path: Path) -
         append(tmp_path / f"{name}.jsonl", served("vllm", [1.0]))
     results = Results(tmp_path)
     assert results.find("servers").stem == "2026-12-01-h200-servers"
-    assert results.files("pays") == ["kernels", "skinny-linear", "decode-attention", "explain", "servers"]
+    judged_in = ["kernels-norms", "kernels-attention", "kernels-experts", "kernels-layers"]
+    assert results.files("pays") == [
+        *judged_in,
+        "skinny-linear",
+        "decode-attention",
+        "explain",
+        "servers-vllm",
+    ]
     (tmp_path / "tables.json").write_text('{"servers": ["mine"], "pays": ["servers", "x"]}')
     assert results.files("servers") == ["mine"] and results.files("pays") == ["mine", "x"]
     (tmp_path / "tables.json").write_text('{"server": ["mine"]}')
     with pytest.raises(ConfigError, match="server: not one of servers"):
         results.files("servers")
-
-
-def test_rows_of_a_run_are_taken_without_the_paths_of_the_machine(tmp_path: Path) -> None:
-    run_folder, results = tmp_path / "run", tmp_path / "results"
-    (run_folder / "servers").mkdir(parents=True)
-    results.mkdir()
-    found = served("vllm", [1.0, 1.1], model="/home/me/model")
-    found[-2].case["server_command"] = ["/home/me/python", "serve", "--port", "1"]
-    append(run_folder / "servers/rows.jsonl", found)
-    (results / "tables.json").write_text('{"servers": ["old"], "kernels": ["old"], "pays": ["servers"]}')
-    assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers"]
-    text = (results / "2026-11-22-h200-servers.jsonl").read_text()
-    assert "/home" not in text and '"model": "A model"' in text and '["...", "serve", "--port", "1"]' in text
-    said = {"servers": ["2026-11-22-h200-servers"], "kernels": ["old"], "pays": ["servers"]}
-    assert json.loads((results / "tables.json").read_text()) == said
-    assert Results(results).text("servers").startswith("A model, bfloat16")
-    assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers"]  # the same rows once
-    append(run_folder / "servers/rows.jsonl", served("sglang", [1.0]))
-    assert tables.take(run_folder, results, "A model") == ["2026-11-22-h200-servers-2"]
-    assert (results / "2026-11-22-h200-servers.jsonl").read_text() == text
-    assert Results(results).files("pays") == ["2026-11-22-h200-servers-2"]
-
-
-def test_all_tables_of_a_run_say_what_is_missing(tmp_path: Path) -> None:
-    append(tmp_path / "servers.jsonl", served("vllm", [1.0]))
-    assert run("--results", str(tmp_path), "--out", str(tmp_path / "tables.md")) == 0
-    text = (tmp_path / "tables.md").read_text()
-    assert "| 1 | vllm |  | 1000 | 1.00 |  |  |" in text and "no rows 'kernels'" in text
-    assert text.count("## ") == len(tables.TABLES)
 
 
 # -- tables of made rows

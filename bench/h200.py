@@ -1,0 +1,365 @@
+"""What docs/performance-log.md and the README's tables say of speed, measured anew: `make bench-h200`. Rows in $OUT.
+
+    make bench-h200 TOKENIZER=folder [VLLM=python of its environment] [SGLANG=the same]
+                                  makes random checkpoints of Llama-3.1-8B's shapes, bf16 and FP8, with that tokenizer
+    make bench-h200 MODEL=folder [FP8_MODEL=folder] ...   takes these; MODEL_NAME is what the tables call it
+    TEXT_MODEL=folder     quality, too: a small model with real weights, such as SmolLM2-135M-Instruct
+    GPUS=0,1,2,3          the GPUs to use (all that are visible); a part has one or two for itself alone
+    ONLY=part,'servers*'  these parts, and what they need; OUT=folder of a run before leaves out what ended well there
+    LIMIT=seconds         that a part may take (its own limit: twice what it takes, and two minutes)
+    QUICK=1               3 rounds of servers, a few cases of each op, half the text, live patches only in what works
+    RUN=echo              says what would run, where and when, and runs nothing
+
+A part that fails is said, and the rest runs. Logs: $OUT/logs/PART.log. The tables of README.md and docs/ made of these
+rows go to $OUT/tables.md; TABLES=1 puts rows and tables in their places. Where there is no git checkout FK_BENCH_COMMIT
+says which commit this is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = [str(ROOT), str(ROOT / "bench"), str(ROOT / "integrations")]
+sys.path[:0] = FOLDERS
+
+from fk_bench import machine  # noqa: E402
+from fk_bench.batch import Batch, Command, Part, chosen, cores_of, placed, predicted  # noqa: E402
+from fk_bench.commands import Interrupted, signals_raise  # noqa: E402
+from fk_bench.config import ConfigError, comma_list  # noqa: E402
+from fk_bench.lanes import shell_line  # noqa: E402
+
+RANDOM = "Llama-3.1-8B shapes, random weights"
+JUDGED = {  # the judge's ops in parts that take about as long as each other; seconds on 16 cores, all cases
+    "norms": (
+        330, "rms_norm gemma_rms_norm layer_norm l2_norm t5_layer_norm rms_norm_quant_fp8 quantize_fp8 "
+        "silu_mul_quant_fp8",
+    ),
+    "attention": (
+        310, "attention attention_decode attention_prefill merge_state store_kvcache rotary_emb rope_store_kvcache "
+        "embedding",
+    ),
+    "experts": (400, "fused_experts grouped_topk topk_softmax moe_align moe_sum sparse_moe"),
+    "layers": (
+        450, "linear linear_fp8 parallel_linear gated_mlp logits_processor sampling silu_and_mul gelu_and_mul gelu "
+        "quick_gelu relu2 llama_decoder_layer qwen3_decoder_layer mixtral_decoder_layer",
+    ),
+}  # fmt: skip
+QUICK_CASES = (  # of every op at least one
+    "decode_1", "decode_8", "decode_32", "decode_256", "qkv_32", "gate_up_32", "token_32", "static_32", "images_32",
+    "cascade_32", "deepseek_32", "prefill_8k",
+)  # fmt: skip
+LENGTHS = ("--input-len", "512", "--output-len", "128")
+FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=24")
+PREFILLS = ("--load", "c=1,in=600,out=8,prompts=40", "--load", "c=8,in=512,out=8,prompts=96", *FIRST_TOKENS)
+AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agreement-prompts", "0")
+WORKS = {"a": "plain,fp8,gptq,awq,fp8_kv", "b": "lora,spec,ngram,window,sleep", "two": "tp,pp"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What this run has. hosts: {'vllm': its python}; made: the models are made by parts of this run."""
+
+    out: Path
+    model: str
+    fp8_model: str
+    hosts: Mapping[str, str]
+    text_model: str = ""
+    tokenizer: str = ""
+    made: bool = False
+    quick: bool = False
+
+    @classmethod
+    def read(cls, env: Mapping[str, str]) -> Asked:
+        out = Path(env.get("OUT") or time.strftime("fk-bench-runs/h200-%Y%m%d-%H%M%S", time.gmtime()))
+        made = not env.get("MODEL")
+        hosts = {h: env[h.upper()] for h in ("vllm", "sglang") if env.get(h.upper())}
+        fp8 = env.get("FP8_MODEL") or (str(out / "model-fp8") if made and hosts else "")
+        return cls(
+            out, env.get("MODEL") or str(out / "model"), fp8, hosts, env.get("TEXT_MODEL", ""),
+            env.get("TOKENIZER", ""), made, env.get("QUICK", "0") not in ("", "0"),
+        )  # fmt: skip
+
+    def file(self, name: str) -> str:
+        return str(self.out / name)
+
+    @property
+    def makes_fp8(self) -> bool:
+        return self.fp8_model == self.file("model-fp8")
+
+
+def fk(*args: str) -> Command:
+    return (sys.executable, "-m", "fk_bench.cli", *args)
+
+
+def scenario(name: str, *args: str, python: str = sys.executable) -> Command:
+    return (python, f"bench/scenarios/{name}.py", *args)
+
+
+def parts(asked: Asked) -> list[Part]:
+    """All that can be measured with what there is."""
+    made = [*_models(asked), *_kernels(asked), *_scenarios(asked), *_servers(asked), *_hosts(asked)]
+    known = {p.name for p in made}
+    return [replace(p, after=tuple(a for a in p.after if a in known)) for p in made]
+
+
+def _models(a: Asked) -> list[Part]:
+    tokenizer = ("--tokenizer", a.tokenizer) if a.tokenizer else ()
+    made = [Part("model", (scenario("make_checkpoint", a.model, *tokenizer),), 60)] if a.made else []
+    if a.makes_fp8:
+        made.append(
+            Part(
+                "model-fp8", (scenario("make_checkpoint", a.fp8_model, *tokenizer, "--quantize", "fp8"),), 60
+            )
+        )
+    return made
+
+
+def _kernels(a: Asked) -> list[Part]:
+    """The judge, the same cases twice, and `explain`."""
+    cases: tuple[str, ...] = ("--cases", "captured,random", "--rounds", "8")
+    if a.quick:
+        cases = ("--cases", "random", *(x for name in QUICK_CASES for x in ("--case", name)), "--rounds", "5")
+    made = [
+        Part(
+            f"kernels-{name}", (fk("kernels", *ops.split(), *cases, "--out", a.file(f"kernels-{name}")),),
+            seconds * (0.3 if a.quick else 1),
+        )
+        for name, (seconds, ops) in JUDGED.items()
+    ]  # fmt: skip
+    few = (
+        "rms_norm", "silu_and_mul", "store_kvcache", "topk_softmax", "relu2", "--cases", "random", "--case", "decode_1",
+        "--case", "decode_32", "--rounds", "8", "--starts", "2",
+    )  # fmt: skip
+    runs = [a.file("judge-once"), a.file("judge-again")]
+    twice = (*(fk("kernels", *few, "--out", run) for run in runs), fk("diff", *runs))
+    # 576 tokens: what a sequence of the servers below has on average
+    models = [
+        fk(
+            "explain",
+            m,
+            "--batch",
+            "1,8,32,256",
+            "--context",
+            "576",
+            "--compilers",
+            "--out",
+            a.file("explain"),
+        )
+        for m in ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")
+    ]
+    truth = scenario("judge_check", "--out", a.file("judge-truth"))
+    return [
+        *made, Part("agreement", twice, 100), Part("judge-truth", (truth,), 60), Part("explain", tuple(models), 220),
+    ]  # fmt: skip
+
+
+def _scenarios(a: Asked) -> list[Part]:
+    def one(part: str, seconds: float, name: str, rows: str, *more: str, after: tuple[str, ...] = ()) -> Part:
+        return Part(part, (scenario(name, "--out", a.file(f"{rows}.jsonl"), *more),), seconds, after=after)
+
+    tokens = ("--tokens", "1,8,16,32,64")
+    made = [
+        one("linear", 130, "skinny_linear", "skinny-linear", "--model", "llama-8b", *tokens),
+        one("linear-tp2", 130, "skinny_linear", "skinny-linear-tp2", "--model", "llama-8b-tp2", *tokens),
+        one("fp8", 310, "linear_fp8", "linear-fp8", "--scales", "row,block", "--tokens", "1,8,32,64,128"),
+        one("attention", 130, "decode_attention", "decode-attention"),
+        one(
+            "attention-capacity", 130, "decode_attention", "decode-attention-capacity", "--capacity", "131072",
+            "--batch", "1,8,32", "--context", "512,2048,8192,32768", "--seconds", "200",
+        ),
+        one(
+            "attention-block1", 70, "decode_attention", "decode-attention-block1", "--block-size", "1", "--batch",
+            "1,8,32", "--context", "512,2048",
+        ),
+        one("step", 60, "decode_step", "decode-step", "--rows", a.file("skinny-linear.jsonl"), after=("linear",)),
+        one("engine", 80, "engine_step", "engine-step", "--batch", "1,8,32", "--model-len", "2048"),
+        one("moe-tiles", 110, "moe_tiles", "moe-tiles"),
+        Part("launches", (scenario("launch_cost"),), 40),
+    ]  # fmt: skip
+    if (ROOT / "bench/scenarios/engine_trace.py").is_file():
+        made.append(one("engine-trace", 140, "engine_trace", "engine-trace"))
+    return made
+
+
+def _servers(a: Asked) -> list[Part]:
+    """Servers of one part share its GPU and are loaded in turn, with equal KV caches. Seconds: of the start, of a
+    round."""
+    pythons = [x for host, path in a.hosts.items() for x in ("--python", f"{host}={path}")]
+    rounds, patched = 3 if a.quick else 5, [[h, f"{h}+fk"] for h in a.hosts]
+    every = [lane for pair in patched for lane in pair]
+
+    def serve(
+        name: str, seconds: tuple[float, float], lanes: Sequence[str], tokens: int, concurrency: str, prompts: str,
+        *more: str, model: str = a.model, gpus: int = 1, rounds: int = rounds, after: str = "model",
+    ) -> Part:  # fmt: skip
+        command = fk(
+            "serve-compare", "--model", model, "--lanes", ",".join(lanes), *pythons, "--together", "--resident",
+            str(len(lanes)), "--kv-tokens", str(tokens), "--concurrency", concurrency, "--num-prompts", prompts,
+            "--rounds", str(rounds), *more, "--out", a.file(name),
+        )  # fmt: skip
+        return Part(name, (command,), seconds[0] + rounds * seconds[1], gpus, (after,))
+
+    ragged = a.file("ragged-prompts.jsonl")
+    write = scenario("ragged_prompts", "--model", a.model, "--out", ragged)
+    made = [Part("prompts", (write,), 15, gpus=0, after=("model",))] if a.hosts else []
+    for host, both in zip(a.hosts, patched, strict=True):
+        made += [
+            serve(
+                f"servers-{host}", (150, 56), [*both, "fastkernels"], 65536, "1,8,32,64", "4,32,96,128", *PREFILLS,
+                *LENGTHS, *AGREE,
+            ),
+            serve(
+                f"servers-256-{host}", (110, 26), [host, "fastkernels"], 311296, "256", "256", "--input-len", "1024",
+                "--output-len", "128", *NO_AGREE, rounds=3,
+            ),
+            serve(
+                f"servers-ragged-{host}", (110, 17), both, 65536, "8,32", "32,96", "--dataset", "prompts",
+                "--dataset-path", ragged, "--max-model-len", "2048", "--output-len", "128", *NO_AGREE, after="prompts",
+            ),
+        ]  # fmt: skip
+    if a.hosts:
+        made.append(
+            serve(
+                "servers-tp2", (190, 40), [*every, "fastkernels"], 65536, "1,8,32", "4,32,96", *FIRST_TOKENS, *LENGTHS,
+                "--tensor-parallel", "2", *NO_AGREE, gpus=2,
+            )
+        )  # fmt: skip
+    if a.hosts and a.fp8_model:  # our engine loads no FP8 weights
+        made.append(
+            serve(
+                "servers-fp8", (170, 48), every, 65536, "1,8,32,64", "4,32,96,128", *FIRST_TOKENS, *LENGTHS, *AGREE,
+                model=a.fp8_model, after="model-fp8",
+            )
+        )  # fmt: skip
+    return made
+
+
+def _hosts(a: Asked) -> list[Part]:
+    """Starts, and what is measured inside of a host."""
+    start = ("llama-3.1-8b", "--startup", "--load-format", "dummy", "--dtype", "bfloat16")
+    made = [Part("startup", (fk("e2e", *start, "--rounds", "2", "--out", a.file("startup")),), 50)]
+    half = ("--decode", "32:10240,8:2048,1:512", "--prefill", "16:10220") if a.quick else ()
+    ways = ("live",) if a.quick else ("live", "start")
+    for host, python in a.hosts.items():
+        cache = ("--rounds", "1", "--hosts", host, "--python", f"{host}={python}", "--gpu-share", "0.4")
+        cache = (*cache, "--out", a.file(f"kv-blocks-{host}"))
+        step = scenario("host_step", host, a.model, "--out", a.file("host-step.jsonl"), python=python)
+        stock, patched = ("env", "FASTKERNELS=0"), ("env", "FASTKERNELS=1")
+        made += [
+            Part(f"host-step-{host}", ((*stock, *step), (*patched, *step)), 240, after=("model",)),
+            Part(f"kv-blocks-{host}", tuple((*e, *fk("e2e", *start, *cache)) for e in (stock, patched)), 150),
+        ]
+        if a.text_model:
+            quality = scenario(
+                "quality", "--host", host, "--model", a.text_model, "--every-kernel", "--seconds", "400", "--out",
+                a.file("quality.jsonl"), *half, python=python,
+            )  # fmt: skip
+            made.append(Part(f"quality-{host}", (quality,), 200 if a.quick else 330))
+        for letter, features in WORKS.items():
+            name = f"works-{host}-{letter}"
+            works = scenario(
+                "works_with", "--host", host, "--features", features, "--ways", ",".join(ways), "--out",
+                a.file("works-with.jsonl"), "--work", a.file(f"work/{name}"), python=python,
+            )  # fmt: skip
+            cells = len(features.split(",")) * len(ways)
+            made.append(Part(name, (works,), 55 * cells, 2 if letter == "two" else 1, last=True))
+    return made
+
+
+def tables(asked: Asked, env: Mapping[str, str]) -> list[Command]:
+    """What makes tables of the rows, and puts both in their places where that is asked for."""
+    name = env.get("MODEL_NAME") or (RANDOM if asked.made else "")
+    called = ["--model-name", f"{Path(asked.model).name}={name}"] if name else []
+    called += (
+        ["--model-name", f"{Path(asked.fp8_model).name}={name} in FP8"] if name and asked.fp8_model else []
+    )
+    made = [fk("tables", "--results", str(asked.out), *called, "--out", asked.file("tables.md"))]
+    if env.get("TABLES", "0") not in ("", "0"):
+        made.append(fk("tables", "--take", str(asked.out), *called))
+    return made
+
+
+def show_plan(todo: Sequence[Part], gpus: Sequence[str], after: Sequence[Command]) -> None:
+    """What would run, where and when."""
+    order, end = predicted(todo, gpus)
+    cores = cores_of(gpus)
+    for begin, part, mine in order:
+        where = f"GPU {','.join(mine)}" if mine else "no GPU"
+        print(
+            f"== {part.name}: {where}, after {begin:.0f} s, about {part.seconds:.0f} s, {part.limit:.0f} at most"
+        )
+        for command in part.commands:
+            env, argv = placed(command, mine, cores)
+            print(shell_line(env, argv))
+    for part in todo:
+        if part not in [p for _, p, _ in order]:
+            print(f"== {part.name}: left out, it needs {part.gpus} GPUs")
+    for command in after:
+        print(shell_line({}, command))
+    print(
+        f"about {end:.0f} s on {len(gpus)} GPUs ({sum(p.seconds * p.gpus for _, p, _ in order):.0f} s of a GPU)"
+    )
+
+
+def main() -> int:
+    env, os.environ["PYTHONPATH"] = (
+        os.environ,
+        os.pathsep.join(filter(None, [*FOLDERS, os.environ.get("PYTHONPATH")])),
+    )
+    os.chdir(ROOT)
+    asked, plan = Asked.read(env), env.get("RUN") == "echo"
+    try:
+        limit = comma_list("LIMIT", env.get("LIMIT", ""), float)
+        todo = chosen(parts(asked), comma_list("ONLY", env.get("ONLY", ""), str))
+        visible = (
+            env.get("GPUS")
+            or env.get("CUDA_VISIBLE_DEVICES")
+            or ",".join(map(str, range(len(machine.gpu_names()))))
+        )
+        gpus = list(dict.fromkeys(comma_list("GPUS", visible or ("0,1,2,3" if plan else ""), str)))
+        if not gpus:
+            raise ConfigError(
+                "no GPU is visible here: GPUS=0,1 names some, RUN=echo only says what would run"
+            )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    after = tables(asked, env)
+    if plan:
+        show_plan(todo, gpus, after)
+        return 0
+    asked.out.mkdir(parents=True, exist_ok=True)
+    quick = ", QUICK=1" if asked.quick else ""
+    print(
+        f"{len(todo)} parts on GPU {','.join(gpus)}, commit {machine.commit()}{quick}, to {asked.out}",
+        flush=True,
+    )
+    try:
+        with signals_raise():
+            failed = Batch(todo, gpus, asked.out, ROOT, limit[0] if limit else None, _say).run()
+    except Interrupted as error:
+        print(error)
+        return 130
+    for name, command in zip(("tables", "documents"), after, strict=False):
+        if subprocess.run(command).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {' '.join(failed)}; all else is in {asked.out}")
+        return 1
+    print(f"all in {asked.out}")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
