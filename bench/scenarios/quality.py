@@ -4,15 +4,21 @@
 
 The text's own tokens are forced (teacher-forced), so that all runs see the same context, in decode steps (batches of
 32, 8 and 1 sequences, over the whole vocabulary, exactly) and in prefills (over the host's best tokens, the others as
-one: a lower bound of the divergence). Runs: the host; the host in another order in batches of other sizes (`other`:
-what a request meets in a server whose load changes); beside it, in another order in batches as large, and once more as
-it was (`order`, `again`); and with FastKernels. Goals, over all decoded and over all prefilled tokens:
+one: a lower bound of the divergence). Runs: the model in float32, by transformers (`exact`); the host; the host in
+another order in batches of other sizes (`other`: what a request meets in a server whose load changes); beside it, in
+another order in batches as large, and once more as it was (`order`, `again`); and with FastKernels. Goals, over all
+decoded and over all prefilled tokens:
 
-    KL(host || patched) / KL(host || other) at most --ratio;  |perplexity patched / host - 1| at most --perplexity
+    KL(exact || patched) / KL(exact || host) at most --ratio;  |perplexity patched / host - 1| at most --perplexity
+
+Divergences from the host, KL(host || other) and KL(host || patched), are reported beside and have no goal: the first is
+of the same kernels, most of whose bits are the same; two roundings of one model differ by what each is from float32, as
+soon as one sum is taken in another order. --way eager shows it with the host alone.
 
 --way live patches the engine that was measured, start another one that was told so before it was built; engine has our
-own engine in its place. --every-kernel has a table that sends the model's shapes to our linear and attention kernels,
-which else run only where they are known to be faster. The exit status is 1 where a goal is missed or not measured.
+own engine in its place, eager the host itself without compiled code and graphs. --every-kernel has a table that sends
+the model's shapes to our linear and attention kernels, which else run only where they are known to be faster. The exit
+status is 1 where a goal is missed or not measured.
 """
 
 from __future__ import annotations
@@ -31,8 +37,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import quality_exact
 from quality_plan import OTHERS, Plan, english, plan, table, tokens_of
-from quality_record import HOST, write
+from quality_record import EXACT, HOST, write
 
 TOP = 20  # tokens whose probabilities are compared one by one in a prefill
 # How the names of our kernels begin in a trace; _Z is how C++ spells other people's.
@@ -50,6 +57,8 @@ class Runs:
         self.plan = Plan.load(args.folder / "plan.json")
         options = {**SETTINGS, **(json.loads(args.engine) if args.child != "engine" else {})}
         engine = importlib.import_module(module).Engine
+        if args.child == "eager":
+            options |= engine.eager
         self.engine = engine(str(args.model), options, TOP)
         try:
             self.forced("check", self.plan.batches("decode", "check")[0][:2], 4)
@@ -128,7 +137,7 @@ class Runs:
 
     def ours(self) -> None:
         self.run("patched")
-        self.note(self.engine.rows())
+        self.note(self.engine.rows() if self.args.child == "engine" else [])
 
     def start(self) -> None:
         from fk_integrations import reports
@@ -176,6 +185,9 @@ def measure(args: argparse.Namespace) -> list[str]:
         parts = [("host", clean), ("start", patched)]
     elif args.way == "engine":
         parts = [("host", clean), ("engine", clean)]
+    elif args.way == "eager":
+        parts = [("host", clean), ("eager", clean)]
+    parts.insert(0, (EXACT, clean))
     return [e for part, env in parts if (e := child(args, part, env, until - time.monotonic()))]
 
 
@@ -218,14 +230,13 @@ def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[s
         wrong = problem(group["metrics"], args.ratio, args.perplexity) if group["batch"] == "all" else ""
         group["said"] = wrong or ("goals met" if group["batch"] == "all" else "")
         case = {"kind": "quality", "phase": group["phase"], "batch": group["batch"], **setting}
-        ci95 = {"kl_ratio": group["ci95"]} if group["ci95"] else {}
         status = Status.WRONG if wrong else Status.OK
-        rows.append(
-            Row(**common, status=status, reason=wrong, case=case, metrics=group["metrics"], ci95=ci95)
-        )
+        measured = {"metrics": group["metrics"], "ci95": group["ci95"]}
+        rows.append(Row(**common, status=status, reason=wrong, case=case, **measured))
     fp8 = "quantization_config" in json.loads((args.model / "config.json").read_text())
     every = args.every_kernel and machine.machine().gpu is not None
-    wrong = "; ".join([*errors, *idle(noted["rows"], every, "linear_fp8" if fp8 else "linear")])
+    still = idle(noted["rows"], every, "linear_fp8" if fp8 else "linear") if args.way != "eager" else []
+    wrong = "; ".join([*errors, *still])
     status = Status.FAILED if wrong else Status.OK
     case = {"kind": "live", **setting, **{name: noted[name] for name in ("rows", "kernels", "runner")}}
     rows.append(Row(**common, status=status, reason=wrong, case=case))
@@ -246,23 +257,23 @@ def show(args: argparse.Namespace, found: list[dict[str, Any]], live: dict[str, 
     shown, beside = [], []
     for group in found:
         where = [group["phase"], group["batch"], *cells(group, tokens=".0f")]
-        ratio = cells(group, kl_ratio=".3f")[0] + (
-            " ({:.3f}, {:.3f})".format(*group["ci95"]) if group["ci95"] else ""
-        )
-        kls = cells(group, kl_other=".3e", kl_patched=".3e")
+        ratio = cells(group, exact_ratio=".3f")[0]
+        if interval := group["ci95"].get("exact_ratio"):
+            ratio += " ({:.3f}, {:.3f})".format(*interval)
+        kls = cells(group, kl_exact_host=".3e", kl_exact_patched=".3e")
         rest = cells(group, perplexity_host=".4f", perplexity_rel_other="+.4%", perplexity_rel_patched="+.4%")
         shown.append([*where, *kls, ratio, *rest, group["said"]])
         for run in (*OTHERS, "patched"):
             names = {f"kl_{run}": ".3e", f"logprob_max_abs_diff_{run}": ".3f", f"same_best_{run}": ".4f"}
             beside.append([*where, run, *cells(group, **names, **{f"perplexity_{run}": ".4f"})])
-    title = f"{args.model.name} in {args.host}: KL from the host, nats a token"
+    title = f"{args.model.name} in {args.host}: KL from float32, nats a token"
     columns = [
         "phase",
         "batch",
         "tokens",
-        "KL other",
+        "KL host",
         "KL patched",
-        "patched / other",
+        "patched / host",
         "perplexity",
         "other",
         "patched",
@@ -304,7 +315,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="rows are appended (JSONL)")
     parser.add_argument("--text", type=Path, help="default: Python's own help texts")
-    parser.add_argument("--way", choices=("live", "start", "engine"), default="live")
+    parser.add_argument("--way", choices=("live", "start", "engine", "eager"), default="live")
     parser.add_argument("--every-kernel", action="store_true", help="our linears and attention at any speed")
     parser.add_argument(
         "--decode", type=pairs, default=pairs("32:20480,8:4096,1:1024"), help="batch:tokens, ..."
@@ -327,12 +338,15 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, help="where logits are kept meanwhile: 0.2 MB a token")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--child", choices=("live", "host", "start", "engine"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child == EXACT:
+        quality_exact.run(args.folder, args.model, Plan.load(args.folder / "plan.json"), TOP)
+        return
     if args.child:
         runs = Runs(args)
         try:
-            runs.ours() if args.child == "engine" else getattr(runs, args.child)()
+            runs.ours() if args.child in ("engine", "eager") else getattr(runs, args.child)()
         finally:
             runs.engine.close()
         return

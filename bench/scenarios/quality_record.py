@@ -2,7 +2,8 @@
 
 A request carries a task, plain JSON: {"folder", "run", "sequence", "at", "total", "tokens"}. Each step of it gives one
 row of logits. The row of run HOST is kept in folder/logits.f32, at `at` + how many came before it, of `total`; rows of
-all other runs are compared with what is kept there (a file, since runs may be in different processes). Then all tokens
+all other runs are compared with what is kept there (a file, since runs may be in different processes), and every run
+with folder/exact.f32, where the same model's logits in float32 are (quality_exact.py). Then all tokens
 but the text's are ruled out, so that the sampler, whatever it does, takes that one. What was found of a sequence is a
 line of folder/RUN.jsonl.
 """
@@ -18,7 +19,9 @@ import torch
 
 HOST = "host"  # the run that all others are compared with
 LOGITS = "logits.f32"
-_kept: dict[tuple[str, int, int], torch.Tensor] = {}
+EXACT = "exact"  # the model in float32, which has no run in an engine
+EXACT_LOGITS = "exact.f32"
+_kept: dict[tuple[str, int, int, str], torch.Tensor] = {}
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Progress:
     kl: list[float] = field(default_factory=list)
     logprob: list[float] = field(default_factory=list)
     same: list[float] = field(default_factory=list)
+    kl_exact: list[float] = field(default_factory=list)
 
     @property
     def done(self) -> int:
@@ -42,12 +46,16 @@ class Progress:
     def slot(self) -> int:
         return self.task["at"] + self.done
 
-    def add(self, kl: float, logprob: float, same: float) -> None:
+    def add(self, kl: float, logprob: float, same: float, kl_exact: float | None = None) -> None:
         self.kl.append(kl)
+        if kl_exact is not None:
+            self.kl_exact.append(kl_exact)
         self.logprob.append(logprob)
         self.same.append(same)
         if self.done == len(self.task["tokens"]):
             found = {"kl": self.kl, "logprob": self.logprob, "same": self.same}
+            if self.kl_exact:
+                found["kl_exact"] = self.kl_exact
             write(Path(self.task["folder"]), self.task["run"], self.task["sequence"], found)
 
 
@@ -56,11 +64,11 @@ def write(folder: Path, run: str, sequence: int, found: dict[str, list[Any]]) ->
         file.write(json.dumps({"sequence": sequence, **found}) + "\n")
 
 
-def kept(folder: str, total: int, vocabulary: int) -> torch.Tensor:
+def kept(folder: str, total: int, vocabulary: int, name: str = LOGITS) -> torch.Tensor:
     """[total, vocabulary] float32, the file itself: made if it is not there."""
-    key = (folder, total, vocabulary)
+    key = (folder, total, vocabulary, name)
     if key not in _kept:
-        path = Path(folder, LOGITS)
+        path = Path(folder, name)
         file = torch.from_file(str(path), shared=True, size=total * vocabulary, dtype=torch.float32)
         _kept[key] = file.view(total, vocabulary)
     return _kept[key]
@@ -95,10 +103,13 @@ def step(logits: torch.Tensor, requests: list[tuple[int, Progress]]) -> None:
     else:
         wanted = reference[slots].to(found.device)
     values = torch.stack(compare(found, wanted, tokens)).tolist()
+    if Path(task["folder"], EXACT_LOGITS).exists():
+        exact = kept(task["folder"], task["total"], logits.shape[1], EXACT_LOGITS)[slots]
+        values.append(compare(found, exact.to(found.device), tokens)[0].tolist())
     logits[rows] = float("-inf")
     logits[rows, tokens] = 0.0
-    for (_, request), kl, logprob, same in zip(requests, *values, strict=True):
-        request.add(kl, logprob, same)
+    for (_, request), *numbers in zip(requests, *values, strict=True):
+        request.add(*numbers)
 
 
 def force_in(sampler: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from quality_record import Progress, step
@@ -33,6 +33,8 @@ def named() -> str:
 
 
 class Engine:
+    eager: ClassVar[dict[str, Any]] = {"disable_cuda_graph": True}
+
     def __init__(self, model: str, options: dict[str, Any], top: int) -> None:
         import sglang
 

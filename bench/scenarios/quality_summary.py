@@ -10,7 +10,7 @@ from typing import Any
 
 from fk_bench.stats import bootstrap_ratio
 from quality_plan import OTHERS, Plan
-from quality_record import HOST
+from quality_record import EXACT, HOST
 
 RUNS = (HOST, *OTHERS, "patched")
 Found = dict[int, dict[str, Any]]  # of each sequence what its line has
@@ -41,10 +41,15 @@ def partial_kl(p: dict[int, float], q: dict[int, float]) -> float:
 
 
 def prefills(runs: dict[str, Found]) -> dict[str, Found]:
-    """The lines of prefills, with `kl` and `same` made of the most probable tokens."""
-    tops = {i: [dict(map(tuple, t)) for t in row["top"]] for i, row in runs[HOST].items()}
+    """The lines of prefills, with `kl`, `kl_exact` and `same` made of the most probable tokens."""
+    tops, exact = (
+        {i: [dict(map(tuple, t)) for t in row["top"]] for i, row in runs.get(run, {}).items()}
+        for run in (HOST, EXACT)
+    )
     made: dict[str, Found] = {}
     for run, found in runs.items():
+        if run == EXACT:
+            continue
         made[run] = {}
         for i, row in found.items():
             if i not in tops:
@@ -55,6 +60,9 @@ def prefills(runs: dict[str, Found]) -> dict[str, Found]:
                 "kl": [partial_kl(p, q) for p, q in pairs],
                 "same": [float(max(p, key=p.__getitem__) == max(q, key=q.__getitem__)) for p, q in pairs],
             }
+            if i in exact:
+                beside = zip(exact[i], pairs, strict=True)
+                made[run][i]["kl_exact"] = [partial_kl(p, q) for p, (_, q) in beside]
     return made
 
 
@@ -64,13 +72,13 @@ def all_of(found: Found, sequences: Iterable[int], name: str) -> list[float]:
 
 def measured(
     runs: dict[str, Found], numbers: list[int]
-) -> tuple[dict[str, float], tuple[float, float] | None]:
-    """Metrics over those of these sequences that the host and every run that has any went through, and the 95% interval
-    of the ratio of divergences (over sequences)."""
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Metrics over those of these sequences that the host and every run that has any went through, and the ratios'
+    95% intervals (over sequences)."""
     there = {run: found for run, found in runs.items() if any(i in found for i in numbers)}
     chosen = [i for i in numbers if all(i in found for found in there.values())]
     if HOST not in there or not chosen:
-        return {}, None
+        return {}, {}
     own = all_of(there[HOST], chosen, "logprob")
     metrics: dict[str, float] = {"tokens": len(own), "perplexity_host": perplexity(own)}
     for run, found in there.items():
@@ -85,11 +93,17 @@ def measured(
             f"logprob_max_abs_diff_{run}": max(map(abs, gaps)),
             f"same_best_{run}": mean(all_of(found, chosen, "same")),
         }
-    interval = None
-    if "patched" in there and metrics.get("kl_other", 0.0) > 0:
-        sums = [[mean(there[run][i]["kl"]) for i in chosen] for run in ("patched", "other")]
-        metrics["kl_ratio"], interval = bootstrap_ratio(*sums, paired=True)
-    return metrics, interval
+    for run, found in there.items():
+        if all("kl_exact" in found[i] for i in chosen):
+            metrics[f"kl_exact_{run}"] = mean(all_of(found, chosen, "kl_exact"))
+    intervals = {}
+    for name, field, beside in (("kl_ratio", "kl", "other"), ("exact_ratio", "kl_exact", HOST)):
+        if metrics.get(f"{field}_{beside}", 0.0) > 0 and f"{field}_patched" in metrics:
+            sums = [[mean(there[run][i][field]) for i in chosen] for run in ("patched", beside)]
+            metrics[name], interval = bootstrap_ratio(*sums, paired=True)
+            if interval is not None:  # of one sequence there is none
+                intervals[name] = interval
+    return metrics, intervals
 
 
 def mean(values: list[float]) -> float:
@@ -102,13 +116,13 @@ def perplexity(logprobs: list[float]) -> float:
 
 def problem(metrics: dict[str, float], ratio: float, perplexity_limit: float) -> str:
     """'' where the goals are met, else which one is not, or what is missing."""
-    missing = [name for name in ("kl_other", "kl_patched") if name not in metrics]
+    missing = [name for name in ("kl_exact_host", "kl_exact_patched") if name not in metrics]
     if missing:
         return f"not measured: {', '.join(missing)}"
     problems = []
-    if metrics["kl_patched"] > ratio * metrics["kl_other"]:
-        kl, own = metrics["kl_patched"], metrics["kl_other"]
-        problems.append(f"KL to the patched host is {kl:.3g}, over {ratio} times the host's own {own:.3g}")
+    if metrics["kl_exact_patched"] > ratio * metrics["kl_exact_host"]:
+        kl, own = metrics["kl_exact_patched"], metrics["kl_exact_host"]
+        problems.append(f"KL from float32 is {kl:.3g}, over {ratio} times the host's {own:.3g}")
     if not abs(metrics["perplexity_rel_patched"]) <= perplexity_limit:
         problems.append(
             f"perplexity differs by {metrics['perplexity_rel_patched']:+.3%}, over {perplexity_limit:.2%}"
@@ -119,7 +133,7 @@ def problem(metrics: dict[str, float], ratio: float, perplexity_limit: float) ->
 def groups(plan: Plan, folder: Path, runs: Iterable[str] = RUNS) -> list[dict[str, Any]]:
     """One for all decoded tokens, one for all of a prefill, one for each batch size of decodes."""
     decode = {run: read(folder / f"{run}.jsonl") for run in runs}
-    prefill = prefills({run: read(folder / f"{run}-prefill.jsonl") for run in runs})
+    prefill = prefills({run: read(folder / f"{run}-prefill.jsonl") for run in (*runs, EXACT)})
     wanted = [("decode", "all", decode, range(len(plan.decode)))]
     if plan.prefill:
         wanted.append(("prefill", "all", prefill, range(len(plan.prefill))))
@@ -128,6 +142,6 @@ def groups(plan: Plan, folder: Path, runs: Iterable[str] = RUNS) -> list[dict[st
         wanted.append(("decode", str(batch), decode, numbers))  # type: ignore[arg-type]
     found = []
     for phase, batch, lines, chosen in wanted:
-        metrics, interval = measured(lines, list(chosen))
-        found.append({"phase": phase, "batch": batch, "metrics": metrics, "ci95": interval})
+        metrics, intervals = measured(lines, list(chosen))
+        found.append({"phase": phase, "batch": batch, "metrics": metrics, "ci95": intervals})
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 # Looking for a GPU must not start CUDA here, or the engine's process, made of this one, could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -62,6 +62,7 @@ PROCESSORS = {"logits_processors": ["quality_vllm:Forced"]}
 class Engine:
     """With logits processors in its options an engine has vLLM's first model runner, on a GPU else the second."""
 
+    eager: ClassVar[dict[str, Any]] = {"enforce_eager": True}
     plain = PROCESSORS  # options that need nothing but vLLM's documented interface
 
     def __init__(self, model: str, options: dict[str, Any], top: int) -> None:

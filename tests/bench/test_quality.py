@@ -226,15 +226,22 @@ def test_the_table_of_an_fp8_model_has_its_linears(tmp_path: Path, monkeypatch: 
         assert entry is not None and entry.faster and op._provider_of(entry).name == "cuda-wgmma-fp8"
 
 
+def keep_exact(folder: Path, plan: plans.Plan, logits: Any) -> None:
+    exact = record.kept(str(folder), plan.total, VOCABULARY, record.EXACT_LOGITS)
+    for i, sequence in enumerate(plan.decode):
+        exact[sequence.at : sequence.at + 6] = torch.stack([logits(i, step) for step in range(6)])
+
+
 def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
     plan = small_plan()
+    keep_exact(tmp_path, plan, lambda i, s: true_logits(i, s) * 0.95)
     for run, shift in ((record.HOST, 0.0), ("other", 0.10), ("patched", 0.05)):
         served(tmp_path, plan, run, lambda i, s, shift=shift: true_logits(i, s) * (1 + shift))
     groups = summary.groups(plan, tmp_path)
     assert [(g["phase"], g["batch"]) for g in groups] == [
         ("decode", "all"), ("prefill", "all"), ("decode", "4"), ("decode", "1")
     ]  # fmt: skip
-    metrics, interval = groups[0]["metrics"], groups[0]["ci95"]
+    metrics, interval = groups[0]["metrics"], groups[0]["ci95"]["kl_ratio"]
     assert (
         metrics["tokens"] == plan.total and 0.2 < metrics["kl_ratio"] < 0.3
     )  # KL goes with the shift's square
@@ -242,12 +249,56 @@ def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
     assert metrics["perplexity_rel_patched"] == pytest.approx(
         metrics["perplexity_patched"] / metrics["perplexity_host"] - 1
     )
-    assert summary.problem(metrics, 1.2, 0.5) == ""
-    assert "KL to the patched host" in summary.problem(metrics, 0.1, 0.5)
-    assert "perplexity differs" in summary.problem(metrics, 1.2, 1e-6)
-    assert groups[1]["metrics"] == {} and "not measured" in summary.problem({}, 1.2, 0.5)
-    assert summary.problem({**metrics, "kl_other": 0.0}, 1.2, 0.5)  # a host without noise allows none
-    assert not summary.problem({**metrics, "kl_other": 0.0, "kl_patched": 0.0}, 1.2, 0.5)
+    low, high = groups[0]["ci95"]["exact_ratio"]  # 5% and 10% from the exact ones: four times the divergence
+    assert 3 < low < metrics["exact_ratio"] < high < 5
+    assert metrics["exact_ratio"] == pytest.approx(metrics["kl_exact_patched"] / metrics["kl_exact_host"])
+    assert metrics["kl_exact_other"] > metrics["kl_exact_patched"]
+    assert summary.problem(metrics, 5.0, 0.5) == ""
+    assert "KL from float32 is" in summary.problem(metrics, 1.2, 0.5)
+    assert "perplexity differs" in summary.problem(metrics, 5.0, 1e-6)
+    assert groups[1]["metrics"] == {} and "not measured: kl_exact_host" in summary.problem({}, 5.0, 0.5)
+
+
+def test_the_exact_model_is_transformers_in_float32_from_either_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import quality_exact
+    from make_checkpoint import FP8_DYNAMIC, quantize_model
+    from tiny import make_tiny_llama
+    from transformers import AutoModelForCausalLM
+
+    plain = make_tiny_llama(tmp_path / "llama", dtype="bfloat16")
+    quantize_model(plain, tmp_path / "fp8")
+    assert json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"] == FP8_DYNAMIC
+    plan = small_plan()
+    wanted = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    for name, model, near in (("a", plain, 1e-4), ("b", tmp_path / "fp8", 1.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        quality_exact.run(folder, model, plan, 5)
+        vocabulary = wanted.config.vocab_size
+        kept = record.kept(str(folder), plan.total, vocabulary, record.EXACT_LOGITS)
+        with torch.no_grad():
+            for s in plan.decode:
+                logits = wanted(torch.tensor([s.prompt + s.tokens])).logits[0][len(s.prompt) - 1 : -1]
+                error = (kept[s.at : s.at + len(s.tokens)] - logits).abs().max()
+                assert error < near and (error > 0.001) == (name == "b")
+            lines = summary.read(folder / f"{record.EXACT}-prefill.jsonl")
+            for i, s in enumerate(plan.prefill):
+                logprobs = wanted(torch.tensor([s.tokens])).logits[0][:-1].log_softmax(-1)
+                own = logprobs.gather(-1, torch.tensor(s.tokens[1:])[:, None])[:, 0].tolist()
+                assert lines[i]["logprob"] == pytest.approx(own, abs=2 * near)
+                best = [[t for t, _ in place] for place in lines[i]["top"]]
+                assert name == "b" or best == logprobs.topk(5).indices.tolist()
+
+
+def test_prefills_are_compared_with_the_exact_ones(tmp_path: Path) -> None:
+    near, far = ({"logprob": [-0.5], "top": [[(3, math.log(p)), (5, math.log(1 - p))]]} for p in (0.6, 0.7))
+    runs = {record.EXACT: {0: near}, record.HOST: {0: near}, "patched": {0: far}}
+    made = summary.prefills(runs)
+    assert record.EXACT not in made and made[record.HOST][0]["kl_exact"] == [0.0]
+    wanted = 0.6 * math.log(0.6 / 0.7) + 0.4 * math.log(0.4 / 0.3)
+    assert made["patched"][0]["kl_exact"] == made["patched"][0]["kl"] == [pytest.approx(wanted)]
 
 
 def test_a_kernel_that_should_have_run_and_did_not_is_said() -> None:
@@ -343,7 +394,7 @@ def test_smollm2_in_vllm_is_as_good_patched_and_is_transformers(tmp_path: Path) 
     assert decode.metrics["tokens"] == 40 and prefill.metrics["tokens"] == 62 and len(batches) == 2
     for row in (decode, prefill):
         assert 3 < row.metrics["perplexity_host"] < 100 and row.metrics["kl_patched"] < 0.01
-        assert row.metrics["same_best_patched"] > 0.95
+        assert row.metrics["same_best_patched"] > 0.95 and 0 < row.metrics["kl_exact_host"] < 0.01
     ran = {r["op"]: r["calls"] for r in live.case["rows"] if r["state"] == "active"}
     assert {"rms_norm", "silu_and_mul", "rotary_emb", "embedding"} <= ran.keys() and min(ran.values()) > 0
     assert live.case["kernels"]["fastkernels::rms_norm"] > 0
@@ -369,5 +420,5 @@ def test_a_candidate_that_is_five_percent_off_misses_the_goals(tmp_path: Path) -
     status, said, rows = quality(tmp_path, "--decode", "4:32", "--prefill", "", "--candidates", candidates)
     assert status == 1, said
     decode = rows[0]
-    assert decode.status == "wrong" and "KL to the patched host" in decode.reason
+    assert decode.status == "wrong" and "KL from float32" in decode.reason
     assert decode.metrics["kl_patched"] > 1e-3 and decode.metrics["kl_other"] < 1e-3
