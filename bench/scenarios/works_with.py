@@ -81,6 +81,7 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
     ("spec", "vllm"): {"live": "the compiled code of a draft model"},
     ("spec", "sglang"): {"live": "speculative decoding"},
     ("ngram", "sglang"): {"live": "speculative decoding"},
+    ("tp", "sglang"): {"embedding": "the host looks its shards up with its own fused kernel"},
 }
 
 
@@ -133,10 +134,7 @@ class Cell:
         """Note and judge what the report says."""
         active = {r.op for r in rows if r.state == "active" and r.calls > 0}
         norm = "gemma_rms_norm" if any("Gemma" in r.host_class and r.modules for r in rows) else "rms_norm"
-        for op in (norm, "rotary_emb", "embedding"):
-            if op not in active:
-                self.problems.append(f"{op} did not run: {[r.reason for r in rows if r.op == op]}")
-        for op in ("linear", "attention"):
+        for op in (norm, "rotary_emb", "embedding", "linear", "attention"):
             reasons = "; ".join(dict.fromkeys(r.reason for r in rows if r.op == op and r.reason))
             if op in self.expected and self.expected[op] not in reasons:
                 self.problems.append(f"{op} should say {self.expected[op]!r}, says {reasons!r}")
@@ -150,6 +148,9 @@ class Cell:
         from fastkernels.patch import PatchError
 
         own, texts = self.miss()
+        if self.args.child == "sleep":  # the host itself, first
+            self.host.sleep()
+            self.host.wake()
         wanted = [value for text in self.host.forced(texts) for value, _ in text]
         self.metrics["stock_greedy_miss"] = own
         self.reference.write_text(json.dumps({"texts": texts, "wanted": wanted, "own": own}))
