@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from .metrics import Chunk, Trace
+from .wire import Wire, WireError
 
 FLUSH_ENDPOINTS = ("/reset_prefix_cache", "/flush_cache")
 
@@ -31,43 +30,46 @@ class Client:
     """Requests to one server. Use as an async context manager."""
 
     def __init__(self, url: str, model: str, timeout_s: float = 600.0):
-        self.url, self.model = url.rstrip("/"), model
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=30.0), limits=limits, trust_env=False
-        )
+        self.model = model
+        self._wire = Wire(url.rstrip("/"), timeout_s)
 
     async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._http.aclose()
+        self._wire.close()
 
-    def body(self, prompt: Prompt) -> dict[str, Any]:
-        return {
+    def body(self, prompt: Prompt) -> bytes:
+        fields = {
             "model": self.model, "prompt": prompt.tokens, "max_tokens": prompt.output_len, "temperature": 0.0,
             "ignore_eos": prompt.ignore_eos, "stream": True, "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }  # fmt: skip
+        return json.dumps(fields).encode()
 
-    async def stream(self, prompt: Prompt) -> Trace:
-        """One request to the end of its stream. What goes wrong is in Trace.error; nothing but a cancel is raised."""
-        body = json.dumps(self.body(prompt)).encode()
-        headers = {"content-type": "application/json"}
+    async def stream(self, prompt: Prompt | bytes) -> Trace:
+        """One request, or its body, to the end of its stream. What goes wrong is in Trace.error; nothing but a cancel
+        is raised."""
+        body = prompt if isinstance(prompt, bytes) else self.body(prompt)
         trace = Trace(time.perf_counter())
+        line = bytearray()
+
+        def read(data: bytes) -> None:
+            now = time.perf_counter()
+            *whole, rest = (line + data).split(b"\n")
+            line[:] = rest
+            for one in whole:
+                if one.startswith(b"data:"):
+                    read_event(trace, one[5:].strip().decode(errors="replace"), now)
+
         try:
-            async with self._http.stream(
-                "POST", f"{self.url}/v1/completions", content=body, headers=headers
-            ) as reply:
-                if reply.status_code != 200:
-                    text = (await reply.aread()).decode(errors="replace")
-                    trace.error = f"HTTP {reply.status_code}: {text[:500]}"
-                    return trace
-                async for line in reply.aiter_lines():
-                    if line.startswith("data:"):
-                        read_event(trace, line[5:].strip(), time.perf_counter())
-        except httpx.HTTPError as error:
-            trace.error = f"{type(error).__name__}: {error}"
+            reply = await self._wire.request("POST", "/v1/completions", body, read)
+        except WireError as error:
+            trace.error = str(error)
+            return trace
+        if reply.status != 200:
+            trace.error = f"HTTP {reply.status}: {reply.body.decode(errors='replace')[:500]}"
+            return trace
         if trace.error is None and not trace.chunks:
             trace.error = "the stream ended without a chunk"
         if trace.error is None and trace.output_tokens is None:
@@ -76,22 +78,15 @@ class Client:
 
     async def connect(self, count: int) -> None:
         """Open `count` connections, so that no request of a load pays for one."""
-
-        async def one() -> None:
-            with contextlib.suppress(httpx.HTTPError):
-                await self._http.get(f"{self.url}/v1/models", timeout=30.0)
-
-        await asyncio.gather(*(one() for _ in range(count)))
+        with contextlib.suppress(WireError):
+            await self._wire.connect(count)
 
     async def flush(self) -> str | None:
         """Empty the prefix cache. The endpoint that did it, None if the server has none."""
         for path in FLUSH_ENDPOINTS:
-            try:
-                reply = await self._http.post(self.url + path, timeout=30.0)
-            except httpx.HTTPError:
-                continue
-            if reply.status_code == 200:
-                return path
+            with contextlib.suppress(WireError):
+                if (await self._wire.request("POST", path)).status == 200:
+                    return path
         return None
 
 
@@ -121,12 +116,13 @@ def read_event(trace: Trace, data: str, now: float) -> None:
 
 async def closed_loop(client: Client, prompts: Sequence[Prompt], concurrency: int) -> list[Trace]:
     """All prompts, `concurrency` at a time: the next one is sent when one has ended. Traces in prompt order."""
-    waiting = iter(enumerate(prompts))
+    # Written before the first is sent: requests that belong together arrive together.
+    waiting = iter(enumerate([client.body(p) for p in prompts]))
     traces: dict[int, Trace] = {}
 
     async def worker() -> None:
-        for index, prompt in waiting:
-            traces[index] = await client.stream(prompt)
+        for index, body in waiting:
+            traces[index] = await client.stream(body)
 
     await _all([worker() for _ in range(min(concurrency, len(prompts)))])
     return [traces[i] for i in range(len(prompts))]
@@ -134,17 +130,17 @@ async def closed_loop(client: Client, prompts: Sequence[Prompt], concurrency: in
 
 async def poisson(client: Client, prompts: Sequence[Prompt], rate: float, seed: int) -> list[Trace]:
     """All prompts, sent at exponential intervals of mean 1 / rate seconds whatever the server does (an open loop)."""
-    rng = random.Random(seed)
+    rng, bodies = random.Random(seed), [client.body(p) for p in prompts]
     start, at, due = time.perf_counter(), 0.0, []
     for _ in prompts:
         due.append(at)
         at += rng.expovariate(rate)
 
-    async def one(prompt: Prompt, when: float) -> Trace:
+    async def one(body: bytes, when: float) -> Trace:
         await asyncio.sleep(max(0.0, start + when - time.perf_counter()))
-        return await client.stream(prompt)
+        return await client.stream(body)
 
-    return await _all([one(p, t) for p, t in zip(prompts, due)])  # noqa: B905
+    return await _all([one(b, t) for b, t in zip(bodies, due, strict=True)])
 
 
 async def _all(coroutines: Sequence[Any]) -> list[Any]:
