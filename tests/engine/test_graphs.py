@@ -235,6 +235,45 @@ def test_steady_decode_waits_for_nothing(tiny, eager) -> None:
     assert not names & {"cudaStreamSynchronize", "cudaMemcpy", "aten::item", "aten::nonzero"}
 
 
+@pytest.mark.parametrize("device", WHERE)
+def test_many_decodes_beside_a_prompt_get_a_call_of_their_own(
+    tiny: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the prompt's kernel could take them too (FA3, on Hopper): few are in its call."""
+    found, calls = [], list[tuple[int, int]]()
+    for least in (4, 3):
+        monkeypatch.setattr("fastkernels.engine.attention.ops.DECODES_APART", least)
+        runner = runner_of(tiny, device, graphs=False)
+        backend: Any = runner.backend
+        if device == "cpu":
+            backend._in_one = lambda op, provider: True
+        elif backend.name != "fa3":
+            pytest.skip(f"{backend.name} attends here")
+        decode, prefill = backend._run_decode, backend._run_prefill
+
+        def spied(layer: Any, q: torch.Tensor, *rest: Any, decode: Any = decode) -> torch.Tensor:
+            calls.append((0, len(q)))
+            return decode(layer, q, *rest)
+
+        def watched(layer: Any, q: torch.Tensor, m: Any, first: int, prefill: Any = prefill) -> torch.Tensor:
+            calls.append((first, len(m.seq_lens) - first))
+            return prefill(layer, q, m, first)
+
+        driver = Driver(runner)
+        for slot in range(5):
+            driver.enter(slot, SamplingParams(temperature=0, logprobs=-1))
+        driver.run(*((slot, PROMPT[: 4 + slot]) for slot in range(3)))
+        backend._run_decode, backend._run_prefill = spied, watched
+        calls.clear()
+        rows = [*((slot, [20 + slot]) for slot in range(3)), (3, PROMPT), (4, OTHER)]
+        out = runner.launch(driver.step(rows)).result()
+        assert out.logprobs is not None
+        order = out.logprobs.token_ids[:, 1:].argsort(axis=1)
+        found.append(np.take_along_axis(out.logprobs.logprobs[:, 1:], order, axis=1))
+        assert set(calls) == ({(3, 2), (0, 3)} if least == 3 else {(0, 5)})
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4 if device == "cpu" else 0.05, atol=1e-4)
+
+
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("backend", [None, "triton", "fa3", "flashinfer"])
