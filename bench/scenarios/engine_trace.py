@@ -6,8 +6,8 @@ Llama-3.1-8B's shapes, random weights, greedy. Each load (requests x prompt x ou
 WAYS, and again one by one through AsyncLLM, whose coroutines read deltas. A row of kind `load` has shares of the wall
 time: `busy` is the device's, from a step's first operation to its last; `gap` from one step's last to the next one's
 first; `late` counts steps whose launch began when the device had nothing left to do. Steps are eager, or graphs (mixed,
-decode); `steps` in the case lists every one, in COLUMNS. Rows of kind `kernel` are of steps under torch's profiler: full
-ones with decodes, and decodes alone; `idle_us` there is the time in which no kernel ran.
+decode); `steps` in the case lists every one, in COLUMNS. Rows of kind `kernel` are of steps under torch's profiler,
+full ones with decodes, and decodes alone; `idle_us` there is the time in which no kernel ran.
 --device cpu --quick runs a tiny model and tiny loads: its times mean nothing.
 """
 
