@@ -30,6 +30,9 @@ log = logging.getLogger("fastkernels")
 # Launched one by one, a step takes 20 ms of the CPU: as long as an H200 needs for 1000 tokens of an 8B model; and the
 # HTTP server, in the same process, waits for most of that.
 MAX_MIXED_TOKENS = 2048
+HIDDEN_TOKENS = (
+    1024  # a step of more hides its launches, and is launched where that lets attention run faster
+)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -108,7 +111,8 @@ class Graphs:
         decode = tokens == len(step.slots)
         sizes = self._decode if decode else self._mixed
         at = bisect.bisect_left(sizes, tokens)
-        if at == len(sizes):
+        apart = not decode and tokens > HIDDEN_TOKENS and self._backend.takes_apart(step.num_decodes)
+        if at == len(sizes) or apart:
             return None
         key = self._key(sizes[at], decode)
         found = self._graphs[key]

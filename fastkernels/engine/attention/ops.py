@@ -51,6 +51,9 @@ class OpsBackend(AttentionBackend):
             )
         return metadata_of(self, inputs, block_table)
 
+    def takes_apart(self, num_decodes: int) -> bool:
+        return num_decodes >= DECODES_APART and self._in_one(attention_prefill, self._prefill)
+
     def forward(
         self,
         layer: Any,
@@ -64,7 +67,7 @@ class OpsBackend(AttentionBackend):
         if m.decode_only:
             return self._run_decode(layer, q, m.seq_lens, m.block_table, m.max_seqlen_k)
         in_one = self._in_one(attention_prefill, self._prefill)
-        if n == 0 or (in_one and n < DECODES_APART):
+        if n == 0 or (in_one and not self.takes_apart(n)):
             return self._run_prefill(layer, q, m, 0)
         out = self._run_prefill(layer, q, m, n)
         provider = self._beside if in_one else None
