@@ -20,6 +20,10 @@ class WireError(Exception):
     """The connection failed, or what came is not HTTP/1.1."""
 
 
+class _Closed(WireError):
+    """By the server, or on the way there."""
+
+
 @dataclass
 class Reply:
     """body: empty where it went to on_body."""
@@ -59,7 +63,7 @@ class Wire:
             connection, used = await self._connection()
             try:
                 return await connection.ask(message, on_body, self._timeout)
-            except WireError:
+            except _Closed:
                 # The server may have closed it while it was free.
                 if not used or connection.received:
                     raise
@@ -144,7 +148,7 @@ class _Connection(asyncio.Protocol):
         if self._head_read and self._left is None and not self._chunked:
             self._end()  # its end is the body's
         else:
-            self._fail("the server closed the connection" if error is None else str(error))
+            self._fail(_Closed("the server closed the connection" if error is None else str(error)))
 
     def data_received(self, data: bytes) -> None:
         self.received += len(data)
@@ -155,7 +159,7 @@ class _Connection(asyncio.Protocol):
             if self._head_read or self._read_head():
                 self._read_chunks() if self._chunked else self._read_body()
         except ValueError as error:
-            self._fail(f"what came is not HTTP/1.1: {error}")
+            self._fail(WireError(f"what came is not HTTP/1.1: {error}"))
             self.close()
 
     def _read_head(self) -> bool:
@@ -217,7 +221,7 @@ class _Connection(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_result(Reply(self._status, b"".join(self._parts)))
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, error: WireError) -> None:
         self._keep = False
         if self._done is not None and not self._done.done():
-            self._done.set_exception(WireError(why))
+            self._done.set_exception(error)

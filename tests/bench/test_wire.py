@@ -114,6 +114,27 @@ def test_what_goes_wrong_is_said(answer: Answer, message: str) -> None:
     assert isinstance(error, WireError) and message in str(error)
 
 
+def test_a_silent_server_is_asked_once() -> None:
+    """Also on a connection that has been used, where one that is closed would be replaced."""
+
+    async def once() -> None:
+        async def answer(request: bytes, writer: asyncio.StreamWriter) -> bool:
+            if b"/x" in request:
+                await asyncio.sleep(30)
+            writer.write(CHUNKED)
+            return True
+
+        async with server(answer) as (url, _, requests):
+            wire = Wire(url, 0.1)
+            await wire.request("GET", "/first")
+            with pytest.raises(WireError, match=r"no byte of an answer came for 0\.1 seconds"):
+                await wire.request("POST", "/x", b"body")
+            wire.close()
+            assert len(requests) == 2
+
+    asyncio.run(asyncio.wait_for(once(), 10.0))
+
+
 def test_no_server_and_no_such_address() -> None:
     with pytest.raises(WireError, match="ConnectionRefusedError"):
         asyncio.run(Wire("http://127.0.0.1:9", 1.0).request("GET", "/"))
