@@ -27,6 +27,7 @@ part step $PYTHON bench/scenarios/decode_step.py --rows "$OUT/skinny-linear.json
 part capacity $PYTHON bench/scenarios/decode_attention.py --out "$OUT/decode-attention-capacity.jsonl" --capacity 131072 \
     --batch 1,8,32 --context 512,2048,8192 --seconds 200
 part engine $PYTHON bench/scenarios/engine_step.py --out "$OUT/engine-step.jsonl" --batch 1,8,32 --model-len 2048
+part trace $PYTHON bench/scenarios/engine_trace.py --out "$OUT/engine-trace.jsonl"
 part kernels $FK kernels all --cases captured,random --rounds 8 --out "$OUT/kernels"
 part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-1"
 part again $FK kernels all --cases random --rounds 8 --starts 2 --out "$OUT/again-2"
