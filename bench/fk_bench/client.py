@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 
 from .metrics import Chunk, Trace
 
@@ -31,42 +31,45 @@ class Client:
     """Requests to one server. Use as an async context manager."""
 
     def __init__(self, url: str, model: str, timeout_s: float = 600.0):
+        """timeout_s: seconds without a byte of an answer."""
         self.url, self.model = url.rstrip("/"), model
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=30.0), limits=limits, trust_env=False
-        )
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=timeout_s)
 
     async def __aenter__(self) -> Client:
+        # httpx would be 110 us of CPU a chunk where this is 25, and seconds before 256 requests are sent.
+        connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=3600.0)
+        self._http = aiohttp.ClientSession(connector=connections, timeout=self._timeout)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
-    def body(self, prompt: Prompt) -> dict[str, Any]:
-        return {
+    def body(self, prompt: Prompt) -> bytes:
+        fields = {
             "model": self.model, "prompt": prompt.tokens, "max_tokens": prompt.output_len, "temperature": 0.0,
             "ignore_eos": prompt.ignore_eos, "stream": True, "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }  # fmt: skip
+        return json.dumps(fields).encode()
 
-    async def stream(self, prompt: Prompt) -> Trace:
-        """One request to the end of its stream. What goes wrong is in Trace.error; nothing but a cancel is raised."""
-        body = json.dumps(self.body(prompt)).encode()
-        headers = {"content-type": "application/json"}
+    async def stream(self, prompt: Prompt | bytes) -> Trace:
+        """One request, or its body, to the end of its stream. What goes wrong is in Trace.error; nothing but a cancel
+        is raised."""
+        body = prompt if isinstance(prompt, bytes) else self.body(prompt)
         trace = Trace(time.perf_counter())
+        headers, line = {"content-type": "application/json"}, b""
         try:
-            async with self._http.stream(
-                "POST", f"{self.url}/v1/completions", content=body, headers=headers
-            ) as reply:
-                if reply.status_code != 200:
-                    text = (await reply.aread()).decode(errors="replace")
-                    trace.error = f"HTTP {reply.status_code}: {text[:500]}"
+            async with self._http.post(f"{self.url}/v1/completions", data=body, headers=headers) as reply:
+                if reply.status != 200:
+                    trace.error = f"HTTP {reply.status}: {(await reply.text(errors='replace'))[:500]}"
                     return trace
-                async for line in reply.aiter_lines():
-                    if line.startswith("data:"):
-                        read_event(trace, line[5:].strip(), time.perf_counter())
-        except httpx.HTTPError as error:
+                async for data in reply.content.iter_any():
+                    now = time.perf_counter()
+                    *whole, line = (line + data).split(b"\n")
+                    for one in whole:
+                        if one.startswith(b"data:"):
+                            read_event(trace, one[5:].strip().decode(errors="replace"), now)
+        except (aiohttp.ClientError, TimeoutError) as error:
             trace.error = f"{type(error).__name__}: {error}"
         if trace.error is None and not trace.chunks:
             trace.error = "the stream ended without a chunk"
@@ -78,20 +81,20 @@ class Client:
         """Open `count` connections, so that no request of a load pays for one."""
 
         async def one() -> None:
-            with contextlib.suppress(httpx.HTTPError):
-                await self._http.get(f"{self.url}/v1/models", timeout=30.0)
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with self._http.get(f"{self.url}/v1/models") as reply:
+                    await reply.read()
 
         await asyncio.gather(*(one() for _ in range(count)))
 
     async def flush(self) -> str | None:
         """Empty the prefix cache. The endpoint that did it, None if the server has none."""
         for path in FLUSH_ENDPOINTS:
-            try:
-                reply = await self._http.post(self.url + path, timeout=30.0)
-            except httpx.HTTPError:
-                continue
-            if reply.status_code == 200:
-                return path
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with self._http.post(self.url + path) as reply:
+                    await reply.read()
+                    if reply.status == 200:
+                        return path
         return None
 
 
@@ -121,12 +124,13 @@ def read_event(trace: Trace, data: str, now: float) -> None:
 
 async def closed_loop(client: Client, prompts: Sequence[Prompt], concurrency: int) -> list[Trace]:
     """All prompts, `concurrency` at a time: the next one is sent when one has ended. Traces in prompt order."""
-    waiting = iter(enumerate(prompts))
+    # Written before the first is sent: requests that belong together arrive together.
+    waiting = iter(enumerate([client.body(p) for p in prompts]))
     traces: dict[int, Trace] = {}
 
     async def worker() -> None:
-        for index, prompt in waiting:
-            traces[index] = await client.stream(prompt)
+        for index, body in waiting:
+            traces[index] = await client.stream(body)
 
     await _all([worker() for _ in range(min(concurrency, len(prompts)))])
     return [traces[i] for i in range(len(prompts))]
@@ -134,17 +138,17 @@ async def closed_loop(client: Client, prompts: Sequence[Prompt], concurrency: in
 
 async def poisson(client: Client, prompts: Sequence[Prompt], rate: float, seed: int) -> list[Trace]:
     """All prompts, sent at exponential intervals of mean 1 / rate seconds whatever the server does (an open loop)."""
-    rng = random.Random(seed)
+    rng, bodies = random.Random(seed), [client.body(p) for p in prompts]
     start, at, due = time.perf_counter(), 0.0, []
     for _ in prompts:
         due.append(at)
         at += rng.expovariate(rate)
 
-    async def one(prompt: Prompt, when: float) -> Trace:
+    async def one(body: bytes, when: float) -> Trace:
         await asyncio.sleep(max(0.0, start + when - time.perf_counter()))
-        return await client.stream(prompt)
+        return await client.stream(body)
 
-    return await _all([one(p, t) for p, t in zip(prompts, due)])  # noqa: B905
+    return await _all([one(b, t) for b, t in zip(bodies, due, strict=True)])
 
 
 async def _all(coroutines: Sequence[Any]) -> list[Any]:

@@ -1,13 +1,13 @@
 """Where our engine's time goes at many requests, step by step, without a server. By hand, on a GPU.
 
-    python bench/scenarios/engine_trace.py --out rows.jsonl [--loads 64x512x128,256x1024x128,32x512x8] [--budget 8192]
+    python bench/scenarios/engine_trace.py --out rows.jsonl [--loads 64x512x128,256x1024x128] [--budget 8192]
 
-Llama-3.1-8B's shapes, random weights, greedy. Each load (requests x prompt x output tokens) comes at once, and again
-one by one through AsyncLLM, whose coroutines read deltas. A row of kind `load` has shares of the wall time: `busy` is
-the device's, from the first operation to the last; `gap` from one step's last to the next one's first; `late` counts
-steps whose launch began when the device had nothing left to do. Steps are eager, or graphs (mixed, decode); `steps` in
-the case lists every one, in COLUMNS. Rows of kind `kernel` are of steps under torch's profiler: full ones with decodes,
-and decodes alone; `idle_us` there is the time in which no kernel ran.
+Llama-3.1-8B's shapes, random weights, greedy. Each load (requests x prompt x output tokens) comes at once, in each of
+WAYS, and again one by one through AsyncLLM, whose coroutines read deltas. A row of kind `load` has shares of the wall
+time: `busy` is the device's, from a step's first operation to its last; `gap` from one step's last to the next one's
+first; `late` counts steps whose launch began when the device had nothing left to do. Steps are eager, or graphs (mixed,
+decode); `steps` in the case lists every one, in COLUMNS. Rows of kind `kernel` are of steps under torch's profiler,
+full ones with decodes, and decodes alone; `idle_us` there is the time in which no kernel ran.
 --device cpu --quick runs a tiny model and tiny loads: its times mean nothing.
 """
 
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,9 @@ from decode_step import SIZES
 from graph_clock import Run
 
 from fastkernels import SamplingParams
+from fastkernels.engine import scheduler
 from fastkernels.engine.async_llm import AsyncLLM
+from fastkernels.engine.attention import ops
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.llm_engine import LLMEngine
 from fastkernels.engine.sampling_params import RequestOutputKind
@@ -42,6 +45,15 @@ COLUMNS = (
 )  # fmt: skip
 KINDS = ("eager", "mixed", "decode")
 Load = tuple[int, int, int]  # requests, tokens of a prompt, tokens of an output
+AS_IT_IS = "as it is"
+WAYS: dict[
+    str, tuple[Any, str, Any]
+] = {  # what is changed: of which module, or of the graphs if there are some
+    AS_IT_IS: (scheduler, "PARTS", scheduler.PARTS),
+    "full steps": (scheduler, "LEAST_TOKENS", 1 << 30),
+    "attention in one call": (ops, "DECODES_APART", 1 << 30),
+    "no graph over 512": (None, "_mixed", 512),
+}
 
 
 def make_config(options: argparse.Namespace, budget: int) -> EngineConfig:
@@ -99,10 +111,10 @@ class Tracer:
     turns: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        executor, scheduler = self.engine.executor, self.engine.scheduler
+        executor, planner = self.engine.executor, self.engine.scheduler
         self.engine.blocks.reset_cache()
-        self._launch, self._schedule, self._step = executor.launch, scheduler.schedule, self.engine.step
-        executor.launch, scheduler.schedule = self.launch, self.schedule  # type: ignore[method-assign]
+        self._launch, self._schedule, self._step = executor.launch, planner.schedule, self.engine.step
+        executor.launch, planner.schedule = self.launch, self.schedule  # type: ignore[method-assign]
         self.engine.step = self.step  # type: ignore[method-assign]
 
     def close(self) -> None:
@@ -159,6 +171,22 @@ class _Waited:
         found = self._pending.result()
         self._turns[-1]["wait"] = 1e3 * (time.perf_counter() - start)
         return found
+
+
+@contextlib.contextmanager
+def in_way(engine: LLMEngine, way: str) -> Iterator[None]:
+    holder, name, value = WAYS[way]
+    if holder is None:
+        holder = engine.runner.graphs
+        value = [size for size in getattr(holder, name, ()) if size <= value]
+    old = getattr(holder, name, None)
+    if holder is not None:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if holder is not None:
+            setattr(holder, name, old)
 
 
 def sizes(text: str) -> Load:
@@ -239,7 +267,7 @@ def report(run: Run, how: str, case: dict[str, Any], load: Load, tracer: Tracer,
         "ttft_p50": statistics.median(firsts),
     }
     words = " ".join(f"{k}={v:.4g}" for k, v in {**said, **metrics}.items())
-    run.summary.append(f"{how:<11} {case['load']:<13} budget {case['budget']}: {words}")
+    run.summary.append(f"{how:<11} {case['load']:<13} {case['way']}: {words}")
     print(run.summary[-1], flush=True)
 
 
@@ -297,52 +325,51 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--loads", default="64x512x128,256x1024x128,32x512x8,1x600x8,8x600x8")
-    parser.add_argument("--budget", default="8192,16384,4096", help="tokens of a step; the first serves all loads,"
-                        " the others that of the most tokens")  # fmt: skip
+    parser.add_argument("--loads", default="64x512x128,32x512x8,1x600x8,1x1000x8,8x600x8,256x1024x128")
+    parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--model-len", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="a tiny model and tiny loads")
     options = parser.parse_args()
     run = Run("engine_trace", "engine", options)
-    budgets = [int(b) for b in options.budget.split(",")]
     loads = [sizes(load) for load in options.loads.split(",")]
     if options.quick:
-        budgets, loads = [512, 256], [(8, 64, 12), (16, 100, 8)]
+        options.budget, loads = 512, [(8, 64, 12), (16, 100, 8)]
     largest = max(loads, key=lambda load: load[0] * (load[1] + load[2]))
-    llm = AsyncLLM(make_config(options, max(*budgets, 256)))
+    llm = AsyncLLM(make_config(options, options.budget))
     engine = llm.engine
-    vocab = engine.hf_config.vocab_size
     for seed, load in enumerate([largest, *loads]):  # the first is not counted
-        for budget in budgets if seed else budgets[:1]:
-            if budget != budgets[0] and load != largest:
-                continue
-            case = {"load": "x".join(map(str, load)), "budget": budget}
+        todo = [("at once", way) for way in WAYS]
+        for how, way in [*todo, ("one by one", AS_IT_IS)] if seed else todo[:1]:
+            case = {"load": "x".join(map(str, load)), "budget": options.budget, "way": way}
             if run.left() < 10 and seed:
-                run.row("load", "all", case, "out of time", "skipped")
+                run.row("load", how, case, "out of time", "skipped")
                 continue
-            engine.scheduler.max_num_batched_tokens = budget
-            for how in ("at once", "one by one") if seed else ("at once",):
-                prompts, tracer = (
-                    requests(load, seed, vocab),
-                    llm.call(partial(Tracer, engine, run.cuda)).result(),
-                )
+            prompts = requests(load, seed, engine.hf_config.vocab_size)
+            tracer = llm.call(partial(Tracer, engine, run.cuda)).result()
+            with in_way(engine, way):
                 if how == "at once":
                     firsts, seconds = llm.call(partial(at_once, engine, load, prompts)).result()
                 else:
                     firsts, seconds = asyncio.run(one_by_one(llm, load, prompts))
                 llm.call(tracer.close).result()
-                if seed:
-                    report(run, how, case, load, tracer, firsts, seconds)
-    engine.scheduler.max_num_batched_tokens = budgets[0]
+            if seed:
+                report(run, how, case, load, tracer, firsts, seconds)
     if run.cuda:
         half, all_decode = largest[0] // 2, (largest[0], largest[1], 2 * largest[2])
-        for load, name, when in (
-            (largest, "full, half decode", lambda s: s.num_decodes >= half),
-            (all_decode, "decodes alone", lambda s: s.num_decodes == len(s.input_ids) == largest[0]),
+        for load, way, name, when in (
+            (largest, AS_IT_IS, "full, half decode", lambda s: s.num_decodes >= half),
+            (largest, "attention in one call", "the same, one call", lambda s: s.num_decodes >= half),
+            (
+                all_decode,
+                AS_IT_IS,
+                "decodes alone",
+                lambda s: s.num_decodes == len(s.input_ids) == largest[0],
+            ),
         ):
-            llm.call(partial(kernels, run, engine, load, name, when)).result()
+            with in_way(engine, way):
+                llm.call(partial(kernels, run, engine, load, name, when)).result()
     print("\n".join(run.summary))
     llm.shutdown()
     raise SystemExit(1 if run.wrong else 0)

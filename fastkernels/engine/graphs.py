@@ -27,7 +27,12 @@ from .input_batch import InputBatch, Inputs, packed_words
 from .step import SAMPLED, StepInput
 
 log = logging.getLogger("fastkernels")
-MAX_MIXED_TOKENS = 512  # beyond it a step is long enough that its launches hide behind the GPU's work
+# Launched one by one, a step takes 20 ms of the CPU: as long as an H200 needs for 1000 tokens of an 8B model; and the
+# HTTP server, in the same process, waits for most of that.
+MAX_MIXED_TOKENS = 2048
+HIDDEN_TOKENS = (
+    1024  # a step of more hides its launches, and is launched where that lets attention run faster
+)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -37,8 +42,8 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """2, 4, 8, 16, then every 32 up to 128 and every 64 from there, up to max_tokens or 512."""
-    sizes = [2, 4, 8, 16, *range(32, 129, 32), *range(192, MAX_MIXED_TOKENS + 1, 64)]
+    """2, 4, 8, 16, then every 32 up to 128, every 64 up to 1024 and every 128 from there, up to max_tokens or 2048."""
+    sizes = [2, 4, 8, 16, *range(32, 129, 32), *range(192, 1025, 64), *range(1152, MAX_MIXED_TOKENS + 1, 128)]
     return [s for s in sizes if s <= max_tokens]
 
 
@@ -106,7 +111,8 @@ class Graphs:
         decode = tokens == len(step.slots)
         sizes = self._decode if decode else self._mixed
         at = bisect.bisect_left(sizes, tokens)
-        if at == len(sizes):
+        apart = not decode and tokens > HIDDEN_TOKENS and self._backend.takes_apart(step.num_decodes)
+        if at == len(sizes) or apart:
             return None
         key = self._key(sizes[at], decode)
         found = self._graphs[key]

@@ -92,8 +92,8 @@ class LLMEngine:
         vocab = self.hf_config.vocab_size
         if not ids:
             raise ValueError("the prompt is empty")
-        wrong = next((i for i in ids if not 0 <= i < vocab), None)
-        if wrong is not None:
+        if min(ids) < 0 or max(ids) >= vocab:
+            wrong = next(i for i in ids if not 0 <= i < vocab)
             raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary (0 to {vocab - 1})")
         room = self.max_model_len - len(ids)
         if room < 1:
@@ -262,12 +262,12 @@ def _token_ids(prompt: Any) -> list[int]:
     if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
         raise ValueError(f"the prompt must be text or token ids, got {reprlib.repr(prompt)}")
     ids = list(prompt)
-    for at, token in enumerate(ids):
-        if type(token) is not int:
-            if not is_integer(token):
-                raise ValueError(f"prompt token id {reprlib.repr(token)} is not an integer")
-            ids[at] = operator.index(token)
-    return ids
+    if set(map(type, ids)) <= {int}:
+        return ids
+    for token in ids:
+        if not is_integer(token):
+            raise ValueError(f"prompt token id {reprlib.repr(token)} is not an integer")
+    return [operator.index(token) for token in ids]
 
 
 def is_integer(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .graphs import MAX_MIXED_TOKENS
 from .kv_cache import GIB
 from .sampling_params import SamplingParams
 from .step import NewRow, PromptTargets, StepInput
@@ -15,7 +16,9 @@ from .step import NewRow, PromptTargets, StepInput
 if TYPE_CHECKING:
     from .runner import ModelRunner
 
-SLACK = 1 << 30  # bytes left free beside the measured peak: allocator slack, and graphs but for their logits
+SLACK = (
+    1 << 30
+)  # bytes left free beside the measured peak: allocator slack, and graphs but for what `graph_bytes` says
 
 
 def largest_step(max_num_seqs: int, max_tokens: int, max_model_len: int, logprobs: int) -> StepInput:
@@ -77,13 +80,18 @@ def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
         ) from error
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
-    return before, peak - before + SLACK + graph_logits_bytes(runner)
+    return before, peak - before + SLACK + graph_bytes(runner, peak - before)
 
 
-def graph_logits_bytes(runner: ModelRunner) -> int:
-    """Of the logits in the graphs' pool, which no eager step can use: the largest decode graph's. With tensor
-    parallelism there are a rank's part of them, all parts, and these in order.
+def graph_bytes(runner: ModelRunner, step: int) -> int:
+    """Of the graphs' pool, which no eager step can use: what the largest mixed graph takes, as its part of the largest
+    step's bytes, and the largest decode graph's logits. With tensor parallelism there are a rank's part of these, all
+    parts, and these in order.
     """
     config = runner.config
-    copies = 0 if config.enforce_eager else 1 if config.tensor_parallel_size == 1 else 3
-    return copies * config.max_num_seqs * runner.hf_config.vocab_size * runner.dtype.itemsize
+    if config.enforce_eager:
+        return 0
+    copies = 1 if config.tensor_parallel_size == 1 else 3
+    logits = copies * config.max_num_seqs * runner.hf_config.vocab_size * runner.dtype.itemsize
+    most = config.max_num_batched_tokens
+    return logits + step * min(MAX_MIXED_TOKENS, most) // most

@@ -1,7 +1,9 @@
 """Which requests run in the next step, and how many tokens of each.
 
 A step has a budget of tokens. Running requests that decode come first, then running ones with prompt left to compute,
-then waiting ones; a prompt longer than what is left of the budget is computed in chunks. Requests go by their key,
+then waiting ones; a prompt longer than what is left of the budget is computed in chunks. Where several prompts are left
+and all would fit into a few steps, steps are cut short: prompts that are computed one after the other end sooner, on
+average, than together. Requests go by their key,
 arrival plus priority times AGING: a lower priority number goes first, but everybody is ahead of whoever arrives late
 enough, so that nobody starves. When blocks run out the last of the running is preempted: it loses its blocks, keeps
 its generated tokens and its key, and computes them again when it is admitted again (or finds them in the prefix cache).
@@ -12,6 +14,7 @@ With two steps in flight a request may be scheduled while its last token is bein
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from bisect import insort
 from collections.abc import Iterable
@@ -21,6 +24,8 @@ from .blocks import BlockManager, hash_block
 from .request import Request, Status
 
 AGING = 10.0  # seconds of waiting that one level of priority is worth
+LEAST_TOKENS = 2048  # of a step that is cut short: fewer would take a GPU nearly as long
+PARTS = 5  # steps, at most, that what is left of the prompts is to take where they are cut short
 
 
 class QueueFull(RuntimeError):
@@ -145,8 +150,7 @@ class Scheduler:
 
     def _plan_running(self) -> int:
         """Plan one token for each request that decodes, then chunks of the others. Returns the budget that is left."""
-        budget, block_size, planned = self.max_num_batched_tokens, self.blocks.block_size, self._planned
-        prefills = []
+        block_size, planned, prefills = self.blocks.block_size, self._planned, list[Request]()
         for request in list(self.running):
             generated = len(request.output_token_ids) + request.num_inflight
             after = len(request.prompt_token_ids) + generated
@@ -157,7 +161,7 @@ class Scheduler:
                 continue  # preempted by an earlier one, or its last token is on its way
             if after <= len(request.block_table) * block_size or self._make_room(request, after):
                 planned[request] = 1
-        budget -= len(planned)
+        budget = self._budget(prefills) - len(planned)
         for request in prefills:
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             if count < 1 or request.status is not Status.RUNNING:
@@ -166,6 +170,20 @@ class Scheduler:
                 planned[request] = count
                 budget -= count
         return budget
+
+    def _budget(self, prefills: list[Request]) -> int:
+        """Tokens of this step: `prefills`, and who waits, decide whether it is cut short."""
+        most, left, prompts = self.max_num_batched_tokens, 0, 0
+        if most < 2 * LEAST_TOKENS or len(self._planned) > LEAST_TOKENS // 2:
+            return most
+        for request in itertools.chain(prefills, (r for _, r in self._waiting if r.status is Status.WAITING)):
+            left += request.num_tokens - request.num_computed_tokens
+            prompts += 1
+            if left > PARTS * (most // 2):
+                return most
+        while prompts > 1 and most // 2 >= max(LEAST_TOKENS, left / PARTS):
+            most //= 2
+        return most
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Blocks for the first num_tokens tokens, at the cost of the last of the running where there are none left.

@@ -15,6 +15,7 @@ import uvicorn
 from .config import EngineConfig
 from .server import Server
 from .server_config import ServerConfig
+from .startup import keep_objects
 
 log = logging.getLogger("fastkernels")
 LAST_WORDS = 2.0  # seconds that answers have to leave once their requests have been ended
@@ -45,6 +46,7 @@ def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig
     or SIGINT: they get it at once.
     """
     server = Server(config, server_config)
+    keep_objects()
     host, port = sock.getsockname()[:2]
     if not server.config.api_key and not _loopback(host):
         log.warning("%s is open to the network and asks for no key: set --api-key", host)

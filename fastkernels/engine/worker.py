@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .config import EngineConfig
-from .startup import Phases
+from .startup import Phases, keep_objects
 from .step import StepInput
 
 
@@ -105,6 +105,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 def _serve(commands: Connection) -> None:
     runner = build_runner(pickle.loads(commands.recv_bytes()))
+    keep_objects()
     commands.send(None)
     while True:
         command = pickle.loads(commands.recv_bytes())

@@ -235,6 +235,67 @@ def test_steady_decode_waits_for_nothing(tiny, eager) -> None:
     assert not names & {"cudaStreamSynchronize", "cudaMemcpy", "aten::item", "aten::nonzero"}
 
 
+@pytest.mark.parametrize("device", WHERE)
+def test_many_decodes_beside_a_prompt_get_a_call_of_their_own(
+    tiny: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the prompt's kernel could take them too (FA3, on Hopper): few are in its call."""
+    found, calls = [], list[tuple[int, int]]()
+    for least in (4, 3):
+        monkeypatch.setattr("fastkernels.engine.attention.ops.DECODES_APART", least)
+        settings = ON_GPU if device == "cuda" else {"max_num_seqs": 8}
+        runner = make_runner(tiny, **settings, enforce_eager=True)
+        backend: Any = runner.backend
+        if device == "cpu":
+            backend._in_one = lambda op, provider: True
+        elif backend.name != "fa3":
+            pytest.skip(f"{backend.name} attends here")
+        decode, prefill = backend._run_decode, backend._run_prefill
+
+        def spied(layer: Any, q: torch.Tensor, *rest: Any, decode: Any = decode) -> torch.Tensor:
+            calls.append((0, len(q)))
+            return decode(layer, q, *rest)
+
+        def watched(layer: Any, q: torch.Tensor, m: Any, first: int, prefill: Any = prefill) -> torch.Tensor:
+            calls.append((first, len(m.seq_lens) - first))
+            return prefill(layer, q, m, first)
+
+        driver = Driver(runner)
+        for slot in range(5):
+            driver.enter(slot, SamplingParams(temperature=0, logprobs=-1))
+        driver.run(*((slot, PROMPT[: 4 + slot]) for slot in range(3)))
+        backend._run_decode, backend._run_prefill = spied, watched
+        calls.clear()
+        rows = [*((slot, [20 + slot]) for slot in range(3)), (3, PROMPT), (4, OTHER)]
+        out = runner.launch(driver.step(rows)).result()
+        assert out.logprobs is not None
+        order = out.logprobs.token_ids[:, 1:].argsort(axis=1)
+        found.append(np.take_along_axis(out.logprobs.logprobs[:, 1:], order, axis=1))
+        assert set(calls) == ({(3, 2), (0, 3)} if least == 3 else {(0, 5)})
+    limit = 1e-4 if device == "cpu" else 0.05
+    assert np.abs(found[0] - found[1]).max() < limit * np.abs(found[0]).max()
+
+
+def test_a_long_step_with_many_decodes_is_launched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launches hide, and outside the graph its decodes get a call of their own; a short step replays."""
+    monkeypatch.setattr("fastkernels.engine.attention.ops.DECODES_APART", 3)
+    runner = runner_of(tiny, "cpu", graphs=True)
+    backend: Any = runner.backend
+    driver, replayed = Driver(runner), []
+    for slot in range(8):
+        driver.enter(slot)
+    driver.run(*((slot, OTHER) for slot in range(4)))
+    for hidden, in_one, decodes in ((8, True, 3), (8, True, 2), (8, False, 3), (10, True, 3)):
+        monkeypatch.setattr("fastkernels.engine.graphs.HIDDEN_TOKENS", hidden)
+        assert runner.graphs is not None
+        before = runner.graphs.replays["mixed"]
+        monkeypatch.setattr(backend, "_in_one", lambda op, provider, said=in_one: said)
+        driver.enter(7)
+        driver.run(*((slot, [20 + slot]) for slot in range(decodes)), (7, PROMPT[: 10 - decodes]))
+        replayed.append(runner.graphs.replays["mixed"] - before)
+    assert replayed == [0, 1, 1, 1]
+
+
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("backend", [None, "triton", "fa3", "flashinfer"])

@@ -65,6 +65,52 @@ def test_decodes_and_a_chunk_share_a_step(depth: int) -> None:
     assert batch.num_decodes == 1 and batch.offsets == [4, -1]
 
 
+def steps_of(prompts: list[int], budget: int = 8192, decodes: int = 0) -> list[list[tuple[str, int]]]:
+    """What prompts of so many tokens compute, step by step: (name, tokens)."""
+    core = make_core(num_blocks=20_000, seqs=2000, budget=budget, waiting=2000, caching=False)
+    for i in range(decodes):
+        core.scheduler.add(make_request(f"-{i}", [1, 2], 1000))
+    while core.scheduler.num_waiting:
+        core.step()
+    for i, tokens in enumerate(prompts):
+        core.scheduler.add(make_request(str(i), [i] * tokens, 1))
+    found = []
+    while any(not r.request_id.startswith("-") for r in core.scheduler.running) or core.scheduler.num_waiting:
+        result = core.step()
+        assert result is not None
+        batch = result.batch
+        named = zip(batch.requests, batch.counts, strict=True)
+        found.append([(r.request_id, n) for r, n in named if not r.request_id.startswith("-")])
+    return found
+
+
+def test_few_prompts_end_one_after_the_other() -> None:
+    """32 of 512 tokens take 6 steps and not 2, and half of them have their token after 2."""
+    steps = steps_of([512] * 32)
+    sums = [sum(n for _, n in step) for step in steps]
+    assert sums == [4096, 4096, 2048, 2048, 2048, 2048]
+    assert [name for name, _ in steps[0]] == [str(i) for i in range(8)]
+    assert [sum(n for _, n in step) for step in steps_of([300, 200])] == [500]
+    # A step that decodes has as many tokens in all.
+    decoding = steps_of([512] * 32, decodes=100)
+    assert [sum(n for _, n in step) for step in decoding][:3] == [3996, 3996, 1948]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "budget", "decodes", "want"),
+    [
+        ([16384], 8192, 0, [8192, 8192]),  # alone: nobody gains
+        ([1024] * 21, 8192, 0, [8192, 4096, 2048, 2048, 2048, 2048, 1024]),  # long until few are left
+        ([1024] * 8, 3000, 0, [3000, 3000, 2192]),  # a budget that is small already
+        ([1024] * 8, 8192, 1025, [7167, 1025]),  # so many decodes would take most of a short step
+    ],
+)
+def test_steps_are_cut_short_only_where_it_helps(
+    prompts: list[int], budget: int, decodes: int, want: list[int]
+) -> None:
+    assert [sum(n for _, n in step) for step in steps_of(prompts, budget, decodes)] == want
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preemption_loses_no_token(depth: int) -> None:
     core = make_core(num_blocks=9, depth=depth, caching=False)

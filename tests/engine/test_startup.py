@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.engine import serving
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.runner import ModelRunner
 from fastkernels.engine.startup import Phases, process_age
@@ -116,6 +119,26 @@ def test_steps_are_of_all_kinds_and_few() -> None:
         assert {s.new_rows[0].params.needs_penalties for s in group} == {False, True}
         assert {int(s.seq_lens.max() > 2000) for s in group} == {0, 1}
     assert sum(len(s.input_ids) for s in mixed) < 3 * 8192 and len(steps) < 90  # what it costs
+
+
+def test_a_server_keeps_the_collector_from_what_the_start_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, frozen = [], []
+
+    def start(*_: Any) -> Any:
+        made.append([object() for _ in range(10)])
+        config = SimpleNamespace(api_key="key", timeout_keep_alive=5)
+        return SimpleNamespace(config=config, app=None, model_name="m", llm=SimpleNamespace(dead=None))
+
+    monkeypatch.setattr(serving, "Server", start)
+    monkeypatch.setattr(
+        serving.Process, "run", lambda *_, **__: frozen.append(gc.get_freeze_count() if made else 0)
+    )
+    with serving.bind("127.0.0.1", 0) as sock:
+        try:
+            assert serving.serve(EngineConfig("m"), sock) == 0
+            assert frozen[0] > 1000
+        finally:
+            gc.unfreeze()
 
 
 def test_answers_are_the_same_after_it(tiny: Path) -> None:

@@ -45,6 +45,10 @@ class AttentionBackend(ABC):
     ) -> None:
         """`inputs` lie in the static tensors of the graph that has this metadata. block_tables: of all slots."""
 
+    def takes_apart(self, num_decodes: int) -> bool:
+        """Whether a mixed batch with so many rows of one query runs faster outside a graph."""
+        return False
+
     @abstractmethod
     def forward(
         self,

@@ -15,6 +15,8 @@ from fastkernels.overrides.l1.attention_prefill import attention_prefill
 from ..input_batch import Inputs
 from .base import AttentionBackend, CannotCapture, metadata_of, store
 
+DECODES_APART = 64  # rows of one query in a batch with others: from here on FA3 is faster in two calls
+
 
 class OpsBackend(AttentionBackend):
     """attention_decode for rows of one query and attention_prefill for the rest.
@@ -22,7 +24,8 @@ class OpsBackend(AttentionBackend):
     provider  'fa3', 'triton' or 'reference'; None: the first of each op that is there and supports the layers.
     A candidate of an op goes before both. Raises ValueError for a provider that cannot serve these layers here.
 
-    FA3's varlen kernel is as good at single queries as at many: a mixed batch is one call, which fits into a graph.
+    FA3's varlen kernel takes a mixed batch in one call, which fits into a graph. A row of one query costs 1.5 times
+    there what it does in a call of such rows alone: outside graphs, many of them get one.
     """
 
     def __init__(self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
@@ -30,6 +33,10 @@ class OpsBackend(AttentionBackend):
         self._decode = _choose(attention_decode, provider, self._sample(prefill=False), device)
         self._prefill = _choose(attention_prefill, provider, self._sample(prefill=True), device)
         self.name = self._prefill.name
+        self._beside = self._decode  # of rows of one query in a batch with others
+        if self.name == "fa3" and provider is None:
+            # Not what a tuned table says: a kernel that is first needed here would be compiled in a step.
+            self._beside = _choose(attention_decode, "fa3", self._sample(prefill=False), device)
 
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         return metadata_of(self, inputs, block_table)
@@ -44,6 +51,9 @@ class OpsBackend(AttentionBackend):
             )
         return metadata_of(self, inputs, block_table)
 
+    def takes_apart(self, num_decodes: int) -> bool:
+        return num_decodes >= DECODES_APART and self._in_one(attention_prefill, self._prefill)
+
     def forward(
         self,
         layer: Any,
@@ -56,16 +66,20 @@ class OpsBackend(AttentionBackend):
         m, n = metadata, metadata.num_decodes
         if m.decode_only:
             return self._run_decode(layer, q, m.seq_lens, m.block_table, m.max_seqlen_k)
-        if n == 0 or self._in_one(attention_prefill, self._prefill):
+        in_one = self._in_one(attention_prefill, self._prefill)
+        if n == 0 or (in_one and not self.takes_apart(n)):
             return self._run_prefill(layer, q, m, 0)
         out = self._run_prefill(layer, q, m, n)
-        out[:n] = self._run_decode(layer, q[:n], m.seq_lens[:n], m.block_table[:n], m.max_decode_seqlen_k)
+        provider = self._beside if in_one else None
+        rows = m.seq_lens[:n], m.block_table[:n], m.max_decode_seqlen_k
+        out[:n] = self._run_decode(layer, q[:n], *rows, provider)
         return out
 
     def _run_decode(
-        self, layer: Any, q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, longest: int
-    ) -> torch.Tensor:
-        return self._call(attention_decode, self._decode)(
+        self, layer: Any, q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, longest: int,
+        wanted: Provider | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._call(attention_decode, self._decode, wanted)(
             q, *layer.kv_cache, seq_lens, block_table, longest, layer.scale, layer.window_left, layer.softcap,
             *_scales(layer),
         )  # fmt: skip
@@ -77,11 +91,14 @@ class OpsBackend(AttentionBackend):
             m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, *_scales(layer),
         )  # fmt: skip
 
-    def _call(self, op: Op, provider: Provider) -> Callable[..., torch.Tensor]:
-        if self._wanted is None or op.candidate is not None:
+    def _call(
+        self, op: Op, provider: Provider, wanted: Provider | None = None
+    ) -> Callable[..., torch.Tensor]:
+        """What runs: a candidate; else `wanted`; else what the user asked for, or what the op chooses."""
+        if op.candidate is not None or (wanted is None and self._wanted is None):
             return op
         op.calls += 1
-        return provider.fn
+        return (wanted or provider).fn
 
     def _in_one(self, op: Op, provider: Provider) -> bool:
         return provider.name == "fa3" and op.candidate is None
