@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from fk_bench.rows import Status, read
+from support.made_up_chip import MadeUp
 from support.op_cases import make_args, mismatch, oracle
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from fastkernels import registry, tuned
 from fastkernels.overrides.l1 import _attention_decode_split as split
+from fastkernels.overrides.l1._overlap import follow
 from fastkernels.overrides.l1.attention_decode import attention_decode
 from fastkernels.spec import Case
 from fastkernels.tuned import Entry, Table
@@ -117,6 +123,47 @@ def test_refuses_with_a_reason() -> None:
     assert "key_cache has strides" in str(split.supports_split(*args))
     args[2] = args[2].half()
     assert "the caches are" in str(split.supports_split(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not isinstance(follow, JITFunction), reason="TRITON_INTERPRET=1 compiles nothing")
+@pytest.mark.parametrize("batch", [32, 256])
+@pytest.mark.parametrize("params", split.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
+def test_as_many_programs_fit_as_it_says(
+    params: dict[str, int], batch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Compiled for an H200: shared memory and registers of a multiprocessor, and hardly any in memory instead."""
+    monkeypatch.setattr(driver, "_active", MadeUp())
+    compiled: list[Any] = []
+    for name in ("_decode_split_kernel", "_decode_even_kernel", "_decode_dealt_kernel"):
+        kernel = getattr(split, name)
+        kernel.device_caches.clear()
+        monkeypatch.setattr(split, name, Compiled(kernel, compiled))
+    dims = {"seq_lens": [1] * batch, "max_seqlen_k": 2048, "max_blocks": 1, **LLAMA}
+    split.decode_split(*make_args(SPEC, Case("compiled", dims)), **params)
+    (found,) = compiled
+    (tmp_path / "kernel.cubin").write_bytes(found.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), "-res-usage", str(tmp_path / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
+    threads = 32 * params["num_warps"] * params["per_sm"]
+    assert usage["REG"] * threads <= split.REGISTERS and usage["STACK"] <= 64
+    assert (found.metadata.shared + 1024) * params["per_sm"] <= 228 * 1024
+
+
+class Compiled:
+    """Stands for a kernel: compiles what would be launched, as on a GPU."""
+
+    def __init__(self, kernel: Any, found: list[Any]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def warmup(*args: Any, **options: Any) -> None:
+            on_a_gpu = {**options, "UPCAST": False, "OVERLAP": True, "launch_pdl": True}
+            self.found.append(self.kernel.warmup(*args, grid=grid, **on_a_gpu))
+
+        return warmup
 
 
 # -- who is asked first
