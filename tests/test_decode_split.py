@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from fk_bench.rows import Status, read
+from support.made_up_chip import MadeUp
 from support.op_cases import make_args, mismatch, oracle
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from fastkernels import registry, tuned
 from fastkernels.overrides.l1 import _attention_decode_split as split
+from fastkernels.overrides.l1._overlap import follow
 from fastkernels.overrides.l1.attention_decode import attention_decode
 from fastkernels.spec import Case
 from fastkernels.tuned import Entry, Table
@@ -33,7 +39,7 @@ def test_values() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], env=ENV, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     found = {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
-    assert len(found) > 10
+    assert len(found) > 50
     assert {case: problem for case, problem in found.items() if problem} == {}
 
 
@@ -48,6 +54,43 @@ def test_parts_fill_the_device_and_are_not_too_small() -> None:
     assert split.splits_of(256, 8192, 2, 64, 132) == 1 and split.splits_of(256, 8192, 4, 64, 132) == 2
     assert split.splits_of(1, 1 << 20, 8, 64, 132) == split.MAX_SPLITS
     assert split.splits_of(2048, 8192, 8, 64, 132) == 1 and split.splits_of(8, 0, 2, 64, 132) == 1
+
+
+class Launches:
+    """Stands for a kernel that no CPU can launch: keeps the grid and the options of each launch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.seen.append((grid, options))
+
+
+def test_parts_are_dealt_to_workers_that_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sequences there are, up to as many as are even by themselves; fewer for few keys."""
+    dealt, alone = Launches(), Launches()
+    monkeypatch.setattr(split, "_decode_dealt_kernel", dealt)
+    monkeypatch.setattr(split, "_decode_split_kernel", alone)
+    p = split._set(2, 64, 4, 4, 128, split.DEALT)
+    for batch, longest in ((32, 2048), (1, 131072), (2, 300), (split.MOST_DEALT, 4096)):
+        case = Case("dealt", {"seq_lens": [1] * batch, "max_seqlen_k": longest, "max_blocks": 1, **LLAMA})
+        split.decode_split(*make_args(SPEC, case), **p)
+    assert [grid for grid, _ in dealt.seen] == [(8, 33), (8, 33), (8, 6), (8, 33)]
+    assert [options["BLOCK_B"] for _, options in dealt.seen] == [32, 32, 32, 256]
+    assert not alone.seen
+    case = Case("alone", {"seq_lens": [1] * (split.MOST_DEALT + 1), **LLAMA})
+    split.decode_split(*make_args(SPEC, case), **p)
+    assert len(dealt.seen) == 4 and [grid for grid, _ in alone.seen] == [(8, 1, split.MOST_DEALT + 1)]
+
+
+def test_strides_are_said_to_be_the_same_only_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Launches()
+    monkeypatch.setattr(split, "_decode_split_kernel", kernel)
+    args = make_args(SPEC, Case("same", {"seq_lens": [3], **LLAMA}))
+    split.decode_split(*args)
+    wide = torch.empty(*args[2].shape[:2], 9, 128, dtype=args[2].dtype)[:, :, :8]
+    split.decode_split(*args[:2], wide, *args[3:])
+    assert [options["SAME"] for _, options in kernel.seen] == [True, False]
 
 
 @pytest.mark.parametrize("head_size", [1, 40, 64, 96, 128, 192, 256])
@@ -80,6 +123,47 @@ def test_refuses_with_a_reason() -> None:
     assert "key_cache has strides" in str(split.supports_split(*args))
     args[2] = args[2].half()
     assert "the caches are" in str(split.supports_split(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not isinstance(follow, JITFunction), reason="TRITON_INTERPRET=1 compiles nothing")
+@pytest.mark.parametrize("batch", [32, 256])
+@pytest.mark.parametrize("params", split.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
+def test_as_many_programs_fit_as_it_says(
+    params: dict[str, int], batch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Compiled for an H200: shared memory and registers of a multiprocessor, and hardly any in memory instead."""
+    monkeypatch.setattr(driver, "_active", MadeUp())
+    compiled: list[Any] = []
+    for name in ("_decode_split_kernel", "_decode_even_kernel", "_decode_dealt_kernel"):
+        kernel = getattr(split, name)
+        kernel.device_caches.clear()
+        monkeypatch.setattr(split, name, Compiled(kernel, compiled))
+    dims = {"seq_lens": [1] * batch, "max_seqlen_k": 2048, "max_blocks": 1, **LLAMA}
+    split.decode_split(*make_args(SPEC, Case("compiled", dims)), **params)
+    (found,) = compiled
+    (tmp_path / "kernel.cubin").write_bytes(found.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), "-res-usage", str(tmp_path / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
+    threads = 32 * params["num_warps"] * params["per_sm"]
+    assert usage["REG"] * threads <= split.REGISTERS and usage["STACK"] <= 64
+    assert (found.metadata.shared + 1024) * params["per_sm"] <= 228 * 1024
+
+
+class Compiled:
+    """Stands for a kernel: compiles what would be launched, as on a GPU."""
+
+    def __init__(self, kernel: Any, found: list[Any]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def warmup(*args: Any, **options: Any) -> None:
+            on_a_gpu = {**options, "UPCAST": False, "OVERLAP": True, "launch_pdl": True}
+            self.found.append(self.kernel.warmup(*args, grid=grid, **on_a_gpu))
+
+        return warmup
 
 
 # -- who is asked first

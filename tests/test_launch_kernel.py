@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
+from support.made_up_chip import MadeUp
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -30,33 +30,6 @@ def _kernel(
     if ADD:
         x += tl.load(y_ptr + at, mask=at < n, other=0.0)
     tl.store(x_ptr + at, x * factor, mask=at < n)
-
-
-class MadeUp:
-    """A driver of a chip that is not there: what is launched is written down."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
-        self.utils, self.device = self, 0
-
-    def load_binary(self, name: str, kernel: Any, shared: int, device: int) -> tuple[int, ...]:
-        self.loaded = getattr(self, "loaded", 0) + 1
-        return 1, self.loaded, 32, 0, 1024  # module, function, registers, spills, threads
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "warpSize": 32}
-
-    def launcher_cls(self, src: Any, metadata: Any) -> Any:
-        return lambda *args: self.launched.append(args)
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 100 + device
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture

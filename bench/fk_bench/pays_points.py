@@ -114,7 +114,9 @@ def points(files: Files) -> list[Point]:
         layers = timed({name: mine}, "skinny_linear")
         calls = timed({name: mine}, "decode_attention")
         made += [p for g in groups(layers, "tokens", "out", "in").values() for p in _layer(g)]
-        made += [p for g in groups(calls, "model", "batch", "context").values() for p in _attention(g)]
+        made += [
+            p for g in groups(calls, "model", "batch", "context", "capacity").values() for p in _attention(g)
+        ]
         found += reversed(made)
     return found
 

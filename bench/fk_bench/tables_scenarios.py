@@ -123,10 +123,10 @@ def _beside(us: dict[str, float]) -> str:
 
 def attention(files: Files) -> Iterator[Table]:
     """Decode attention of Llama-3.1-8B's heads: us a layer by batch, context and provider; the last run of those that
-    timed most providers."""
+    timed most providers, and of that the last capacity."""
     found = [r for r in timed(files, "decode_attention") if r.case.get("model") == MODEL]
     chosen: dict[tuple[int, int], list[Row]] = {}
-    for (_, batch, context), mine in groups(found, "batch", "context").items():
+    for (_, batch, context, _), mine in groups(found, "batch", "context", "capacity").items():
         at = int(batch), int(context)
         if len(fastest(mine)) >= len(fastest(chosen.get(at, []))):
             chosen[at] = mine

@@ -133,13 +133,14 @@ class Clock:
         # The slope, which is free of what starting costs. A CPU's calls scatter by more than that.
         self.samples.append((double - single) / self.n if self.run.cuda else double / (2 * self.n))
 
-    def us(self) -> float:
-        """Microseconds of one pass: the median over rounds."""
-        return 1e6 * statistics.median(self.samples)
-
 
 def measure(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
-    """Microseconds of a pass over each list of calls; rounds are interleaved. One that raises is left out, and said."""
+    """Microseconds of a pass over each list of calls: the median of `rounds`."""
+    return {name: statistics.median(each) for name, each in rounds(run, todo).items()}
+
+
+def rounds(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, list[float]]:
+    """Microseconds of a pass in each round, which are interleaved. One that raises is left out, and said."""
     clocks = {}
     for name, calls in todo.items():
         try:
@@ -149,4 +150,4 @@ def measure(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, flo
     for _ in range(ROUNDS if run.cuda else 1):
         for clock in clocks.values():
             clock.sample()
-    return {name: clock.us() for name, clock in clocks.items()}
+    return {name: [1e6 * s for s in clock.samples] for name, clock in clocks.items()}

@@ -1,8 +1,8 @@
 """attention_decode in one launch: keys are split over programs, and the last of a sequence to arrive adds its parts.
 
-How many parts there may be follows from shapes, how many there are from the sequence's length, on the device: nothing
-is planned on the host, and one CUDA graph serves all lengths. Parts are added in a fixed order: equal calls have equal
-bits.
+How many parts there may be follows from shapes, how many there are from the sequences' lengths, on the device: nothing
+is planned on the host, and one CUDA graph serves all lengths. They are read behind the wait of an early start: whoever
+calls this may have written them just before, and early kernels go back as far as the last one that is not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.l1._launch import multiprocessors, next_power_of_2, tickets
+from fastkernels.overrides.l1._attention_decode_parts import one_part
+from fastkernels.overrides.l1._launch import cdiv, multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1.attention_prefill import check, memory
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
@@ -23,6 +24,9 @@ MAX_SPLITS = 128
 SHARED = 216 * 1024  # bytes of shared memory that a program may have for tiles
 REGISTERS = 1 << 16  # of a multiprocessor
 COMBINED = 2048  # values of parts, in float32, that a warp adds at once, of four at most
+EACH, EVEN, DEALT = 0, 1, 2  # what `even` may be
+STEPS = 16  # sizes that are tried, and levels by which parts are sorted
+MOST_DEALT = 256  # sequences: more are taken one by one, as they are enough to be even by themselves
 LOG2E = 1.4426950408889634
 
 
@@ -39,10 +43,12 @@ def _set(
 #   per_sm     programs a multiprocessor, which decides how many parts a sequence may have
 #   block_n    keys in a tile
 #   min_split  keys of the smallest part: below, a part costs more to add than it saves
-#   even       all keys of a batch are shared out evenly, so that no program has more than another; else each sequence's
+#   even       how keys are shared out. 0: each sequence's to as many programs; 1: those of all, so that no program
+#              has more than another; 2: as 0 where lengths are equal, else in parts of one size for all sequences
 PARAMS: tuple[dict[str, int], ...] = (
     _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(6, 32, 2, 3),
-    _set(4, 32, 2, 4, 64, 1),
+    _set(4, 32, 2, 4, 64, EVEN), _set(2, 64, 4, 4, 128, DEALT), _set(4, 32, 2, 4, 64, DEALT),
+    _set(6, 32, 2, 3, 64, DEALT),
 )  # fmt: skip
 
 
@@ -68,92 +74,14 @@ def splits_of(programs: int, max_seqlen_k: int, per_sm: int, min_split: int, sms
     return max(min(per_sm * sms // programs, -(-max_seqlen_k // min_split), MAX_SPLITS), 1)
 
 
-@triton.jit
-def _add_parts(
-    out_ptr, part_ptr, lse_ptr, first, bump, step, parts, group, D,
-    BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    # The parts of one sequence and key head, by their shares of the softmax: rows first + bump, first + step, ...
-    heads, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for begin in range(0, parts, BLOCK_P):  # not pipelined: through shared memory it takes 1.5 us longer
-        part = begin + tl.arange(0, BLOCK_P)
-        there = (part < parts)[:, None] & (heads < group)[None, :]
-        row = first + part * step + tl.where(part == 0, bump, 0)
-        at = row[:, None] * group + heads[None, :]
-        # Other multiprocessors wrote them while this kernel runs: they are not read from L1.
-        lse = tl.load(lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(
-            part_ptr + at[:, :, None] * D + dims[None, None, :], mask=there[:, :, None] & (dims < D)[None, None, :],
-            other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        share, decay = tl.exp2(lse - base[None, :]), tl.exp2(top - base)
-        total = total * decay + tl.sum(share, 0)
-        acc = acc * decay[:, None] + tl.sum(values * share[:, :, None], 0)
-        top = new_top
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    mask = (heads < group)[:, None] & (dims < D)[None, :]
-    tl.store(out_ptr + heads[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _attend(
-    q, k_at, v_at, table_at, low, high, n_k, D, scale, v_scale, window_left, softcap, k_stride_b, k_stride_s,
-    v_stride_b, v_stride_s, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
-    EVEN_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    # Attention of q [BLOCK_M, BLOCK_D] to the keys low .. high - 1, and the log2 of the sum of the weights.
-    dims, offs = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # A tile's blocks are looked up one tile ahead, so that no read of keys waits for the table.
-    page = tl.load(table_at + (low + offs) // PAGE, mask=low + offs < high, other=0)
-    for begin in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-        cols = begin + offs
-        inside = cols < high
-        mask = inside[:, None] if EVEN_D else inside[:, None] & (dims < D)[None, :]
-        block, slot = page.to(tl.int64), cols % PAGE
-        k = tl.load(k_at + (block * k_stride_b + slot * k_stride_s)[:, None], mask=mask, other=0.0)
-        v = tl.load(v_at + (block * v_stride_b + slot * v_stride_s)[:, None], mask=mask, other=0.0)
-        page = tl.load(table_at + (cols + BLOCK_N) // PAGE, mask=cols + BLOCK_N < high, other=0)
-        if UPCAST:  # the interpreter
-            scores = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))) * scale
-        else:
-            scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
-        if SOFTCAP:  # scale has log2 e in it, and so has softcap
-            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / softcap))))
-        seen = inside
-        if WINDOW:
-            seen = seen & (cols >= n_k - 1 - window_left)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None]
-        if UPCAST:
-            acc += tl.dot(p.to(q.dtype).to(tl.float32), v.to(tl.float32))
-        else:
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc)
-        top = new_top
-    weight = tl.where(total == 0.0, 1.0, total)
-    return acc * v_scale / weight[:, None], tl.where(total == 0.0, float("-inf"), top + tl.log2(weight))
-
-
 @triton.jit(do_not_specialize=["splits", "table_stride", "min_split", "window_left"])
 def _decode_split_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
     group, D, scale, v_scale, window_left, softcap, splits, min_split,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
-    EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    SAME: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program a (key head, split, sequence): all query heads of the group share the keys it reads. Programs of one
@@ -172,30 +100,23 @@ def _decode_split_kernel(
         return
     low = first + split * per_part * BLOCK_N
     high = tl.minimum(low + per_part * BLOCK_N, n_k)
-    dims, rows = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
-    q_mask = (rows < group)[:, None] & (dims < D)[None, :]
-    q_at = q_ptr + seq * q_stride_b + (kv_head * group + rows)[:, None] * q_stride_h + dims[None, :]
-    acc, lse = _attend(
-        tl.load(q_at, mask=q_mask, other=0.0), k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, :],
-        v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, :], table_ptr + seq * table_stride, low, high, n_k, D,
-        scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW, SOFTCAP,
-        UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
+    ticket = seq * tl.num_programs(0) + kv_head
+    one_part(
+        q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, table_ptr, q_stride_b, q_stride_h,
+        k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+        group, D, scale, v_scale, window_left, softcap, tl.num_programs(0), kv_head, seq, low, high, n_k, parts,
+        ticket * splits + split, ticket * splits, 0, 1, ticket, PAGE, WINDOW, SOFTCAP, SPLIT, UPCAST, SAME, EVEN_D,
+        BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_P, STAGES,
     )  # fmt: skip
-    out_at = out_ptr + (seq * tl.num_programs(0) + kv_head) * group * D
-    if SPLIT and parts > 1:
-        first_part = (seq * tl.num_programs(0) + kv_head) * splits
-        row = (first_part + split) * group + rows
-        tl.store(lse_ptr + row, lse, mask=rows < group)
-        tl.store(part_ptr + row[:, None] * D + dims[None, :], acc, mask=q_mask)
-        tl.debug_barrier()  # one thread takes the ticket, for what all have stored
-        ticket = ticket_ptr + seq * tl.num_programs(0) + kv_head
-        if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            _add_parts(
-                out_at, part_ptr, lse_ptr, first_part, 0, 1, parts, group, D, BLOCK_P, BLOCK_G, BLOCK_D
-            )
-            tl.store(ticket, 0)  # as it was found, for the next launch
-    else:
-        tl.store(out_at + rows[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def _tiles_of(len_ptr, seqs, batch, window_left, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    # Tiles of each sequence, one for a sequence without keys, which writes zeros; 0 beyond the batch.
+    keys = tl.load(len_ptr + seqs, mask=seqs < batch, other=0)
+    if WINDOW:
+        keys -= tl.maximum(keys - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+    return tl.where(seqs < batch, tl.maximum(tl.cdiv(keys, BLOCK_N), 1), 0)
 
 
 @triton.jit(do_not_specialize=["batch", "table_stride", "min_tiles", "window_left"])
@@ -203,31 +124,23 @@ def _decode_even_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
     group, D, scale, v_scale, window_left, softcap, batch, min_tiles,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
-    EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    SAME: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program a (key head, worker). The tiles of all sequences in a row are shared out evenly: a worker has the end
     # of one sequence, some whole ones, and the beginning of another.
     kv_head, worker = tl.program_id(0), tl.program_id(1)
     seqs = tl.arange(0, BLOCK_B)
-    keys = tl.load(len_ptr + seqs, mask=seqs < batch, other=0)
-    if WINDOW:
-        keys -= tl.maximum(keys - 1 - window_left, 0) // BLOCK_N * BLOCK_N
-    tiles = tl.where(
-        seqs < batch, tl.maximum(tl.cdiv(keys, BLOCK_N), 1), 0
-    )  # without keys one, which writes zeros
+    tiles = _tiles_of(len_ptr, seqs, batch, window_left, WINDOW, BLOCK_N)
     ends = tl.cumsum(tiles, 0)
     every = tl.sum(tiles, 0).to(tl.int64)
     workers = tl.minimum(tl.maximum(every // min_tiles, 1), tl.num_programs(1))
     if worker >= workers:
         return
     begin, last = (worker * every // workers).to(tl.int32), ((worker + 1) * every // workers).to(tl.int32)
-    dims, rows = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
-    q_mask = (rows < group)[:, None] & (dims < D)[None, :]
-    k_at = k_ptr + kv_head.to(tl.int64) * k_stride_h + dims[None, :]
-    v_at = v_ptr + kv_head.to(tl.int64) * v_stride_h + dims[None, :]
+    ours = kv_head * tl.num_programs(1).to(tl.int64)
     at = begin
     while at < last:
         index = tl.sum((ends <= at).to(tl.int32), 0)
@@ -240,34 +153,100 @@ def _decode_even_kernel(
             low += tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
         stop = tl.minimum(seq_end, last)
         high = tl.minimum(low + (stop - at) * BLOCK_N, n_k)
-        q_at = q_ptr + seq * q_stride_b + (kv_head * group + rows)[:, None] * q_stride_h + dims[None, :]
-        acc, lse = _attend(
-            tl.load(q_at, mask=q_mask, other=0.0), k_at, v_at, table_ptr + seq * table_stride, low, high, n_k, D,
-            scale, v_scale, window_left, softcap, k_stride_b, k_stride_s, v_stride_b, v_stride_s, PAGE, WINDOW,
-            SOFTCAP, UPCAST, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
+        # A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
+        first = ((seq_begin + 1) * workers - 1) // every
+        parts = ((seq_end * workers - 1) // every - first + 1).to(tl.int32)
+        bump = (seq_begin > first * every // workers).to(tl.int64)
+        one_part(
+            q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, table_ptr, q_stride_b, q_stride_h,
+            k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+            group, D, scale, v_scale, window_left, softcap, tl.num_programs(0), kv_head, seq, low, high, n_k, parts,
+            2 * (ours + worker) + (at > begin).to(tl.int64), 2 * (ours + first), bump, 2,
+            ours + first,  # no other sequence goes from that worker to the next
+            PAGE, WINDOW, SOFTCAP, SPLIT, UPCAST, SAME, EVEN_D, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_P, STAGES,
         )  # fmt: skip
-        out_at = out_ptr + (seq * tl.num_programs(0) + kv_head) * group * D
-        if (seq_begin >= begin) & (seq_end <= last):
-            tl.store(
-                out_at + rows[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask
-            )
-        else:
-            # A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
-            first = ((seq_begin + 1) * workers - 1) // every
-            parts = ((seq_end * workers - 1) // every - first + 1).to(tl.int32)
-            ours = kv_head * tl.num_programs(1).to(tl.int64)
-            row = (2 * (ours + worker) + (at > begin).to(tl.int64)) * group + rows
-            tl.store(lse_ptr + row, lse, mask=rows < group)
-            tl.store(part_ptr + row[:, None] * D + dims[None, :], acc, mask=q_mask)
-            tl.debug_barrier()  # one thread takes the ticket, for what all have stored
-            ticket = ticket_ptr + ours + first  # no other sequence goes from that worker to the next
-            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
-                bump = (seq_begin > first * every // workers).to(tl.int64)
-                _add_parts(
-                    out_at, part_ptr, lse_ptr, 2 * (ours + first), bump, 2, parts, group, D, BLOCK_P, BLOCK_G, BLOCK_D
-                )  # fmt: skip
-                tl.store(ticket, 0)  # as it was found, for the next launch
         at = stop
+
+
+@triton.jit
+def _part_size(tiles, batch, workers, min_tiles, MOST: tl.constexpr, STEPS: tl.constexpr):
+    # How many tiles the parts of all sequences have.
+    every, longest = tl.sum(tiles, 0), tl.max(tiles, 0)
+    share, least = tl.cdiv(every, workers), tl.cdiv(3 * every, 5 * workers)
+    if 4 * longest * batch <= 5 * every:  # nearly equal: as many parts for each as there are workers
+        size = tl.cdiv(longest, tl.maximum(workers // batch, 1))
+    else:
+        # The smallest size with which all are done in one turn, if it is little over a worker's share: by a quarter and
+        # 8 tiles, which is about what another turn costs. Else three fifths of a share, in several turns.
+        sizes = share + (tl.arange(0, STEPS) + 1) * (share // 4 + 8) // STEPS
+        inverse = 1.0 / sizes.to(tl.float32)
+        counts = (tiles[:, None].to(tl.float32) + (sizes.to(tl.float32) - 0.5)[None, :]) * inverse[None, :]
+        size = tl.min(tl.where(tl.sum(counts.to(tl.int32), 0) <= workers, sizes, 1 << 30), 0)
+        size = tl.where(size == 1 << 30, least, size)
+    return tl.maximum(tl.maximum(size, least), tl.maximum(min_tiles, tl.cdiv(longest, MOST)))
+
+
+@triton.jit
+def _longest_first(tiles, STEPS: tl.constexpr):
+    # The rank of each, by 16ths of the largest.
+    top = tl.max(tiles, 0)
+    level = ((top - tiles).to(tl.float32) * (STEPS / (top + 1).to(tl.float32))).to(tl.int32)
+    same = level[:, None] == tl.arange(0, STEPS)[None, :]
+    count = tl.where(same, 1, 0)
+    of_level = tl.sum(count, 0)
+    rank = tl.cumsum(count, 0) + (tl.cumsum(of_level, 0) - of_level)[None, :]
+    return tl.sum(tl.where(same, rank, 0), 1) - 1
+
+
+@triton.jit(do_not_specialize=["batch", "table_stride", "min_tiles", "window_left"])
+def _decode_dealt_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    group, D, scale, v_scale, window_left, softcap, batch, min_tiles,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    SAME: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, MOST: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (key head, worker). All sequences are cut into parts of one size, and what is left of each, at most
+    # a part, is one more. They are dealt out from the largest on, there and back; a worker begins with its smallest,
+    # which often is a whole sequence, and ends with what others may have to wait for.
+    kv_head, worker, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    seqs = tl.arange(0, BLOCK_B)
+    tiles = _tiles_of(len_ptr, seqs, batch, window_left, WINDOW, BLOCK_N)
+    size = _part_size(tiles, batch, workers, min_tiles, MOST, STEPS)
+    more = tl.maximum(tl.cdiv(tiles, size) - 1, 0)
+    begins = tl.cumsum(more, 0) - more
+    full = tl.sum(more, 0)
+    rank = seqs
+    if full + batch > workers:
+        rank = _longest_first(tiles - more * size, STEPS)  # 0 beyond the batch: none comes after it
+    turn = (full + batch - 1) // workers
+    if turn * workers + tl.where(turn % 2 == 0, worker, workers - 1 - worker) >= full + batch:
+        turn -= 1
+    while turn >= 0:
+        item = turn * workers + tl.where(turn % 2 == 0, worker, workers - 1 - worker)
+        whole = (begins <= item) & (item < begins + more)
+        ours = tl.where(item < full, whole, rank == item - full)
+        seq, begin = tl.sum(tl.where(ours, seqs, 0), 0).to(tl.int64), tl.sum(tl.where(ours, begins, 0), 0)
+        n_k = tl.load(len_ptr + seq)
+        low = 0
+        if WINDOW:
+            low = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+        parts = tl.maximum(tl.cdiv(tl.cdiv(n_k - low, BLOCK_N), size), 1)
+        part = tl.where(item < full, item - begin, parts - 1)
+        low += part * size * BLOCK_N
+        first = kv_head.to(tl.int64) * (batch + 2 * workers) + begin + seq  # each before it has one part more
+        one_part(
+            q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, table_ptr, q_stride_b, q_stride_h,
+            k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+            group, D, scale, v_scale, window_left, softcap, tl.num_programs(0), kv_head, seq, low,
+            tl.minimum(low + size * BLOCK_N, n_k), n_k, parts, first + part, first, 0, 1,
+            seq * tl.num_programs(0) + kv_head, PAGE, WINDOW, SOFTCAP, SPLIT, UPCAST, SAME, EVEN_D, BLOCK_G, BLOCK_M,
+            BLOCK_N, BLOCK_D, BLOCK_P, STAGES,
+        )  # fmt: skip
+        turn -= 1
 
 
 def supports_split(
@@ -333,12 +312,18 @@ def decode_split(
     )
     splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], sms)
     workers = max(p["per_sm"] * sms // kv_heads, 1)
+    even = EACH if p["even"] == DEALT and batch > MOST_DEALT else p["even"]
+    parts, counters = batch * splits if splits > 1 else 0, batch
+    if even == EVEN:
+        parts, counters = 2 * workers, workers
+    elif even == DEALT:
+        workers = min(workers, batch * max(cdiv(max_seqlen_k, p["min_split"]), 1))
+        parts = batch + 2 * workers
     part = lse = taken = None
-    parts = 2 * workers if p["even"] else batch * splits if splits > 1 else 0
     if parts:
         part = torch.empty((kv_heads * parts, group, d), dtype=torch.float32, device=q.device)
         lse = torch.empty((kv_heads * parts, group), dtype=torch.float32, device=q.device)
-        taken = tickets.get(q.device, kv_heads * (workers if p["even"] else batch))
+        taken = tickets.get(q.device, kv_heads * counters)
     block_g = next_power_of_2(group)
     arguments = (
         q, key_cache, value_cache, out, part, lse, taken, seq_lens, block_table, *q.stride()[:2],
@@ -347,20 +332,27 @@ def decode_split(
     )  # fmt: skip
     options: dict[str, Any] = {
         "PAGE": block_size, "WINDOW": window_left >= 0, "SOFTCAP": softcap > 0, "UPCAST": q.device.type == "cpu",
-        "EVEN_D": d == block_d, "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
+        "SAME": key_cache.stride()[:2] == value_cache.stride()[:2], "EVEN_D": d == block_d, "SPLIT": parts > 0,
+        "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
         "BLOCK_D": block_d, "BLOCK_P": max(min(p["num_warps"], 4) * COMBINED // (block_g * block_d), 1),
         "STAGES": p["num_stages"], "num_warps": p["num_warps"], "num_stages": p["num_stages"],
         # What adds parts would take more registers than so many programs have, without need.
         "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
     }  # fmt: skip
-    if p["even"]:
+    if even == EACH:
+        _decode_split_kernel[(kv_heads, splits, batch)](
+            *arguments, splits, p["min_split"], **options, **overlap(q.device)
+        )
+        return out
+    least = max(p["min_split"] // p["block_n"], 1)
+    if even == EVEN:
         block_b = 32 if batch <= 32 else max(next_power_of_2(batch), 256)
-        least = max(p["min_split"] // p["block_n"], 1)
         _decode_even_kernel[(kv_heads, workers)](
             *arguments, batch, least, BLOCK_B=block_b, **options, **overlap(q.device)
         )
     else:
-        _decode_split_kernel[(kv_heads, splits, batch)](
-            *arguments, splits, p["min_split"], SPLIT=splits > 1, **options, **overlap(q.device)
-        )
+        _decode_dealt_kernel[(kv_heads, workers)](
+            *arguments, batch, least, BLOCK_B=max(next_power_of_2(batch), 32), MOST=MAX_SPLITS, STEPS=STEPS,
+            **options, **overlap(q.device),
+        )  # fmt: skip
     return out
