@@ -50,6 +50,14 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
         ([i * 37 % 90 for i in range(40)], layout(12, 1, 64, 32), "bfloat16", (4, 32, 2, 1, 64, 2), 6, 2),
         ([1500], layout(4, 1, 128, 16), "bfloat16", (4, 16, 3, 1, 16, 2), 40, 2),  # one, cut by all workers
         ([5, 1000, 7], layout(4, 1, 128, 1), "float16", (8, 16, 3, 1, 64, 2), 7, 1),
+        (
+            [5, 1000, 7],
+            layout(3, 1, 128, 16),
+            "bfloat16",
+            (2, 16, 3, 1, 64, 2),
+            2,
+            3,
+        ),  # rings that are used again
         ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256
         ([300], layout(4, 4, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 1, 2),  # fewer workers than key heads
     ],
@@ -59,7 +67,7 @@ def test_the_kernel_by_lanes_of_a_cpu(
 ) -> None:  # fmt: skip
     """The text that NVRTC gets, with PTX by its meaning: indices, rings, barriers, shares, parts, tickets.
 
-    stale 2: lengths and table are nonsense until griddepcontrol.wait. What is no sequence's is not a number.
+    stale 2, 3: what is looked at before griddepcontrol.wait is nonsense. What is no sequence's is not a number.
     """
     case = Case("lanes", {"seq_lens": lens, **dims}, dtype)
     args = make_args(SPEC, case)
@@ -109,7 +117,7 @@ def test_sizes_fit_the_chip(group: int, head_size: int, batch: int, params: dict
     if not cuda.has_room(p):
         return
     assert p.shared + p.static <= cuda.SHARED and p.shared % 16 == 0 and p.seqs >= batch
-    assert p.resident >= 1 and p.resident * p.warps * 32 * 128 <= 1 << 16
+    assert p.resident >= 1 and p.resident * p.warps * 32 * 168 <= 1 << 16
     if p.resident > 1:
         assert p.resident * (p.shared + p.static + 1024) <= cuda.SHARED_OF_ALL
 

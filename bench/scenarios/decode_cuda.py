@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -49,13 +50,18 @@ def checks() -> list[tuple[str, dict[str, Any]]]:
 
 
 def check_share(run: Run, part: int, parts: int) -> None:
-    """Every parts-th batch; the first share also has the graphs, and rows that lie in wider tensors."""
+    """Every parts-th batch. The first share also has graphs and rows in wider tensors, the last one triton-split."""
     for dtype, dims in checks()[part::parts]:
         attention.check(run, [], dims, dtype)
     if part == 0:
         strided(run)
         for p in cuda.PARAMS:
             attention.graphs(run, "cuda-split", p)
+    if part == parts - 1:
+        for batch in (1, 8, 64):  # as they are timed: compiled in time
+            attention.check(
+                run, list(split.PARAMS), {"seq_lens": [2048] * batch, "max_seqlen_k": 8192, **LLAMA.dims}
+            )
 
 
 def strided(run: Run) -> None:
@@ -87,6 +93,9 @@ def check_all(run: Run, options: argparse.Namespace) -> None:
     ]
     begun = len(options.out.read_text().splitlines()) if options.out.exists() else 0
     children = [subprocess.Popen([*command, f"{i}/{CHECKS}"]) for i in range(CHECKS)]
+    xqa = subprocess.Popen(
+        [sys.executable, attention.__file__, "--out", os.devnull, "--compile", "flashinfer"]
+    )
     end, lost = time.monotonic() + CHECK_S, []
     for i, child in enumerate(children):
         try:
@@ -95,6 +104,7 @@ def check_all(run: Run, options: argparse.Namespace) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             lost.append(f"check {i} of {CHECKS} did not end in {CHECK_S} s")
+    attention.finish([xqa], max(end - time.monotonic(), 0.1))
     for line in options.out.read_text().splitlines()[begun:] if options.out.exists() else ():
         row = json.loads(line)
         if row["status"] == "wrong":

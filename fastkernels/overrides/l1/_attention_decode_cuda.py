@@ -7,6 +7,7 @@ device: nothing is planned on the host, and one CUDA graph serves all lengths.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,9 +73,9 @@ class Plan(NamedTuple):
 
     @property
     def resident(self) -> int:
-        """Blocks that a multiprocessor has room for, with 128 registers a thread."""
+        """Blocks that a multiprocessor has room for, with 168 registers a thread: with 128 some would spill."""
         room = SHARED_OF_ALL // (self.shared + self.static + 1024)
-        return max(min(room, 512 // (32 * self.warps)), 1)
+        return max(min(room, 384 // (32 * self.warps)), 1)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -86,12 +87,13 @@ class Plan(NamedTuple):
         )  # fmt: skip
 
 
-def plan(p: dict[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan:
+def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan:
     """The kernel of these sizes for such a call."""
     batch, heads, head_size = q.shape
+    seqs = max(next_power_of_2(max(batch, 1)), 256)
     return Plan(
-        heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"],
-        p["ahead"], max(next_power_of_2(max(batch, 1)), 256), q.dtype == torch.bfloat16,
+        heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"], p["ahead"],
+        seqs, q.dtype == torch.bfloat16,
     )  # fmt: skip
 
 
@@ -100,7 +102,7 @@ def has_room(p: Plan) -> bool:
     return p.shared + p.static <= SHARED
 
 
-def fits(params: dict[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
+def fits(params: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
     """Whether this set is meant for such a call: its rings have room."""
     return has_room(plan(params, q, key_cache))
 
@@ -178,7 +180,7 @@ def choose(q: torch.Tensor, key_cache: torch.Tensor) -> dict[str, int]:
 
 
 def sizes(
-    p: dict[str, int], q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_table: torch.Tensor
+    p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_table: torch.Tensor
 ) -> tuple[int, ...]:  # fmt: skip
     """The kernel's integers, `batch` to `table_stride`."""
     strides = (*q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
@@ -211,7 +213,7 @@ def decode_cuda(
     out = memory("attention_decode", q, out)
     if out.numel() == 0:
         return out
-    p = {**choose(q, key_cache), **params}
+    p = params if len(params) == len(PARAMS[0]) else {**choose(q, key_cache), **params}
     kv_heads = key_cache.shape[2]
     workers = most_workers(kv_heads, p["per_sm"], multiprocessors(q.device))
     rows = (

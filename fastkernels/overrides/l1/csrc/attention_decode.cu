@@ -27,7 +27,7 @@ constexpr int PITCH = D + 4;                               // of a head's sums: 
 constexpr int EACH = (SEQS + THREADS - 1) / THREADS;       // sequences of a thread, when shares are made
 constexpr int ADDED = 8;                                   // parts that are on their way at once
 static_assert(D % 64 == 0 && KEYS % 16 == 0 && KEYS <= 32 && HEADS <= 16 && STAGES >= 2, "what lanes and tiles hold");
-constexpr float NONE = -__builtin_huge_valf();
+constexpr float NONE = -3e38f;  // the maximum of no keys
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
@@ -56,8 +56,8 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-__device__ __forceinline__ void bring_to_l2(const uint4* row) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "n"(ROW) : "memory");
+__device__ __forceinline__ void bring_to_l2(const uint4* sector) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(sector) : "memory");
 }
 
 __device__ __forceinline__ float power_of_2(float x) {
@@ -185,34 +185,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
         commit_copies();  // also of nothing, as they are counted
     };
 
-    if (AHEAD && early) {
-        read_lengths();
+    auto bring = [&](const Place& p, u32 page) {  // a unit, 32 bytes a lane at once
+        constexpr int SECTORS = ROW / 32;
+        if (p.unit >= last) return;
+        page = min(page, (u32)blocks - 1);  // whatever is there: in the cache in any case
+        const u32 k_at = at_of(p, page, k_block, k_slot), v_at = at_of(p, page, v_block, v_slot);
+#pragma unroll
+        for (int i = 0; i < KEYS * SECTORS / 32; i++) {
+            const int row = (32 * i + lane) / SECTORS, sector = lane % SECTORS * 2;
+            bring_to_l2(keys + __shfl_sync(~0u, k_at, row) + sector);
+            bring_to_l2(values + __shfl_sync(~0u, v_at, row) + sector);
+        }
+    };
+
+    bool foresee = AHEAD && early;
+    if (!foresee) kernels_before_end();
+    read_lengths();
+    for (;;) {
         make_shares();
         look_up_first();
+        if (!foresee) break;
         Place p = start;
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const u32 page = min((u32)pages[i], (u32)blocks - 1);  // whatever is there: in the cache in any case
-            const bool there = p.unit < last && (p.unit - p.begin) * KEYS + lane % KEYS < lens[p.seq];
-            if (there && lane < KEYS) bring_to_l2(keys + at_of(p, page, k_block, k_slot));
-            if (there && lane >= 32 - KEYS) bring_to_l2(values + at_of(p, page, v_block, v_slot));
-            step(p);
-        }
+        for (int i = 0; i < AHEAD; i++) bring(p, pages[i]), step(p);
         kernels_before_end();
+        foresee = false;
         look_up_first();  // asked for together with the lengths
-        if (__syncthreads_or(read_lengths())) make_shares(), look_up_first();
-    } else {
-        kernels_before_end();
-        read_lengths();
-        make_shares();
-        look_up_first();
+        if (!__syncthreads_or(read_lengths())) break;
     }
     if (begin >= last) return;
 
     Place next = start;
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; i++) {
+        read(next, pages[0], i);
+        step(next);
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) read(next, pages[i], i), step(next);
-    int page = pages[STAGES - 1], slot = 0;
+        for (int j = 0; j < STAGES - 1; j++) pages[j] = pages[j + 1];
+    }
+    int page = pages[0], slot = 0;
 
     // -- sequence after sequence
 
@@ -254,11 +265,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
             page = look_up(next);
 
             const unsigned char* k_rows = mine + slot * STAGE + group * ROW;
-            float s[TILES][COLUMNS][4];  // of keys `group` and 8 after it
+            float s[TILES][COLUMNS][4], other[TILES][COLUMNS][4];  // of keys `group` and 8 after it; sums of two chains
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
 #pragma unroll
-                for (int n = 0; n < COLUMNS; n++) s[t][n][0] = s[t][n][1] = s[t][n][2] = s[t][n][3] = 0;
+                for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) s[t][n][i] = other[t][n][i] = 0;
 #pragma unroll
                 for (int c = 0; c < STEPS; c++) {
                     const unsigned char* from = k_rows + 16 * t * ROW + 16 * (4 * c + quad ^ group % 2 * 4);
@@ -267,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
                     for (int n = 0; n < COLUMNS; n++) {
                         const uint4 v = query[c][n];
                         multiply(s[t][n], low.x, high.x, low.y, high.y, v.x, v.y);
-                        multiply(s[t][n], low.z, high.z, low.w, high.w, v.z, v.w);
+                        multiply(other[t][n], low.z, high.z, low.w, high.w, v.z, v.w);
                     }
                 }
             }
@@ -280,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
                 for (int t = 0; t < TILES; t++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        s[t][n][i] = 16 * t + group + i / 2 * 8 < left ? s[t][n][i] * scale : NONE;
+                        s[t][n][i] = 16 * t + group + i / 2 * 8 < left ? (s[t][n][i] + other[t][n][i]) * scale : NONE;
                         highest[i % 2] = fmaxf(highest[i % 2], s[t][n][i]);
                     }
                 float decay[2];
@@ -348,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
         };
         // A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
         const long long row = 2 * (ours + worker) + (at > begin);
+#pragma unroll 1
         for (int item = thread; item < HEADS * D / 4; item += THREADS) {
             const int head = item / (D / 4);
             float highest = NONE, weights = 0;
@@ -382,10 +396,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
             }
             meet();
             const int bump = seq_begin > (int)((u32)first * every / workers);
+#pragma unroll 1
             for (int item = thread; arrived && item < HEADS * D / 4; item += THREADS) {
                 const int head = item / (D / 4);
                 float highest = NONE, weights = 0;
                 float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
                 for (int from = 0; from < count; from += ADDED) {
                     float4 v[ADDED];
                     float2 pair[ADDED];
