@@ -167,7 +167,8 @@ def check(run: Run, sets: list[dict[str, int]], dims: dict[str, Any], dtype: str
                 run.row("check", name, {**about, "params": label(p)}, wrong)
             if "CUDA error" in wrong or "CUDA_ERROR" in wrong:
                 raise SystemExit("the GPU's context is lost: nothing more can be measured")
-        run.row("check", name, about, cases=len(those))
+        if those:
+            run.row("check", name, about, cases=len(those))
 
 
 def check_all(run: Run) -> None:

@@ -2,7 +2,7 @@
 
     python bench/scenarios/decode_cuda.py --out rows.jsonl [--seconds 100] [--sets 4/16/3/2/64/2,..]
 
-As decode_attention.py, for one kernel, in less time: of triton-split it takes the sets of the shipped table (--split).
+As decode_attention.py, with its rows, for one kernel, in less time: of triton-split it takes the sets of the shipped table (--split).
 Checks are in processes of their own, which also compile: what breaks the GPU's context, or never ends, is said and not
 timed. Where the kernel cannot be compiled or run, as with --device cpu, it says why, and no more.
 """
@@ -151,7 +151,7 @@ def main() -> None:
     if options.sets:
         cuda.PARAMS = tuple(cuda._set(*map(int, text.split("/"))) for text in options.sets.split(","))
     split.PARAMS = tuple(split._set(*map(int, text.split("/"))) for text in options.split.split(","))
-    begin, run = time.monotonic(), Run("decode_cuda", "attention_decode", options)
+    begin, run = time.monotonic(), Run("decode_attention", "attention_decode", options)
     run.common["baseline"] = "fa3"
     with torch.inference_mode():
         if options.check:
