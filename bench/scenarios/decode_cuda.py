@@ -1,10 +1,10 @@
 """attention_decode's kernel in CUDA C++ on this GPU: right first, then timed beside the other providers.
 
-    python bench/scenarios/decode_cuda.py --out rows.jsonl [--seconds 100] [--sets 4/16/3/2/64/2,..]
+    python bench/scenarios/decode_cuda.py --out rows.jsonl [--seconds 100] [--sets 4/16/3/2/64/2/1,..]
 
-As decode_attention.py, with its rows, for one kernel, in less time: of triton-split it takes the sets of the shipped table (--split).
-Checks are in processes of their own, which also compile: what breaks the GPU's context, or never ends, is said and not
-timed. Where the kernel cannot be compiled or run, as with --device cpu, it says why, and no more.
+As decode_attention.py, with its rows, for one kernel, in less time: of triton-split it takes the sets of the shipped
+table (--split). Checks are in processes of their own, which also compile: what breaks the GPU's context, or never ends,
+is said and not timed. Where the kernel cannot be compiled or run, as with --device cpu, it says why, and no more.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def main() -> None:
     parser.add_argument("--context", default="512,2048,8192")
     parser.add_argument("--ragged", default="8,32,48,64", help="sequences of mixed lengths around 1024")
     parser.add_argument("--capacity", type=int, default=8192, help="keys that the graphs are captured for")
-    parser.add_argument("--sets", help="instead of the kernel's: warps/keys/stages/per_sm/least/ahead,..")
+    parser.add_argument(
+        "--sets", help="instead of the kernel's: warps/keys/stages/per_sm/least/ahead/cluster,.."
+    )
     parser.add_argument(
         "--split",
         default="1/64/4/7/64/0,4/32/2/4/64/0,2/64/4/4/128/0,4/32/2/4/64/1",

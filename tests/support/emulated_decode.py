@@ -28,6 +28,11 @@ BODIES = {
     "load_transposed": "load_tiles_transposed(a, row);",
     "transposed": "return transpose(two);",
     "multiply": "multiply_tiles(c, {{a0, a1, a2, a3}, {b0, b1}});",
+    "cluster_arrives": "arrive_at_cluster();",
+    "cluster_waits": "wait_for_cluster();",
+    "of_rank": "return in_block(address, rank);",
+    "send": "memcpy(at(to), &v, sizeof v);",
+    "send_pair": "memcpy(at(to), &v, sizeof v);",
     "add_to": "const u32 old = *ticket; *ticket += value; return old;",
     "narrow": "return rounded(low) | (u32)rounded(high) << 16;",
 }
@@ -81,18 +86,17 @@ int main(int, char** names) {
     FILE* found = fopen(names[2], "wb");
     for (int backwards = 0; backwards < 2; backwards++) {
         std::vector<uint2> out((outputs + 3) / 4, uint2{~0u, ~0u});
-        std::vector<float4> parts(2 * grid * HEADS * (D + 4) / 4, float4{NAN, NAN, NAN, NAN});
+        std::vector<float4> parts(2 * grid / CLUSTER * HEADS * (D + 4) / 4, float4{NAN, NAN, NAN, NAN});
         call = {(u16*)q.data(), (u16*)keys.data(), (u16*)values.data(), (u16*)out.data(), (float*)parts.data(),
                 tickets.data(), lens.data(), table.data(), {head.begin(), head.begin() + 14}, scales[0], scales[1],
                 stale != 0};
-        for (int i = 0; i < grid; i++) {
-            blockIdx.x = backwards ? grid - 1 - i : i;
+        for (int i = 0; i < grid; i += CLUSTER) {
             // What the kernel before has yet to write: nothing of it, or all of it.
             auto nonsense = [&](int& n) { n = (u32)(n + i + 1) * 2654435761u; };
             if (stale == 2) for (int& n : lens) nonsense(n);
             if (stale >= 2) for (int& n : table) nonsense(n);
             memset(shared_memory, 0xff, sizeof shared_memory);
-            run_block(THREADS, one);
+            run_cluster(CLUSTER, backwards ? grid - CLUSTER - i : i, THREADS, one);
         }
         for (u32 ticket : tickets) if (ticket) fail("a ticket is not as it was");
         fwrite(out.data(), 2, outputs, found);
@@ -105,10 +109,10 @@ int main(int, char** names) {
 def program(p: cuda.Plan) -> str:
     """C++ of the kernel and of what launches it."""
     written = {
-        "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = shared_memory;",
-        'extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)': "void",
+        "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
+        'extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT)': "void",
     }
-    source = ported(cuda.text(cuda.SOURCE), BODIES, written, p.options)
+    source = ported(cuda.source(), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
     return source[:end] + BEFORE + source[end:] + MAIN
 
@@ -130,10 +134,10 @@ def decode(
     """
     q, keys, values, lens, table = args[:5]
     p = cuda.plan(params, q, keys)
-    workers = cuda.most_workers(keys.shape[2], params["per_sm"], sms)
+    workers = cuda.most_workers(keys.shape[2], params, sms)
     data = [lying(t) for t in (q, keys, values)]
     head = (
-        *cuda.sizes(params, q, keys, values, table), keys.shape[2] * workers, q.numel(), stale,
+        *cuda.sizes(params, q, keys, values, table), keys.shape[2] * workers * params["cluster"], q.numel(), stale,
         *(t.numel() for t in data), lens.numel(), table.numel(),
     )  # fmt: skip
     scales = (args[6] * cuda.LOG2E, 1.0)

@@ -1,7 +1,7 @@
-// What csrc/attention_decode.cu asks of a GPU, on a CPU: blocks one after the other, a fiber for each thread, so that what
-// a warp's lanes say to each other costs little. A warp runs as far as it can before another does: who should have waited
-// for another warp finds what was not there yet. Copies take place when they are waited for, and spoil what they will
-// overwrite when they are begun. Included by emulated_decode.py behind on_cpu.hpp, whose types it uses.
+// What csrc/attention_decode.cu asks of a GPU, on a CPU: clusters of blocks one after the other, a fiber for each thread,
+// so that what a warp's lanes say to each other costs little. A warp runs as far as it can before another does: who should
+// have waited for another warp finds what was not there yet. Copies take place when they are waited for, and spoil what
+// they will overwrite when they are begun. Included by emulated_decode.py behind on_cpu.hpp, whose types it uses.
 #include <ucontext.h>
 
 #include <deque>
@@ -19,7 +19,7 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
     Meeting* waits_for = nullptr;
-    int until = 0;
+    int until = 0, at_cluster = 0;
     bool ended = false;
     std::deque<std::vector<Copy>> copies;  // in groups, the last of which is not committed
 };
@@ -27,11 +27,17 @@ struct Fiber {
 static std::vector<Fiber> fibers;
 static int running;
 static ucontext_t launcher;
-static Meeting of_block;
-static std::vector<Meeting> of_warps;
+static Meeting of_cluster;
+static std::vector<Meeting> of_blocks, of_warps;
+static int per_block, first_block;  // threads; the cluster's first block
+constexpr int BLOCK_MEMORY = sizeof shared_memory / CLUSTER;
 static uint32_t said[64][32][8];  // by each lane of a warp
 
 inline bool may_run(const Fiber& f) { return !f.ended && (!f.waits_for || f.waits_for->held != f.until); }
+
+inline void become(int fiber) {
+    running = fiber, threadIdx.x = fiber % per_block, blockIdx.x = first_block + fiber / per_block;
+}
 
 inline void run_another() {  // in the same warp, if one can
     const int last = running, warp = last / 32 * 32, count = (int)fibers.size();
@@ -39,7 +45,7 @@ inline void run_another() {  // in the same warp, if one can
         const int other = i <= 32 ? warp + (last + i) % 32 : (last + i - 32) % count;
         if (!may_run(fibers[other])) continue;
         if (other == last) return;
-        running = other, threadIdx.x = other;
+        become(other);
         swapcontext(&fibers[last].context, &fibers[other].context);
         return;
     }
@@ -47,32 +53,43 @@ inline void run_another() {  // in the same warp, if one can
     swapcontext(&fibers[last].context, &launcher);
 }
 
-inline void meets(Meeting& m) {
+inline int arrive_at(Meeting& m) {
+    const int held = m.held;
+    if (++m.here == m.size) m.here = 0, m.held++;
+    return held;
+}
+
+inline void wait_past(Meeting& m, int held) {
+    if (m.held != held) return;
     Fiber& self = fibers[running];
-    if (++m.here == m.size) {
-        m.here = 0, m.held++;
-        return;
-    }
-    self.waits_for = &m, self.until = m.held;
+    self.waits_for = &m, self.until = held;
     run_another();
     self.waits_for = nullptr;
 }
 
-inline void meet_block() { meets(of_block); }
-inline void __syncwarp() { meets(of_warps[threadIdx.x / 32]); }
+inline void meets(Meeting& m) { wait_past(m, arrive_at(m)); }
+inline void arrive_at_cluster() { fibers[running].at_cluster = arrive_at(of_cluster); }
+inline void wait_for_cluster() { wait_past(of_cluster, fibers[running].at_cluster); }
+
+inline int rank_of_block() { return running / per_block; }
+inline unsigned char* block_memory() { return shared_memory + rank_of_block() * BLOCK_MEMORY; }
+inline uint32_t in_block(uint32_t address, int rank) { return address + (rank - rank_of_block()) * BLOCK_MEMORY; }
+inline void meet_block() { meets(of_blocks[rank_of_block()]); }
+inline void __syncwarp() { meets(of_warps[running / 32]); }
 
 inline int __syncthreads_or(int value) {
-    static int any, result;
-    any |= value;
+    static int any[16], result[16];
+    const int rank = rank_of_block();
+    any[rank] |= value;
     meet_block();
-    if (threadIdx.x == 0) result = any, any = 0;
+    if (threadIdx.x == 0) result[rank] = any[rank], any[rank] = 0;
     meet_block();
-    return result;
+    return result[rank];
 }
 
 // All lanes say `value`; each then hears what `heard` makes of it: heard(lane) is the lane's words.
 template <class T, class F> auto among(const T& value, const F& heard) {
-    const int warp = threadIdx.x / 32;
+    const int warp = running / 32;
     memcpy(said[warp][threadIdx.x % 32], &value, sizeof value);
     __syncwarp();
     const auto result = heard([&](int lane) {
@@ -195,15 +212,16 @@ inline void begin_fiber() {
     run_another();
 }
 
-inline void run_block(int threads, void (*body)()) {
-    body_of_fiber = body, fibers = std::vector<Fiber>(threads), of_block = {threads};
-    of_warps.assign(threads / 32, Meeting{32});
+inline void run_cluster(int blocks, int first, int threads, void (*body)()) {
+    body_of_fiber = body, per_block = threads, first_block = first;
+    fibers = std::vector<Fiber>(blocks * threads), of_cluster = {blocks * threads};
+    of_blocks.assign(blocks, Meeting{threads}), of_warps.assign(blocks * threads / 32, Meeting{32});
     for (Fiber& f : fibers) {
         f.stack.resize(1 << 16);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
         makecontext(&f.context, begin_fiber, 0);
     }
-    running = 0, threadIdx.x = 0;
+    become(0);
     swapcontext(&launcher, &fibers[0].context);
 }

@@ -21,6 +21,7 @@ from fastkernels.overrides.l1._skinny_linear_cuda import no_hopper, text
 from fastkernels.overrides.l1.attention_prefill import check, memory
 
 SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cu"
+LANES = SOURCE.with_name("attention_decode_lanes.cu")
 MAX_HEADS, MAX_BATCH = 16, 4096  # query heads of a key head; sequences, whose lengths are in shared memory
 SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of a block, and of a multiprocessor
 LOG2E = 1.4426950408889634
@@ -28,9 +29,12 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I)
 
 
-def _set(warps: int, keys: int, stages: int, per_sm: int, least: int, ahead: int) -> dict[str, int]:
+def _set(
+    warps: int, keys: int, stages: int, per_sm: int, least: int, ahead: int, cluster: int = 1
+) -> dict[str, int]:
     return {
         "warps": warps, "keys": keys, "stages": stages, "per_sm": per_sm, "least": least, "ahead": ahead,
+        "cluster": cluster,
     }  # fmt: skip
 
 
@@ -38,12 +42,13 @@ def _set(warps: int, keys: int, stages: int, per_sm: int, least: int, ahead: int
 #   warps    of a block
 #   keys     that a warp reads at once, 16 or 32
 #   stages   of a warp's ring, each so many keys and their values
-#   per_sm   workers a multiprocessor
+#   per_sm   blocks a multiprocessor
 #   least    keys of the smallest share: below, adding costs more than sharing saves
 #   ahead    reads of each warp that are asked for while the kernel before still runs, 0 to stages
+#   cluster  blocks of a worker, 1 to 8: what has one share together, and adds it in shared memory
 PARAMS: tuple[dict[str, int], ...] = (
-    _set(4, 16, 3, 2, 64, 2), _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 1, 128, 2), _set(4, 16, 3, 2, 512, 2),
-    _set(8, 16, 3, 1, 512, 2),
+    _set(4, 16, 3, 2, 64, 2), _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 1, 128, 2), _set(4, 16, 3, 1, 512, 2, 8),
+    _set(4, 16, 3, 1, 512, 2, 2),
 )  # fmt: skip
 
 
@@ -57,24 +62,24 @@ class Plan(NamedTuple):
     keys: int
     stages: int
     ahead: int
+    cluster: int
     seqs: int
     bf16: bool
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: the warps' rings and their sums."""
+        """Bytes of shared memory: the warps' rings and sums, those of a cluster, the sequences and the rest."""
         stage = 2 * self.keys * 2 * self.head_size
-        return self.warps * (self.stages * stage + 4 * self.heads * (self.head_size + 4))
-
-    @property
-    def static(self) -> int:
-        """Bytes of shared memory beside that: of the sequences, and of the warps."""
-        return 8 * self.seqs + 8 * self.warps * self.heads + 4 * self.warps + 16
+        gathered = self.heads * (4 * self.head_size + 8 * self.cluster) if self.cluster > 1 else 0
+        notes = 4 * (2 * self.seqs + self.warps + 3 + 2 * self.warps * self.heads)
+        return (
+            self.warps * (self.stages * stage + 4 * self.heads * (self.head_size + 4)) + 2 * gathered + notes
+        )
 
     @property
     def resident(self) -> int:
         """Blocks that a multiprocessor has room for, with 168 registers a thread: with 128 some would spill."""
-        room = SHARED_OF_ALL // (self.shared + self.static + 1024)
+        room = SHARED_OF_ALL // (self.shared + 1024)
         return max(min(room, 384 // (32 * self.warps)), 1)
 
     @property
@@ -83,7 +88,7 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DHEADS={self.heads}", f"-DD={self.head_size}", f"-DPAGE={self.page}",
             f"-DWARPS={self.warps}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}", f"-DRESIDENT={self.resident}",
-            f"-DAHEAD={self.ahead}", f"-DSEQS={self.seqs}", f"-DBF16={int(self.bf16)}",
+            f"-DAHEAD={self.ahead}", f"-DCLUSTER={self.cluster}", f"-DSEQS={self.seqs}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -93,13 +98,13 @@ def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan
     seqs = max(next_power_of_2(max(batch, 1)), 256)
     return Plan(
         heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"], p["ahead"],
-        seqs, q.dtype == torch.bfloat16,
+        p["cluster"], seqs, q.dtype == torch.bfloat16,
     )  # fmt: skip
 
 
 def has_room(p: Plan) -> bool:
     """Whether the rings go into a block's shared memory."""
-    return p.shared + p.static <= SHARED
+    return p.shared <= SHARED
 
 
 def fits(params: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
@@ -107,9 +112,9 @@ def fits(params: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_
     return has_room(plan(params, q, key_cache))
 
 
-def most_workers(kv_heads: int, per_sm: int, sms: int) -> int:
-    """Blocks of each key head."""
-    return max(per_sm * sms // kv_heads, 1)
+def most_workers(kv_heads: int, p: Mapping[str, int], sms: int) -> int:
+    """Workers of each key head."""
+    return max(p["per_sm"] * sms // (kv_heads * p["cluster"]), 1)
 
 
 def supports_cuda(
@@ -126,8 +131,10 @@ def supports_cuda(
     v_scale: float = 1.0,
 ) -> str | None:
     """None if the kernel takes this call, else the reason why not."""
-    return no_hopper(SOURCE, q.device) or refused(
-        q, key_cache, value_cache, seq_lens, block_table, window_left, softcap
+    return (
+        no_hopper(SOURCE, q.device)
+        or no_hopper(LANES, q.device)
+        or refused(q, key_cache, value_cache, seq_lens, block_table, window_left, softcap)
     )
 
 
@@ -169,9 +176,14 @@ def refused(
     return None
 
 
+def source() -> str:
+    """All of the text that is compiled."""
+    return text(LANES, SOURCE)
+
+
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
-    return cuda_rtc.Kernel(text(SOURCE), "attention_decode", p.options, device.index, TYPES, p.shared)
+    return cuda_rtc.Kernel(source(), "attention_decode", p.options, device.index, TYPES, p.shared)
 
 
 def choose(q: torch.Tensor, key_cache: torch.Tensor) -> dict[str, int]:
@@ -215,12 +227,12 @@ def decode_cuda(
         return out
     p = params if len(params) == len(PARAMS[0]) else {**choose(q, key_cache), **params}
     kv_heads = key_cache.shape[2]
-    workers = most_workers(kv_heads, p["per_sm"], multiprocessors(q.device))
+    workers = most_workers(kv_heads, p, multiprocessors(q.device))
     rows = (
         2 * kv_heads * workers * (q.shape[1] // kv_heads)
     )  # of parts: sums, the maximum, and the sum of weights
     parts = torch.empty(rows * (q.shape[2] + 2), dtype=torch.float32, device=q.device)
-    taken = tickets.get(q.device, kv_heads * workers)
+    taken = tickets.get(q.device, kv_heads * workers * p["cluster"])
     kernel = _kernel(q.device, plan(p, q, key_cache))
     tensors = (q, key_cache, value_cache, out, parts, taken, seq_lens, block_table)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
@@ -229,5 +241,5 @@ def decode_cuda(
         v_scale, int(early),
     )  # fmt: skip
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    kernel.launch(kv_heads * workers, 32 * p["warps"], stream, args, overlap=early)
+    kernel.launch(kv_heads * workers * p["cluster"], 32 * p["warps"], stream, args, overlap=early)
     return out

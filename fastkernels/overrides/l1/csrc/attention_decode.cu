@@ -5,7 +5,8 @@
 // another. Each finds its share from the lengths by itself. A worker's units go round its warps, and each warp reads its
 // own, STAGES - 1 ahead, into a ring of its own: past the ends of sequences, and with no barrier among the warps. These
 // meet where a sequence ends, and add what they have. A sequence that is cut leaves parts in memory, in float32. The last
-// of its workers to arrive, by a ticket, adds them in their order: equal calls have equal bits.
+// of its workers to arrive, by a ticket, adds them in their order: equal calls have equal bits. With CLUSTER a worker is so
+// many blocks, whose warps share its units: their sums meet in shared memory, which is nearer than L2, each block's share.
 //
 // Products are transposed: keys (then the channels of values) are the tensor cores' m16, the query heads of the key head
 // their n8. A warp keeps a maximum and a sum of weights for each head.
@@ -15,89 +16,40 @@
 // have changed meanwhile are shared out anew.
 //
 // Compiled for one set of: HEADS (query heads of a key head, 1 to 16), D (64 or 128), PAGE (keys of a block), WARPS, KEYS
-// (16 or 32), STAGES, RESIDENT (blocks of a multiprocessor), AHEAD (units of a warp for L2), SEQS (room for as many
-// sequences), BF16. Rows of q, keys and values begin at multiples of 16 bytes; strides are in 16 bytes, but the table's.
-
-struct Place { int unit, seq, begin; };  // a unit, its sequence, the first unit of that one
+// (16 or 32), STAGES, RESIDENT (blocks of a multiprocessor), AHEAD (units of a warp for L2), CLUSTER (1, 2, 4, 8), SEQS
+// (room for as many sequences), BF16. Rows of q, keys and values begin at multiples of 16 bytes; strides are in 16 bytes,
+// but the table's.
 
 constexpr int THREADS = 32 * WARPS, TILES = KEYS / 16, COLUMNS = (HEADS + 7) / 8, STEPS = D / 32;
 constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS;  // bytes of a key, times 16; keys that 32 lanes copy
 constexpr int HALF = KEYS * ROW, STAGE = 2 * HALF, RING = WARPS * STAGES * STAGE;
-constexpr int PITCH = D + 4;                               // of a head's sums: lanes of a warp write to different banks
-constexpr int EACH = (SEQS + THREADS - 1) / THREADS;       // sequences of a thread, when shares are made
-constexpr int ADDED = 8;                                   // parts that are on their way at once
+constexpr int WAYS = CLUSTER * WARPS;                          // that a worker's units go
+constexpr int ITEMS = HEADS * D / 4, MINE = ITEMS / CLUSTER;   // of 4 sums; of those that one block of a cluster adds
+constexpr int PITCH = D + 4, SUMS = WARPS * HEADS * PITCH * 4;  // of a head's sums: lanes write to different banks; bytes
+constexpr int GATHERED = CLUSTER > 1 ? ITEMS * 16 + CLUSTER * HEADS * 8 : 0;  // bytes of MINE from all blocks
+constexpr int EACH = (SEQS + THREADS - 1) / THREADS, ADDED = 8;  // sequences of a thread; parts on their way at once
 static_assert(D % 64 == 0 && KEYS % 16 == 0 && KEYS <= 32 && HEADS <= 16 && STAGES >= 2, "what lanes and tiles hold");
-constexpr float NONE = -3e38f;  // the maximum of no keys
 
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
-
-__device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ int load_now(const int* at) {  // what may have changed since it was last read: not from L1
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ float2 load_pair(const float2* at) {
-    float2 v;
-    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void copy_or_zero(u32 to, const uint4* from, bool there) {  // 16 bytes
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ __forceinline__ void bring_to_l2(const uint4* sector) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(sector) : "memory");
-}
-
-__device__ __forceinline__ float power_of_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Four 8 x 8 tiles whose rows lanes 0 to 7, 8 to 15, .. name: a lane gets two neighbours of a column of each.
-__device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(row) : "memory");
-}
-
-__device__ __forceinline__ u32 transposed(u32 two) {  // an 8 x 8 tile in a warp's registers
-    u32 turned;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(two));
-    return turned;
-}
-
-__device__ __forceinline__ float share_of(float top, float highest) {  // without any keys there is none
-    return power_of_2(top - (highest == NONE ? 0 : highest));
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode(
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attention_decode(
     const u16* q, const u16* key_cache, const u16* value_cache, u16* out, float* parts, u32* tickets, const int* seq_lens,
     const int* table, int batch, int kv_heads, int blocks, int width, int least, int q_seq, int q_head, int k_block,
     int k_slot, int k_head, int v_block, int v_slot, int v_head, int table_stride, float scale, float v_scale, int early) {
     extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ int ends[SEQS], lens[SEQS], of_warp[WARPS], first_of[2], arrived;
-    __shared__ float tops[WARPS][HEADS], totals[WARPS][HEADS];
+    Notes& notes = *(Notes*)(memory + RING + SUMS + 2 * GATHERED);
+    int *ends = notes.ends, *lens = notes.lens, *of_warp = notes.of_warp, *first_of = notes.first_of;
+    auto *tops = notes.tops, *totals = notes.totals;
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
-    const int kv_head = blockIdx.x % kv_heads, worker = blockIdx.x / kv_heads, most = gridDim.x / kv_heads;
+    const int rank = blockIdx.x % CLUSTER, kv_head = blockIdx.x / CLUSTER % kv_heads;
+    const int worker = blockIdx.x / CLUSTER / kv_heads, most = gridDim.x / CLUSTER / kv_heads;
     const uint4* keys = (const uint4*)key_cache + (long long)kv_head * k_head;
     const uint4* values = (const uint4*)value_cache + (long long)kv_head * v_head;
     const unsigned char* mine = memory + warp * STAGES * STAGE;  // the warp's ring
     const u32 ring = shared_address(mine);
     float* sums = (float*)(memory + RING);
+    unsigned char* gathered = memory + RING + SUMS;  // from the cluster: of one sequence, and of the one before
+    if (CLUSTER > 1) cluster_arrives();              // before it is waited for, all are there
 
     // -- the share
 
@@ -151,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
         if (p.unit < last)
             while (p.unit >= ends[p.seq]) p.begin = ends[p.seq++];
     };
-    auto step = [&](Place& p) { p.unit += WARPS, settle(p); };
+    auto step = [&](Place& p) { p.unit += WAYS, settle(p); };
     auto look_up = [&](const Place& p) {  // the block of a unit's key, one a lane
         const int key = (p.unit - p.begin) * KEYS + lane % KEYS;
         if (p.unit >= last || key >= lens[p.seq]) return 0;
@@ -159,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
     };
     int pages[STAGES];  // of the first units
     auto look_up_first = [&] {
-        start = {begin + warp, first_of[0], first_of[1]};
+        start = {begin + rank * WARPS + warp, first_of[0], first_of[1]};
         settle(start);
         Place p = start;
 #pragma unroll
@@ -184,7 +136,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
         }
         commit_copies();  // also of nothing, as they are counted
     };
-
     auto bring = [&](const Place& p, u32 page) {  // a unit, 32 bytes a lane at once
         constexpr int SECTORS = ROW / 32;
         if (p.unit >= last) return;
@@ -226,7 +177,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
     int page = pages[0], slot = 0;
 
     // -- sequence after sequence
-
     uint4 query[STEPS][COLUMNS], later[STEPS][COLUMNS];  // 8 neighbours of head `group`: the tensor cores believe that
     auto load_query = [&](uint4 (&to)[STEPS][COLUMNS], int seq) {  // they are elsewhere, in queries and keys alike
 #pragma unroll
@@ -240,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
                                        (long long)(kv_head * HEADS + head) * q_head + 4 * c + quad);
             }
     };
-    int seq = first_of[0], seq_begin = first_of[1], unit = start.unit;
+    int seq = first_of[0], seq_begin = first_of[1], unit = start.unit, turn = 0;
     load_query(later, seq);
     for (int at = begin; at < last;) {
         const int seq_end = ends[seq], stop = min(seq_end, last);
@@ -257,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
 #pragma unroll
             for (int j = 0; j < D / 16; j++) acc[j][n][0] = acc[j][n][1] = acc[j][n][2] = acc[j][n][3] = 0;
         }
-        for (; unit < stop; unit += WARPS) {
+        for (; unit < stop; unit += WAYS) {
             wait_for_copies<STAGES - 2>();
             __syncwarp();  // all lanes have what they copied, and have read what is overwritten now
             read(next, page, slot ? slot - 1 : STAGES - 1);
@@ -355,31 +305,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
         const bool whole = seq_begin >= begin && seq_end <= last;
         const long long ours = (long long)kv_head * most, at_out = ((long long)seq * kv_heads + kv_head) * HEADS * D;
         float2* pairs = (float2*)(parts + 2 * most * (long long)kv_heads * HEADS * D);
-        auto store = [&](int item, float4 v, float total) {
-            const float by = total == 0 ? 0 : v_scale / total;
-            *(uint2*)(out + at_out + 4 * item) = make_uint2(narrow(v.x * by, v.y * by), narrow(v.z * by, v.w * by));
+        auto store = [&](int item, const Sum& all) {
+            const float by = all.weights == 0 ? 0 : v_scale / all.weights;
+            *(uint2*)(out + at_out + 4 * item) =
+                make_uint2(narrow(all.v.x * by, all.v.y * by), narrow(all.v.z * by, all.v.w * by));
         };
         // A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
         const long long row = 2 * (ours + worker) + (at > begin);
-#pragma unroll 1
-        for (int item = thread; item < HEADS * D / 4; item += THREADS) {
-            const int head = item / (D / 4);
-            float highest = NONE, weights = 0;
-            float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, tops[w][head]);
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                const float share = share_of(tops[w][head], highest);
-                const float4 v = *(const float4*)(sums + (w * HEADS + head) * PITCH + item % (D / 4) * 4);
-                weights += share * totals[w][head];
-                sum.x += share * v.x, sum.y += share * v.y, sum.z += share * v.z, sum.w += share * v.w;
-            }
+        auto keep = [&](int item, const Sum& all) {
             if (whole) {
-                store(item, sum, weights);
+                store(item, all);
             } else {
-                *((float4*)parts + row * HEADS * (D / 4) + item) = sum;
-                if (item % (D / 4) == 0) pairs[row * HEADS + head] = make_float2(highest, weights);
+                *((float4*)parts + row * ITEMS + item) = all.v;
+                if (item % (D / 4) == 0 || item % MINE == 0)
+                    pairs[row * HEADS + item / (D / 4)] = make_float2(all.top, all.weights);
+            }
+        };
+        unsigned char* received = gathered + turn * GATHERED;
+        if (CLUSTER > 1 && at == begin) cluster_waits();
+#pragma unroll 1
+        for (int item = thread; item < ITEMS; item += THREADS) {
+            const int head = item / (D / 4);
+            const float* from = sums + head * PITCH + item % (D / 4) * 4;
+            Sum all;
+            for (int w = 0; w < WARPS; w++) all.top = fmaxf(all.top, tops[w][head]);
+            for (int w = 0; w < WARPS; w++)
+                all.add(*(const float4*)(from + w * HEADS * PITCH), make_float2(tops[w][head], totals[w][head]));
+            if (CLUSTER == 1) {
+                keep(item, all);
+                continue;
+            }
+            const u32 to = shared_address(received);
+            send(of_rank(to, item / MINE) + 16 * (rank * MINE + item % MINE), all.v);
+            for (int r = 0; item % (D / 4) == 0 && r < CLUSTER; r++)
+                send_pair(of_rank(to, r) + 16 * ITEMS + 8 * (rank * HEADS + head), make_float2(all.top, all.weights));
+        }
+        if (CLUSTER > 1) {
+            cluster_arrives(), cluster_waits(), turn ^= 1;
+#pragma unroll 1
+            for (int item = thread; item < MINE; item += THREADS) {
+                const float2* pair = (const float2*)(received + 16 * ITEMS) + (rank * MINE + item) / (D / 4);
+                Sum all;
+                for (int r = 0; r < CLUSTER; r++) all.top = fmaxf(all.top, pair[r * HEADS].x);
+                for (int r = 0; r < CLUSTER; r++) all.add(((const float4*)received)[r * MINE + item], pair[r * HEADS]);
+                keep(rank * MINE + item, all);
             }
         }
 
@@ -390,43 +359,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_decode
             const int count = ((u32)seq_end * workers - 1) / every - first + 1;
             meet();  // one thread takes the ticket, for what all have stored
             if (thread == 0) {
-                u32* ticket = tickets + ours + first;  // no other sequence goes from that worker to the next
-                arrived = add_to(ticket, 1) == count - 1;
-                if (arrived) *ticket = 0;  // as it was found, for the next launch
+                // No other sequence goes from that worker to the next.
+                u32* ticket = tickets + (ours + first) * CLUSTER + rank;
+                notes.arrived = add_to(ticket, 1) == count - 1;
+                if (notes.arrived) *ticket = 0;  // as it was found, for the next launch
             }
             meet();
             const int bump = seq_begin > (int)((u32)first * every / workers);
 #pragma unroll 1
-            for (int item = thread; arrived && item < HEADS * D / 4; item += THREADS) {
-                const int head = item / (D / 4);
-                float highest = NONE, weights = 0;
-                float4 sum = make_float4(0, 0, 0, 0);
+            for (int item = rank * MINE + thread; notes.arrived && item < (rank + 1) * MINE; item += THREADS) {
+                Sum all;
 #pragma unroll 1
                 for (int from = 0; from < count; from += ADDED) {
                     float4 v[ADDED];
                     float2 pair[ADDED];
-                    float before = highest;
 #pragma unroll
                     for (int i = 0; i < ADDED; i++) {
                         const long long row = 2 * (ours + first + from + i) + (from + i ? 0 : bump);
                         v[i] = make_float4(0, 0, 0, 0), pair[i] = make_float2(NONE, 0);
                         if (from + i < count) {
-                            v[i] = load_part((const float4*)parts + row * HEADS * (D / 4) + item);
-                            pair[i] = load_pair(pairs + row * HEADS + head);
+                            v[i] = load_part((const float4*)parts + row * ITEMS + item);
+                            pair[i] = load_pair(pairs + row * HEADS + item / (D / 4));
                         }
                     }
+                    const Sum before = all;
+                    all = Sum(), all.top = before.top;
 #pragma unroll
-                    for (int i = 0; i < ADDED; i++) highest = fmaxf(highest, pair[i].x);
-                    before = share_of(before, highest);
-                    weights *= before, sum.x *= before, sum.y *= before, sum.z *= before, sum.w *= before;
+                    for (int i = 0; i < ADDED; i++) all.top = fmaxf(all.top, pair[i].x);
+                    all.add(before.v, make_float2(before.top, before.weights));
 #pragma unroll
-                    for (int i = 0; i < ADDED; i++) {
-                        const float share = share_of(pair[i].x, highest);
-                        weights += share * pair[i].y;
-                        sum.x += share * v[i].x, sum.y += share * v[i].y, sum.z += share * v[i].z, sum.w += share * v[i].w;
-                    }
+                    for (int i = 0; i < ADDED; i++) all.add(v[i], pair[i]);
                 }
-                store(item, sum, weights);
+                store(item, all);
             }
         }
         at = stop, seq_begin = seq_end, seq++;
