@@ -24,17 +24,15 @@ from typing import Any, NamedTuple
 
 import rope_store
 import torch
-from graph_clock import Compiles, Run, finish, measure, poisoned, problem
+from graph_clock import Compiles, Run, finish, measure, poisoned
 
 from fastkernels import registry
-from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
 from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.spec import Case
 
 SPEC = registry.get("attention_decode")
 PROVIDERS = {p.name: p for p in SPEC.op.providers}
-OURS = {"triton-split": split.decode_split, "cuda-split": cuda.decode_cuda}
 COMPILE_S = 100
 MOST_TOKENS = 1 << 19  # of a case: 64 GiB in 32 layers
 Named = dict[
@@ -88,12 +86,6 @@ def sets_of(run: Run, layout: Layout = LLAMA, size: int = 2) -> list[dict[str, i
     ]
 
 
-def cuda_sets(run: Run, args: list[Any]) -> list[dict[str, int]]:
-    """The same of the kernel in CUDA C++, for a call; none if it does not take that."""
-    sets = cuda.PARAMS if cuda.supports_cuda(*args) is None else ()
-    return [p for p in sets if cuda.fits(p, *args) and ("cuda-split", label(p)) not in run.bad]
-
-
 # -- compiling
 
 
@@ -140,6 +132,26 @@ def compile_all(sets: str | None) -> None:
 # -- what is right
 
 
+def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
+    """'' if the call gives `want` (float64) as closely as its dtype allows, twice the same bits; else what is wrong."""
+    try:
+        first, second = call(), call()
+        if not torch.equal(first, second):
+            return "two equal calls have other bits"
+        error = first.double() - want
+        if not bool(error.isfinite().all()):
+            return f"{int((~error.isfinite()).sum())} values are not finite"
+        rms, limit = want.square().mean().sqrt().item(), 1.6e-2 if first.dtype == torch.bfloat16 else 2e-3
+        if (
+            not bool((error.abs() <= limit + limit * want.abs()).all())
+            or error.square().mean().sqrt() > 8e-3 * rms
+        ):
+            return f"largest error {error.abs().max().item():.3g}, where values are {rms:.3g}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
 def oracle(args: list[Any]) -> torch.Tensor:
     return SPEC.reference(
         *[a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
@@ -147,7 +159,7 @@ def oracle(args: list[Any]) -> torch.Tensor:
 
 
 def check(run: Run, sets: list[dict[str, int]], dims: dict[str, Any], dtype: str = "bfloat16") -> None:
-    """The sets, and those in CUDA C++, on one batch. Blocks that are no sequence's are full of NaN."""
+    """The sets on one batch. Blocks that are no sequence's are full of NaN."""
     args = SPEC.inputs(Case("check", dims, dtype), run.device, run.generator)
     if dtype != "float8_e4m3fn":
         unused = torch.ones(args[1].shape[0], dtype=torch.bool, device=run.device)
@@ -158,17 +170,15 @@ def check(run: Run, sets: list[dict[str, int]], dims: dict[str, Any], dtype: str
         oracle(args),
         {"lengths": str(dims["seq_lens"])[:40], "heads": dims["heads"], "dtype": dtype},
     )
-    for name, those in (("triton-split", sets), ("cuda-split", cuda_sets(run, args))):
-        for p in those:
-            with poisoned():
-                wrong = problem(partial(OURS[name], *args, **p), want)
-            if wrong:
-                run.bad.add((name, label(p)))
-                run.row("check", name, {**about, "params": label(p)}, wrong)
-            if "CUDA error" in wrong or "CUDA_ERROR" in wrong:
-                raise SystemExit("the GPU's context is lost: nothing more can be measured")
-        if those:
-            run.row("check", name, about, cases=len(those))
+    for p in sets:
+        with poisoned():
+            wrong = problem(partial(split.decode_split, *args, **p), want)
+        if wrong:
+            run.bad.add(("triton-split", label(p)))
+            run.row("check", "triton-split", {**about, "params": label(p)}, wrong)
+        if "CUDA error" in wrong:
+            raise SystemExit("the GPU's context is lost: nothing more can be measured")
+    run.row("check", "triton-split", about, cases=len(sets))
 
 
 def check_all(run: Run) -> None:
@@ -183,11 +193,11 @@ def check_all(run: Run) -> None:
     for batch, length in ((1, 8192), (8, 2048), (32, 2048), (256, 512)):
         check(run, sets_of(run), {"seq_lens": [length] * batch, **LLAMA.dims})
     for p in sets_of(run):
-        graphs(run, "triton-split", p)
+        graphs(run, p)
     zeros(run)
 
 
-def graphs(run: Run, name: str, p: dict[str, int]) -> None:
+def graphs(run: Run, p: dict[str, int]) -> None:
     """Two graphs with the same kernel at once, whose lengths change between replays."""
     batches = [[900, 17, 4000], [1, 0, 65]]
     case = Case("graph", {"seq_lens": [4096] * 3, **LLAMA.dims})
@@ -196,10 +206,10 @@ def graphs(run: Run, name: str, p: dict[str, int]) -> None:
     try:
         captured, outs, streams = [], [], [torch.cuda.Stream() for _ in made]
         for args in made:
-            OURS[name](*args, **p)
+            split.decode_split(*args, **p)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                outs.append(OURS[name](*args, **p))
+                outs.append(split.decode_split(*args, **p))
             captured.append(graph)
         for lens in (*batches, batches[0]):
             for args, out in zip(made, outs, strict=True):
@@ -212,15 +222,15 @@ def graphs(run: Run, name: str, p: dict[str, int]) -> None:
                         graph.replay()
             torch.cuda.synchronize()
             for args, out in zip(made, outs, strict=True):
-                if not torch.equal(out, OURS[name](*args, **p)):
+                if not torch.equal(out, split.decode_split(*args, **p)):
                     wrong = (
                         f"graphs replayed side by side have other bits than eager calls, for lengths {lens}"
                     )
     except Exception as error:
         wrong = f"{type(error).__name__}: {str(error)[:200]}"
     if wrong:
-        run.bad.add((name, label(p)))
-    run.row("graphs", name, {"params": label(p)}, wrong, quiet=True)
+        run.bad.add(("triton-split", label(p)))
+    run.row("graphs", "triton-split", {"params": label(p)}, wrong, quiet=True)
 
 
 def zeros(run: Run) -> None:
@@ -297,9 +307,8 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
             named[name] = (name, {}, xqa if name == "flashinfer" else provider.fn)
     for p in sets_of(run, caches.layout)[:: 1 if caches.layout == LLAMA else 3]:
         named[f"split {label(p)}"] = ("triton-split", p, partial(split.decode_split, **p))
-    for p in cuda_sets(run, calls[0]):
-        named[f"cuda {label(p)}"] = ("cuda-split", p, partial(cuda.decode_cuda, **p))
     times = timed(run, named, calls)
+    ours = sorted((n for n in times if named[n][0] == "triton-split"), key=times.__getitem__)
     size = kv_bytes(caches.layout, batch, context) + 4 * batch * caches.layout.heads * caches.layout.head_size
     for n, us in times.items():
         provider, p, _ = named[n]
@@ -307,7 +316,8 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
         case |= {"capacity": caches.capacity} if caches.capacity else {}
         case |= {"block_size": caches.layout.block_size} if caches.layout.block_size != 16 else {}
         run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6, quiet=True)
-    kinds = {k: [n for n in times if named[n][0] == k] for k in ("triton", "fa3", "flashinfer", *OURS)}
+    kinds = {k: [n for n in times if named[n][0] == k] for k in ("triton", "fa3", "flashinfer")}
+    kinds["split"] = ours
     firsts = {kind: min(names, key=times.__getitem__) for kind, names in kinds.items() if names}
     others = [times[n] for kind, n in firsts.items() if kind in ("fa3", "flashinfer")]
     for kind, n in firsts.items():
@@ -315,7 +325,7 @@ def time_case(run: Run, model: str, caches: Caches, batch: int, context: int, ra
         speed = f"{times[n]:8.2f} us {size / times[n] / 1e6:6.3f} TB/s"
         which = n if "split" in kind else ""
         where = f"{model} batch {batch:>3} context {context:>5}"
-        run.summary.append(f"{where}  {kind:<12} {speed}  {ratio}  {which}")
+        run.summary.append(f"{where}  {kind:<10} {speed}  {ratio}  {which}")
         print(run.summary[-1], flush=True)
 
 

@@ -75,26 +75,6 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
-    """'' if the call gives `want` (float64) as closely as its dtype allows, twice the same bits; else what is wrong."""
-    try:
-        first, second = call(), call()
-        if not torch.equal(first, second):
-            return "two equal calls have other bits"
-        error = first.double() - want
-        if not bool(error.isfinite().all()):
-            return f"{int((~error.isfinite()).sum())} values are not finite"
-        rms, limit = want.square().mean().sqrt().item(), 1.6e-2 if first.dtype == torch.bfloat16 else 2e-3
-        if (
-            not bool((error.abs() <= limit + limit * want.abs()).all())
-            or error.square().mean().sqrt() > 8e-3 * rms
-        ):
-            return f"largest error {error.abs().max().item():.3g}, where values are {rms:.3g}"
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
 class Compiles:
     """Stands for a Triton kernel: compiles what would be launched, into Triton's cache."""
 
