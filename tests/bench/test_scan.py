@@ -21,7 +21,8 @@ OWN = {
         "files",
         "native-library",
     },  # CUDA C++, read from the package and launched by the driver
-    "_wgmma_linear_cuda.py": {"native-library"},  # as well
+    "_attention_decode_cuda.py": {"native-library"},  # as well
+    "_wgmma_linear_cuda.py": {"native-library"},
     "_wgmma_linear_fp8_cuda.py": {"native-library"},
     "_linear_fp8_calls.py": {"baseline-library", "dynamic-code"},  # providers, from where they are installed
     "_launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time

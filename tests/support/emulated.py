@@ -1,10 +1,14 @@
-"""The FP8 kernel of csrc/wgmma_linear.cu on a CPU: its own text, with on_cpu.hpp in the place of PTX. Needs g++."""
+"""The FP8 kernel of csrc/wgmma_linear.cu on a CPU: its own text, with on_cpu.hpp in the place of PTX. Needs g++.
+
+What other kernels' emulations need, too, is here: emulated_decode.py.
+"""
 
 from __future__ import annotations
 
 import re
 import struct
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -74,11 +78,15 @@ int main(int, char** names) {
 """
 
 
-def program(p: Plan, blocks: bool) -> str:
-    """C++ of the kernel and of what launches it."""
-    source = wgmma.text(wgmma.wgmma.SOURCE)
-    for name, body in BODIES.items():
-        found = re.search(rf"__device__ __forceinline__ [\w *]*\b{name}\([^)]*\) {{", source)
+def ported(source: str, bodies: dict[str, str], written: dict[str, str], told: Iterable[str]) -> str:
+    """C++ of a CUDA source.
+
+    bodies   of functions by name, in the place of those with PTX
+    written  what else is written in another way
+    told     the options of its compiler
+    """
+    for name, body in bodies.items():
+        found = re.search(rf"__device__ __forceinline__ [\w *]*\b{name}\([^{{]*\) {{", source)
         assert found is not None, name
         end, depth = found.end(), 1
         while depth:
@@ -86,20 +94,37 @@ def program(p: Plan, blocks: bool) -> str:
             end += 1
         source = f"{source[: found.end()]} {body} {source[end - 1 :]}"
     source = re.sub(
-        r'asm volatile\((?:[^;"]|"[^"]*")*\);', ";", source
-    )  # what is left: hints, and waits for the grid
-    for cuda, ours in (
-        (
-            "extern __shared__ __align__(1024) unsigned char memory[];",
-            "unsigned char* memory = shared_memory;",
-        ),
-        ("__shared__", "static"),
-        ('extern "C" __global__ void __launch_bounds__(THREADS, 1)', "void"),
-    ):
-        assert cuda in source
+        r'asm(?: volatile)?\((?:[^;"]|"[^"]*")*\);', ";", source
+    )  # what is left: hints, waits for the grid, functions that are not called
+    for cuda, ours in {"__shared__": "static", **written}.items():
+        assert cuda in source, cuda
         source = source.replace(cuda, ours)
-    told = [o[2:].replace("=", " ") for o in wgmma.options(p, True, blocks) if o.startswith("-D")]
-    return "".join(f"#define {o}\n" for o in told) + '#include "on_cpu.hpp"\n' + source + MAIN
+    return "".join(f"#define {o[2:].replace('=', ' ')}\n" for o in told if o.startswith("-D")) + source
+
+
+def program(p: Plan, blocks: bool) -> str:
+    """C++ of the kernel and of what launches it."""
+    written = {
+        "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = shared_memory;",
+        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
+    }
+    source = ported(wgmma.text(wgmma.wgmma.SOURCE), BODIES, written, wgmma.options(p, True, blocks))
+    return '#include "on_cpu.hpp"\n' + source + MAIN
+
+
+def run(source: str, given: bytes, folder: Path) -> bytes:
+    """What a program writes of what it is given, both in files. Raises RuntimeError with what it says."""
+    (folder / "kernel.cpp").write_text(source)
+    include = f"-I{Path(__file__).parent}"
+    command = ["g++", "-O2", "-std=c++17", "-w", "-pthread", include, "kernel.cpp", "-o", "kernel"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    (folder / "in").write_bytes(given)
+    done = subprocess.run(
+        [folder / "kernel", "in", "out"], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr or f"the program ended with {done.returncode}")
+    return (folder / "out").read_bytes()
 
 
 def linear_fp8(
@@ -109,10 +134,6 @@ def linear_fp8(
     x, weight, x_scale, weight_scale, bias = args
     (m, k), n, blocks = x.shape, weight.shape[0], kind == BLOCK
     p = wgmma.plan(m, n, k, **params, blocks=blocks, sms=sms)
-    (folder / "kernel.cpp").write_text(program(p, blocks))
-    include = f"-I{Path(__file__).parent}"
-    command = ["g++", "-O2", "-std=c++17", "-w", "-pthread", include, "kernel.cpp", "-o", "kernel"]
-    subprocess.run(command, cwd=folder, check=True, timeout=120)
     memory = x_scale if x_scale._base is None else x_scale._base
     head = (
         m,
@@ -125,10 +146,6 @@ def linear_fp8(
         weight_scale.numel(),
     )
     tensors = (x.view(torch.uint8), weight.view(torch.uint8), memory, weight_scale, bias.view(torch.int16))
-    (folder / "in").write_bytes(struct.pack("11i", *head) + b"".join(t.numpy().tobytes() for t in tensors))
-    done = subprocess.run(
-        [folder / "kernel", "in", "out"], cwd=folder, capture_output=True, text=True, timeout=120
-    )
-    if done.returncode:
-        raise RuntimeError(f"{p}: {done.stderr}")
-    return torch.frombuffer(bytearray((folder / "out").read_bytes()), dtype=torch.bfloat16).view(m, n)
+    given = struct.pack("11i", *head) + b"".join(t.numpy().tobytes() for t in tensors)
+    found = run(program(p, blocks), given, folder)
+    return torch.frombuffer(bytearray(found), dtype=torch.bfloat16).view(m, n)

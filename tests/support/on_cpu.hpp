@@ -22,6 +22,7 @@
 using std::min;
 struct Index { int x; };
 struct float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct Barrier { int count = 0, pending = 0, phase = 0; long bytes = 0; };
 
 thread_local Index threadIdx, blockIdx;

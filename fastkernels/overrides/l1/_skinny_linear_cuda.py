@@ -104,9 +104,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def text(source: Path) -> str:
-    """What is compiled of a kernel's source: with what all of them share before it."""
-    return SHARED_SOURCE.read_text() + source.read_text()
+def text(*sources: Path) -> str:
+    """What is compiled of a kernel's sources: with what all of them share before it."""
+    return "".join(source.read_text() for source in (SHARED_SOURCE, *sources))
 
 
 def options(p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
+from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
 from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.overrides.l1._launch import next_power_of_2
@@ -301,6 +302,14 @@ attention_decode = define(
             supports=split.supports_split,
             params=split.PARAMS,
             fits=split.fits,
+            out=True,
+        ),
+        Provider(
+            "cuda-split",
+            cuda.decode_cuda,
+            supports=cuda.supports_cuda,
+            params=cuda.PARAMS,
+            fits=cuda.fits,
             out=True,
         ),
         Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),

@@ -30,25 +30,6 @@ __device__ __forceinline__ void consumers_meet() {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
 }
 
-__device__ __forceinline__ uint4 load_x(const u16* at) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-#if BF16
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-#else
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-#endif
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ u16 narrow(float f) {
     u16 bits;
 #if BF16
@@ -115,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
             for (int t = 0; t < TOKEN_TILES; t++) {
                 const int token = 8 * t + group, k = unit * KC + 32 * (warp + i * CONSUMERS);
                 to.of[i][t] = make_uint4(0, 0, 0, 0);
-                if (token < M && k < K) to.of[i][t] = load_x(x + token * x_stride + k + 8 * quad);
+                if (token < M && k < K) to.of[i][t] = load_16((const uint4*)(x + token * x_stride + k + 8 * quad));
             }
     };
     int stage = 0;

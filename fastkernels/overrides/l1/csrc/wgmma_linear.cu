@@ -66,12 +66,6 @@ __device__ __forceinline__ void finish_multiply() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-__device__ __forceinline__ u32 add_to(u32* ticket, u32 value) {
-    u32 old;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(ticket), "r"(value) : "memory");
-    return old;
-}
-
 __device__ __forceinline__ u32 or_to(u32* ticket, u32 value) {
     u32 old;
     asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(old) : "l"(ticket), "r"(value) : "memory");
@@ -82,23 +76,6 @@ __device__ __forceinline__ u32 look_at(const u32* ticket) {
     u32 now;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(ticket) : "memory");
     return now;
-}
-
-__device__ __forceinline__ float4 load_part(const float4* at) {  // another multiprocessor wrote it: not from L1
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ u32 narrow(float low, float high) {  // two, the first one in the lower half
-    u32 bits;
-#if BF16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-#endif
-    return bits;
 }
 
 // Which parts of a tile's columns this block adds, bit by bit; one thread asks, when the item's sums are in memory.

@@ -1,0 +1,398 @@
+// Attention of one query a sequence over a paged KV cache on Hopper, in one launch: 16-bit, float32 sums, one rounding.
+//
+// Keys of a sequence are cut into units of KEYS. For each key head, the units of all sequences stand in one row, which is
+// shared out evenly among the head's workers (blocks): one has the end of a sequence, some whole ones, the beginning of
+// another. Each finds its share from the lengths by itself. A worker's units go round its warps, and each warp reads its
+// own, STAGES - 1 ahead, into a ring of its own: past the ends of sequences, and with no barrier among the warps. These
+// meet where a sequence ends, and add what they have. A sequence that is cut leaves parts in memory, in float32. The last
+// of its workers to arrive, by a ticket, adds them in their order: equal calls have equal bits. With CLUSTER a worker is so
+// many blocks, whose warps share its units: their sums meet in shared memory, which is nearer than L2, each block's share.
+//
+// Products are transposed: keys (then the channels of values) are the tensor cores' m16, the query heads of the key head
+// their n8. A warp keeps a maximum and a sum of weights for each head.
+//
+// A kernel that starts early looks at lengths and table as they are before griddepcontrol.wait, and asks for what they
+// name to be brought to L2, where nothing can be out of date. What it computes with is read after the wait. Lengths that
+// have changed meanwhile are shared out anew.
+//
+// Compiled for one set of: HEADS (query heads of a key head, 1 to 16), D (64 or 128), PAGE (keys of a block), WARPS, KEYS
+// (16 or 32), STAGES, RESIDENT (blocks of a multiprocessor), AHEAD (units of a warp for L2), CLUSTER (1, 2, 4, 8), SEQS
+// (room for as many sequences), BF16. Rows of q, keys and values begin at multiples of 16 bytes; strides are in 16 bytes,
+// but the table's.
+
+constexpr int THREADS = 32 * WARPS, TILES = KEYS / 16, COLUMNS = (HEADS + 7) / 8, STEPS = D / 32;
+constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS;  // bytes of a key, times 16; keys that 32 lanes copy
+constexpr int HALF = KEYS * ROW, STAGE = 2 * HALF, RING = WARPS * STAGES * STAGE;
+constexpr int WAYS = CLUSTER * WARPS;                          // that a worker's units go
+constexpr int ITEMS = HEADS * D / 4, MINE = ITEMS / CLUSTER;   // of 4 sums; of those that one block of a cluster adds
+constexpr int PITCH = D + 4, SUMS = WARPS * HEADS * PITCH * 4;  // of a head's sums: lanes write to different banks; bytes
+constexpr int GATHERED = CLUSTER > 1 ? ITEMS * 16 + CLUSTER * HEADS * 8 : 0;  // bytes of MINE from all blocks
+constexpr int EACH = (SEQS + THREADS - 1) / THREADS, ADDED = 8;  // sequences of a thread; parts on their way at once
+static_assert(D % 64 == 0 && KEYS % 16 == 0 && KEYS <= 32 && HEADS <= 16 && STAGES >= 2, "what lanes and tiles hold");
+
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attention_decode(
+    const u16* q, const u16* key_cache, const u16* value_cache, u16* out, float* parts, u32* tickets, const int* seq_lens,
+    const int* table, int batch, int kv_heads, int blocks, int width, int least, int q_seq, int q_head, int k_block,
+    int k_slot, int k_head, int v_block, int v_slot, int v_head, int table_stride, float scale, float v_scale, int early) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    Notes& notes = *(Notes*)(memory + RING + SUMS + 2 * GATHERED);
+    int *ends = notes.ends, *lens = notes.lens, *of_warp = notes.of_warp, *first_of = notes.first_of;
+    auto *tops = notes.tops, *totals = notes.totals;
+
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
+    const int rank = blockIdx.x % CLUSTER, kv_head = blockIdx.x / CLUSTER % kv_heads;
+    const int worker = blockIdx.x / CLUSTER / kv_heads, most = gridDim.x / CLUSTER / kv_heads;
+    const uint4* keys = (const uint4*)key_cache + (long long)kv_head * k_head;
+    const uint4* values = (const uint4*)value_cache + (long long)kv_head * v_head;
+    const unsigned char* mine = memory + warp * STAGES * STAGE;  // the warp's ring
+    const u32 ring = shared_address(mine);
+    float* sums = (float*)(memory + RING);
+    unsigned char* gathered = memory + RING + SUMS;  // from the cluster: of one sequence, and of the one before
+    if (CLUSTER > 1) cluster_arrives();              // before it is waited for, all are there
+
+    // -- the share
+
+    int known[EACH] = {}, every = 0, workers = 0, begin = 0, last = 0;
+    auto units_of = [](int keys) { return max((keys + KEYS - 1) / KEYS, 1); };  // without keys one, which gives zeros
+    auto read_lengths = [&] {
+        bool changed = false;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int seq = thread * EACH + i;
+            const int n = seq < batch ? min(max(load_now(seq_lens + seq), 0), width * PAGE) : -1;
+            changed |= n != known[i];
+            known[i] = n;
+        }
+        return changed;
+    };
+    auto make_shares = [&] {
+        int units = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) units += known[i] < 0 ? 0 : units_of(known[i]);
+        int upto = units;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int before = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto += before;
+        }
+        if (lane == 31) of_warp[warp] = upto;
+        meet();
+        int end = upto - units;
+        every = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) end += w < warp ? of_warp[w] : 0, every += of_warp[w];
+        workers = min(max(every / least, 1), most);
+        begin = last = 0;
+        if (worker < workers) begin = (u32)worker * every / workers, last = (u32)(worker + 1) * every / workers;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (known[i] < 0) continue;
+            const int start = end, seq = thread * EACH + i;
+            end += units_of(known[i]);
+            ends[seq] = end, lens[seq] = known[i];
+            if (start <= begin && begin < end) first_of[0] = seq, first_of[1] = start;
+        }
+        meet();
+    };
+
+    // -- what a warp reads
+
+    Place start;
+    auto settle = [&](Place& p) {
+        if (p.unit < last)
+            while (p.unit >= ends[p.seq]) p.begin = ends[p.seq++];
+    };
+    auto step = [&](Place& p) { p.unit += WAYS, settle(p); };
+    auto look_up = [&](const Place& p) {  // the block of a unit's key, one a lane
+        const int key = (p.unit - p.begin) * KEYS + lane % KEYS;
+        if (p.unit >= last || key >= lens[p.seq]) return 0;
+        return load_now(table + (long long)p.seq * table_stride + key / PAGE);
+    };
+    int pages[STAGES];  // of the first units
+    auto look_up_first = [&] {
+        start = {begin + rank * WARPS + warp, first_of[0], first_of[1]};
+        settle(start);
+        Place p = start;
+#pragma unroll
+        for (int i = 0; i < STAGES; i++) pages[i] = look_up(p), step(p);
+    };
+    auto at_of = [&](const Place& p, u32 page, int block, int slot) {
+        return page * block + (u32)((p.unit - p.begin) * KEYS + lane % KEYS) % PAGE * slot;
+    };
+    auto read = [&](const Place& p, u32 page, int slot) {
+        if (p.unit < last) {
+            const int left = lens[p.seq] - (p.unit - p.begin) * KEYS, chunk = lane % CHUNKS;
+            const u32 k_at = at_of(p, page, k_block, k_slot), v_at = at_of(p, page, v_block, v_slot);
+            const u32 to = ring + slot * STAGE;
+#pragma unroll
+            for (int i = 0; i < KEYS / AT_ONCE; i++) {
+                // In other places than their own, so that 8 lanes that read at once are in different banks.
+                const int row = i * AT_ONCE + lane / CHUNKS;
+                const u32 k_from = __shfl_sync(~0u, k_at, row), v_from = __shfl_sync(~0u, v_at, row);
+                copy_or_zero(to + row * ROW + 16 * (chunk ^ row % 2 * 4), keys + k_from + chunk, row < left);
+                copy_or_zero(to + HALF + row * ROW + 16 * (chunk ^ row % 8), values + v_from + chunk, row < left);
+            }
+        }
+        commit_copies();  // also of nothing, as they are counted
+    };
+    auto bring = [&](const Place& p, u32 page) {  // a unit, 32 bytes a lane at once
+        constexpr int SECTORS = ROW / 32;
+        if (p.unit >= last) return;
+        page = min(page, (u32)blocks - 1);  // whatever is there: in the cache in any case
+        const u32 k_at = at_of(p, page, k_block, k_slot), v_at = at_of(p, page, v_block, v_slot);
+#pragma unroll
+        for (int i = 0; i < KEYS * SECTORS / 32; i++) {
+            const int row = (32 * i + lane) / SECTORS, sector = lane % SECTORS * 2;
+            bring_to_l2(keys + __shfl_sync(~0u, k_at, row) + sector);
+            bring_to_l2(values + __shfl_sync(~0u, v_at, row) + sector);
+        }
+    };
+
+    bool foresee = AHEAD && early;
+    if (!foresee) kernels_before_end();
+    read_lengths();
+    for (;;) {
+        make_shares();
+        look_up_first();
+        if (!foresee) break;
+        Place p = start;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) bring(p, pages[i]), step(p);
+        kernels_before_end();
+        foresee = false;
+        look_up_first();  // asked for together with the lengths
+        if (!__syncthreads_or(read_lengths())) break;
+    }
+    if (begin >= last) return;
+
+    Place next = start;
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; i++) {
+        read(next, pages[0], i);
+        step(next);
+#pragma unroll
+        for (int j = 0; j < STAGES - 1; j++) pages[j] = pages[j + 1];
+    }
+    int page = pages[0], slot = 0;
+
+    // -- sequence after sequence
+    uint4 query[STEPS][COLUMNS], later[STEPS][COLUMNS];  // 8 neighbours of head `group`: the tensor cores believe that
+    auto load_query = [&](uint4 (&to)[STEPS][COLUMNS], int seq) {  // they are elsewhere, in queries and keys alike
+#pragma unroll
+        for (int c = 0; c < STEPS; c++)
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n++) {
+                const int head = 8 * n + group;
+                to[c][n] = make_uint4(0, 0, 0, 0);
+                if (head < HEADS)
+                    to[c][n] = load_16((const uint4*)q + (long long)seq * q_seq +
+                                       (long long)(kv_head * HEADS + head) * q_head + 4 * c + quad);
+            }
+    };
+    int seq = first_of[0], seq_begin = first_of[1], unit = start.unit, turn = 0;
+    load_query(later, seq);
+    for (int at = begin; at < last;) {
+        const int seq_end = ends[seq], stop = min(seq_end, last);
+#pragma unroll
+        for (int c = 0; c < STEPS; c++)
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n++) query[c][n] = later[c][n];
+        if (stop < last) load_query(later, seq + 1);
+
+        float top[COLUMNS][2], total[COLUMNS][2], acc[D / 16][COLUMNS][4];  // of heads 8 n + 2 quad and the one after it
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n++) {
+            top[n][0] = top[n][1] = NONE, total[n][0] = total[n][1] = 0;
+#pragma unroll
+            for (int j = 0; j < D / 16; j++) acc[j][n][0] = acc[j][n][1] = acc[j][n][2] = acc[j][n][3] = 0;
+        }
+        for (; unit < stop; unit += WAYS) {
+            wait_for_copies<STAGES - 2>();
+            __syncwarp();  // all lanes have what they copied, and have read what is overwritten now
+            read(next, page, slot ? slot - 1 : STAGES - 1);
+            step(next);
+            page = look_up(next);
+
+            const unsigned char* k_rows = mine + slot * STAGE + group * ROW;
+            float s[TILES][COLUMNS][4], other[TILES][COLUMNS][4];  // of keys `group` and 8 after it; sums of two chains
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+#pragma unroll
+                for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) s[t][n][i] = other[t][n][i] = 0;
+#pragma unroll
+                for (int c = 0; c < STEPS; c++) {
+                    const unsigned char* from = k_rows + 16 * t * ROW + 16 * (4 * c + quad ^ group % 2 * 4);
+                    const uint4 low = *(const uint4*)from, high = *(const uint4*)(from + 8 * ROW);
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; n++) {
+                        const uint4 v = query[c][n];
+                        multiply(s[t][n], low.x, high.x, low.y, high.y, v.x, v.y);
+                        multiply(other[t][n], low.z, high.z, low.w, high.w, v.z, v.w);
+                    }
+                }
+            }
+            const int left = lens[seq] - (unit - seq_begin) * KEYS;
+            u32 p[TILES][COLUMNS][2];
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n++) {
+                float highest[2] = {top[n][0], top[n][1]};
+#pragma unroll
+                for (int t = 0; t < TILES; t++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        s[t][n][i] = 16 * t + group + i / 2 * 8 < left ? (s[t][n][i] + other[t][n][i]) * scale : NONE;
+                        highest[i % 2] = fmaxf(highest[i % 2], s[t][n][i]);
+                    }
+                float decay[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+#pragma unroll
+                    for (int step = 4; step < 32; step *= 2)
+                        highest[i] = fmaxf(highest[i], __shfl_xor_sync(~0u, highest[i], step));
+                    decay[i] = share_of(top[n][i], highest[i]);
+                    total[n][i] *= decay[i], top[n][i] = highest[i];
+                }
+#pragma unroll
+                for (int t = 0; t < TILES; t++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        s[t][n][i] = share_of(s[t][n][i], highest[i % 2]);
+                        total[n][i % 2] += s[t][n][i];
+                    }
+#pragma unroll
+                for (int t = 0; t < TILES; t++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) p[t][n][i] = transposed(narrow(s[t][n][2 * i], s[t][n][2 * i + 1]));
+#pragma unroll
+                for (int j = 0; j < D / 16; j++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) acc[j][n][i] *= decay[i % 2];
+            }
+            const u32 v_row = ring + slot * STAGE + HALF + (lane / 16 * 8 + lane % 8) * ROW;
+#pragma unroll
+            for (int t = 0; t < TILES; t++)
+#pragma unroll
+                for (int j = 0; j < D / 16; j++) {
+                    u32 v[4];
+                    load_transposed(v, v_row + 16 * t * ROW + 16 * (2 * j + lane / 8 % 2 ^ lane % 8));
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; n++)
+                        multiply(acc[j][n], v[0], v[1], v[2], v[3], p[t][n][0], p[t][n][1]);
+                }
+            slot = slot == STAGES - 1 ? 0 : slot + 1;
+        }
+
+        // -- what the warps have of it
+
+        meet();  // the sums before are read
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int head = 8 * n + 2 * quad + i;
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) total[n][i] += __shfl_xor_sync(~0u, total[n][i], step);
+                if (head >= HEADS) continue;
+                if (group == 0) tops[warp][head] = top[n][i], totals[warp][head] = total[n][i];
+                float* to = sums + (warp * HEADS + head) * PITCH + group;
+#pragma unroll
+                for (int j = 0; j < D / 16; j++) to[16 * j] = acc[j][n][i], to[16 * j + 8] = acc[j][n][i + 2];
+            }
+        meet();
+        const bool whole = seq_begin >= begin && seq_end <= last;
+        const long long ours = (long long)kv_head * most, at_out = ((long long)seq * kv_heads + kv_head) * HEADS * D;
+        float2* pairs = (float2*)(parts + 2 * most * (long long)kv_heads * HEADS * D);
+        auto store = [&](int item, const Sum& all) {
+            const float by = all.weights == 0 ? 0 : v_scale / all.weights;
+            *(uint2*)(out + at_out + 4 * item) =
+                make_uint2(narrow(all.v.x * by, all.v.y * by), narrow(all.v.z * by, all.v.w * by));
+        };
+        // A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
+        const long long row = 2 * (ours + worker) + (at > begin);
+        auto keep = [&](int item, const Sum& all) {
+            if (whole) {
+                store(item, all);
+            } else {
+                *((float4*)parts + row * ITEMS + item) = all.v;
+                if (item % (D / 4) == 0 || item % MINE == 0)
+                    pairs[row * HEADS + item / (D / 4)] = make_float2(all.top, all.weights);
+            }
+        };
+        unsigned char* received = gathered + turn * GATHERED;
+        if (CLUSTER > 1 && at == begin) cluster_waits();
+#pragma unroll 1
+        for (int item = thread; item < ITEMS; item += THREADS) {
+            const int head = item / (D / 4);
+            const float* from = sums + head * PITCH + item % (D / 4) * 4;
+            Sum all;
+            for (int w = 0; w < WARPS; w++) all.top = fmaxf(all.top, tops[w][head]);
+            for (int w = 0; w < WARPS; w++)
+                all.add(*(const float4*)(from + w * HEADS * PITCH), make_float2(tops[w][head], totals[w][head]));
+            if (CLUSTER == 1) {
+                keep(item, all);
+                continue;
+            }
+            const u32 to = shared_address(received);
+            send(of_rank(to, item / MINE) + 16 * (rank * MINE + item % MINE), all.v);
+            for (int r = 0; item % (D / 4) == 0 && r < CLUSTER; r++)
+                send_pair(of_rank(to, r) + 16 * ITEMS + 8 * (rank * HEADS + head), make_float2(all.top, all.weights));
+        }
+        if (CLUSTER > 1) {
+            cluster_arrives(), cluster_waits(), turn ^= 1;
+#pragma unroll 1
+            for (int item = thread; item < MINE; item += THREADS) {
+                const float2* pair = (const float2*)(received + 16 * ITEMS) + (rank * MINE + item) / (D / 4);
+                Sum all;
+                for (int r = 0; r < CLUSTER; r++) all.top = fmaxf(all.top, pair[r * HEADS].x);
+                for (int r = 0; r < CLUSTER; r++) all.add(((const float4*)received)[r * MINE + item], pair[r * HEADS]);
+                keep(rank * MINE + item, all);
+            }
+        }
+
+        // -- what its workers have of it
+
+        if (!whole) {
+            const int first = ((u32)(seq_begin + 1) * workers - 1) / every;
+            const int count = ((u32)seq_end * workers - 1) / every - first + 1;
+            meet();  // one thread takes the ticket, for what all have stored
+            if (thread == 0) {
+                // No other sequence goes from that worker to the next.
+                u32* ticket = tickets + (ours + first) * CLUSTER + rank;
+                notes.arrived = add_to(ticket, 1) == count - 1;
+                if (notes.arrived) *ticket = 0;  // as it was found, for the next launch
+            }
+            meet();
+            const int bump = seq_begin > (int)((u32)first * every / workers);
+#pragma unroll 1
+            for (int item = rank * MINE + thread; notes.arrived && item < (rank + 1) * MINE; item += THREADS) {
+                Sum all;
+#pragma unroll 1
+                for (int from = 0; from < count; from += ADDED) {
+                    float4 v[ADDED];
+                    float2 pair[ADDED];
+#pragma unroll
+                    for (int i = 0; i < ADDED; i++) {
+                        const long long row = 2 * (ours + first + from + i) + (from + i ? 0 : bump);
+                        v[i] = make_float4(0, 0, 0, 0), pair[i] = make_float2(NONE, 0);
+                        if (from + i < count) {
+                            v[i] = load_part((const float4*)parts + row * ITEMS + item);
+                            pair[i] = load_pair(pairs + row * HEADS + item / (D / 4));
+                        }
+                    }
+                    const Sum before = all;
+                    all = Sum(), all.top = before.top;
+#pragma unroll
+                    for (int i = 0; i < ADDED; i++) all.top = fmaxf(all.top, pair[i].x);
+                    all.add(before.v, make_float2(before.top, before.weights));
+#pragma unroll
+                    for (int i = 0; i < ADDED; i++) all.add(v[i], pair[i]);
+                }
+                store(item, all);
+            }
+        }
+        at = stop, seq_begin = seq_end, seq++;
+    }
+}

@@ -1,0 +1,100 @@
+// What attention_decode.cu asks of the chip, and how it adds weighted sums; it stands between hopper.cu and that file.
+
+constexpr float NONE = -3e38f;  // the maximum of no keys
+
+struct Place { int unit, seq, begin; };  // a unit, its sequence, the first unit of that one
+
+struct Notes {
+    int ends[SEQS], lens[SEQS], of_warp[WARPS], first_of[2], arrived;
+    float tops[WARPS][HEADS], totals[WARPS][HEADS];
+};
+
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
+
+__device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ int load_now(const int* at) {  // what may have changed since it was last read: not from L1
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_pair(const float2* at) {
+    float2 v;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void copy_or_zero(u32 to, const uint4* from, bool there) {  // 16 bytes
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ void bring_to_l2(const uint4* sector) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(sector) : "memory");
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Four 8 x 8 tiles whose rows lanes 0 to 7, 8 to 15, .. name: a lane gets two neighbours of a column of each.
+__device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(row) : "memory");
+}
+
+__device__ __forceinline__ u32 transposed(u32 two) {  // an 8 x 8 tile in a warp's registers
+    u32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(two));
+    return turned;
+}
+
+__device__ __forceinline__ void cluster_arrives() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_waits() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ u32 of_rank(u32 address, int rank) {  // the same place in another block's shared memory
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ void send(u32 to, float4 v) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void send_pair(u32 to, float2 v) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(v.x), "f"(v.y) : "memory");
+}
+
+__device__ __forceinline__ float share_of(float top, float highest) {  // without any keys there is none
+    return power_of_2(top - (highest == NONE ? 0 : highest));
+}
+
+struct Sum {  // of values by their weights, of the weights, by 2 to the power of `top`
+    float4 v = {0, 0, 0, 0};
+    float top = NONE, weights = 0;
+    __device__ __forceinline__ void add(float4 more, float2 of) {  // `top` is no less than that of these, of.x
+        const float share = share_of(of.x, top);
+        weights += share * of.y;
+        v.x += share * more.x, v.y += share * more.y, v.z += share * more.z, v.w += share * more.w;
+    }
+};
+
+#if CLUSTER > 1
+#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TOGETHER
+#endif

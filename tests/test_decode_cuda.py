@@ -1,0 +1,239 @@
+"""attention_decode in CUDA C++: its text by lanes of a CPU against float64, what it refuses, who picks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import emulated_decode
+from support.op_cases import make_args, mismatch, oracle
+
+from fastkernels import cuda_rtc, registry, tuned
+from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
+from fastkernels.overrides.l1.attention_decode import attention_decode
+from fastkernels.spec import Case
+from fastkernels.tuned import Entry
+
+ROOT = Path(__file__).parents[1]
+NO_NVRTC = cuda_rtc.unavailable()
+SPEC = registry.get("attention_decode")
+LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}
+EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100]
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[str, Any]:
+    return {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "block_size": block_size}
+
+
+# -- what it computes
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    ("lens", "dims", "dtype", "params", "sms", "stale"),
+    [  # of params: warps, keys, stages, per_sm, least, ahead, cluster
+        (EDGES, layout(1, 1, 64, 1), "float16", (2, 16, 2, 1, 16, 1), 5, 2),
+        (EDGES, layout(6, 2, 128, 5), "bfloat16", (2, 32, 2, 1, 16, 0), 8, 1),
+        (EDGES, layout(8, 1, 64, 16), "bfloat16", (4, 16, 3, 2, 64, 3), 4, 2),
+        (EDGES, layout(16, 1, 128, 64), "float16", (2, 16, 4, 1, 32, 2), 4, 1),
+        ([0] * 40, layout(8, 2, 128, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 3, 0),
+        ([i * 37 % 90 for i in range(40)], layout(12, 1, 64, 32), "bfloat16", (4, 32, 2, 1, 64, 2), 6, 2),
+        ([1500], layout(4, 1, 128, 16), "bfloat16", (4, 16, 3, 1, 16, 2), 40, 2),  # one, cut by all workers
+        ([5, 1000, 7], layout(4, 1, 128, 1), "float16", (8, 16, 3, 1, 64, 2), 7, 1),
+        (
+            [5, 1000, 7],
+            layout(3, 1, 128, 16),
+            "bfloat16",
+            (2, 16, 3, 1, 64, 2),
+            2,
+            3,
+        ),  # rings that are used again
+        ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256
+        (EDGES, layout(8, 1, 64, 16), "bfloat16", (2, 16, 3, 1, 64, 3, 2), 8, 2),  # clusters
+        ([1500, 3, 0, 700], layout(4, 1, 64, 16), "bfloat16", (2, 16, 2, 1, 64, 1, 4), 16, 2),
+        ([40] * 7, layout(6, 2, 128, 5), "float16", (2, 16, 2, 2, 16, 1, 2), 8, 0),
+        ([300], layout(4, 4, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 1, 2),  # fewer workers than key heads
+    ],
+)
+def test_the_kernel_by_lanes_of_a_cpu(
+    lens: list[int], dims: dict[str, Any], dtype: str, params: tuple[int, ...], sms: int, stale: int, tmp_path: Path
+) -> None:  # fmt: skip
+    """The text that NVRTC gets, with PTX by its meaning: indices, rings, barriers, shares, parts, tickets.
+
+    stale 2, 3: what is looked at before griddepcontrol.wait is nonsense. What is no sequence's is not a number.
+    """
+    case = Case("lanes", {"seq_lens": lens, **dims}, dtype)
+    args = make_args(SPEC, case)
+    unused = torch.ones(args[1].shape[0], dtype=torch.bool)
+    for row, n in zip(args[4], lens, strict=True):
+        unused[row[: -(-n // dims["block_size"])].long()] = False
+    for cache in args[1:3]:
+        cache[unused] = float("nan")
+    forwards, backwards = emulated_decode.decode(args, cuda._set(*params), sms, stale, tmp_path)
+    assert torch.equal(forwards, backwards), "who comes last changes the bits"
+    assert mismatch(SPEC, case, [forwards], [oracle(SPEC, args)[0]]) is None
+
+
+@needs_gxx
+def test_rows_in_wider_tensors(tmp_path: Path) -> None:
+    """q in a packed qkv, keys and values of a block beside each other, as in a host."""
+    case = Case("strided", {"seq_lens": [70, 3, 0, 200], **layout(8, 2, 128, 16)}, "bfloat16")
+    args = make_args(SPEC, case)
+    want = oracle(SPEC, args)[0]
+    packed = torch.cat([args[0], torch.full_like(args[0], float("nan"))], dim=1)
+    both = torch.stack(args[1:3], dim=1)
+    call = [packed[:, :8], both[:, 0], both[:, 1], *args[3:]]
+    assert cuda.refused(*call[:5]) is None and call[0].stride(0) == 2 * 8 * 128
+    for got in emulated_decode.decode(call, cuda.PARAMS[0], 2, 2, tmp_path):
+        assert mismatch(SPEC, case, [got], [want]) is None
+
+
+def test_no_sequences() -> None:
+    args = make_args(SPEC, Case("none", {"seq_lens": [], **LLAMA}))
+    assert cuda.decode_cuda(*args).shape == (0, 32, 128)
+
+
+# -- sizes
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    group=st.integers(1, cuda.MAX_HEADS), head_size=st.sampled_from([64, 128]), batch=st.integers(1, cuda.MAX_BATCH),
+    params=st.sampled_from(cuda.PARAMS),
+)  # fmt: skip
+def test_sizes_fit_the_chip(group: int, head_size: int, batch: int, params: dict[str, int]) -> None:
+    q = torch.empty(batch, group, head_size, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(1, 16, 1, head_size, dtype=torch.bfloat16, device="meta")
+    chosen = cuda.choose(q, cache)
+    assert chosen in cuda.PARAMS and cuda.fits(chosen, q, cache)
+    p = cuda.plan(params, q, cache)
+    if not cuda.has_room(p):
+        return
+    assert p.shared <= cuda.SHARED and p.seqs >= batch
+    assert p.resident >= 1 and p.resident * p.warps * 32 * 168 <= 1 << 16
+    if p.resident > 1:
+        assert p.resident * (p.shared + 1024) <= cuda.SHARED_OF_ALL
+
+
+def test_sets_are_different_and_have_room_for_llama() -> None:
+    assert len({tuple(p.values()) for p in cuda.PARAMS}) == len(cuda.PARAMS)
+    q, cache = make_args(SPEC, Case("room", {"seq_lens": [1], **LLAMA}))[:2]
+    for p in cuda.PARAMS:
+        assert cuda.fits(p, q, cache), p
+        assert p["keys"] in (16, 32) and p["stages"] >= 2 and 0 <= p["ahead"] <= p["stages"], p
+        assert (
+            p["warps"] <= 8
+            and p["cluster"] in (1, 2, 4, 8)
+            and p["per_sm"] >= 1
+            and p["least"] % p["keys"] == 0
+        ), p
+
+
+def test_workers_fill_the_chip() -> None:
+    def most(kv_heads: int, per_sm: int, cluster: int = 1) -> int:
+        return cuda.most_workers(kv_heads, {"per_sm": per_sm, "cluster": cluster}, 132)
+
+    assert most(8, 1) == 16 and most(8, 2) == 33 and most(8, 1, 8) == 2 and most(8, 1, 2) == 8
+    assert most(3, 1) == 44 and most(300, 1) == 1 and most(4, 2, 8) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.parametrize("params", cuda.PARAMS, ids=str)
+def test_every_set_compiles(params: dict[str, int]) -> None:
+    for dims, dtype in ((LLAMA, "bfloat16"), (layout(9, 3, 64, 1), "float16")):
+        args = make_args(SPEC, Case("compile", {"seq_lens": [1], **dims}, dtype))
+        told = ("--gpu-architecture=sm_90a", *cuda.plan(params, *args[:2]).options)
+        assert cuda_rtc.cubin(cuda.source(), told)[:4] == b"\x7fELF"
+
+
+# -- who takes which call
+
+
+def refusal(dtype: str = "bfloat16", lens: tuple[int, ...] = (3,), **dims: Any) -> str | None:
+    args = make_args(SPEC, Case("refused", {"seq_lens": list(lens), **LLAMA, **dims}, dtype))
+    return cuda.refused(*args[:5], *args[7:9])
+
+
+def test_refuses_with_a_reason() -> None:
+    assert refusal() is None and refusal("float16", head_size=64, block_size=5) is None
+    assert "float32" in str(refusal("float32"))
+    assert "the caches are torch.float8" in str(refusal("float8_e4m3fn", queries="bfloat16"))
+    assert "neither a window nor a softcap" in str(refusal(window_left=5))
+    assert "neither a window nor a softcap" in str(refusal(softcap=2.0))
+    assert "head size 96" in str(refusal(head_size=96))
+    assert "17 query heads on one key head are over 16" in str(refusal(heads=17, kv_heads=1))
+    assert "over 4096" in str(refusal(lens=(1,) * 4097, head_size=64, kv_heads=1, heads=1))
+    args = make_args(SPEC, Case("refused", {"seq_lens": [3], **LLAMA}))
+    for at, name in ((0, "q"), (1, "key_cache"), (2, "value_cache")):
+        wrong = list(args)
+        wrong[at] = torch.cat([args[at], args[at]], dim=-1)[..., 4:132]  # starts at 8 bytes
+        assert f"{name} has strides" in str(cuda.refused(*wrong[:5]))
+    assert "int32" in str(cuda.refused(*args[:3], args[3].long(), args[4]))
+    assert "rows of the block table" in str(
+        cuda.refused(*args[:4], args[4].t().contiguous().t().expand(4, -1).t())
+    )
+    wide = torch.empty(4096, 1 << 20, dtype=torch.int32, device="meta")
+    assert "too large" in str(cuda.refused(args[0].expand(4096, -1, -1), *args[1:4], wide))
+
+
+def test_without_a_hopper_it_is_passed_over() -> None:
+    args = make_args(SPEC, Case("cpu", {"seq_lens": [3], **LLAMA}))
+    assert cuda.supports_cuda(*args) is not None
+    provider = next(p for p in attention_decode.providers if p.name == "cuda-split")
+    assert "not on cpu" in str(provider.unavailable("cpu"))
+
+
+def test_only_a_table_picks_it() -> None:
+    names = [p.name for p in attention_decode.providers]
+    assert (
+        names.index("cuda-split") > names.index("triton-split") > names.index("triton") > names.index("fa3")
+    )
+    entry = Entry(
+        "attention_decode", {**LLAMA, "window": 0, "dtype": "bfloat16"}, {"batch": 8, "context": 4096}, "cuda-split",
+        params=cuda.PARAMS[1], speedup=1.2, ci95=(1.1, 1.3), baseline="fa3", run="r",
+    )  # fmt: skip
+    key = attention_decode.key
+    assert key is not None
+    args = make_args(SPEC, Case("key", {"seq_lens": [1] * 5, "max_seqlen_k": 3000, **LLAMA}))
+    found = tuned.lookup(key, [entry]).find(*key.of(*args))
+    assert found is entry
+    provider = next(p for p in attention_decode.providers if p.name == found.provider).bound(found.params)
+    assert provider.fn.keywords == cuda.PARAMS[1] and provider.out
+
+
+def test_the_script_says_why_there_is_nothing_to_measure(tmp_path: Path) -> None:
+    script, rows_file = ROOT / "bench/scenarios/decode_cuda.py", tmp_path / "rows.jsonl"
+    command = [sys.executable, str(script), "--device", "cpu", "--out", str(rows_file)]
+    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = map(json.loads, rows_file.read_text().splitlines())
+    assert row["status"] == "unsupported" and row["reason"]
+
+
+# -- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", cuda.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
+def test_on_the_gpu(params: dict[str, int]) -> None:
+    for dims in (LLAMA, layout(9, 3, 64, 1), layout(16, 1, 128, 5)):
+        case = Case("gpu", {"seq_lens": [*EDGES, 700, 3000], **dims})
+        args = make_args(SPEC, case, "cuda")
+        if (reason := cuda.supports_cuda(*args)) is not None:
+            pytest.skip(reason)
+        if not cuda.fits(params, *args):
+            continue
+        got = cuda.decode_cuda(*args, **params)
+        assert torch.equal(got, cuda.decode_cuda(*args, **params))
+        assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None
