@@ -30,7 +30,7 @@ def test_both_ways_are_the_reference() -> None:
 def test_scenario_runs(tmp_path: Path) -> None:
     """What times the ways on a GPU, interpreted: every call is right, and each has a row."""
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(SCENARIO), "--device", "cpu", "--quick", "--out", str(out)]
+    command = [sys.executable, str(SCENARIO), "--device", "cpu", "--quick", "--align", "--out", str(out)]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "0 wrong" in done.stdout, done.stdout + done.stderr

@@ -138,8 +138,9 @@ class Clock:
         return 1e6 * statistics.median(self.samples)
 
 
-def measure(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
-    """Microseconds of a pass over each list of calls; rounds are interleaved. One that raises is left out, and said."""
+def sampled(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, Clock]:
+    """A clock for each list of calls, with a sample of each round; rounds are interleaved. One that raises is left out,
+    and said."""
     clocks = {}
     for name, calls in todo.items():
         try:
@@ -149,4 +150,9 @@ def measure(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, flo
     for _ in range(ROUNDS if run.cuda else 1):
         for clock in clocks.values():
             clock.sample()
-    return {name: clock.us() for name, clock in clocks.items()}
+    return clocks
+
+
+def measure(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
+    """Microseconds of a pass over each list of calls; see `sampled`."""
+    return {name: clock.us() for name, clock in sampled(run, todo).items()}
