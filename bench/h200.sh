@@ -22,6 +22,7 @@ mkdir -p "$OUT"
 export PYTHONPATH="$PWD:$PWD/bench:$PWD/integrations${PYTHONPATH:+:$PYTHONPATH}"
 part linear $PYTHON bench/scenarios/skinny_linear.py --out "$OUT/skinny-linear.jsonl" --model llama-8b --tokens 1,8,16,32,64
 part fp8 $PYTHON bench/scenarios/linear_fp8.py --out "$OUT/linear-fp8.jsonl"
+part experts $PYTHON bench/scenarios/moe_tiles.py --out "$OUT/moe-tiles.jsonl" --table "$OUT/moe-tiles-table.json"
 part attention $PYTHON bench/scenarios/decode_attention.py --out "$OUT/decode-attention.jsonl"
 part step $PYTHON bench/scenarios/decode_step.py --rows "$OUT/skinny-linear.jsonl" --out "$OUT/decode-step.jsonl"
 part capacity $PYTHON bench/scenarios/decode_attention.py --out "$OUT/decode-attention-capacity.jsonl" --capacity 131072 \

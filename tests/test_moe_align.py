@@ -36,7 +36,14 @@ def test_scenario_runs(tmp_path: Path) -> None:
     assert done.returncode == 0 and "0 wrong" in done.stdout, done.stdout + done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {r["status"] for r in rows} == {"ok"}
-    assert len([r for r in rows if "which" in r["case"]]) == 6 and any("tiles" in r["case"] for r in rows)
+    assert len([r for r in rows if "which" in r["case"]]) == 6
+    assert {r["case"]["product"] for r in rows if r["case"]["kind"] == "product"} == {"gate_up", "down"}
+    best = [r for r in rows if r["case"].get("best")]
+    assert {(r["subject"]["op"], r["case"]["model"]) for r in best} == {
+        ("fused_experts", "mixtral-8x7b/bf16"), ("fused_experts_fp8", "mixtral-8x7b/tensor"),
+        ("fused_experts", "qwen3-30b/bf16"), ("fused_experts_fp8", "qwen3-30b/block"),
+    }  # fmt: skip
+    assert all(r["metrics"]["us"] > 0 for r in rows if "us" in r["metrics"])
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def measure_point(run: Run, model: Model, tokens: int) -> tuned.Entry | None:
     alone = {name: clock.us() / len(several) for name, clock in sampled(run, todo).items()}
     for name, us in alone.items():
         which, text = name.split()
-        run.row("product", "triton", {**about, "which": which, "tiles": text}, us=us, quiet=True)
+        run.row("product", "triton", {**about, "product": which, "tiles": text}, us=us, quiet=True)
     # 2: the whole, with the best of both for each block of rows
     choices = {sets[0]: {"gate_up": sets[0], "down": sets[0]}} if sets[0] in found else {}
     for block_m in sorted({parsed(t).block_m for t in sets if t in found}):
@@ -361,7 +361,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few sets")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
     options = parser.parse_args()
-    tokens = [1, 5] if options.quick else [int(n) for n in options.tokens.split(",")]
+    tokens = [5] if options.quick else [int(n) for n in options.tokens.split(",")]
     models, begin = options.models.split(","), time.monotonic()
     run = Run("moe_tiles", "fused_experts", options)
     run.common["baseline"] = "vllm"

@@ -68,6 +68,6 @@ def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
     )
     assert (
         done.returncode == 1
-        and "failed: linear fp8 attention step" in done.stdout
+        and "failed: linear fp8 experts attention step" in done.stdout
         and "servers" in done.stdout
     )

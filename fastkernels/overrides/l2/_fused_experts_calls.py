@@ -3,6 +3,7 @@ its CUTLASS kernels, and DeepGEMM as vLLM calls it (0.26)."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any
@@ -80,17 +81,20 @@ def supports_vllm(
     return _unusual(x, w1, w2, weights, ids, expert_map)
 
 
-@lru_cache
-def _vllm() -> Any:
-    from vllm.model_executor.layers.fused_moe import fused_moe
+_MOE = "vllm.model_executor.layers.fused_moe"
 
-    return fused_moe
+
+@lru_cache
+def _library(name: str) -> Any:
+    return importlib.import_module(name)
 
 
 def fused_experts_vllm(
     x: T, w1: T, w2: T, weights: T, ids: T, expert_map: T | None = None, on_input: bool = False
 ) -> T:
-    return _vllm().fused_experts(x, w1, w2, weights, ids, apply_router_weight_on_input=on_input)
+    return _library(f"{_MOE}.fused_moe").fused_experts(
+        x, w1, w2, weights, ids, apply_router_weight_on_input=on_input
+    )
 
 
 # -- float8. All take: x, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, a1_scale, a2_scale, per_act_token_quant,
@@ -100,9 +104,7 @@ def fused_experts_vllm(
 @lru_cache
 def _powers_of_two() -> bool:
     """Whether vLLM's scales of groups are powers of two here: where it has DeepGEMM, by VLLM_USE_DEEP_GEMM_E8M0."""
-    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
-
-    return bool(is_deep_gemm_e8m0_used())
+    return bool(_library("vllm.utils.deep_gemm").is_deep_gemm_e8m0_used())
 
 
 def _unusual_fp8(
@@ -136,7 +138,7 @@ def fused_experts_fp8_vllm(
     a2_scale: T | None = None, per_token: bool = False, block_shape: list[int] | None = None, ue8m0: bool = False,
     expert_map: T | None = None, on_input: bool = False,
 ) -> T:  # fmt: skip
-    return _vllm().fused_experts_impl(
+    return _library(f"{_MOE}.fused_moe").fused_experts_impl(
         x, w1, w2, weights, ids, apply_router_weight_on_input=on_input, use_fp8_w8a8=True, per_channel_quant=per_token,
         w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale, block_shape=block_shape,
     )  # fmt: skip
@@ -162,22 +164,11 @@ def _cutlass(
     experts: int, hidden: int, inner: int, tokens: int, topk: int, device: torch.device
 ) -> tuple[Any, ...]:
     """What the host keeps for a layer: strides, and memory for sorting so many tokens."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import run_cutlass_moe_fp8
-    from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import MoEPermuteScratch
-    from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
-
     wide, narrow, both = (
         torch.full((experts,), n, device=device, dtype=torch.int64) for n in (hidden, inner, 2 * inner)
     )
-    scratch = MoEPermuteScratch(tokens, topk, experts, experts, device)
-    return (
-        run_cutlass_moe_fp8,
-        moe_kernel_quantize_input,
-        MoEActivation.SILU,
-        (wide, narrow, both, wide),
-        scratch,
-    )
+    permute = _library(f"{_MOE}.moe_permute_unpermute")
+    return (wide, narrow, both, wide), permute.MoEPermuteScratch(tokens, topk, experts, experts, device)
 
 
 def fused_experts_fp8_cutlass(
@@ -187,13 +178,15 @@ def fused_experts_fp8_cutlass(
 ) -> T:  # fmt: skip
     (e, h, i), (tokens, topk) = w2.shape, ids.shape
     most = next_power_of_2(max(tokens, 4096))
-    run, quantize, silu, strides, scratch = _cutlass(e, h, i, most, topk, x.device)
+    strides, scratch = _cutlass(e, h, i, most, topk, x.device)
+    silu = _library(f"{_MOE}.activation").MoEActivation.SILU
+    quantize = _library(f"{_MOE}.utils").moe_kernel_quantize_input
     q, a_scale = quantize(x, a1_scale, torch.float8_e4m3fn, per_token, None)
     channels = w1_scale.numel() != e
     shape = (e, -1, 1) if channels else (e,)
     workspaces = (torch.empty(tokens * topk, max(n, h), dtype=x.dtype, device=x.device) for n in (2 * i, i))
     out = torch.empty_like(x)
-    run(
+    _library(f"{_MOE}.experts.cutlass_moe").run_cutlass_moe_fp8(
         out, q, w1, w2, ids, silu, e, None, w1_scale.view(shape), w2_scale.view(shape), a_scale, a2_scale, *strides,
         *workspaces, None, x.dtype, per_token, channels, False, weights, scratch,
     )  # fmt: skip
@@ -218,21 +211,13 @@ def supports_deepgemm(
     return _unusual_fp8(x, w1, w2, weights, ids, True, ue8m0, expert_map)
 
 
-@lru_cache
-def _deep_gemm() -> tuple[Any, ...]:
-    from vllm.model_executor.layers.fused_moe import deep_gemm_utils
-    from vllm.model_executor.layers.quantization.utils import fp8_utils
-    from vllm.utils import deep_gemm
-
-    return deep_gemm_utils, fp8_utils, deep_gemm
-
-
 def fused_experts_fp8_deepgemm(
     x: T, w1: T, w2: T, w1_scale: T, w2_scale: T, weights: T, ids: T, a1_scale: T | None = None,
     a2_scale: T | None = None, per_token: bool = False, block_shape: list[int] | None = None, ue8m0: bool = False,
     expert_map: T | None = None, on_input: bool = False,
 ) -> T:  # fmt: skip
-    moe, fp8, gemm = _deep_gemm()
+    moe, gemm = _library(f"{_MOE}.deep_gemm_utils"), _library("vllm.utils.deep_gemm")
+    fp8 = _library("vllm.model_executor.layers.quantization.utils.fp8_utils")
     (e, h, i), (tokens, topk) = w2.shape, ids.shape
     align = gemm.get_mk_alignment_for_contiguous_layout()[0]
     rows, _ = moe.compute_aligned_M_and_alignment(tokens, topk, e, align, None)
