@@ -118,37 +118,32 @@ def sets_for(model: Model, tokens: int, is_wide: bool) -> list[str]:
     return list(dict.fromkeys((own(model, tokens, is_wide), *(found if is_wide else found[:2]))))
 
 
+def quantized(model: Model, a: torch.Tensor, at: int) -> tuple[torch.Tensor, _grouped_gemm.Scales]:
+    """Activations before product `at` in float8, and where all scales lie."""
+    kind, w = check(*model.args[1:5], *model.args[7:12]), model.args[1 + at]
+    if a.is_meta:
+        groups = {1: 1, 128: a.shape[1] // 128}.get(kind.activations, 0)
+        q = torch.empty(a.shape, dtype=w.dtype, device="meta")
+        s = torch.empty((a.shape[0], groups) if groups else (1,), device="meta")
+    else:
+        q, s = quantize_rows(a.float(), model.args[7 + at], kind.group_size, None, kind.min_absmax, False)
+    s = s.t().contiguous().t() if s.dim() == 2 else s
+    return q, scales(kind, s, w, model.args[3 + at])
+
+
 def products(
-    model: Model, pairs: Sorted, x: torch.Tensor, weights: torch.Tensor, gate_up: str, down: str
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Each of the two alone, on numbers that are as large as real ones."""
-    w1, w2 = model.args[1:3]
-    inner = torch.empty(pairs.n_pairs, w2.shape[2], dtype=x.dtype, device=x.device)
-    inner = inner if inner.is_meta else inner.copy_(x.flatten()[0]).normal_()
-    first, second = ((w1, x, pairs.topk, None, gate_up), (w2, inner, 1, weights, down))
+    run: Run, model: Model, pairs: Sorted, x: torch.Tensor, weights: torch.Tensor, text: str
+) -> list[Callable[[], Any]]:
+    """Both products alone with these tiles, on numbers that are as large as real ones."""
+    inner = torch.empty(pairs.n_pairs, model.args[2].shape[2], dtype=x.dtype, device=x.device)
+    inner = inner if inner.is_meta else inner.normal_(generator=run.generator)
     calls = []
-    for at, (w, a, topk, late, text) in enumerate((first, second)):
-        where, t = None, parsed(text)
-        if model.kind != "bf16":
-            kind = check(*model.args[1:5], *model.args[7:12])
-            if a.is_meta:
-                groups = {1: 1, 128: a.shape[1] // 128}.get(kind.activations, 0)
-                size = (a.shape[0], groups) if groups else (1,)
-                q, s = (
-                    torch.empty(a.shape, dtype=w.dtype, device="meta"),
-                    torch.empty(size, device="meta"),
-                )
-            else:
-                q, s = quantize_rows(
-                    a.float(), model.args[7 + at], kind.group_size, None, kind.min_absmax, False
-                )
-            s = s.t().contiguous().t() if s.dim() == 2 else s
-            where, a_out = scales(kind, s, w, model.args[3 + at]), q
-        else:
-            a_out = a
+    for at, (a, topk, late) in enumerate(((x, pairs.topk, None), (inner, 1, weights))):
+        w = model.args[1 + at]
+        given, where = (a, None) if model.kind == "bf16" else quantized(model, a, at)
         out = torch.empty(pairs.n_pairs, w.shape[1], dtype=x.dtype, device=x.device)
-        calls.append(partial(grouped_gemm, a_out, w, pairs, topk, late, t, where, out))
-    return calls[0], calls[1]
+        calls.append(partial(grouped_gemm, given, w, pairs, topk, late, parsed(text), where, out))
+    return calls
 
 
 def theirs(model: Model, args: list[Any]) -> dict[str, Call]:
@@ -192,7 +187,7 @@ def compile_ours(part: int, parts: int, models: list[str], tokens: list[int], ru
         pairs = Sorted(None if few else some, some, None if few else some, count, topk, count)
         with contextlib.suppress(Exception):  # said where it is run
             for call in products(
-                model, pairs, model.args[0][:n], torch.empty(n, topk, device="meta"), text, text
+                run, model, pairs, model.args[0][:n], torch.empty(n, topk, device="meta"), text
             ):
                 call()
     moe_align_ways.compile_share(part, parts)
@@ -285,7 +280,7 @@ def measure_point(run: Run, model: Model, tokens: int) -> tuned.Entry | None:
         for args in several:
             weights, ids = args[model.weights_at : model.weights_at + 2]
             pairs = sort_pairs(ids, model.sizes["experts"], None, parsed(text).block_m)
-            both.append(products(model, pairs, args[0], weights, text, text))
+            both.append(products(run, model, pairs, args[0], weights, text))
         for i, which in enumerate(("gate_up", "down")):
             todo[f"{which} {text}"] = [calls[i] for calls in both]
     alone = {name: clock.us() / len(several) for name, clock in sampled(run, todo).items()}

@@ -271,10 +271,12 @@ def _vary(case: Case, rng: random.Random) -> Case:
     return vary_experts(SPEC, case, rng)
 
 
-def _models(block: int, act: int, name: str, sizes: dict[str, int], **more: bool) -> tuple[Case, ...]:
+def _models(
+    block: int, act: int, name: str, sizes: dict[str, int], tokens: tuple[int, ...] = (1, 32, 256, 4096), **more: bool
+) -> tuple[Case, ...]:  # fmt: skip
     return tuple(
         Case(f"{name}_{n}", {"tokens": n, **sizes, "block": block, "act": act, **more}, "bfloat16", tags=("model",))
-        for n in (1, 32, 256, 4096)
+        for n in tokens
     )  # fmt: skip
 
 
@@ -298,9 +300,9 @@ SPEC = OpSpec(
     cases=(
         # As checkpoints of Mixtral have them: a scale an expert, given scales of activations.
         *_models(TENSOR, GIVEN, "mixtral", MIXTRAL),
-        *_models(ROW, TOKEN, "mixtral_channels", MIXTRAL),
+        *_models(ROW, TOKEN, "mixtral_channels", MIXTRAL, (32, 4096)),
         *_models(BLOCK, BLOCK, "qwen3", QWEN3_30B, ue8m0=True),
-        *_models(BLOCK, BLOCK, "mixtral_blocks", MIXTRAL, ue8m0=True),
+        *_models(BLOCK, BLOCK, "mixtral_blocks", MIXTRAL, (32, 256), ue8m0=True),
         _odd("tensors_63", 63, 5, 2, 72, 130, TENSOR, GIVEN),
         _odd("found_9", 9, 7, 3, 64, 48, TENSOR, FOUND, "float16"),
         _odd("channels_33", 33, 12, 3, 100, 63, ROW, TOKEN),
