@@ -14,7 +14,7 @@ from fk_bench import routing_time
 from fastkernels import registry
 from fastkernels.overrides.l1 import grouped_topk, moe_sum, topk_softmax
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
-from fastkernels.overrides.l2 import _grouped_gemm, fused_experts, sparse_moe
+from fastkernels.overrides.l2 import _moe_tiles, fused_experts, sparse_moe
 from fastkernels.overrides.l3 import _layer_calls, mixtral_decoder_layer
 from fastkernels.spec import Case
 
@@ -239,15 +239,17 @@ def test_sglang_experts(name: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"{says} is not supported"):
             call(x, w1, w2, (weights, ids, None), SimpleNamespace(**config))
-    with pytest.raises(ValueError, match="use_fp8_w8a8=True is not supported"):
-        call(x, w1, w2, (weights, ids, None), SimpleNamespace(), use_fp8_w8a8=True)
+    for given in ({"use_int8_w8a8": True}, {"block_shape": [128, 128]}, {"per_channel_quant": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(given))}=.* is not supported"):
+            call(x, w1, w2, (weights, ids, None), SimpleNamespace(), **given)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"activation": "gelu"}, "activation='gelu' is not supported"),
-        ({"quant_config": SimpleNamespace(use_fp8_w8a8=True)}, "quant_config.use_fp8_w8a8=True is not"),
+        ({"quant_config": SimpleNamespace(use_int8_w8a8=True)}, "quant_config.use_int8_w8a8=True is not"),
+        ({"quant_config": SimpleNamespace(use_fp8_w8a8=True, w1_bias=1)}, "quant_config.w1_bias=1 is not"),
         ({"quant_config": SimpleNamespace(block_shape=[128, 128])}, r"block_shape=\[128, 128\] is not"),
         ({"expert_map": torch.zeros(4), "global_num_experts": 8}, "4 entries for 8 experts"),
     ],
@@ -389,9 +391,9 @@ def test_block_says_what_is_wrong() -> None:
 )
 def test_blocks_hold_more_than_the_average_expert_has(rows: int, block: int) -> None:
     """Where weights are all the time: with a second block they are read again (docs/routing.md)."""
-    now = _grouped_gemm.tiles(rows, torch.bfloat16, True)
+    now = _moe_tiles.tiles(rows, torch.bfloat16, True)
     assert now.block_m == block
-    other = _grouped_gemm.tiles(routing_time.larger(now), torch.bfloat16, True)
+    other = _moe_tiles.tiles(routing_time.larger(now), torch.bfloat16, True)
     assert other.block_m != block
 
 

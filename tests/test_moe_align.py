@@ -30,13 +30,20 @@ def test_both_ways_are_the_reference() -> None:
 def test_scenario_runs(tmp_path: Path) -> None:
     """What times the ways on a GPU, interpreted: every call is right, and each has a row."""
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(SCENARIO), "--device", "cpu", "--quick", "--out", str(out)]
+    command = [sys.executable, str(SCENARIO), "--device", "cpu", "--quick", "--align", "--out", str(out)]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "0 wrong" in done.stdout, done.stdout + done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {r["status"] for r in rows} == {"ok"}
-    assert len([r for r in rows if "which" in r["case"]]) == 6 and any("tiles" in r["case"] for r in rows)
+    assert len([r for r in rows if "which" in r["case"]]) == 6
+    assert {r["case"]["product"] for r in rows if r["case"]["kind"] == "product"} == {"gate_up", "down"}
+    best = [r for r in rows if r["case"].get("best")]
+    assert {(r["subject"]["op"], r["case"]["model"]) for r in best} == {
+        ("fused_experts", "mixtral-8x7b/bf16"), ("fused_experts_fp8", "mixtral-8x7b/tensor"),
+        ("fused_experts", "qwen3-30b/bf16"), ("fused_experts_fp8", "qwen3-30b/block"),
+    }  # fmt: skip
+    assert all(r["metrics"]["us"] > 0 for r in rows if "us" in r["metrics"])
 
 
 @pytest.mark.parametrize(

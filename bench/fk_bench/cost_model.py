@@ -33,6 +33,7 @@ GROUPS = {
     "attention_decode": "attention", "attention_prefill": "attention", "store_kvcache": "attention",
     "rope_store_kvcache": "attention",
     "topk_softmax": "experts", "grouped_topk": "experts", "fused_experts": "experts",
+    "fused_experts_fp8": "experts",
     "all_reduce": "collectives", "all_gather": "collectives",
 }  # fmt: skip
 REST = "rest"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fastkernels.overrides.l2 import fused_experts as ours
-from fastkernels.overrides.l2._grouped_gemm import Tiles, tiles, wide
+from fastkernels.overrides.l2._moe_tiles import Tiles, tiles, wide
 
 from .routing_stats import counts_of, load_stats
 from .routing_study import Routing, batch_of, shape_of

@@ -29,7 +29,7 @@ from fastkernels.capture.keep import to_json
 from fastkernels.engine.llm import LLM
 from fastkernels.engine.sampling_params import SamplingParams
 from fastkernels.overrides.l1.moe_align import moe_align, padded_size
-from fastkernels.overrides.l2._grouped_gemm import tiles
+from fastkernels.overrides.l2._moe_tiles import tiles
 from fastkernels.overrides.l2.fused_experts import fused_experts
 from fastkernels.overrides.l2.sparse_moe import Experts
 

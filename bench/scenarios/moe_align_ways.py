@@ -81,6 +81,16 @@ def compile_share(part: int, parts: int) -> None:
             way(torch.zeros(pairs, 1, dtype=torch.int32, device="cuda"), experts, block)
 
 
+def theirs() -> Callable[..., Any] | None:
+    """vLLM's function; None, with the reason on the screen, where it is not there."""
+    try:
+        from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+    except Exception as error:
+        print(f"vLLM's function is not there: {type(error).__name__}: {error}", flush=True)
+        return None
+    return moe_align_block_size
+
+
 def time_all(run: Run, vllm: Callable[..., Any] | None) -> None:
     run.op = "moe_align"
     for pairs, experts, block in ((40, 5, 4),) if run.quick else SIZES:

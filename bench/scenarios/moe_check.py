@@ -24,7 +24,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 
 from fastkernels import registry
 from fastkernels.overrides.l2 import fused_experts as ours
-from fastkernels.overrides.l2._grouped_gemm import Tiles, tiles, wide
+from fastkernels.overrides.l2._moe_tiles import Tiles, tiles, wide
 from fastkernels.spec import Case
 
 OPS = ("topk_softmax", "moe_align", "fused_experts")

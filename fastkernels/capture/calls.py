@@ -13,6 +13,7 @@ from .modules import plain
 # Small float inputs that belong to the routing or to a request, not to the activations.
 FLOAT_VALUES = {
     "fused_experts": ("topk_weights",),
+    "fused_experts_fp8": ("topk_weights",),
     "moe_sum": ("topk_weights",),
     "sampling": ("temperature", "top_p", "min_p"),
 }

@@ -280,6 +280,30 @@ def fused_experts(ns: Any) -> list[Any]:
     return [ns.fused_experts(*arguments, (*routing, None), SimpleNamespace(inplace=False))]
 
 
+def fused_experts_fp8(ns: Any) -> list[Any]:
+    weights = (randn(3, 14, 24).to(torch.float8_e4m3fn), randn(3, 24, 7).to(torch.float8_e4m3fn))
+    routing = randn(5, 2), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
+    scales = torch.rand(3, 14) / 9, torch.rand(3, 24) / 9
+    if ns.host == "vllm":
+        config = SimpleNamespace(
+            use_fp8_w8a8=True, w1_scale=scales[0], w2_scale=scales[1], per_act_token_quant=True
+        )
+        return [ns.fused_experts(randn(5, 24), *weights, *routing, quant_config=config)]
+    given = dict(zip(("w1_scale", "w2_scale"), scales, strict=True))
+    runner = SimpleNamespace(inplace=False)
+    return [
+        ns.fused_experts(
+            randn(5, 24),
+            *weights,
+            (*routing, None),
+            runner,
+            use_fp8_w8a8=True,
+            per_channel_quant=True,
+            **given,
+        )
+    ]
+
+
 def sparse_moe(ns: Any) -> list[Any]:
     layer = [] if ns.host == "vllm" else [0]
     return [filled(ns.MixtralMoE(3, 2, 24, 10, *layer, params_dtype=torch.float32))(randn(5, 24))]
@@ -303,7 +327,8 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         rms_norm, silu_and_mul, gelu_and_mul, gemma_rms_norm, layer_norm, rotary_emb, linear, embedding,
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
-        moe_align, fused_experts, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm, linear_fp8,
+        moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
+        linear_fp8,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation)

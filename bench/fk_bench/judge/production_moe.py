@@ -6,6 +6,16 @@ from typing import Any
 
 import torch
 
+from fastkernels.overrides.l1._linear_fp8_calls import DEEP_GEMM
+from fastkernels.overrides.l2._fused_experts_calls import (
+    fused_experts_fp8_cutlass,
+    fused_experts_fp8_deepgemm,
+    fused_experts_fp8_vllm,
+    supports_cutlass,
+    supports_deepgemm,
+    supports_vllm_fp8,
+)
+
 from .baselines import Baseline, Function, aligned, dense, filled, first, half, same
 from .production_vllm import kernels, vllm
 
@@ -192,6 +202,18 @@ ADAPTERS: dict[str, tuple[Baseline, ...]] = {
     "topk_softmax": (vllm(_topk_softmax, lambda gating, *_: first(dense(gating), filled(gating))),),
     "moe_align": (vllm(_moe_align, _no_align, differs=_ORDER, unchecked=(0, 1)),),
     "fused_experts": (vllm(_fused_experts, _no_experts),),
+    # As our own providers call them, without what those do about ids of no expert.
+    "fused_experts_fp8": (
+        vllm(lambda: fused_experts_fp8_vllm, supports_vllm_fp8),
+        Baseline("cutlass", "host", lambda: fused_experts_fp8_cutlass, ("vllm",), refuses=supports_cutlass),
+        Baseline(
+            "deepgemm",
+            "host",
+            lambda: fused_experts_fp8_deepgemm,
+            ("vllm", DEEP_GEMM),
+            refuses=supports_deepgemm,
+        ),
+    ),
     "moe_sum": (
         vllm(_moe_sum, _no_moe_sum),
         Baseline("vllm-weighted", "host", _weighted_sum, ("vllm",), refuses=_no_weighted_sum),

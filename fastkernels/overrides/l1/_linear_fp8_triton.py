@@ -86,9 +86,14 @@ def supports_triton(
     out_dtype: torch.dtype | None = None,
 ) -> str | None:
     """None if the Triton kernel takes this call, else the reason why not."""
-    if x.device.type == "cuda" and _capability(x.device) < (8, 9):
+    return unsupported_fp8(x.device) or unsupported(x, weight, x_scale, weight_scale, bias, out_dtype)
+
+
+def unsupported_fp8(device: torch.device) -> str | None:
+    """Why Triton kernels cannot multiply float8 e4m3 there; None if they can."""
+    if device.type == "cuda" and _capability(device) < (8, 9):
         return "this GPU has no arithmetic for float8_e4m3fn (compute capability 8.9 and later have)"
-    return unsupported(x, weight, x_scale, weight_scale, bias, out_dtype)
+    return None
 
 
 @lru_cache

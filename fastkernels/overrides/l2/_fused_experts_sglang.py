@@ -1,4 +1,4 @@
-"""SGLang's fused_experts in its three signatures; what it computes is the op `fused_experts`."""
+"""SGLang's fused_experts in its three signatures; it computes `fused_experts` or `fused_experts_fp8`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,25 @@ _RUNNER = {
 
 
 def _sglang(
-    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, config: Any
-) -> torch.Tensor:
+    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, config: Any, fp8: bool,
+    quant: dict[str, Any], **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    """fp8: use_fp8_w8a8; quant: what only that has a use for; others: arguments that must ask for nothing."""
+    refuse(**others, **({} if fp8 else quant))
     for name, plain in _RUNNER.items():
         value = getattr(config, name, plain[0])
         if value not in plain:
             raise ValueError(_REFUSED.format(f"moe_runner_config.{name}={value!r}"))
     topk_weights, topk_ids, _ = topk_output
     factor = getattr(config, "routed_scaling_factor", None)
-    out = registry.get("fused_experts").op(
-        hidden_states, w1, w2, topk_weights, topk_ids, None, getattr(config, "apply_router_weight_on_input", False)
-    )  # fmt: skip
+    on_input = getattr(config, "apply_router_weight_on_input", False)
+    if fp8:
+        out = registry.get("fused_experts_fp8").op(
+            hidden_states, w1, w2, quant["w1_scale"], quant["w2_scale"], topk_weights, topk_ids, quant["a1_scale"],
+            quant["a2_scale"], quant["per_channel_quant"], quant["block_shape"], False, None, on_input,
+        )  # fmt: skip
+    else:
+        out = registry.get("fused_experts").op(hidden_states, w1, w2, topk_weights, topk_ids, None, on_input)
     out = out if factor in (None, 1.0) else out * factor
     return hidden_states.copy_(out) if getattr(config, "inplace", True) else out
 
@@ -63,12 +71,15 @@ def sglang_fused_experts_0_5_16(
     block_shape: list[int] | None = None,
 ) -> torch.Tensor:
     """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts of 0.5.16; see sglang_fused_experts."""
-    refuse(
-        b1=b1, b2=b2, use_fp8_w8a8=use_fp8_w8a8, use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16,
-        use_int4_w4a16=use_int4_w4a16, per_channel_quant=per_channel_quant, w1_scale=w1_scale, w2_scale=w2_scale,
-        w1_zp=w1_zp, w2_zp=w2_zp, a1_scale=a1_scale, a2_scale=a2_scale, block_shape=block_shape,
+    quant = {
+        "per_channel_quant": per_channel_quant, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
+        "a2_scale": a2_scale, "block_shape": block_shape,
+    }  # fmt: skip
+    return _sglang(
+        hidden_states, w1, w2, topk_output, moe_runner_config, use_fp8_w8a8, quant, b1=b1, b2=b2,
+        use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16, use_int4_w4a16=use_int4_w4a16, w1_zp=w1_zp,
+        w2_zp=w2_zp,
     )  # fmt: skip
-    return _sglang(hidden_states, w1, w2, topk_output, moe_runner_config)
 
 
 def sglang_fused_experts_0_5_17(
@@ -94,12 +105,15 @@ def sglang_fused_experts_0_5_17(
     a1_q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts of 0.5.17; see sglang_fused_experts."""
-    refuse(
-        b1=b1, b2=b2, use_fp8_w8a8=use_fp8_w8a8, use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16,
-        use_int4_w4a16=use_int4_w4a16, per_channel_quant=per_channel_quant, w1_scale=w1_scale, w2_scale=w2_scale,
-        w1_zp=w1_zp, w2_zp=w2_zp, a1_scale=a1_scale, a2_scale=a2_scale, block_shape=block_shape, a1_q=a1_q,
+    quant = {
+        "per_channel_quant": per_channel_quant, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
+        "a2_scale": a2_scale, "block_shape": block_shape,
+    }  # fmt: skip
+    return _sglang(
+        hidden_states, w1, w2, topk_output, moe_runner_config, use_fp8_w8a8, quant, b1=b1, b2=b2,
+        use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16, use_int4_w4a16=use_int4_w4a16, w1_zp=w1_zp,
+        w2_zp=w2_zp, a1_q=a1_q,
     )  # fmt: skip
-    return _sglang(hidden_states, w1, w2, topk_output, moe_runner_config)
 
 
 def sglang_fused_experts(
@@ -125,15 +139,18 @@ def sglang_fused_experts(
     a1_q: torch.Tensor | None = None,
     fuse_swiglu_interleaved: bool = False,
 ) -> torch.Tensor:
-    """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts without quantization or biases.
+    """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts without biases, unquantized or in
+    float8 e4m3 (use_fp8_w8a8; its scales are those of the op `fused_experts_fp8`).
 
     topk_output: (topk_weights, topk_ids, anything); moe_runner_config: the host's. Where its `inplace` is set, as
     it is by default, hidden_states is overwritten with the result and returned. Raises ValueError for the rest.
     """
-    refuse(
-        b1=b1, b2=b2, use_fp8_w8a8=use_fp8_w8a8, use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16,
-        use_int4_w4a16=use_int4_w4a16, per_channel_quant=per_channel_quant, w1_scale=w1_scale, w2_scale=w2_scale,
-        w1_zp=w1_zp, w2_zp=w2_zp, a1_scale=a1_scale, a2_scale=a2_scale, block_shape=block_shape, a1_q=a1_q,
-        fuse_swiglu_interleaved=fuse_swiglu_interleaved,
+    quant = {
+        "per_channel_quant": per_channel_quant, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
+        "a2_scale": a2_scale, "block_shape": block_shape,
+    }  # fmt: skip
+    return _sglang(
+        hidden_states, w1, w2, topk_output, moe_runner_config, use_fp8_w8a8, quant, b1=b1, b2=b2,
+        use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16, use_int4_w4a16=use_int4_w4a16, w1_zp=w1_zp,
+        w2_zp=w2_zp, a1_q=a1_q, fuse_swiglu_interleaved=fuse_swiglu_interleaved,
     )  # fmt: skip
-    return _sglang(hidden_states, w1, w2, topk_output, moe_runner_config)
