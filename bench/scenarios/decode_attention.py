@@ -46,6 +46,7 @@ from decode_attention_check import (
 )
 from graph_clock import Compiles, Run, finish, rounds
 
+from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
 from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.overrides.l1 import _flashinfer
 from fastkernels.spec import Case
@@ -223,6 +224,9 @@ def time_case(run: Run, caches: Caches, at: Timed) -> None:
             named[name] = (name, {}, xqa if name == "flashinfer" else provider.fn)
     for p in sets_of(run, at.layout):
         named[f"split {label(p)}"] = ("triton-split", p, partial(split.decode_split, **p))
+    for p in cuda.PARAMS if cuda.supports_cuda(*calls[0]) is None else ():
+        if cuda.fits(p, *calls[0]):
+            named[f"cuda {label(p)}"] = ("cuda-split", p, partial(cuda.decode_cuda, **p))
     todo = {n: [partial(fn, *args) for args in calls] for n, (_, _, fn) in named.items()}
     times = {n: [us / len(calls) for us in passes] for n, passes in rounds(run, todo).items()}
     us = {n: statistics.median(each) for n, each in times.items()}
@@ -238,7 +242,8 @@ def time_case(run: Run, caches: Caches, at: Timed) -> None:
 
 
 def said(run: Run, at: Timed, named: Named, us: dict[str, float]) -> None:
-    kinds = {k: [n for n in us if named[n][0] == k] for k in ("triton", "fa3", "flashinfer", "triton-split")}
+    names = ("triton", "fa3", "flashinfer", "triton-split", "cuda-split")
+    kinds = {k: [n for n in us if named[n][0] == k] for k in names}
     firsts = {kind: min(names, key=us.__getitem__) for kind, names in kinds.items() if names}
     others = [us[n] for kind, n in firsts.items() if kind in ("fa3", "flashinfer")]
     for kind, n in firsts.items():

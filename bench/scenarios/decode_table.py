@@ -25,10 +25,12 @@ from fk_bench.stats import geometric_mean, t975
 from graph_clock import ROUNDS
 
 from fastkernels import tuned
+from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
 from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.tuned import REACH, Entry, Table, TableError
 
-OP, BASELINE, OURS = "attention_decode", "fa3", "triton-split"
+OP, BASELINE = "attention_decode", "fa3"
+OURS = {"triton-split": split._set, "cuda-split": cuda._set}
 BUCKETS = (2048, 8192, 32768, 131072)  # contexts; each speaks down to a quarter of itself
 FLOOR = 0.97  # of FA3's speed: what the worst case may be
 
@@ -42,9 +44,9 @@ class Point(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A set of parameters at a point: FA3's time over its own by case, each with its 95% interval."""
+    """A provider's set of parameters at a point: FA3's time over its own by case, each with its 95% interval."""
 
-    params: str
+    name: str  # 'provider params'
     ratios: dict[str, float]
     intervals: dict[str, tuple[float, float]]
 
@@ -68,21 +70,21 @@ class Choice(NamedTuple):
 
 
 def times(rows: Iterable[Row]) -> dict[tuple[Layout, int, int], dict[str, dict[str, Row]]]:
-    """{(layout, batch, capacity): {case: {parameters, or BASELINE: row}}}; of rows of one case the last run's."""
+    """{(layout, batch, capacity): {case: {"provider params", or BASELINE: row}}}; of rows of a case the last run's."""
     found: dict[Any, dict[str, dict[str, Row]]] = {}
     runs: dict[Any, str] = {}
     for row in rows:
         if (row.command, row.kind, row.status, row.subject.op) != ("decode_attention", "time", Status.OK, OP):
             continue
         c, provider = row.case, row.subject.provider
-        if provider in (BASELINE, OURS) and "capacity" in c:
+        if provider in (BASELINE, *OURS) and "capacity" in c:
             place = (Layout(*(c[name] for name in Layout._fields)), c["batch"], c["capacity"])
             name = f"{c['context']}" if c["model"] in LAYOUTS else c["model"]
             mine = found.setdefault(place, {}).setdefault(name, {})
             if runs.setdefault((place, name), row.run_id) != row.run_id:
                 runs[place, name] = row.run_id
                 mine.clear()
-            mine[BASELINE if provider == BASELINE else c["params"]] = row
+            mine[BASELINE if provider == BASELINE else f"{provider} {c['params']}"] = row
     return found
 
 
@@ -94,15 +96,15 @@ def choices(cases: dict[str, dict[str, Row]]) -> list[Choice]:
             f"no time of {BASELINE} in every case of {', '.join(cases)}: nothing to compare with"
         )
     found = []
-    for params in sorted(names - {BASELINE}):
+    for name in sorted(names - {BASELINE}):
         ratios, intervals = {}, {}
         for case, mine in cases.items():
-            theirs, ours = mine[BASELINE].metrics, mine[params].metrics
+            theirs, ours = mine[BASELINE].metrics, mine[name].metrics
             ratios[case] = theirs["us"] / ours["us"]
             spread = math.hypot(*(m.get("us_sd", math.inf) / m["us"] for m in (theirs, ours)))
             half = t975(ROUNDS - 1) * spread / math.sqrt(ROUNDS)
             intervals[case] = ratios[case] * math.exp(-half), ratios[case] * math.exp(min(half, 99.0))
-        found.append(Choice(params, ratios, intervals))
+        found.append(Choice(name, ratios, intervals))
     return sorted(found, key=lambda c: -c.ratios[c.worst])
 
 
@@ -128,8 +130,9 @@ def entry(point: Point, best: Choice, run: str) -> Entry:
     sizes = {"batch": point.batch, "context": point.bucket}
     if not best.wins:
         return Entry(OP, shape, sizes, None, BASELINE, run)
-    params = split._set(*map(int, best.params.split("/")))
-    return Entry(OP, shape, sizes, OURS, BASELINE, run, params, round(best.mean, 3), best.ci95)
+    provider, params = best.name.split()
+    chosen = OURS[provider](*map(int, params.split("/")))
+    return Entry(OP, shape, sizes, provider, BASELINE, run, chosen, round(best.mean, 3), best.ci95)
 
 
 def table(rows: list[Row], run: str, buckets: Iterable[int] = BUCKETS) -> tuple[Table, list[str]]:
@@ -153,7 +156,7 @@ def table(rows: list[Row], run: str, buckets: Iterable[int] = BUCKETS) -> tuple[
         entries.append(made)
         where = f"{'/'.join(map(str, point.layout))} batch {point.batch:>3} up to {point.bucket:>6}"
         said = [
-            f"{c.params} worst {c.ratios[c.worst]:.3f} ({c.worst}), mean {c.mean:.3f}"
+            f"{c.name} worst {c.ratios[c.worst]:.3f} ({c.worst}), mean {c.mean:.3f}"
             for c in (best, *others[:1])
         ]
         lines.append(f"{where}: {'ours' if made.faster else 'null'}  {'; then '.join(said)}")
