@@ -45,7 +45,7 @@ JUDGED = {  # the judge's ops in parts that take about as long as each other; se
         310, "attention attention_decode attention_prefill merge_state store_kvcache rotary_emb rope_store_kvcache "
         "embedding",
     ),
-    "experts": (400, "fused_experts grouped_topk topk_softmax moe_align moe_sum sparse_moe"),
+    "experts": (480, "fused_experts fused_experts_fp8 grouped_topk topk_softmax moe_align moe_sum sparse_moe"),
     "layers": (
         450, "linear linear_fp8 parallel_linear gated_mlp logits_processor sampling silu_and_mul gelu_and_mul gelu "
         "quick_gelu relu2 llama_decoder_layer qwen3_decoder_layer mixtral_decoder_layer",
@@ -180,7 +180,7 @@ def _scenarios(a: Asked) -> list[Part]:
         ),
         one("step", 60, "decode_step", "decode-step", "--rows", a.file("skinny-linear.jsonl"), after=("linear",)),
         one("engine", 80, "engine_step", "engine-step", "--batch", "1,8,32", "--model-len", "2048"),
-        one("moe-tiles", 110, "moe_tiles", "moe-tiles"),
+        one("moe-tiles", 140, "moe_tiles", "moe-tiles", "--table", a.file("moe-tiles-table.json")),
         Part("launches", (scenario("launch_cost"),), 40),
     ]  # fmt: skip
     if (ROOT / "bench/scenarios/engine_trace.py").is_file():
