@@ -169,14 +169,14 @@ def grouped_gemm(
     grid = (pairs.blocks * cdiv(n, t.block_n),)
     of_blocks = scales is not None and scales.kind == BLOCK
     where = Scales(ROW, a, 0, 0, b, 0, 0, 0) if scales is None else scales
-    early = overlap(a.device, grid) if t.early else {"OVERLAP": False}
     _grouped_gemm_kernel[grid](
         a, b, out, scale, pairs.pairs, pairs.experts, pairs.total, where.a, where.b, n, b.shape[0], pairs.n_pairs,
         pairs.blocks, a.stride(0), b.stride(0), b.stride(1), where.a_row, where.a_block, where.b_expert, where.b_row,
         where.b_block, K=k, TOPK=topk, HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None,
         FP8=scales is not None, BLOCKS=of_blocks, UPCAST=scales is not None and a.device.type == "cpu", SWAP=t.swap,
         BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=min(t.block_k, BLOCK) if of_blocks else t.block_k,
-        GROUP_M=t.group_m, num_warps=t.num_warps, num_stages=t.num_stages, **early,
+        GROUP_M=t.group_m, num_warps=t.num_warps, num_stages=t.num_stages,
+        **(overlap(a.device, grid) if t.early else {"OVERLAP": False}),
     )  # fmt: skip
     return out
 
