@@ -24,7 +24,7 @@ from fastkernels.forward_context import AttentionMetadata
 
 from .attention import AttentionBackend, CannotCapture
 from .input_batch import InputBatch, Inputs, packed_words
-from .step import SAMPLED, StepInput
+from .step import SAMPLED, StepInput, even
 
 log = logging.getLogger("fastkernels")
 # Launched one by one, a step takes 20 ms of the CPU: as long as an H200 needs for 1000 tokens of an 8B model; and the
@@ -181,13 +181,13 @@ class Graphs:
         """Inputs of the dummy slot in the static buffer, with the host numbers that bound every replay's."""
         lens = np.ones(rows, dtype=np.int32)
         if not decode:
-            # A row has more than one query, and so there are fewer rows than tokens.
-            lens = lens[: min(rows, tokens - 1)]
-            lens[0] += tokens - len(lens)
+            # A row has more than one query, and so there are fewer rows than tokens. None has more than a block table
+            # has room for: what is over is padding, as in a batch that is smaller than its graph.
+            lens = even(min(rows, tokens - 1), tokens, self._max_model_len)
         n = len(lens)
         step = StepInput(
             np.full(n, self._batch.dummy, dtype=np.int64), lens, lens, np.zeros(n, dtype=np.int64),
-            np.full(tokens, SAMPLED, dtype=np.int64), n if decode else 0, np.empty((0, 3), dtype=np.int32),
+            np.full(lens.sum(), SAMPLED, dtype=np.int64), n if decode else 0, np.empty((0, 3), dtype=np.int32),
         )  # fmt: skip
         inputs = self._batch.load(step, tokens, rows, self._packed, unread=True)
         longest = self._max_model_len

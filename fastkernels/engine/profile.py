@@ -11,7 +11,7 @@ import torch
 from .graphs import MAX_MIXED_TOKENS
 from .kv_cache import GIB
 from .sampling_params import SamplingParams
-from .step import NewRow, PromptTargets, StepInput
+from .step import NewRow, PromptTargets, StepInput, even
 
 if TYPE_CHECKING:
     from .runner import ModelRunner
@@ -26,13 +26,6 @@ def largest_step(max_num_seqs: int, max_tokens: int, max_model_len: int, logprob
     lens = even(min(max_num_seqs, max_tokens), max_tokens, max_model_len)
     targets = PromptTargets(len(lens) - 1, logprobs, np.zeros(int(lens[-1]), dtype=np.int64))
     return replace(made_up_step(lens, lens, every_way(logprobs)), prompt_targets=[targets])
-
-
-def even(rows: int, tokens: int, longest: int) -> np.ndarray:
-    """[rows] int32: `tokens` shared out, the longer rows last, none over `longest`."""
-    lens = np.full(rows, tokens // rows, dtype=np.int32)
-    lens[-(tokens % rows) or rows :] += 1
-    return np.minimum(lens, longest)
 
 
 def every_way(logprobs: int) -> SamplingParams:

@@ -103,3 +103,10 @@ class Executor(Protocol):
     def launch(self, step: StepInput) -> Pending:
         """Start a step without waiting for it. At most two may be under way."""
         ...
+
+
+def even(rows: int, tokens: int, longest: int) -> np.ndarray:
+    """[rows] int32: `tokens` shared out, the longer rows last, none over `longest`."""
+    lens = np.full(rows, tokens // rows, dtype=np.int32)
+    lens[-(tokens % rows) or rows :] += 1
+    return np.minimum(lens, longest)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .profile import even, every_way, made_up_step
+from .profile import every_way, made_up_step
 from .sampling_params import SamplingParams
-from .step import StepInput
+from .step import StepInput, even
 
 if TYPE_CHECKING:
     from .runner import ModelRunner

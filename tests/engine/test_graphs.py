@@ -66,15 +66,16 @@ class Rerun(Graphs):
         return replay, outputs
 
 
-def runner_of(folder: Path, device: str, graphs: bool) -> ModelRunner:
-    runner = make_runner(folder, device=device, max_num_seqs=8, num_blocks=200, enforce_eager=not graphs)
+def runner_of(folder: Path, device: str, graphs: bool, max_tokens: int = 32, **more: Any) -> ModelRunner:
+    settings = {"max_num_seqs": 8, "num_blocks": 200, "enforce_eager": not graphs, **more}
+    runner = make_runner(folder, device=device, **settings)
     if device == "cpu" and graphs:
         backend: Any = runner.backend
         backend.plan_capture = lambda inputs, table: metadata_of(backend, inputs, table)
         limits = runner.limits
         with torch.inference_mode():
             runner.graphs = Rerun(
-                runner._captured, backend, runner.batch, runner.device, 8, limits.max_model_len, 32
+                runner._captured, backend, runner.batch, runner.device, 8, limits.max_model_len, max_tokens
             )
     return runner
 
@@ -274,6 +275,20 @@ def test_many_decodes_beside_a_prompt_get_a_call_of_their_own(
         assert set(calls) == ({(3, 2), (0, 3)} if least == 3 else {(0, 5)})
     limit = 1e-4 if device == "cpu" else 0.05
     assert np.abs(found[0] - found[1]).max() < limit * np.abs(found[0]).max()
+
+
+def test_a_graph_may_hold_more_tokens_than_a_sequence_may_have(tiny: Path) -> None:
+    """Of several prompts: one row of the largest graph's tokens would not fit into a block table."""
+    found = []
+    for graphs in (False, True):
+        runner = runner_of(tiny, "cpu", graphs, max_tokens=96, max_model_len=24, max_num_batched_tokens=96)
+        driver = Driver(runner)
+        for slot in range(5):
+            driver.enter(slot)
+        rows = [(slot, [slot + i for i in range(17)]) for slot in range(5)]
+        found.append(runner.launch(driver.step(rows)).result().token_ids.tolist())
+    assert runner.graphs is not None and runner.graphs.replays["mixed"] == 1
+    assert found[0] == found[1]
 
 
 def test_a_long_step_with_many_decodes_is_launched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
