@@ -1,4 +1,4 @@
-"""attention_decode's kernel in one launch on this GPU beside what else there is: right first, then timed.
+"""attention_decode's kernels of ours on this GPU beside what else there is: right first, then timed.
 
     python bench/scenarios/decode_attention.py --out rows.jsonl [--seconds 110] [--batch 1,8,32,64,256]
     python bench/scenarios/decode_attention.py --out rows.jsonl --seconds 170 --model llama-8b \
@@ -7,12 +7,13 @@
 The second is what decode_table.py makes a table of: a server's graph is for `--capacity` keys, whatever its sequences
 have, and --part 0/4 times every fourth case from the first on, so that four GPUs share them (each checks, too).
 
-Needs torch and triton; FA3 and FlashInfer are timed beside it where they can be imported. Compiles all sets of
-parameters in parallel, compares each with float64, replays graphs whose lengths change. Then times everything: several
-calls with their own keys one after the other in a CUDA graph, so that nothing is in L2, the slope between n and 2n
-replays, interleaved; and without --model other models' shapes, and rope_store_kvcache beside the launches that it
-stands for. --device cpu --quick runs all of it on tiny shapes, interpreted (TRITON_INTERPRET=1): the times mean
-nothing there.
+Needs torch and triton; FA3 and FlashInfer are timed beside ours where they can be imported. Compiles all sets of both
+kernels in parallel (triton-split; cuda-split where NVRTC and a Hopper are), compares each with float64, replays graphs
+whose lengths change, in processes of their own: if one breaks the GPU's context or never ends, that is said, and
+nothing timed. Then times all that is right: several calls with their own keys one after the other in a CUDA graph, so
+that nothing is in L2, the slope between n and 2n replays, interleaved; and without --model other models' shapes, and
+rope_store_kvcache beside the launches that it stands for. --device cpu --quick runs all of it on tiny shapes,
+interpreted (TRITON_INTERPRET=1): the times mean nothing there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,27 +35,32 @@ from typing import Any, NamedTuple
 import rope_store
 import torch
 from decode_attention_check import (
-    KINDS,
     LAYOUTS,
     LLAMA,
     PROVIDERS,
+    SETS,
     SPEC,
     Layout,
+    batches,
     check_all,
+    check_share,
+    few_of,
     label,
+    parsed_sets,
     sets_of,
-    ways,
 )
 from graph_clock import Compiles, Run, finish, rounds
 
 from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
 from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.overrides.l1 import _flashinfer
+from fastkernels.overrides.l1._launch import tickets
 from fastkernels.spec import Case
 
 COMPILE_S = 100
-# What is timed by name: provider, parameters, function.
-Named = dict[str, tuple[str, dict[str, int], Callable[..., Any]]]
+Named = dict[
+    str, tuple[str, dict[str, int], Callable[..., Any]]
+]  # what is timed: provider, parameters, function
 CALLS, COLD, PASS = (
     32,
     256 << 20,
@@ -137,31 +144,32 @@ def cases(
 # -- compiling
 
 
-def jobs(layouts: list[Layout]) -> Iterator[tuple[Case, dict[str, int]]]:
-    """A call for each kernel that will be launched."""
-    for p in split.PARAMS:
-        # With and without parts; where they are dealt, each power of two of sequences has a kernel of its own.
-        several = {split.EACH: (1, 4096), split.EVEN: (1, 64), split.DEALT: (1, 64, 128, 256)}[p["even"]]
-        for layout in layouts:
-            for n in several:
-                yield (
-                    Case(
-                        "compile", {"seq_lens": [1] * n, "max_seqlen_k": 4096, "max_blocks": 8, **layout.dims}
-                    ),
-                    p,
-                )
-    for dtype, dims in KINDS:
-        for p in ways():
-            yield Case("compile", dims, dtype), p
-
-
-def compile_share(layouts: list[Layout], part: int, parts: int) -> None:
-    for name in ("_decode_split_kernel", "_decode_even_kernel", "_decode_dealt_kernel"):
+def compile_share(run: Run, todo: list[Timed], part: int, parts: int) -> None:
+    """Every parts-th kernel of ours of all that is checked and timed, into Triton's cache and cuda_rtc's."""
+    for name in ("_decode_split_kernel", "_decode_even_kernel"):
         setattr(split, name, Compiles(getattr(split, name)))
-    for case, p in list(jobs(layouts))[part::parts]:
-        with contextlib.suppress(Exception):  # said where it is run
-            args = SPEC.inputs(case, "cuda", torch.Generator("cuda"))
-            split.decode_split(*args, **p)
+    layouts = list(dict.fromkeys(at.layout for at in todo))
+    timed = [
+        Case("time", {"seq_lens": at.lens, "max_seqlen_k": at.most, **at.layout.dims}, "bfloat16")
+        for at in todo
+    ]
+    # A kernel is one for many batches: those of one set and layout are one process's.
+    shares: dict[tuple[Any, ...], list[Callable[[], Any]]] = {}
+    for case in [*batches(run, layouts), *timed]:
+        small = {**case.dims, "seq_lens": [1] * len(case.dims["seq_lens"]), "max_blocks": 1, "blocks": 1}
+        args = SPEC.inputs(replace(case, dims=small), run.device, run.generator)
+        for name, p in sets_of(run, args, few_of(case, layouts)):
+            call = partial(compile_cuda if name == "cuda-split" else split.decode_split, *args, **p)
+            kind = tuple(v for n, v in case.dims.items() if n not in ("seq_lens", "max_seqlen_k"))
+            shares.setdefault((name, label(p), case.dtype, kind), []).append(call)
+    for calls in list(shares.values())[part::parts]:
+        for call in calls:
+            with contextlib.suppress(Exception):  # said where it is run
+                call()
+
+
+def compile_cuda(q: torch.Tensor, key_cache: torch.Tensor, *_: Any, **params: int) -> None:
+    cuda._kernel(q.device, cuda.plan(params, q, key_cache))
 
 
 def compile_flashinfer(layouts: list[Layout]) -> None:
@@ -172,13 +180,16 @@ def compile_flashinfer(layouts: list[Layout]) -> None:
             PROVIDERS["flashinfer"].fn(*SPEC.inputs(case, "cuda", torch.Generator("cuda")))
 
 
-def compile_all(given: list[str], of: int) -> None:
+def compile_all(command: list[str], of: int) -> None:
     """In the processors that the `of` GPUs' processes have for each."""
     parts = max(1, (os.cpu_count() or 2) // of - 2)
     shares = [f"{i}/{parts}" for i in range(parts)]
     shares += ["flashinfer"] if PROVIDERS["flashinfer"].unavailable("cuda") is None else []
-    command = [sys.executable, __file__, *given, "--out", os.devnull, "--compile"]
-    finish([subprocess.Popen([*command, share]) for share in shares], COMPILE_S)
+    children = [subprocess.Popen([*command, "--out", os.devnull, "--compile", share]) for share in shares]
+    for lost in finish(children, COMPILE_S):
+        print(
+            f"compiling: {lost}, of {len(children)}; what it has left is compiled where it is run", flush=True
+        )
 
 
 # -- times
@@ -214,19 +225,16 @@ class Caches:
 
 
 def time_case(run: Run, caches: Caches, at: Timed) -> None:
-    split.tickets.captured.clear()  # those of the case before are used up, and its graphs are gone
-    split.tickets.streams.clear()
+    for handed_out in (tickets.captured, tickets.streams):
+        handed_out.clear()  # those of the case before are used up, and its graphs are gone
     calls = caches.calls(at)
     named: Named = {}
     for name in ("triton", "fa3", "flashinfer"):
         provider = PROVIDERS[name]
         if run.cuda and provider.unavailable("cuda") is None and provider.supports(*calls[0]) is None:
             named[name] = (name, {}, xqa if name == "flashinfer" else provider.fn)
-    for p in sets_of(run, at.layout):
-        named[f"split {label(p)}"] = ("triton-split", p, partial(split.decode_split, **p))
-    for p in cuda.PARAMS if cuda.supports_cuda(*calls[0]) is None else ():
-        if cuda.fits(p, *calls[0]):
-            named[f"cuda {label(p)}"] = ("cuda-split", p, partial(cuda.decode_cuda, **p))
+    for name, p in sets_of(run, calls[0]):
+        named[f"{name} {label(p)}"] = (name, p, partial(PROVIDERS[name].fn, **p))
     todo = {n: [partial(fn, *args) for args in calls] for n, (_, _, fn) in named.items()}
     times = {n: [us / len(calls) for us in passes] for n, passes in rounds(run, todo).items()}
     us = {n: statistics.median(each) for n, each in times.items()}
@@ -292,11 +300,13 @@ def main() -> None:
     )
     parser.add_argument("--part", default="0/1", help="i/n: case i, i + n, i + 2n, ...")
     parser.add_argument(
-        "--sets", help="instead of the kernel's: per_sm/block_n/warps/stages/min_split/even,."
+        "--sets",
+        help="instead of all: triton-split:per_sm/block_n/warps/stages/min_split/even,cuda-split:warps/..",
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
+    parser.add_argument("--check", help=argparse.SUPPRESS)
     options = parser.parse_args()
     models = options.model.split(",") if options.model else []
     if unknown := [m for m in models if m not in LAYOUTS]:
@@ -305,7 +315,10 @@ def main() -> None:
     if not 0 <= part < of:
         parser.error(f"--part {options.part}: the first of 4 is 0/4, the last is 3/4")
     if options.sets:
-        split.PARAMS = tuple(split._set(*map(int, text.split("/"))) for text in options.sets.split(","))
+        try:
+            SETS.update(parsed_sets(options.sets))
+        except ValueError as error:
+            parser.error(f"--sets {error}")
     lists = numbers(options.batch), numbers(options.context), numbers(options.capacity)
     todo = cases(models, options.block_size, *lists)[part::of]
     if options.quick:
@@ -315,17 +328,22 @@ def main() -> None:
     layouts = list(dict.fromkeys(case.layout for case in todo))
     if options.compile == "flashinfer":
         return compile_flashinfer(layouts)
-    if options.compile:
-        return compile_share(layouts, *map(int, options.compile.split("/")))
     begin, run = time.monotonic(), Run("decode_attention", "attention_decode", options)
     run.common["baseline"] = "fa3"
-    for name in ("fa3", "flashinfer"):
-        print(f"{name}: {PROVIDERS[name].unavailable('cuda') or 'there'}", flush=True)
     with torch.inference_mode():
+        if options.compile:
+            return compile_share(run, todo, *map(int, options.compile.split("/")))
+        if options.check:
+            return check_share(run, layouts, *map(int, options.check.split("/")))
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        missing = {name: PROVIDERS[name].unavailable("cuda") for name in ("fa3", "flashinfer")}
+        missing["cuda-split"] = cuda.no_hopper(cuda.SOURCE, torch.device(options.device, 0))
+        for name, reason in missing.items():
+            print(f"{name}: {reason or 'there'}", flush=True)
         if run.cuda and not run.quick:
-            compile_all(sys.argv[1:], of)
+            compile_all(command, of)
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-        check_all(run, layouts[0])
+        check_all(run, command)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
         time_all(run, todo)
         if not models:

@@ -1,20 +1,29 @@
-"""Whether attention_decode's kernel in one launch is right on this GPU, with every set. decode_attention.py runs it."""
+"""Whether attention_decode's kernels of ours are right on this GPU, with every set. decode_attention.py runs it.
+
+In processes of their own, as a kernel may break the GPU's context, or never end: then nothing is timed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from graph_clock import Run, poisoned
+from graph_clock import Run, finish, poisoned
 
 from fastkernels import registry
+from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
 from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.spec import Case
 
 SPEC = registry.get("attention_decode")
 PROVIDERS = {p.name: p for p in SPEC.op.providers}
+OURS: dict[str, Callable[..., dict[str, int]]] = {"triton-split": split._set, "cuda-split": cuda._set}
+SETS: dict[str, Sequence[dict[str, int]]] = {name: PROVIDERS[name].params for name in OURS}
+CHECKS, CHECK_S = 4, 120  # processes, and seconds of all
 
 
 class Layout(NamedTuple):
@@ -40,38 +49,96 @@ LLAMA = "llama-8b"
 LAYOUTS = {
     LLAMA: Layout(), "qwen3-30b": Layout(32, 4), "llama-tp2": Layout(16, 4), "smollm2": Layout(9, 3, 64),
 }  # fmt: skip
-ODD: tuple[tuple[list[int], int], ...] = (
-    ([0], 0), ([1], 0), ([15], 0), ([16], 4096), ([17], 0), ([0, 1, 15, 16, 17, 63, 64, 65], 8192),
-    ([700, 0, 3, 1025, 2048], 0), ([5000], 8192), ([129] * 40, 4096), ([9000, *range(60, 2000, 63)], 16384),
-    ([*range(0, 1400, 7)], 4096),
+EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 700, 1025]
+
+
+class Batch(NamedTuple):
+    """A call: its sequences' lengths, what they may be (0: the longest), and what is not as usual in it."""
+
+    lens: list[int]
+    longest: int = 0
+    layout: Layout | None = None  # None: what is timed
+    dtype: str = "bfloat16"
+    more: Mapping[str, Any] = {}
+
+    def case(self, layout: Layout) -> Case:
+        lengths = {"seq_lens": self.lens, "max_seqlen_k": self.longest or max(self.lens)}
+        return Case("check", {**lengths, **(self.layout or layout).dims, **self.more}, self.dtype)
+
+
+# Around a block and a tile; many sequences; one cut by all workers; as they are timed.
+USUAL = (
+    Batch([0]), Batch([1]), Batch([15]), Batch([16], 4096), Batch([17]), Batch([0], 4096), Batch([1], 4096),
+    Batch([5000], 8192), Batch(EDGES, 8192), Batch([700, 0, 3, 1025, 2048]), Batch([129] * 40, 4096),
+    Batch([9000, *range(60, 2000, 63)], 16384), Batch([*range(0, 1400, 7)], 4096), Batch([8192]),
+    Batch([2048] * 8, 8192), Batch([2048] * 32), Batch([512] * 256),
 )  # fmt: skip
-KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("float16", {"seq_lens": [300, 7, 0], **Layout(6, 2, 96, 5).dims}),
-    ("bfloat16", {"seq_lens": [1000, 3], **Layout(9, 3, 64).dims}),
-    ("bfloat16", {"seq_lens": [1000, 3, 90], **Layout(8, 8, 128).dims}),
-    ("bfloat16", {"seq_lens": [1000, 3, 150], "window_left": 127, **Layout().dims}),
-    ("float16", {"seq_lens": [700, 30], "softcap": 20.0, **Layout(16, 2, 256, 32).dims}),
-    ("float8_e4m3fn", {"seq_lens": [700, 30], "scales": (0.5, 0.75), "queries": "bfloat16", **Layout().dims}),
+# Groups of 1 to 16 heads, head sizes, blocks; windows, softcaps and float8, which cuda-split does not take.
+OTHERS = (
+    Batch(EDGES, 2048, Layout(6, 6, 64, 1), "float16"), Batch(EDGES, 2048, Layout(9, 3, 64)),
+    Batch(EDGES, 2048, Layout(16, 2, 128, 5)), Batch(EDGES, 2048, Layout(16, 1, 128, 64), "float16"),
+    Batch(EDGES, 2048, Layout(12, 1, 64, 256)), Batch(EDGES, 2048, Layout(12, 4, 128, 1), "float16"),
+    Batch([3] * 700, 16, Layout()), Batch([40000], 0, Layout()), Batch([60000, 5] * 2, 0, Layout(8, 1)),
+    Batch([2048] * 3, 0, Layout(5, 1, 128, 32), "float16"), Batch([1] * 257, 8, Layout(2, 2, 64, 1)),
+    Batch([300, 7, 0], 0, Layout(6, 2, 96, 5), "float16"), Batch([1000, 3, 90], 0, Layout(8, 8)),
+    Batch([1000, 3, 150], 0, Layout(), more={"window_left": 127}),
+    Batch([700, 30], 0, Layout(16, 2, 256, 32), "float16", {"softcap": 20.0}),
+    Batch([700, 30], 0, Layout(), "float8_e4m3fn", {"scales": (0.5, 0.75), "queries": "bfloat16"}),
 )  # fmt: skip
+QUICK = (Batch([0, 1, 15, 16, 17, 65], 256, Layout(4, 1, 32), "float16"),)
+
+
+def batches(run: Run, layouts: list[Layout]) -> list[Case]:
+    """All that are checked: USUAL with the first layout that is timed, the others with one batch each."""
+    if run.quick:
+        return [batch.case(layouts[0]) for batch in QUICK]
+    more = [Batch(EDGES, 8192, layout) for layout in layouts[1:]]
+    return [batch.case(layouts[0]) for batch in (*USUAL, *more, *OTHERS)]
 
 
 def label(params: dict[str, int]) -> str:
     return "/".join(map(str, params.values()))
 
 
-def sets_of(run: Run, layout: Layout | None = None, size: int = 2) -> list[dict[str, int]]:
-    """The sets that have room and are not known to be wrong."""
-    head_size = (layout or Layout()).head_size
-    sets = [ways()[0], ways()[-1]] if run.quick else split.PARAMS
-    return [
-        p for p in sets if split.has_room(p, head_size, size) and ("triton-split", label(p)) not in run.bad
-    ]
+def parsed_sets(text: str) -> dict[str, list[dict[str, int]]]:
+    """{kernel: sets} of 'triton-split:2/64/4/4/128/0,cuda-split:..'. Raises ValueError, which says what is meant."""
+    found: dict[str, list[dict[str, int]]] = {name: [] for name in OURS}
+    for part in text.split(","):
+        name, _, values = part.partition(":")
+        if name not in OURS:
+            raise ValueError(f"{part!r}: a set begins with {' or '.join(f'{n}:' for n in OURS)}")
+        try:
+            found[name].append(OURS[name](*map(int, values.split("/"))))
+        except (TypeError, ValueError):
+            names = "/".join(PROVIDERS[name].params[0])
+            raise ValueError(f"{part!r}: a set of {name} is {names}, whole numbers") from None
+    return found
 
 
-def ways() -> list[dict[str, int]]:
-    """A set of each way to share keys out, and the first two."""
-    found = {p["even"]: p for p in reversed(split.PARAMS)}
-    return [*split.PARAMS[:2], *(p for even, p in sorted(found.items()) if p not in split.PARAMS[:2])]
+def sets_of(run: Run, args: list[Any], few: bool = False) -> Iterator[tuple[str, dict[str, int]]]:
+    """(kernel, set) of ours that take a call and are not known to be wrong. few: of triton-split one of each way."""
+    for name, sets in SETS.items():
+        provider = PROVIDERS[name]
+        if not sets or provider.supports(*args) is not None:
+            continue
+        if name == "triton-split" and (few or run.quick):
+            sets = ways(sets)
+        yield from ((name, p) for p in sets if provider.fits(p, *args) and (name, label(p)) not in run.bad)
+
+
+def ways(sets: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+    """The first set of each way to share keys out, and the second of all."""
+    firsts = {p["even"]: p for p in reversed(sets)}
+    return [p for i, p in enumerate(sets) if i == 1 or p is firsts[p["even"]]]
+
+
+def few_of(case: Case, layouts: list[Layout]) -> bool:
+    """Whether one set of each way is enough there, as compiling them takes long: for what is not timed."""
+    usual = case.dtype == "bfloat16" and not {"window_left", "softcap"} & set(case.dims)
+    return not usual or Layout(*(case.dims[n] for n in Layout._fields)) not in layouts
+
+
+# -- what is right
 
 
 def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
@@ -80,100 +147,98 @@ def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
         first, second = call(), call()
         if not torch.equal(first, second):
             return "two equal calls have other bits"
-        error = first.double() - want
+        error = (first.double() - want).abs()
         if not bool(error.isfinite().all()):
             return f"{int((~error.isfinite()).sum())} values are not finite"
         rms, limit = want.square().mean().sqrt().item(), 1.6e-2 if first.dtype == torch.bfloat16 else 2e-3
-        if (
-            not bool((error.abs() <= limit + limit * want.abs()).all())
-            or error.square().mean().sqrt() > 8e-3 * rms
-        ):
-            return f"largest error {error.abs().max().item():.3g}, where values are {rms:.3g}"
+        if not bool((error <= limit + limit * want.abs()).all()) or error.square().mean().sqrt() > 8e-3 * rms:
+            return f"largest error {error.max().item():.3g}, where values are {rms:.3g}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 
 
 def oracle(args: list[Any]) -> torch.Tensor:
-    return SPEC.reference(
-        *[a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    )
+    wide = (a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    return SPEC.reference(*wide)
 
 
-def check(run: Run, sets: list[dict[str, int]], dims: dict[str, Any], dtype: str = "bfloat16") -> None:
-    """The sets on one batch. Blocks that are no sequence's are full of NaN."""
-    args = SPEC.inputs(Case("check", dims, dtype), run.device, run.generator)
-    if dtype != "float8_e4m3fn":
+def verdict(run: Run, kind: str, name: str, case: dict[str, Any], wrong: str) -> None:
+    """A row of a set. Raises SystemExit if the GPU's context is lost, with which nothing more can be found out."""
+    if wrong:
+        run.bad.add((name, case["params"]))
+    run.row(kind, name, case, wrong, quiet=True)
+    if "CUDA error" in wrong or "CUDA_ERROR" in wrong:
+        raise SystemExit(f"{name} {case['params']}: the GPU's context is lost")
+
+
+def check(run: Run, args: list[Any], about: dict[str, Any], few: bool) -> None:
+    """All sets that take a call, against float64."""
+    want, done = oracle(args), dict.fromkeys(OURS, 0)
+    for name, p in sets_of(run, args, few):
+        with poisoned():
+            wrong = problem(partial(PROVIDERS[name].fn, *args, **p), want)
+        done[name] += 1
+        if wrong:
+            verdict(run, "check", name, {**about, "params": label(p)}, wrong)
+    for name, count in done.items():
+        if count:
+            run.row("check", name, about, cases=count)
+
+
+def check_batch(run: Run, case: Case, few: bool) -> None:
+    """Blocks that are no sequence's are full of NaN."""
+    args = SPEC.inputs(case, run.device, run.generator)
+    if case.dtype != "float8_e4m3fn":
         unused = torch.ones(args[1].shape[0], dtype=torch.bool, device=run.device)
         unused[args[4].flatten().long()] = False
         for cache in args[1:3]:
             cache[unused] = float("nan")
-    want, about = (
-        oracle(args),
-        {"lengths": str(dims["seq_lens"])[:40], "heads": dims["heads"], "dtype": dtype},
-    )
-    for p in sets:
-        with poisoned():
-            wrong = problem(partial(split.decode_split, *args, **p), want)
-        if wrong:
-            run.bad.add(("triton-split", label(p)))
-            run.row("check", "triton-split", {**about, "params": label(p)}, wrong)
-        if "CUDA error" in wrong:
-            raise SystemExit("the GPU's context is lost: nothing more can be measured")
-    run.row("check", "triton-split", about, cases=len(sets))
+    about = {"lengths": str(case.dims["seq_lens"])[:40], "heads": case.dims["heads"], "dtype": case.dtype}
+    check(run, args, about, few)
 
 
-def check_all(run: Run, layout: Layout) -> None:
-    if run.quick:
-        dims = {"seq_lens": [0, 1, 15, 16, 17, 65], "max_seqlen_k": 256, **Layout(4, 1, 32).dims}
-        return check(run, sets_of(run), dims, "float16")
-    for lens, longest in ODD:
-        check(run, sets_of(run), {"seq_lens": lens, "max_seqlen_k": longest or max(lens), **layout.dims})
-    for kind, dims in KINDS:
-        size = 1 if kind == "float8_e4m3fn" else 2
-        sets = sets_of(run, Layout(head_size=dims["head_size"]), size)
-        check(run, [p for p in sets if p in ways()], dims, kind)
-    for batch, length in ((1, 8192), (8, 2048), (32, 2048), (256, 512)):
-        check(run, sets_of(run), {"seq_lens": [length] * batch, **layout.dims})
-    for p in sets_of(run):
-        graphs(run, p, layout)
-    zeros(run, layout)
+def strided(run: Run, layout: Layout) -> None:
+    """q in a packed qkv, keys and values of a block beside each other, as in a host."""
+    args = SPEC.inputs(Case("strided", {"seq_lens": EDGES, **layout.dims}), run.device, run.generator)
+    packed = torch.cat([args[0], torch.full_like(args[0], float("nan"))], dim=1)
+    both = torch.stack(args[1:3], dim=1)
+    call = [packed[:, : layout.heads], both[:, 0], both[:, 1], *args[3:]]
+    check(run, call, {"lengths": "strided", "heads": layout.heads, "dtype": "bfloat16"}, few=False)
 
 
-def graphs(run: Run, p: dict[str, int], layout: Layout) -> None:
-    """Two graphs with the same kernel at once, whose lengths change between replays."""
-    batches = [[900, 17, 4000], [1, 0, 65]]
-    case = Case("graph", {"seq_lens": [4096] * 3, **layout.dims})
+def graphs(run: Run, name: str, p: dict[str, int], layout: Layout) -> None:
+    """Graphs of four calls in a row, on two streams at once, whose lengths and tables change between replays."""
+    case, call = Case("graph", {"seq_lens": [4096] * 3, **layout.dims}), PROVIDERS[name].fn
     made = [SPEC.inputs(case, run.device, run.generator) for _ in "ab"]
-    wrong = ""
+    if (name, p) not in list(sets_of(run, made[0])):
+        return
+    streams, captured, outs, wrong = [torch.cuda.Stream() for _ in made], [], [], ""
     try:
-        captured, outs, streams = [], [], [torch.cuda.Stream() for _ in made]
         for args in made:
-            split.decode_split(*args, **p)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outs.append(split.decode_split(*args, **p))
+            call(*args, **p)
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                outs.append([call(*args, **p) for _ in range(4)])
             captured.append(graph)
-        for lens in (*batches, batches[0]):
-            for args, out in zip(made, outs, strict=True):
+        for lens in ([900, 17, 4000], [1, 0, 65], [4096, 4096, 1], [900, 17, 4000]):
+            for args, several in zip(made, outs, strict=True):
                 args[3].copy_(torch.tensor(lens))
-                out.fill_(float("nan"))
+                args[4].copy_(args[4].flip(0))
+                for out in several:
+                    out.fill_(float("nan"))
             torch.cuda.synchronize()
             for graph, stream in zip(captured, streams, strict=True):
                 with torch.cuda.stream(stream):
                     for _ in range(20):
                         graph.replay()
             torch.cuda.synchronize()
-            for args, out in zip(made, outs, strict=True):
-                if not torch.equal(out, split.decode_split(*args, **p)):
-                    wrong = (
-                        f"graphs replayed side by side have other bits than eager calls, for lengths {lens}"
-                    )
+            for args, several in zip(made, outs, strict=True):
+                want = call(*args, **p)
+                if not all(torch.equal(out, want) for out in several):
+                    wrong = f"graphs side by side have other bits than eager calls, for lengths {lens}"
     except Exception as error:
         wrong = f"{type(error).__name__}: {str(error)[:200]}"
-    if wrong:
-        run.bad.add(("triton-split", label(p)))
-    run.row("graphs", "triton-split", {"params": label(p)}, wrong, quiet=True)
+    verdict(run, "graphs", name, {"params": label(p)}, wrong)
 
 
 def zeros(run: Run, layout: Layout) -> None:
@@ -186,3 +251,30 @@ def zeros(run: Run, layout: Layout) -> None:
                 with poisoned():
                     wrong = problem(partial(provider.fn, *args), oracle(args))
                 run.row("zeros", name, {"lengths": str(lens)[:40]}, wrong)
+
+
+# -- in processes
+
+
+def check_share(run: Run, layouts: list[Layout], part: int, parts: int) -> None:
+    """Every parts-th check, so that several processes do all."""
+    todo = [partial(check_batch, run, case, few_of(case, layouts)) for case in batches(run, layouts)]
+    if run.cuda:
+        todo += [partial(strided, run, layouts[0]), partial(zeros, run, layouts[0])]
+        todo += [partial(graphs, run, name, p, layouts[0]) for name, sets in SETS.items() for p in sets]
+    for one in todo[part::parts]:
+        one()
+
+
+def check_all(run: Run, command: list[str]) -> None:
+    """By `command --check i/n`. The sets that are wrong go to run.bad. Raises SystemExit where a process was lost."""
+    begun = len(run.out.read_text().splitlines()) if run.out.exists() else 0
+    parts = 1 if run.quick else CHECKS
+    shares = [f"{i}/{parts}" for i in range(parts)]
+    lost = finish([subprocess.Popen([*command, "--check", share]) for share in shares], CHECK_S)
+    for row in map(json.loads, run.out.read_text().splitlines()[begun:] if run.out.exists() else ()):
+        if row["status"] == "wrong":
+            run.wrong += 1
+            run.bad.add((row["subject"]["provider"], row["case"].get("params", "")))
+    if lost:
+        raise SystemExit(f"nothing is timed, as a check was lost: {'; '.join(lost)}")

@@ -18,19 +18,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decode_attention_check import LAYOUTS, Layout
+from decode_attention_check import LAYOUTS, OURS, SETS, Layout, label
 from fk_bench.machine import commit
 from fk_bench.rows import Row, Status, read
 from fk_bench.stats import geometric_mean, t975
 from graph_clock import ROUNDS
 
 from fastkernels import tuned
-from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
-from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.tuned import REACH, Entry, Table, TableError
 
 OP, BASELINE = "attention_decode", "fa3"
-OURS = {"triton-split": split._set, "cuda-split": cuda._set}
 BUCKETS = (2048, 8192, 32768, 131072)  # contexts; each speaks down to a quarter of itself
 FLOOR = 0.97  # of FA3's speed: what the worst case may be
 
@@ -69,6 +66,14 @@ class Choice(NamedTuple):
         return self.ratios[self.worst] >= FLOOR and self.ci95[0] > 1
 
 
+def named(row: Row) -> str | None:
+    """What a row's time is of: BASELINE, or "provider params"; None if nobody can choose it (any more)."""
+    provider, params = str(row.subject.provider), row.case.get("params", "")
+    if provider == BASELINE:
+        return provider
+    return f"{provider} {params}" if params in map(label, SETS.get(provider, ())) else None
+
+
 def times(rows: Iterable[Row]) -> dict[tuple[Layout, int, int], dict[str, dict[str, Row]]]:
     """{(layout, batch, capacity): {case: {"provider params", or BASELINE: row}}}; of rows of a case the last run's."""
     found: dict[Any, dict[str, dict[str, Row]]] = {}
@@ -76,15 +81,15 @@ def times(rows: Iterable[Row]) -> dict[tuple[Layout, int, int], dict[str, dict[s
     for row in rows:
         if (row.command, row.kind, row.status, row.subject.op) != ("decode_attention", "time", Status.OK, OP):
             continue
-        c, provider = row.case, row.subject.provider
-        if provider in (BASELINE, *OURS) and "capacity" in c:
-            place = (Layout(*(c[name] for name in Layout._fields)), c["batch"], c["capacity"])
-            name = f"{c['context']}" if c["model"] in LAYOUTS else c["model"]
-            mine = found.setdefault(place, {}).setdefault(name, {})
-            if runs.setdefault((place, name), row.run_id) != row.run_id:
-                runs[place, name] = row.run_id
+        c, name = row.case, named(row)
+        if name is not None and "capacity" in c:
+            place = (Layout(*(c[n] for n in Layout._fields)), c["batch"], c["capacity"])
+            case = f"{c['context']}" if c["model"] in LAYOUTS else c["model"]
+            mine = found.setdefault(place, {}).setdefault(case, {})
+            if runs.setdefault((place, case), row.run_id) != row.run_id:
+                runs[place, case] = row.run_id
                 mine.clear()
-            mine[BASELINE if provider == BASELINE else f"{provider} {c['params']}"] = row
+            mine[name] = row
     return found
 
 

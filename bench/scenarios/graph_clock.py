@@ -85,14 +85,20 @@ class Compiles:
         return partial(self.kernel.warmup, grid=grid)
 
 
-def finish(workers: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait for processes that compile; what they have not compiled by then is compiled where it is run."""
-    end = time.monotonic() + seconds
-    for worker in workers:
+def finish(workers: Iterable[subprocess.Popen[bytes]], seconds: float) -> list[str]:
+    """Wait for processes; those that take longer are killed. What became of each that did not end well.
+
+    What one that compiles has not compiled by then is compiled where it is run.
+    """
+    end, lost = time.monotonic() + seconds, []
+    for i, worker in enumerate(workers):
         try:
-            worker.wait(max(end - time.monotonic(), 0.1))
+            if status := worker.wait(max(end - time.monotonic(), 0.1)):
+                lost.append(f"process {i} ended with {status}")
         except subprocess.TimeoutExpired:
             worker.kill()
+            lost.append(f"process {i} did not end in {seconds:.0f} s")
+    return lost
 
 
 class Clock:

@@ -11,13 +11,19 @@ import torch
 from fk_bench.rows import Machine, Row, Subject, append
 
 from fastkernels import tuned
+from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
+from fastkernels.overrides.l1 import _attention_decode_split as split
 from fastkernels.overrides.l1.attention_decode import attention_decode
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "scenarios"))
 import decode_attention
 import decode_table
 
-EACH, DEALT = "2/64/4/4/128/0", "2/64/4/4/128/2"
+# name: (provider, parameters)
+SETS = {
+    "each": ("triton-split", "2/64/4/4/128/0"), "even": ("triton-split", "4/32/2/4/64/1"),
+    "dealt": ("triton-split", "2/64/4/4/128/2"), "cuda": ("cuda-split", "8/16/3/1/128/2/1"),
+}  # fmt: skip
 SHAPE = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}
 
 
@@ -35,11 +41,11 @@ def rows(
         **SHAPE,
     }
     for name, value in us.items():
-        params = {"each": EACH, "dealt": DEALT}.get(name, "")
+        provider, params = SETS.get(name, (name, ""))
         found.append(
             Row(
                 run_id=run, command="decode_attention", commit="0123456", case={**where, "params": params},
-                subject=Subject(op="attention_decode", provider="triton-split" if params else name),
+                subject=Subject(op="attention_decode", provider=provider),
                 metrics={"us": value, "us_sd": sd * value}, versions={"torch": "2.11.0"},
                 machine=Machine(gpu="NVIDIA H200", gpus=1),
             )
@@ -53,11 +59,11 @@ def made(found: list[Row]) -> dict[tuple[int, int], Any]:
 
 
 def test_the_set_whose_worst_case_is_best() -> None:
-    found = rows("llama-8b", 32, 2048, 2048, fa3=71, each=67, dealt=68)
-    found += rows("ragged", 32, 1024, 2048, fa3=45, each=52, dealt=44)
-    found += rows("llama-8b", 32, 4096, 2048, fa3=1, each=9, dealt=9)  # not what a graph for 2048 meets
+    found = rows("llama-8b", 32, 2048, 2048, fa3=71, each=67, even=68)
+    found += rows("ragged", 32, 1024, 2048, fa3=45, each=52, even=44)
+    found += rows("llama-8b", 32, 4096, 2048, fa3=1, each=9, even=9)  # not what a graph for 2048 meets
     (entry,) = made(found).values()
-    assert entry.faster and entry.params["even"] == 2 and entry.params["per_sm"] == 2
+    assert entry.faster and entry.params["even"] == 1 and entry.params["per_sm"] == 4
     assert entry.speedup == pytest.approx((71 / 68 * 45 / 44) ** 0.5, abs=1e-3)
     assert 1 < entry.ci95[0] < entry.speedup < entry.ci95[1]
 
@@ -67,10 +73,33 @@ def test_the_set_whose_worst_case_is_best() -> None:
     [(45.0, 0.001, True), (46.3, 0.001, True), (46.5, 0.001, False), (45.0, 0.2, False)],
 )
 def test_null_where_the_worst_case_or_the_noise_says_so(ragged: float, sd: float, faster: bool) -> None:
-    found = rows("llama-8b", 32, 2048, 2048, sd=sd, fa3=71, dealt=66)
-    found += rows("ragged", 32, 1024, 2048, sd=sd, fa3=45, dealt=ragged)
+    found = rows("llama-8b", 32, 2048, 2048, sd=sd, fa3=71, even=66)
+    found += rows("ragged", 32, 1024, 2048, sd=sd, fa3=45, even=ragged)
     (entry,) = made(found).values()
     assert entry.faster is faster and (entry.provider is None) is not faster
+
+
+def test_the_better_of_two_kernels_and_null_where_both_lose() -> None:
+    found = rows("llama-8b", 8, 2048, 2048, fa3=25.5, each=23.8, cuda=20.3)
+    found += rows("llama-8b", 32, 2048, 2048, fa3=71, each=66, cuda=68)
+    found += rows("llama-8b", 64, 2048, 2048, fa3=120, each=125, cuda=126)
+    best = made(found)
+    assert best[8, 2048].provider == "cuda-split" and best[8, 2048].params == cuda.PARAMS[0]
+    assert best[8, 2048].speedup == pytest.approx(25.5 / 20.3, abs=1e-3)
+    assert best[32, 2048].provider == "triton-split" and best[32, 2048].params == split.PARAMS[0]
+    assert best[64, 2048].provider is None
+
+
+def test_the_better_of_two_kernels_is_that_of_the_better_worst_case() -> None:
+    """Even where the other one's mean is better."""
+    found = rows("llama-8b", 8, 2048, 2048, fa3=25, each=24, cuda=15)
+    found += rows("ragged", 8, 1024, 2048, fa3=18, each=17, cuda=18.5)
+    assert made(found)[8, 2048].provider == "triton-split"
+
+
+def test_sets_that_a_kernel_no_longer_has_are_left_out() -> None:
+    found = rows("llama-8b", 8, 2048, 2048, fa3=25, each=24, dealt=10)
+    assert made(found)[8, 2048].params == split.PARAMS[0]
 
 
 def test_one_batch_has_ours_for_short_contexts_and_null_for_long_ones(

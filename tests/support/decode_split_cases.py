@@ -20,7 +20,6 @@ from fastkernels.spec import Case
 SPEC = registry.get("attention_decode")
 # per_sm, block_n, num_warps, num_stages, min_split: one part and many, parts of one tile and of several.
 EVEN = ((2, 16, 4, 2, 16, 1), (1, 16, 4, 2, 64, 1), (1, 32, 4, 2, 96, 1))
-DEALT = ((2, 16, 4, 2, 16, 2), (1, 16, 4, 2, 64, 2), (1, 32, 4, 2, 96, 2))
 SETS = ((2, 16, 4, 2, 16), (2, 32, 4, 2, 32), (1, 16, 4, 2, 64), (2, 64, 4, 2, 32))
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"heads": 4, "kv_heads": 1, "head_size": 64, "block_size": 16},
@@ -33,12 +32,12 @@ LENGTHS = (
     ([0], 0), ([1], 1), ([15], 2), ([16, 17], 3), ([0, 1, 15, 16, 17], 0), ([65, 130, 3], 1), ([200, 33], 2),
     ([257], 3), ([70], 0), ([0, 40], 2),
 )  # fmt: skip
-# How lengths differ, and how many times the mean of all workers one may have.
+# How lengths differ.
 WORKERS = 33
-UNEVEN: dict[str, tuple[Iterable[int], float]] = {
-    "linear": (range(128, 1921, 58), 1.4), "equal": ([2048] * 32, 1.1), "one long": ([20000] + [500] * 31, 1.1),
-    "few": ([100, 5000, 700, 30, 0, 1200], 1.3), "two kinds": ([256, 256, 256, 3072] * 10, 1.5),
-    "many": ([int(600 * -math.log(1 - (i + 0.5) / 200)) for i in range(200)], 1.25),
+UNEVEN: dict[str, Iterable[int]] = {
+    "linear": range(128, 1921, 58), "equal": [2048] * 32, "one long": [20000] + [500] * 31,
+    "few": [100, 5000, 700, 30, 0, 1200], "two kinds": [256, 256, 256, 3072] * 10,
+    "many": [int(600 * -math.log(1 - (i + 0.5) / 200)) for i in range(200)],
 }  # fmt: skip
 
 
@@ -55,15 +54,13 @@ def problem(dims: dict[str, Any], dtype: str, params: dict[str, int]) -> str | N
     first = split.decode_split(*args, **params)
     if not torch.equal(first, split.decode_split(*args, **params)):
         return "two equal calls have other bits"
-    alone = {**params, "even": split.EACH}
-    equal = params.get("even") == split.DEALT and len(set(dims["seq_lens"])) == 1
-    if equal and not torch.equal(first, split.decode_split(*args, **alone)):
-        return "equal lengths are not split as they are by themselves"
     return mismatch(SPEC, case, [first], [oracle(SPEC, args)[0]])
 
 
 class Parts:
     """Stands for what a program does with a part: what it was told, by sequence, and tiles by worker."""
+
+    NAMES = ("seq", "low", "high", "parts", "row", "first", "bump", "step")
 
     def __init__(self) -> None:
         self.by_seq: dict[int, list[dict[str, int]]] = {}
@@ -71,39 +68,35 @@ class Parts:
 
     def __call__(self, *args: Any) -> None:
         given = dict(zip(one_part.arg_names, args, strict=True))
-        told = {n: int(given[n].handle.data.item()) for n in ("seq", "low", "high", "parts", "row", "first")}
+        values = {n: getattr(given[n], "handle", None) for n in self.NAMES}
+        told = {n: int(given[n] if v is None else v.data.item()) for n, v in values.items()}
         worker, block_n = int(tl.program_id(1).handle.data.item()), int(given["BLOCK_N"])
         self.by_seq.setdefault(told["seq"], []).append(told)
         self.tiles[worker] = self.tiles.get(worker, 0) + max(-(-(told["high"] - told["low"]) // block_n), 1)
 
 
-def uneven(lens: list[int], params: dict[str, int], most: float) -> str | None:
-    """What is wrong with the parts of a batch, or with the largest share: over `most` of the mean, and 8 tiles."""
+def uneven(lens: list[int], params: dict[str, int]) -> str | None:
+    """What is wrong with the parts of a batch: with their keys, their rows, or a worker's share."""
     split.one_part = parts = Parts()
     q, cache = torch.zeros(len(lens), 1, 16).half(), torch.zeros(1, 16, 1, 16).half()
     split.decode_split(
         q, cache, cache, torch.tensor(lens).int(), torch.zeros(len(lens), 1).int(), max(lens), 1.0, **params
     )
-    rows: set[int] = set()
+    rows: list[int] = []
     for seq, length in enumerate(lens):
         mine = sorted(parts.by_seq.get(seq, []), key=lambda p: p["low"])
         ends = [p["high"] for p in mine]
         if [p["low"] for p in mine] != [0, *ends[:-1]] or ends[-1] != length:
             return f"sequence {seq} of {length} keys is read as {mine}"
-        if {p["parts"] for p in mine} != {len(mine)} or sorted(p["row"] - p["first"] for p in mine) != list(
-            range(len(mine))
-        ):
+        added = [p["first"] + i * p["step"] + (p["bump"] if i == 0 else 0) for i, p in enumerate(mine)]
+        if {p["parts"] for p in mine} != {len(mine)} or (len(mine) > 1 and [p["row"] for p in mine] != added):
             return f"sequence {seq} has other parts than it says: {mine}"
-        rows.update(p["row"] for p in mine)
-    if (
-        len(rows) != sum(map(len, parts.by_seq.values()))
-        or max(rows) >= len(lens) + 2 * WORKERS * params["per_sm"]
-    ):
+        rows += added if len(mine) > 1 else []
+    workers = WORKERS * params["per_sm"]
+    if len(set(rows)) != len(rows) or max(rows, default=0) >= 2 * workers:
         return "two parts have one row, or one is beyond the memory"
-    share, largest = sum(parts.tiles.values()) / (WORKERS * params["per_sm"]), max(parts.tiles.values())
-    return (
-        f"a worker has {largest} tiles where {share:.1f} is its share" if largest > most * share + 8 else None
-    )
+    share, largest = sum(parts.tiles.values()) / workers, max(parts.tiles.values())
+    return f"a worker has {largest} tiles where {share:.1f} is its share" if largest > share + 1 else None
 
 
 def main() -> None:
@@ -117,18 +110,14 @@ def main() -> None:
         cases[f"{lens} {layout} {dtype} {tuple(params.values())}"] = (
             {"seq_lens": lens, **layout, **more}, dtype, params
         )  # fmt: skip
-    ragged = ([0, 1, 15, 16, 17, 0, 33], [65, 130, 3, 0], [200, 33, 1, 1, 1, 90], [0], [257], [0, 0, 70, 0])
+    ragged = (
+        [0, 1, 15, 16, 17, 0, 33], [65, 130, 3, 0], [200, 33, 1, 1, 1, 90], [0], [257], [0, 0, 70, 0], [50] * 3,
+        [130] * 5, [33] * 14,
+    )  # fmt: skip
     for i, lens in enumerate(ragged):
         layout, dtype = LAYOUTS[i % len(LAYOUTS)], ("float16", "bfloat16")[i % 2]
         for sizes in EVEN[: 2 if i else 3]:
             cases[f"even {lens} {layout} {dtype} {sizes}"] = (
-                {"seq_lens": list(lens), **layout}, dtype, split._set(*sizes)
-            )  # fmt: skip
-    ragged = (*ragged, [50] * 3, [130] * 5, [33] * 14)
-    for i, lens in enumerate(ragged):
-        layout, dtype = LAYOUTS[(i + 1) % len(LAYOUTS)], ("float16", "bfloat16")[i % 2]
-        for sizes in DEALT[: 2 if i else 3]:
-            cases[f"dealt {lens} {layout} {dtype} {sizes}"] = (
                 {"seq_lens": list(lens), **layout}, dtype, split._set(*sizes)
             )  # fmt: skip
     small = {"heads": 3, "kv_heads": 1, "head_size": 64, "block_size": 16}
@@ -142,9 +131,9 @@ def main() -> None:
             found = traceback.format_exc()
         print(json.dumps({"case": name, "problem": found}), flush=True)
     split.multiprocessors = lambda device: WORKERS
-    for name, (lens, most) in UNEVEN.items():
-        for sizes in ((1, 64, 4, 4, 128, 2), (2, 32, 2, 4, 64, 2)):
-            found = uneven(list(lens), split._set(*sizes), most)
+    for name, lens in UNEVEN.items():
+        for sizes in ((1, 64, 4, 4, 128, 1), (2, 32, 2, 4, 64, 1)):
+            found = uneven(list(lens), split._set(*sizes))
             print(json.dumps({"case": f"{name} {sizes}", "problem": found}), flush=True)
 
 

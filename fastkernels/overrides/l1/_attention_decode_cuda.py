@@ -47,8 +47,7 @@ def _set(
 #   ahead    reads of each warp that are asked for while the kernel before still runs, 0 to stages
 #   cluster  blocks of a worker, 1 to 8: what has one share together, and adds it in shared memory
 PARAMS: tuple[dict[str, int], ...] = (
-    _set(4, 16, 3, 2, 64, 2), _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 1, 128, 2), _set(4, 16, 3, 1, 512, 2, 8),
-    _set(4, 16, 3, 1, 512, 2, 2),
+    _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 2, 64, 2), _set(4, 16, 3, 1, 512, 2, 8), _set(4, 16, 3, 1, 512, 2, 2),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.overrides.l1._attention_decode_parts import one_part
-from fastkernels.overrides.l1._launch import cdiv, multiprocessors, next_power_of_2, tickets
+from fastkernels.overrides.l1._launch import multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.l1._overlap import follow, overlap
 from fastkernels.overrides.l1.attention_prefill import check, memory
 from fastkernels.overrides.l1.store_kvcache import fp8_refusal
@@ -24,9 +24,7 @@ MAX_SPLITS = 128
 SHARED = 216 * 1024  # bytes of shared memory that a program may have for tiles
 REGISTERS = 1 << 16  # of a multiprocessor
 COMBINED = 2048  # values of parts, in float32, that a warp adds at once, of four at most
-EACH, EVEN, DEALT = 0, 1, 2  # what `even` may be
-STEPS = 16  # sizes that are tried, and levels by which parts are sorted
-MOST_DEALT = 256  # sequences: more are taken one by one, as they are enough to be even by themselves
+EACH, EVEN = 0, 1  # what `even` may be
 LOG2E = 1.4426950408889634
 
 
@@ -44,11 +42,10 @@ def _set(
 #   block_n    keys in a tile
 #   min_split  keys of the smallest part: below, a part costs more to add than it saves
 #   even       how keys are shared out. 0: each sequence's to as many programs; 1: those of all, so that no program
-#              has more than another; 2: as 0 where lengths are equal, else in parts of one size for all sequences
+#              has more than another
 PARAMS: tuple[dict[str, int], ...] = (
     _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(6, 32, 2, 3),
-    _set(4, 32, 2, 4, 64, EVEN), _set(2, 64, 4, 4, 128, DEALT), _set(4, 32, 2, 4, 64, DEALT),
-    _set(6, 32, 2, 3, 64, DEALT),
+    _set(4, 32, 2, 4, 64, EVEN),
 )  # fmt: skip
 
 
@@ -168,87 +165,6 @@ def _decode_even_kernel(
         at = stop
 
 
-@triton.jit
-def _part_size(tiles, batch, workers, min_tiles, MOST: tl.constexpr, STEPS: tl.constexpr):
-    # How many tiles the parts of all sequences have.
-    every, longest = tl.sum(tiles, 0), tl.max(tiles, 0)
-    share, least = tl.cdiv(every, workers), tl.cdiv(3 * every, 5 * workers)
-    if 4 * longest * batch <= 5 * every:  # nearly equal: as many parts for each as there are workers
-        size = tl.cdiv(longest, tl.maximum(workers // batch, 1))
-    else:
-        # The smallest size with which all are done in one turn, if it is little over a worker's share: by a quarter and
-        # 8 tiles, which is about what another turn costs. Else three fifths of a share, in several turns.
-        sizes = share + (tl.arange(0, STEPS) + 1) * (share // 4 + 8) // STEPS
-        inverse = 1.0 / sizes.to(tl.float32)
-        counts = (tiles[:, None].to(tl.float32) + (sizes.to(tl.float32) - 0.5)[None, :]) * inverse[None, :]
-        size = tl.min(tl.where(tl.sum(counts.to(tl.int32), 0) <= workers, sizes, 1 << 30), 0)
-        size = tl.where(size == 1 << 30, least, size)
-    return tl.maximum(tl.maximum(size, least), tl.maximum(min_tiles, tl.cdiv(longest, MOST)))
-
-
-@triton.jit
-def _longest_first(tiles, STEPS: tl.constexpr):
-    # The rank of each, by 16ths of the largest.
-    top = tl.max(tiles, 0)
-    level = ((top - tiles).to(tl.float32) * (STEPS / (top + 1).to(tl.float32))).to(tl.int32)
-    same = level[:, None] == tl.arange(0, STEPS)[None, :]
-    count = tl.where(same, 1, 0)
-    of_level = tl.sum(count, 0)
-    rank = tl.cumsum(count, 0) + (tl.cumsum(of_level, 0) - of_level)[None, :]
-    return tl.sum(tl.where(same, rank, 0), 1) - 1
-
-
-@triton.jit(do_not_specialize=["batch", "table_stride", "min_tiles", "window_left"])
-def _decode_dealt_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
-    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
-    group, D, scale, v_scale, window_left, softcap, batch, min_tiles,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
-    SAME: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, MOST: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    follow(OVERLAP)
-    # One program a (key head, worker). All sequences are cut into parts of one size, and what is left of each, at most
-    # a part, is one more. They are dealt out from the largest on, there and back; a worker begins with its smallest,
-    # which often is a whole sequence, and ends with what others may have to wait for.
-    kv_head, worker, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    seqs = tl.arange(0, BLOCK_B)
-    tiles = _tiles_of(len_ptr, seqs, batch, window_left, WINDOW, BLOCK_N)
-    size = _part_size(tiles, batch, workers, min_tiles, MOST, STEPS)
-    more = tl.maximum(tl.cdiv(tiles, size) - 1, 0)
-    begins = tl.cumsum(more, 0) - more
-    full = tl.sum(more, 0)
-    rank = seqs
-    if full + batch > workers:
-        rank = _longest_first(tiles - more * size, STEPS)  # 0 beyond the batch: none comes after it
-    turn = (full + batch - 1) // workers
-    if turn * workers + tl.where(turn % 2 == 0, worker, workers - 1 - worker) >= full + batch:
-        turn -= 1
-    while turn >= 0:
-        item = turn * workers + tl.where(turn % 2 == 0, worker, workers - 1 - worker)
-        whole = (begins <= item) & (item < begins + more)
-        ours = tl.where(item < full, whole, rank == item - full)
-        seq, begin = tl.sum(tl.where(ours, seqs, 0), 0).to(tl.int64), tl.sum(tl.where(ours, begins, 0), 0)
-        n_k = tl.load(len_ptr + seq)
-        low = 0
-        if WINDOW:
-            low = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
-        parts = tl.maximum(tl.cdiv(tl.cdiv(n_k - low, BLOCK_N), size), 1)
-        part = tl.where(item < full, item - begin, parts - 1)
-        low += part * size * BLOCK_N
-        first = kv_head.to(tl.int64) * (batch + 2 * workers) + begin + seq  # each before it has one part more
-        one_part(
-            q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, table_ptr, q_stride_b, q_stride_h,
-            k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
-            group, D, scale, v_scale, window_left, softcap, tl.num_programs(0), kv_head, seq, low,
-            tl.minimum(low + size * BLOCK_N, n_k), n_k, parts, first + part, first, 0, 1,
-            seq * tl.num_programs(0) + kv_head, PAGE, WINDOW, SOFTCAP, SPLIT, UPCAST, SAME, EVEN_D, BLOCK_G, BLOCK_M,
-            BLOCK_N, BLOCK_D, BLOCK_P, STAGES,
-        )  # fmt: skip
-        turn -= 1
-
-
 def supports_split(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -312,13 +228,9 @@ def decode_split(
     )
     splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], sms)
     workers = max(p["per_sm"] * sms // kv_heads, 1)
-    even = EACH if p["even"] == DEALT and batch > MOST_DEALT else p["even"]
     parts, counters = batch * splits if splits > 1 else 0, batch
-    if even == EVEN:
+    if p["even"] == EVEN:
         parts, counters = 2 * workers, workers
-    elif even == DEALT:
-        workers = min(workers, batch * max(cdiv(max_seqlen_k, p["min_split"]), 1))
-        parts = batch + 2 * workers
     part = lse = taken = None
     if parts:
         part = torch.empty((kv_heads * parts, group, d), dtype=torch.float32, device=q.device)
@@ -339,20 +251,14 @@ def decode_split(
         # What adds parts would take more registers than so many programs have, without need.
         "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
     }  # fmt: skip
-    if even == EACH:
+    if p["even"] == EACH:
         _decode_split_kernel[(kv_heads, splits, batch)](
             *arguments, splits, p["min_split"], **options, **overlap(q.device)
         )
         return out
     least = max(p["min_split"] // p["block_n"], 1)
-    if even == EVEN:
-        block_b = 32 if batch <= 32 else max(next_power_of_2(batch), 256)
-        _decode_even_kernel[(kv_heads, workers)](
-            *arguments, batch, least, BLOCK_B=block_b, **options, **overlap(q.device)
-        )
-    else:
-        _decode_dealt_kernel[(kv_heads, workers)](
-            *arguments, batch, least, BLOCK_B=max(next_power_of_2(batch), 32), MOST=MAX_SPLITS, STEPS=STEPS,
-            **options, **overlap(q.device),
-        )  # fmt: skip
+    block_b = 32 if batch <= 32 else max(next_power_of_2(batch), 256)
+    _decode_even_kernel[(kv_heads, workers)](
+        *arguments, batch, least, BLOCK_B=block_b, **options, **overlap(q.device)
+    )
     return out
