@@ -142,6 +142,10 @@ def _explained(row: Row) -> Iterable[Point]:
         dims = {k: _value(v) for k, v in (case.get("dims") or {}).items()}
         if "seq_lens" in dims:
             dims["seq_lens"] = [case["context"]] * case["batch"]  # as text it may have been cut off
+        if op in PRODUCTION and dims:
+            entry = _entry(op, dtype, dims, str(row.machine.gpu))
+            if entry is not None and entry.faster and explain_time.OURS + str(entry.provider) not in us:
+                return  # the table was another one: what it takes now was not timed
         name = f"explain, {case['label']} of {case['batch']}"
         theirs = best.removeprefix(explain_time.OURS)
         yield Point(op, dtype, shape(op, dims), name, row.metrics["ours_us"], offered[best], theirs)
@@ -178,6 +182,21 @@ def _by_table(
 ) -> list[float]:
     """Of {provider: [(its parameters, microseconds)]}, what the shipped table of the chip runs at such a call: its
     parameters where they were timed, else all of its provider; production's usual choice where it has nothing."""
+    entry = _entry(op, dtype, dims, chip)
+    faster = entry if entry is not None and entry.faster else None
+    of = times.get(str(faster.provider) if faster is not None else PRODUCTION[op][0], ())
+    chosen = [] if faster is None else list(map(str, faster.params.values()))
+    # Rows of other days have more or fewer of the parameters: those that both have must agree.
+    exact = [
+        us
+        for label, us in of
+        if label and all(a == b for a, b in zip(label.split("/"), chosen, strict=False))
+    ]
+    return exact or [us for _, us in of]
+
+
+def _entry(op: str, dtype: str, dims: Mapping[str, Any], chip: str) -> tuned.Entry | None:
+    """What the shipped table of the chip has for such a call."""
     if op == "linear":
         tokens = dims["tokens"]
         sizes = {
@@ -189,17 +208,7 @@ def _by_table(
         sizes = {"window": 0, **dims, "batch": len(dims["seq_lens"]), "context": max(dims["seq_lens"])}
     sizes["dtype"] = getattr(torch, dtype)
     key = registry.get(op).op.key
-    entry = _table(op, chip).find(tuple(sizes[k] for k in key.shape), tuple(sizes[k] for k in key.sizes))
-    faster = entry if entry is not None and entry.faster else None
-    of = times.get(str(faster.provider) if faster is not None else PRODUCTION[op][0], ())
-    chosen = [] if faster is None else list(map(str, faster.params.values()))
-    # Rows of other days have more or fewer of the parameters: those that both have must agree.
-    exact = [
-        us
-        for label, us in of
-        if label and all(a == b for a, b in zip(label.split("/"), chosen, strict=False))
-    ]
-    return exact or [us for _, us in of]
+    return _table(op, chip).find(tuple(sizes[k] for k in key.shape), tuple(sizes[k] for k in key.sizes))
 
 
 @cache
