@@ -35,6 +35,9 @@ from fastkernels.overrides.l2.sparse_moe import Experts
 
 BATCHES = {1: 4, 8: 2, 32: 1, 128: 1}  # sequences of a decode step: how many steps of it are kept
 CONTEXT = 64  # tokens before a decode step's
+AHEAD = (
+    8  # steps that the prompts of a batch take, at most: who is first has generated as many tokens as steps
+)
 SETS = 2  # of ids and weights of each size that the judge replays: the first and the last, so of other layers and texts
 
 
@@ -105,11 +108,15 @@ def run(llm: LLM, texts: dict[str, list[str]], prompts: int, length: int) -> lis
                 at = (i // len(kinds) + 1) * (len(tokens) - CONTEXT) // (batch // len(kinds) + 2)
                 starts.append(tokens[at : at + CONTEXT])
             params = [
-                SamplingParams(max_tokens=2 + count, temperature=1.0, seed=i, ignore_eos=True)
+                SamplingParams(max_tokens=AHEAD + count, temperature=1.0, seed=i, ignore_eos=True)
                 for i in range(batch)
             ]
             llm.generate(starts, params)
             decode = [s for s in steps.taken() if len(s[0]["ids"]) == batch][-count:]
+            if len(decode) < count:
+                raise RuntimeError(
+                    f"{len(decode)} of {count} steps had {batch} sequences decode: the prompts took over {AHEAD} steps"
+                )
             for number, step in enumerate(decode):
                 kept += [
                     {**c, "text": "all", "prompt": None, "phase": "decode", "step": number} for c in step

@@ -15,6 +15,8 @@ QUANTIZED = {
 @pytest.fixture
 def four_bits():
     """vLLM's CPU kernel for four bits, in PyTorch where the wheel's build for this CPU has none (no AVX-512)."""
+    from vllm import _custom_ops  # noqa: F401 - loads the build: an op defined here before it would end the process
+
     if hasattr(torch.ops._C, "cpu_gemm_wna16"):
         yield
         return
