@@ -281,9 +281,36 @@ def test_a_call_timed_by_explain_counts_with_its_own_batch() -> None:
         "us": {"vllm": 9.0, "ours/fa3": 8.0, "ours/tuned": 7.0, "ours/triton-split": 6.0},
     }  # fmt: skip
     made = row("explain", "call", {"op": "attention_decode"}, {"ours_us": 7.0}, case=case)
+    made.machine = Machine(gpu="A chip without a table", gpus=1)
     (point,) = pays_points.points({"rows": [made]})
     assert (point.production, point.production_us, point.ours_us) == ("fa3", 8.0, 7.0)
     assert point.shape.load == {"sequences": 200.0, "context": 512.0}
+
+
+def test_a_call_that_explain_timed_with_another_kernel_than_the_tables_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip = "Chip of test_tables, explained"
+    shape = {**pays_points.HEADS, "window": 0, "dtype": "bfloat16"}
+    entry = tuned.Entry(
+        "attention_decode", shape, {"batch": 8, "context": 2048}, "cuda-split", "fa3", "r", {"warps": 8}, 1.2,
+        (1.1, 1.3),
+    )  # fmt: skip
+    (tmp_path / f"{tuned.slug(chip)}.json").write_text(tuned.Table(chip, {"r": {}}, (entry,)).to_json())
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
+
+    def explained(*ours: str) -> list[pays_points.Point]:
+        case = {
+            "timer": "cuda-graph", "label": "attn", "dtype": "bfloat16", "batch": 8, "context": 1024,
+            "dims": {**pays_points.HEADS, "seq_lens": str([1024] * 8)},
+            "us": {"ours/fa3": 8.0, **{f"ours/{name}": 6.0 for name in ours}},
+        }  # fmt: skip
+        made = row("explain", "call", {"op": "attention_decode"}, {"ours_us": 6.0}, case=case)
+        made.machine = Machine(gpu=chip, gpus=1)
+        return pays_points.points({"rows": [made]})
+
+    assert explained("triton-split") == []
+    assert [p.ours_us for p in explained("triton-split", "cuda-split")] == [6.0]
 
 
 def test_what_a_patched_server_realized_stands_beside_what_was_promised() -> None:
