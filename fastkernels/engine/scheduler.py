@@ -3,10 +3,10 @@
 A step has a budget of tokens. Running requests that decode come first, then running ones with prompt left to compute,
 then waiting ones; a prompt longer than what is left of the budget is computed in chunks. Where several prompts are left
 and all would fit into a few steps, steps are cut short: prompts that are computed one after the other end sooner, on
-average, than together. Requests go by their key,
-arrival plus priority times AGING: a lower priority number goes first, but everybody is ahead of whoever arrives late
-enough, so that nobody starves. When blocks run out the last of the running is preempted: it loses its blocks, keeps
-its generated tokens and its key, and computes them again when it is admitted again (or finds them in the prefix cache).
+average, than together. Requests go by their key, arrival plus priority times AGING: a lower priority number goes
+first, but everybody is ahead of whoever arrives late enough, so that nobody starves. When blocks run out the last of
+the running is preempted: it loses its blocks, keeps its generated tokens and its key, and computes them again when it
+is admitted again (or finds them in the prefix cache).
 
 With two steps in flight a request may be scheduled while its last token is being sampled: `num_inflight` counts that.
 """
