@@ -71,18 +71,25 @@ def compare(
             continue
         ratios += [_ratio(cell, other, m, fail_under) for m in metrics if m in cell.mean and m in other.mean]
     failed = [line for line in ratios if line["failed"]]
-    problems += [
-        f"{x['lane']} {x['at']} {x['metric']}: {x['ratio']:.3f} is below {fail_under:g}" for x in failed
-    ]
+    problems += [_problem(line, fail_under) for line in failed]
     return {
         "command": "diff", "ok": not failed and not gone and bool(ratios), "run_a": str(run_a), "run_b": str(run_b),
         "fail_under": fail_under, "ratios": ratios, "problems": problems,
     }  # fmt: skip
 
 
+def _problem(line: dict[str, Any], fail_under: float) -> str:
+    where = f"{line['lane']} {line['at']} {line['metric']}"
+    if line["ratio"] is None:
+        return f"{where}: {line['a']:g} and {line['b']:g} have no ratio"
+    return f"{where}: {line['ratio']:.3f} is below {fail_under:g}"
+
+
 def _ratio(a: Cell, b: Cell, metric: str, fail_under: float) -> dict[str, Any]:
     top, bottom = (b, a) if metric in HIGHER_IS_BETTER else (a, b)
     ratio, interval = stats.bootstrap_ratio(top.values(metric), bottom.values(metric))
+    if a.mean[metric] == b.mean[metric] == 0:  # of tokens that all came at once there is no time between
+        ratio, interval = 1.0, None
     finite = math.isfinite(ratio)
     if interval is None or not finite:
         verdict = "one round" if finite else "no ratio"

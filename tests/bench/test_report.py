@@ -182,6 +182,24 @@ def test_diff_gate(tmp_path: Path) -> None:
     assert better["ok"] and {x["verdict"] for x in better["ratios"] if x["lane"] == "vllm+fk"} == {"better"}
 
 
+def test_diff_of_times_that_are_zero(tmp_path: Path) -> None:
+    """Where all tokens of a request are read at once there is no time between them."""
+    a, b = make_run(tmp_path / "a", lanes=("vllm",)), make_run(tmp_path / "b", lanes=("vllm",))
+    for run, lanes in ((a, ("c=1", "c=8")), (b, ("c=1",))):
+        rows, _ = rows_file.read(run / "rows.jsonl")
+        for r in rows:
+            if r.kind == "round" and f"c={r.case['value']:g}" in lanes:
+                r.metrics["tpot_ms_p50"] = 0.0
+        (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    assert compare(a, a, fail_under=0.98)["ok"]
+    result = compare(b, a, fail_under=0.98)
+    lines = {x["at"]: x for x in result["ratios"] if x["metric"] == "tpot_ms_p50"}
+    assert lines["c=1"]["ratio"] == 1.0 and not lines["c=1"]["failed"]
+    assert lines["c=8"]["ratio"] is None and lines["c=8"]["failed"]
+    (problem,) = result["problems"]
+    assert problem.startswith("vllm c=8 tpot_ms_p50: ") and problem.endswith("and 0 have no ratio")
+
+
 def test_diff_command(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", {"vllm": 0.95}, lanes=("vllm",))
     done = fk_bench("diff", a, b, "--fail-under", "0.98")
