@@ -4,6 +4,7 @@
                                   makes random checkpoints of Llama-3.1-8B's shapes, bf16 and FP8, with that tokenizer
     make bench-h200 MODEL=folder [FP8_MODEL=folder] ...   takes these; MODEL_NAME is what the tables call it
     TEXT_MODEL=folder     quality, too: a small model with real weights, such as SmolLM2-135M-Instruct
+    VLLM_ENGINE='{"name": value}', SGLANG_ENGINE: more arguments of the engines that are asked for quality
     GPUS=0,1,2,3          the GPUs to use (all that are visible); a part has one or two for itself alone
     ONLY=part,'servers*'  these parts, and what they need; OUT=folder of a run before leaves out what ended well there
     LIMIT=seconds         that a part may take (its own limit: twice what it takes, and two minutes)
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,8 +57,8 @@ QUICK_CASES = (  # of every op at least one
     "cascade_32", "deepseek_32", "mixtral_32", "prefill_8k",
 )  # fmt: skip
 LENGTHS = ("--input-len", "512", "--output-len", "128")
-FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=24")
-PREFILLS = ("--load", "c=1,in=600,out=8,prompts=40", "--load", "c=8,in=512,out=8,prompts=96", *FIRST_TOKENS)
+FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")
+PREFILLS = ("--load", "c=1,in=600,out=8,prompts=40", "--load", "c=8,in=512,out=8,prompts=240", *FIRST_TOKENS)
 AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agreement-prompts", "0")
 WORKS = {"a": "plain,fp8,gptq,awq,fp8_kv", "b": "lora,spec,ngram,window,sleep", "two": "tp,pp"}
 
@@ -71,6 +72,7 @@ class Asked:
     fp8_model: str
     hosts: Mapping[str, str]
     text_model: str = ""
+    engines: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = ""
     made: bool = False
     quick: bool = False
@@ -81,8 +83,9 @@ class Asked:
         made = not env.get("MODEL")
         hosts = {h: env[h.upper()] for h in ("vllm", "sglang") if env.get(h.upper())}
         fp8 = env.get("FP8_MODEL") or (str(out / "model-fp8") if made and hosts else "")
+        engines = {h: env[f"{h.upper()}_ENGINE"] for h in hosts if env.get(f"{h.upper()}_ENGINE")}
         return cls(
-            out, env.get("MODEL") or str(out / "model"), fp8, hosts, env.get("TEXT_MODEL", ""),
+            out, env.get("MODEL") or str(out / "model"), fp8, hosts, env.get("TEXT_MODEL", ""), engines,
             env.get("TOKENIZER", ""), made, env.get("QUICK", "0") not in ("", "0"),
         )  # fmt: skip
 
@@ -112,12 +115,12 @@ def parts(asked: Asked) -> list[Part]:
 def _models(a: Asked) -> list[Part]:
     tokenizer = ("--tokenizer", a.tokenizer) if a.tokenizer else ()
     made = [Part("model", (scenario("make_checkpoint", a.model, *tokenizer),), 60)] if a.made else []
+    fp8 = ("--quantize", "fp8")
     if a.makes_fp8:
-        made.append(
-            Part(
-                "model-fp8", (scenario("make_checkpoint", a.fp8_model, *tokenizer, "--quantize", "fp8"),), 60
-            )
-        )
+        made.append(Part("model-fp8", (scenario("make_checkpoint", a.fp8_model, *tokenizer, *fp8),), 60))
+    if a.text_model and a.hosts:
+        text = scenario("make_checkpoint", a.file("text-fp8"), "--model", a.text_model, *fp8)
+        made.append(Part("text-fp8", (text,), 30, gpus=0))
     return made
 
 
@@ -140,20 +143,8 @@ def _kernels(a: Asked) -> list[Part]:
     runs = [a.file("judge-once"), a.file("judge-again")]
     twice = (*(fk("kernels", *few, "--out", run) for run in runs), fk("diff", *runs))
     # 576 tokens: what a sequence of the servers below has on average
-    models = [
-        fk(
-            "explain",
-            m,
-            "--batch",
-            "1,8,32,256",
-            "--context",
-            "576",
-            "--compilers",
-            "--out",
-            a.file("explain"),
-        )
-        for m in ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")
-    ]
+    sizes = ("--batch", "1,8,32,256", "--context", "576", "--compilers", "--out", a.file("explain"))
+    models = [fk("explain", m, *sizes) for m in ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")]
     truth = scenario("judge_check", "--out", a.file("judge-truth"))
     return [
         *made, Part("agreement", twice, 100), Part("judge-truth", (truth,), 60), Part("explain", tuple(models), 220),
@@ -165,26 +156,23 @@ def _scenarios(a: Asked) -> list[Part]:
         return Part(part, (scenario(name, "--out", a.file(f"{rows}.jsonl"), *more),), seconds, after=after)
 
     tokens = ("--tokens", "1,8,16,32,64")
+    longest = (  # what a server's graphs are for unless it is told otherwise
+        "--model", "llama-8b", "--batch", "1,8,32,64,128,256", "--context", "512,2048,8192,32768", "--capacity",
+        "131072", "--seconds", "170",
+    )  # fmt: skip
     made = [
         one("linear", 130, "skinny_linear", "skinny-linear", "--model", "llama-8b", *tokens),
         one("linear-tp2", 130, "skinny_linear", "skinny-linear-tp2", "--model", "llama-8b-tp2", *tokens),
         one("fp8", 310, "linear_fp8", "linear-fp8", "--scales", "row,block", "--tokens", "1,8,32,64,128"),
         one("attention", 130, "decode_attention", "decode-attention"),
-        one(
-            "attention-capacity", 130, "decode_attention", "decode-attention-capacity", "--capacity", "131072",
-            "--batch", "1,8,32", "--context", "512,2048,8192,32768", "--seconds", "200",
-        ),
-        one(
-            "attention-block1", 70, "decode_attention", "decode-attention-block1", "--block-size", "1", "--batch",
-            "1,8,32", "--context", "512,2048",
-        ),
+        one("attention-capacity", 240, "decode_attention", "decode-attention-capacity", *longest),
+        one("attention-block1", 240, "decode_attention", "decode-attention-block1", *longest, "--block-size", "1"),
         one("step", 60, "decode_step", "decode-step", "--rows", a.file("skinny-linear.jsonl"), after=("linear",)),
         one("engine", 80, "engine_step", "engine-step", "--batch", "1,8,32", "--model-len", "2048"),
         one("moe-tiles", 140, "moe_tiles", "moe-tiles", "--table", a.file("moe-tiles-table.json")),
+        one("engine-trace", 140, "engine_trace", "engine-trace"),
         Part("launches", (scenario("launch_cost"),), 40),
     ]  # fmt: skip
-    if (ROOT / "bench/scenarios/engine_trace.py").is_file():
-        made.append(one("engine-trace", 140, "engine_trace", "engine-trace"))
     return made
 
 
@@ -256,12 +244,17 @@ def _hosts(a: Asked) -> list[Part]:
             Part(f"host-step-{host}", ((*stock, *step), (*patched, *step)), 240, after=("model",)),
             Part(f"kv-blocks-{host}", tuple((*e, *fk("e2e", *start, *cache)) for e in (stock, patched)), 150),
         ]
-        if a.text_model:
-            quality = scenario(
-                "quality", "--host", host, "--model", a.text_model, "--every-kernel", "--seconds", "400", "--out",
-                a.file("quality.jsonl"), *half, python=python,
-            )  # fmt: skip
-            made.append(Part(f"quality-{host}", (quality,), 200 if a.quick else 330))
+        asked = ("--every-kernel", "--seconds", "400", "--out", a.file("quality.jsonl"), *half)
+        if host in a.engines:
+            asked = (*asked, "--engine", a.engines[host])
+        texts = {"quality": (a.text_model,), "quality-fp8": (a.file("text-fp8"), "--way", "start")}
+        for name, (text, *way) in texts.items() if a.text_model else ():
+            quality = scenario("quality", "--host", host, "--model", text, *way, *asked, python=python)
+            made.append(
+                Part(
+                    f"{name}-{host}", (quality,), 200 if a.quick else 330, after=("text-fp8",) if way else ()
+                )
+            )
         for letter, features in WORKS.items():
             name = f"works-{host}-{letter}"
             works = scenario(
@@ -309,10 +302,8 @@ def show_plan(todo: Sequence[Part], gpus: Sequence[str], after: Sequence[Command
 
 
 def main() -> int:
-    env, os.environ["PYTHONPATH"] = (
-        os.environ,
-        os.pathsep.join(filter(None, [*FOLDERS, os.environ.get("PYTHONPATH")])),
-    )
+    env = os.environ
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*FOLDERS, env.get("PYTHONPATH")]))
     os.chdir(ROOT)
     asked, plan = Asked.read(env), env.get("RUN") == "echo"
     try:

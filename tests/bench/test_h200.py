@@ -24,7 +24,10 @@ sys.path.insert(0, str(ROOT / "bench"))
 import h200  # noqa: E402
 
 RANDOM = "Llama-3.1-8B shapes, random weights"
-NOT_SET = ("MODEL", "FP8_MODEL", "ONLY", "GPUS", "LIMIT", "QUICK", "CUDA_VISIBLE_DEVICES", "TABLES")
+NOT_SET = (
+    "MODEL", "FP8_MODEL", "ONLY", "GPUS", "LIMIT", "QUICK", "CUDA_VISIBLE_DEVICES", "TABLES", "VLLM_ENGINE",
+    "SGLANG_ENGINE",
+)  # fmt: skip
 SERVERS = {
     "servers-vllm": "vllm,vllm+fk,fastkernels",
     "servers-sglang": "sglang,sglang+fk,fastkernels",
@@ -108,7 +111,7 @@ def test_every_load_of_servers_has_its_part(tmp_path: Path) -> None:
         held = 2048 if len(longest) < 2 else sum(longest) + 64
         assert int(after(line, "--kv-tokens")[0]) >= max(concurrency) * held
     assert after(lines["servers-vllm"], "--load") == [
-        "c=1,in=600,out=8,prompts=40", "c=8,in=512,out=8,prompts=96", "c=4,in=1920,out=8,prompts=24",
+        "c=1,in=600,out=8,prompts=40", "c=8,in=512,out=8,prompts=240", "c=4,in=1920,out=8,prompts=48",
     ]  # fmt: skip
     assert after(lines["servers-tp2"], "--tensor-parallel") == ["2"]
     (write,) = found["prompts"]
@@ -134,6 +137,21 @@ def test_parts_of_two_gpus_have_two_and_what_they_need_first(tmp_path: Path) -> 
     assert lines[-1].startswith("about ") and " on 4 GPUs (" in lines[-1]
     one = planned(tmp_path, GPUS="0").stdout
     assert "== servers-tp2: left out, it needs 2 GPUs" in one and "--tensor-parallel" not in one
+
+
+def test_quality_is_asked_of_the_text_model_and_of_its_fp8_weights(tmp_path: Path) -> None:
+    more = '{"attention_backend": "triton"}'
+    found = commands(planned(tmp_path, SGLANG_ENGINE=more))
+    (write,) = found["text-fp8"]
+    assert after(write, "--model") == ["s"] and after(write, "--quantize") == ["fp8"]
+    for host, engine in (("vllm", []), ("sglang", [more])):
+        (own,), (fp8,) = found[f"quality-{host}"], found[f"quality-fp8-{host}"]
+        assert after(own, "--model") == ["s"] and after(own, "--way") == []
+        assert after(fp8, "--model") == [write[2]] and after(fp8, "--way") == ["start"]
+        assert after(own, "--engine") == after(fp8, "--engine") == engine
+    assert not [
+        name for name in commands(planned(tmp_path, TEXT_MODEL="")) if name.startswith(("quality", "text"))
+    ]
 
 
 def test_the_judge_gets_every_op_once_and_quick_some_case_of_each() -> None:
