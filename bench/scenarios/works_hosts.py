@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,37 @@ def adapter(folder: Path, model: Path) -> Path:
     from support.variants import make_lora
 
     return folder / "lora" if (folder / "lora").exists() else make_lora(folder / "lora", model)
+
+
+# Kernels that a host compiles where it needs them, if they are in no cache: what is called to have them there before.
+KERNELS = {
+    "vllm": {
+        "flashinfer.jit.comm": "gen_trtllm_comm_module().build(verbose=False)",  # all-reduce with norms
+    },
+    "sglang": {
+        "sglang.jit_kernel.awq_dequantize": "_jit_awq_dequantize_module(torch.float16)",
+        "sglang.jit_kernel.awq_marlin_repack": "_jit_awq_marlin_repack_module()",
+        "sglang.jit_kernel.gptq_marlin_repack": "_jit_gptq_marlin_repack_module()",
+        "sglang.jit_kernel.gptq_marlin": "_jit_gptq_marlin_module(torch.float16)",
+    },
+}
+
+
+def prebuild(host: str) -> int:
+    """Compile KERNELS of a host, each in a process of its own, on all cores; how many could not be compiled."""
+    begun, running, failed = time.monotonic(), {}, 0
+    environment = {"NVCC_APPEND_FLAGS": "--split-compile=0", **os.environ}
+    for module, call in KERNELS[host].items():
+        code = f"import torch, {module} as module; module.{call}"
+        running[module] = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    while running:
+        time.sleep(0.2)
+        for module in [m for m, process in running.items() if process.poll() is not None]:
+            status = running.pop(module).returncode
+            failed += status != 0
+            said = f"not compiled, exit status {status}" if status else "compiled"
+            print(f"{module}: {said}, {time.monotonic() - begun:.0f} s", flush=True)
+    return failed
 
 
 # Small, so that several engines have room on one GPU.
@@ -126,7 +160,9 @@ class SGLang:
         self.reload()  # SGLang keeps no copy of the weights, unless it is told to
 
     def reload(self) -> None:
-        self.engine.update_weights_from_disk(self.model)
+        done, message, *_ = self.engine.update_weights_from_disk(self.model)
+        if not done:
+            raise RuntimeError(f"SGLang could not load its weights again: {message}")
 
     def close(self) -> None:
         self.engine.shutdown()

@@ -2,9 +2,10 @@
 
     python bench/scenarios/works_with.py --host vllm --out rows.jsonl [--features fp8,fp8_kv,sleep,spec] [--jobs 4]
 
-A cell is a process with a time limit: one that crashes or hangs is a row, and the next begins. Models are small random
-checkpoints of a GPU's shapes, engines have their defaults: compiled code, CUDA graphs. Two ways: `live`, an engine
-that is measured, patched, measured and undone; `start`, one that is patched before construction.
+A cell is a process with a time limit: one that crashes or hangs is a row, which says what was being done, and the next
+begins. Some hosts compile kernels of their own in a cell; `--prebuild` does that and no more, beside other work before.
+Models are small random checkpoints of a GPU's shapes, engines have their defaults: compiled code, CUDA graphs. Two
+ways: `live`, an engine measured, patched, measured and undone; `start`, one patched before construction.
 
 Measured are log-probabilities of fixed texts (teacher-forced), and by how much the engine's own greedy tokens miss
 the best ones when it is given them as a prompt: so decode steps, drafts included, are held to prefills. Both must be
@@ -27,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from works_hosts import SGLang, Vllm, adapter, checkpoint
+from works_hosts import SGLang, Vllm, adapter, checkpoint, prebuild
 
 NOISE = 0.15  # nats, mean over all tokens
 OPS = [
@@ -42,12 +43,14 @@ OPS = [
 ]
 QUANTIZED = "quant_method is "
 
-# feature: (checkpoint, options of vLLM, options of SGLang). MODEL and LORA stand for paths.
-FEATURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+# feature: (checkpoint, options of vLLM, options of SGLang). MODEL and LORA stand for paths; None: not of this host.
+FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = {
     "plain": ("llama", {}, {}),
     "fp8": ("llama", {"quantization": "fp8"}, {"quantization": "fp8"}),
-    "gptq": ("gptq", {"dtype": "float16"}, {"dtype": "float16"}),
-    "awq": ("awq", {"dtype": "float16"}, {"dtype": "float16"}),
+    "gptq": ("gptq", {"dtype": "float16"}, {"dtype": "float16", "quantization": "gptq"}),
+    "awq": ("awq", {"dtype": "float16"}, {"dtype": "float16", "quantization": "awq"}),
+    "gptq_marlin": ("gptq", None, {"dtype": "float16"}),  # SGLang's own choice, which it compiles
+    "awq_marlin": ("awq", None, {"dtype": "float16"}),
     "fp8_kv": ("llama", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
     "lora": (
         "llama",
@@ -72,17 +75,28 @@ FEATURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "window": ("mistral", {}, {"disable_hybrid_swa_memory": True}),
     "sleep": ("llama", {"enable_sleep_mode": True}, {"enable_memory_saver": True}),
     "tp": ("llama", {"tensor_parallel_size": 2}, {"tp_size": 2}),
+    "tp_norms": (  # with our norms, which vLLM's own choice adds to the all-reduce before them
+        "llama",
+        {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}},
+        None,
+    ),
     "pp": ("llama", {"pipeline_parallel_size": 2}, {"pp_size": 2}),
 }  # fmt: skip
 # (feature, host): {op: part of its row's reason}; 'live': part of the PatchError of a live patch
 EXPECTED: dict[tuple[str, str], dict[str, str]] = {
     **{(f, h): {"linear": QUANTIZED} for f in ("fp8", "gptq", "awq") for h in ("vllm", "sglang")},
+    **{(f, "sglang"): {"linear": QUANTIZED} for f in ("gptq_marlin", "awq_marlin")},
     **{("fp8_kv", h): {"attention": "a KV cache of "} for h in ("vllm", "sglang")},
     ("spec", "vllm"): {"live": "the compiled code of a draft model"},
     ("spec", "sglang"): {"live": "speculative decoding"},
     ("ngram", "sglang"): {"live": "speculative decoding"},
     ("tp", "sglang"): {"embedding": "the host looks its shards up with its own fused kernel"},
+    ("tp", "vllm"): {"rms_norm": "vLLM adds it to the all-reduce before it"},
 }
+# (feature, host): seconds that a cell may take at least, because the host compiles kernels of its own there.
+LONGER = {("tp", "vllm"): 420, ("gptq_marlin", "sglang"): 560, ("awq_marlin", "sglang"): 560}
+# What vLLM compiles in a cell: nothing for sampling, and one all-reduce only.
+ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
 
 
 def made(args: argparse.Namespace, feature: str) -> tuple[Path, str | None]:
@@ -101,6 +115,7 @@ class Cell:
         self.args, self.problems = args, list[str]()
         self.metrics: dict[str, float] = {}
         self.lines: list[str] = []
+        self.at("its engine starts")
         self.reference = args.work / f"{args.host}-{args.child}.json"
         _, *options = FEATURES[args.child]
         model, lora = made(args, args.child)
@@ -112,6 +127,10 @@ class Cell:
         self.expected = EXPECTED.get((args.child, args.host), {})
         rng = random.Random(0)
         self.prompts = [[rng.randrange(4, 512) for _ in range(100 + 7 * i)] for i in range(6)]
+
+    def at(self, stage: str) -> None:
+        """Say what is done next: of a cell that ends here, the row names it."""
+        print(f"\nAT {stage}", flush=True)
 
     def miss(self) -> tuple[float, list[list[int]]]:
         """How far the log-probabilities of the engine's own greedy tokens are below the best, and prompts with them."""
@@ -147,14 +166,16 @@ class Cell:
         import fastkernels
         from fastkernels.patch import PatchError
 
+        self.at("the host runs without a patch")
         own, texts = self.miss()
-        if self.args.child == "sleep":  # the host itself, first
-            self.host.sleep()
-            self.host.wake()
         wanted = [value for text in self.host.forced(texts) for value, _ in text]
         self.metrics["stock_greedy_miss"] = own
+        if self.args.child == "sleep":
+            self.at("the host sleeps and wakes without a patch")
+            self.slept("stock_awake", texts, wanted, own)
         self.reference.write_text(json.dumps({"texts": texts, "wanted": wanted, "own": own}))
         refusal = self.expected.get("live")
+        self.at("the host is patched live")
         try:
             report = fastkernels.patch(self.host.engine, ops=OPS)
         except PatchError as error:
@@ -169,31 +190,43 @@ class Cell:
         self.rows(report.refresh().rows)
         print(report, flush=True)
         if self.args.child == "sleep":
-            self.slept(report, texts, wanted, own)
+            self.at("the patched host sleeps and wakes, with an undo that must be refused")
+            self.slept("awake", texts, wanted, own, report)
+            self.at("the patched host reloads its weights")
+            self.host.reload()
+            self.same("reloaded", texts, wanted, own)
+        self.at("the patch is undone")
         report.undo()
         self.same("undone", texts, wanted, own)
 
-    def slept(self, report: Any, texts: list[list[int]], wanted: list[float], own: float) -> None:
+    def slept(
+        self, name: str, texts: list[list[int]], wanted: list[float], own: float, report: Any = None
+    ) -> None:
+        """Sleep and wake, and judge what the engine is then; with a report, try to undo it in between."""
         from fastkernels.patch import PatchError
 
         self.host.sleep()
-        try:
-            report.undo()
-            self.problems.append("an undo while the engine sleeps was not refused")
-        except PatchError as error:
-            self.lines.append(f"refused: {error}")
+        if report is not None:
+            try:
+                report.undo()
+                self.problems.append("an undo while the engine sleeps was not refused")
+            except PatchError as error:
+                self.lines.append(f"refused: {error}")
         self.host.wake()
-        self.same("awake", texts, wanted, own)
-        self.host.reload()
-        self.same("reloaded", texts, wanted, own)
+        self.same(name, texts, wanted, own)
 
     def start(self) -> None:
         from fk_integrations import reports
 
         from fastkernels.patch import Row
 
+        self.at("the host runs, patched at its start")
         saved = json.loads(self.reference.read_text())
-        self.same("patched", saved["texts"], saved["wanted"], saved["own"])
+        known = (saved["texts"], saved["wanted"], saved["own"])
+        self.same("patched", *known)
+        if self.args.child == "sleep":
+            self.at("the host, patched at its start, sleeps and wakes")
+            self.slept("awake", *known)
         replies = reports.read(os.environ["FASTKERNELS_REPORT"], self.args.host)
         self.rows([Row(**row) for reply in replies for row in reply["rows"]])
 
@@ -210,7 +243,7 @@ def child(args: argparse.Namespace) -> None:
         last = str(error).strip().splitlines() or [""]
         result = {
             "problems": [f"{type(error).__name__}: {last[-1]}"],
-            "metrics": {},
+            "metrics": {} if cell is None else cell.metrics,
             "lines": [],
             "crash": True,
         }
@@ -222,10 +255,7 @@ def child(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str, Any]]:
     """(status, result) of one cell in a session of its own; its output goes to a log beside the checkpoints."""
     log = args.work / f"{args.host}-{feature}-{way}.log"
-    environment = {
-        **os.environ,
-        "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
-    }
+    environment = {**ENVIRONMENT, **os.environ}
     for name in [n for n in environment if n.startswith("FASTKERNELS") and n != "FASTKERNELS_CACHE"]:
         del environment[name]
     if way == "start":
@@ -244,19 +274,29 @@ def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(timeout=args.timeout)
+            process.wait(timeout=max(args.timeout, LONGER.get((feature, args.host), 0)))
             status = "crash"
         except subprocess.TimeoutExpired:
             status = "timeout"
         finally:
             _end(process)
-    text = log.read_text(errors="replace")
-    found = [line for line in text.splitlines() if line.startswith("CELL ")]
+    return outcome(status, log)
+
+
+def outcome(status: str, log: Path) -> tuple[str, dict[str, Any]]:
+    """(status, result) of a cell that is over, from what it printed. `status`: how it ended if it said nothing."""
+    text = log.read_text(errors="replace").splitlines()
+    stage = next((f" while {line[3:]}" for line in reversed(text) if line.startswith("AT ")), "")
+    found = [line for line in text if line.startswith("CELL ")]
     if not found:
-        tail = [line for line in text.splitlines() if "Error" in line][-1:] or text.splitlines()[-1:]
-        return status, {"problems": [f"{status}: {' '.join(tail)[:400]} ({log})"], "metrics": {}, "lines": []}
+        tail = [line for line in text if "Error" in line][-1:] or text[-1:]
+        problem = f"{status}{stage}: {' '.join(tail)[:400]} ({log})"
+        return status, {"problems": [problem], "metrics": {}, "lines": []}
     result = json.loads(found[-1][5:])
-    return "crash" if result.pop("crash", False) else "wrong" if result["problems"] else "ok", result
+    if result.pop("crash", False):
+        result["problems"] = [f"{problem}{stage}" for problem in result["problems"]]
+        return "crash", result
+    return "wrong" if result["problems"] else "ok", result
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -276,11 +316,15 @@ def cells(args: argparse.Namespace, feature: str) -> int:
     from fk_bench import machine
     from fk_bench.rows import Row, Status, Subject, append
 
-    wrong = 0
+    wrong, skip = 0, None
+    if FEATURES[feature][1 + (args.host == "sglang")] is None:
+        skip = f"no feature of {args.host}"
+    elif feature in ("tp", "tp_norms", "pp") and torch.cuda.device_count() < 2:
+        skip = "it needs two GPUs"
     for way in args.ways.split(","):
         begun = time.monotonic()
-        if feature in ("tp", "pp") and torch.cuda.device_count() < 2:
-            status, result = "skipped", {"problems": ["it needs two GPUs"], "metrics": {}, "lines": []}
+        if skip:
+            status, result = "skipped", {"problems": [skip], "metrics": {}, "lines": []}
         else:
             status, result = run(args, feature, way)
         wrong += status not in ("ok", "skipped")
@@ -303,18 +347,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--host", choices=("vllm", "sglang"), required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("works-with.jsonl"))
     parser.add_argument(
         "--features", default=",".join(FEATURES), help=f"of {', '.join(FEATURES)}; default: all"
     )
     parser.add_argument("--ways", default="live,start")
     parser.add_argument("--jobs", type=int, default=1, help="features at once, on the same GPUs")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds a cell may take")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="seconds a cell may take; LONGER has some more"
+    )
+    parser.add_argument(
+        "--prebuild", action="store_true", help="compile what the host compiles in cells, no more"
+    )
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fastkernels-works-with")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    if args.prebuild:
+        raise SystemExit(prebuild(args.host))
     if args.child:
         child(args)
         return

@@ -116,7 +116,8 @@ class SglangHost:
             if not any(r.get("busy") for r in replies) or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        failed = any(r.get("error") and not r.get("busy") for r in replies)
+        # A step only where something was changed and taken back: an engine whose memory is released dies of one.
+        failed = any(r.get("error") and not r.get("refused") for r in replies)
         if failed and request.action in ("patch", "undo") and any(r.get("graphs") for r in replies):
             _check_one_step(target, replies)
         return replies

@@ -26,7 +26,11 @@ log = logging.getLogger("fastkernels")
 _patched: list[Patched] = []  # at most one: a scheduler process has one target model
 
 
-class Busy(PatchError):
+class Refused(PatchError):
+    """Nothing was changed, and nothing was run: the engine is what it was before the request."""
+
+
+class Busy(Refused):
     """The engine is not idle; the caller may ask again."""
 
 
@@ -105,7 +109,11 @@ def answer(scheduler: Any, request: str) -> None:
             raise PatchError(f"unknown action {raw['action']!r}; known: {', '.join(_ACTIONS)}")
         extra = _ACTIONS[raw["action"]](scheduler, Request.from_json(request)) or {}
     except PatchError as error:
-        extra = {"error": str(error), "busy": isinstance(error, Busy)}
+        extra = {
+            "error": str(error),
+            "busy": isinstance(error, Busy),
+            "refused": isinstance(error, Refused),
+        }
     except Exception as error:
         log.exception("fastkernels: %s failed", raw["action"])
         extra = {"error": f"{type(error).__name__}: {error}"}
@@ -140,7 +148,7 @@ def _runner(scheduler: Any) -> Any:
 
 def _patch(scheduler: Any, request: Request) -> None:
     if _patched:
-        raise PatchError("this engine is patched already: undo that patch first (report.undo())")
+        raise Refused("this engine is patched already: undo that patch first (report.undo())")
     runner = _runner(scheduler)
     _refuse(scheduler, runner)
     error: str | None = None
@@ -176,23 +184,23 @@ def _take_back() -> None:
 
 
 def _refuse(scheduler: Any, runner: Any) -> None:
-    """Raise if this engine cannot be changed now, or not while it lives."""
+    """Raise Refused if this engine cannot be changed now, or not while it lives."""
     if not scheduler.is_fully_idle():
         raise Busy("the engine has unfinished requests: let them finish (or abort them), then patch or undo")
     released = sorted(scheduler.weight_updater.offload_tags)
     if released:
-        raise PatchError(
+        raise Refused(
             f"memory of the engine is released ({', '.join(released)}): resume_memory_occupation(), then patch or undo"
         )
     captured = _captured(runner)
     if captured and getattr(scheduler, "draft_worker", None) is not None:
-        raise PatchError(
+        raise Refused(
             "speculative decoding: the CUDA graphs of the draft model cannot be captured again in a live engine;"
             " start it with FASTKERNELS=1, or with --disable-cuda-graph"
         )
     prefill = captured.get("prefill_cuda_graph_runner")
     if str(getattr(prefill, "prefill_backend_name", "")) == "tc_piecewise":
-        raise PatchError(
+        raise Refused(
             "prefill graphs of 'tc_piecewise' are compiled code that cannot be made again in a live engine"
         )
 
