@@ -44,7 +44,7 @@ class SglangAdapter(Adapter):
         on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
         return "--enable-deterministic-inference" if on else None
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | str | None:
         from . import sglang_attention
 
         if op.name == "attention_decode":

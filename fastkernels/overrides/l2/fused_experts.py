@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +19,11 @@ from fastkernels.overrides.l2._fused_experts_sglang import (
     sglang_fused_experts_0_5_16,
     sglang_fused_experts_0_5_17,
 )
-from fastkernels.overrides.l2._fused_experts_vllm import MoEActivation, vllm_fused_experts
+from fastkernels.overrides.l2._fused_experts_vllm import (
+    MoEActivation,
+    VllmFusedMoEKernel,
+    vllm_fused_experts,
+)
 from fastkernels.overrides.l2._grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
 from fastkernels.overrides.l2._moe_cases import (
     SHAPE,
@@ -41,6 +47,7 @@ from fastkernels.spec import Case, OpSpec, Target
 __all__ = [
     "SPEC",
     "MoEActivation",
+    "VllmFusedMoEKernel",
     "fused_experts",
     "reference",
     "sglang_fused_experts",
@@ -264,7 +271,19 @@ def _case(
 
 _VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
 _SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
+_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
 _NOTE = "the hosts reach it through objects that bind it when they are built: for forks and for our engine"
+
+
+def build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    """SPEC.build: the kernel object of a host's layer. It keeps nothing of the arguments."""
+    defaults: tuple[Any, ...] = (None, False)
+    x, w1, w2, weights, ids, expert_map, on_input = (*args, *defaults[len(args) - 5 :])
+    kernel = cls(None, SimpleNamespace(quant_config=None))
+    return lambda: kernel.apply(
+        x, w1, w2, ids, weights, expert_map=expert_map, apply_router_weight_on_input=on_input
+    )
+
 
 SPEC = OpSpec(
     name="fused_experts",
@@ -292,7 +311,10 @@ SPEC = OpSpec(
     extremes=extremes(3),
     activations=(0,),
     calls=("moe_align", "silu_and_mul"),
+    by_table=fused_experts,
+    build=build,
     targets=(
+        Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),

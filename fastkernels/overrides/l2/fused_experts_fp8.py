@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,7 +34,11 @@ from fastkernels.overrides.l2._fused_experts_sglang import (
     sglang_fused_experts_0_5_16,
     sglang_fused_experts_0_5_17,
 )
-from fastkernels.overrides.l2._fused_experts_vllm import MoEActivation, vllm_fused_experts
+from fastkernels.overrides.l2._fused_experts_vllm import (
+    MoEActivation,
+    VllmFusedMoEKernel,
+    vllm_fused_experts,
+)
 from fastkernels.overrides.l2._grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
 from fastkernels.overrides.l2._moe_cases import (
     MIXTRAL,
@@ -59,6 +65,7 @@ from fastkernels.spec import Case, OpSpec, Target, Tolerance
 __all__ = [
     "SPEC",
     "MoEActivation",
+    "VllmFusedMoEKernel",
     "fused_experts_fp8",
     "reference",
     "sglang_fused_experts",
@@ -290,7 +297,25 @@ def _odd(
 
 _VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
 _SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
+_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
 _NOTE = "the hosts reach it through objects that bind it when they are built: for forks"
+
+
+def build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    """SPEC.build: the kernel object of a host's layer, which has the scales in its quant_config."""
+    defaults: tuple[Any, ...] = (None, None, False, None, False, None, False)
+    x, w1, w2, w1_scale, w2_scale, weights, ids, *rest = (*args, *defaults[len(args) - 7 :])
+    a1_scale, a2_scale, per_token, block_shape, ue8m0, expert_map, on_input = rest
+    config = SimpleNamespace(
+        use_fp8_w8a8=True, w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale,
+        per_act_token_quant=per_token, block_shape=block_shape,
+    )  # fmt: skip
+    kernel = cls(None, SimpleNamespace(quant_config=config))
+    kernel.scale_ue8m0 = ue8m0
+    return lambda: kernel.apply(
+        x, w1, w2, ids, weights, expert_map=expert_map, apply_router_weight_on_input=on_input
+    )
+
 
 SPEC = OpSpec(
     name="fused_experts_fp8",
@@ -328,7 +353,10 @@ SPEC = OpSpec(
     extremes=extremes(5),
     activations=(0,),
     calls=("moe_align", "quantize_fp8", "silu_and_mul", "silu_mul_quant_fp8"),
+    by_table=fused_experts_fp8,
+    build=build,
     targets=(
+        Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),
