@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fastkernels.overrides.l1._linear_fp8_scales import holder_of
 from fastkernels.spec import OpSpec, Target
 
@@ -97,11 +95,6 @@ class Adapter:
         by_table: only for the decodes of which a tuned table says that ours is faster; all else stays the host's.
         """
         return f"{self.host} has no attention seam"
-
-
-def in_float8(module: Any) -> bool:
-    """Whether a layer of experts has its weights in float8 e4m3."""
-    return getattr(getattr(module, "w13_weight", None), "dtype", None) == torch.float8_e4m3fn
 
 
 def _replace(holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal) -> str | None:

@@ -18,7 +18,8 @@ from fastkernels.overrides.l1._linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request, Row
 from fastkernels.spec import OpSpec, Target
 
-from .adapter import Adapter, Journal, in_float8, live_class
+from .adapter import Adapter, Journal, live_class
+from .experts import in_float8
 
 if TYPE_CHECKING:
     from fastkernels.dispatch import Op

@@ -15,7 +15,8 @@ from fastkernels.overrides.l2._fused_experts_scales import check, kind_of
 from fastkernels.overrides.l2._fused_experts_vllm import call_of, refuse_activation, refuse_quant
 
 from . import compat
-from .adapter import Journal, in_float8
+from .adapter import Journal
+from .experts import in_float8, method_of, path_of, unusual
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
@@ -29,7 +30,7 @@ NOT_FASTER = "a number of tokens where no table says that ours is faster"
 
 def experts(module: Any) -> Any:
     """What runs a RoutedExperts layer's experts: its method's kernel, or the method where that has none; else None."""
-    method = vars(module).get("quant_method") or module._modules.get("quant_method")
+    method = method_of(module)
     if not hasattr(method, "moe_kernel"):
         return None
     return getattr(method.moe_kernel, "impl", None) or method
@@ -74,12 +75,12 @@ def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_tabl
 def unsupported(module: Any) -> str | None:
     """Why a layer's experts stay the host's, or None."""
     kernel = experts(module)
-    if _path(kernel) != KERNEL:
-        return f"its experts are run by {_path(kernel)}, which takes no choice of a router"
-    if _path(kernel.prepare_finalize) != ALONE:
+    if path_of(kernel) != KERNEL:
+        return f"its experts are run by {path_of(kernel)}, which takes no choice of a router"
+    if path_of(kernel.prepare_finalize) != ALONE:
         return f"its tokens are exchanged by {type(kernel.prepare_finalize).__name__}"
-    if _path(kernel.fused_experts) not in PLAIN:
-        return f"its experts are {_path(kernel.fused_experts)}, whose weights are in an order of its own"
+    if path_of(kernel.fused_experts) not in PLAIN:
+        return f"its experts are {path_of(kernel.fused_experts)}, whose weights are in an order of its own"
     if module.moe_config.is_lora_enabled:
         return "adapters (LoRA) of experts are not supported"
     if module.apply_router_weight_on_input:
@@ -95,18 +96,7 @@ def unsupported(module: Any) -> str | None:
             )  # fmt: skip
     except ValueError as error:
         return str(error)
-    return _unusual(module, fp8)
-
-
-def _unusual(module: Any, fp8: bool) -> str | None:
-    w1, w2, dtype = module.w13_weight, module.w2_weight, module.moe_config.in_dtype
-    if w1.dim() != 3 or w2.dim() != 3 or w1.shape != (w2.shape[0], 2 * w2.shape[2], w2.shape[1]):
-        return f"weights are {tuple(w1.shape)} and {tuple(w2.shape)}, not [E, 2 I, H] and [E, H, I]"
-    if in_float8(module) != fp8 or (not fp8 and w1.dtype != dtype):
-        return f"weights are {w1.dtype} for {dtype} and {'float8' if fp8 else 'no'} quantization"
-    if w1.stride(-1) != 1 or w2.stride(-1) != 1:
-        return f"weights have strides {w1.stride()} and {w2.stride()}"
-    return None
+    return unusual(module, module.moe_config.in_dtype, fp8)
 
 
 @cache
@@ -139,10 +129,6 @@ def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
         "__qualname__": host_class.__qualname__, "fastkernels": ours,
     }  # fmt: skip
     return type(host_class.__name__, (host_class,), body)
-
-
-def _path(thing: Any) -> str:
-    return f"{type(thing).__module__}:{type(thing).__qualname__}"
 
 
 def _powers_of_two(kernel: Any) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,8 +11,10 @@ import torch.nn.functional as F
 
 from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
+from fastkernels.overrides.l2._fused_experts_build import build
 from fastkernels.overrides.l2._fused_experts_calls import for_any_ids, fused_experts_vllm, supports_vllm
 from fastkernels.overrides.l2._fused_experts_sglang import (
+    SGLangMoeRunner,
     sglang_fused_experts,
     sglang_fused_experts_0_5_16,
     sglang_fused_experts_0_5_17,
@@ -47,6 +47,7 @@ from fastkernels.spec import Case, OpSpec, Target
 __all__ = [
     "SPEC",
     "MoEActivation",
+    "SGLangMoeRunner",
     "VllmFusedMoEKernel",
     "fused_experts",
     "reference",
@@ -272,18 +273,8 @@ def _case(
 _VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
 _SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
 _KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
+_RUNNER = "sglang.srt.layers.moe.moe_runner.runner:MoeRunner"
 _NOTE = "the hosts reach it through objects that bind it when they are built: for forks and for our engine"
-
-
-def build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    """SPEC.build: the kernel object of a host's layer. It keeps nothing of the arguments."""
-    defaults: tuple[Any, ...] = (None, False)
-    x, w1, w2, weights, ids, expert_map, on_input = (*args, *defaults[len(args) - 5 :])
-    kernel = cls(None, SimpleNamespace(quant_config=None))
-    return lambda: kernel.apply(
-        x, w1, w2, ids, weights, expert_map=expert_map, apply_router_weight_on_input=on_input
-    )
-
 
 SPEC = OpSpec(
     name="fused_experts",
@@ -315,6 +306,7 @@ SPEC = OpSpec(
     build=build,
     targets=(
         Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
+        Target("sglang", _RUNNER, "SGLangMoeRunner", "experts", default=False),
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),

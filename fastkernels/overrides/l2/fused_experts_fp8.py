@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
 from fastkernels.overrides.l1.silu_mul_quant_fp8 import silu_mul_quant_fp8
 from fastkernels.overrides.l2 import _fused_experts_calls as calls
+from fastkernels.overrides.l2._fused_experts_build import build_fp8
 from fastkernels.overrides.l2._fused_experts_scales import (
     FOUND,
     GIVEN,
@@ -30,6 +29,7 @@ from fastkernels.overrides.l2._fused_experts_scales import (
     scales,
 )
 from fastkernels.overrides.l2._fused_experts_sglang import (
+    SGLangMoeRunner,
     sglang_fused_experts,
     sglang_fused_experts_0_5_16,
     sglang_fused_experts_0_5_17,
@@ -65,6 +65,7 @@ from fastkernels.spec import Case, OpSpec, Target, Tolerance
 __all__ = [
     "SPEC",
     "MoEActivation",
+    "SGLangMoeRunner",
     "VllmFusedMoEKernel",
     "fused_experts_fp8",
     "reference",
@@ -298,24 +299,8 @@ def _odd(
 _VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
 _SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
 _KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
+_RUNNER = "sglang.srt.layers.moe.moe_runner.runner:MoeRunner"
 _NOTE = "the hosts reach it through objects that bind it when they are built: for forks"
-
-
-def build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    """SPEC.build: the kernel object of a host's layer, which has the scales in its quant_config."""
-    defaults: tuple[Any, ...] = (None, None, False, None, False, None, False)
-    x, w1, w2, w1_scale, w2_scale, weights, ids, *rest = (*args, *defaults[len(args) - 7 :])
-    a1_scale, a2_scale, per_token, block_shape, ue8m0, expert_map, on_input = rest
-    config = SimpleNamespace(
-        use_fp8_w8a8=True, w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale,
-        per_act_token_quant=per_token, block_shape=block_shape,
-    )  # fmt: skip
-    kernel = cls(None, SimpleNamespace(quant_config=config))
-    kernel.scale_ue8m0 = ue8m0
-    return lambda: kernel.apply(
-        x, w1, w2, ids, weights, expert_map=expert_map, apply_router_weight_on_input=on_input
-    )
-
 
 SPEC = OpSpec(
     name="fused_experts_fp8",
@@ -354,9 +339,10 @@ SPEC = OpSpec(
     activations=(0,),
     calls=("moe_align", "quantize_fp8", "silu_and_mul", "silu_mul_quant_fp8"),
     by_table=fused_experts_fp8,
-    build=build,
+    build=build_fp8,
     targets=(
         Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
+        Target("sglang", _RUNNER, "SGLangMoeRunner", "experts", default=False),
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),

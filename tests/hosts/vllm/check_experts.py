@@ -5,16 +5,22 @@ the weights as a checkpoint has them, as its Triton kernels on a GPU do, and com
 and kernel object are the host's own.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import first_logprobs, generate, make_llm
 from fk_integrations import vllm_experts
+from fk_integrations.apply import apply
+from fk_integrations.experts import path_of
+from fk_integrations.vllm import VllmAdapter
 from support.tiny import make_tiny
 
 import fastkernels
 from fastkernels import tuned
+from fastkernels.overrides.l2 import fused_experts_fp8
 from fastkernels.overrides.l2.fused_experts import fused_experts
-from fastkernels.patch import PatchError
+from fastkernels.patch import PatchError, Request
 from fastkernels.tuned import Entry, Table
 
 OP = ["fused_experts"]
@@ -45,7 +51,7 @@ def llm(model):
         patch.setattr(base, "process_weights_after_loading", lambda self, layer: None)
         patch.setattr(base, "apply", plain_apply)
         found = make_llm(model)
-        (path,) = {vllm_experts._path(vllm_experts.experts(m).fused_experts) for m in layers(found)}
+        (path,) = {path_of(vllm_experts.experts(m).fused_experts) for m in layers(found)}
         patch.setattr(vllm_experts, "PLAIN", {*vllm_experts.PLAIN, path})
         yield found
 
@@ -192,6 +198,60 @@ def test_what_it_cannot_run_is_left_with_the_reason(llm, name):
     finally:
         for back in undo:
             back()
+
+
+@pytest.mark.parametrize("block", [None, [128, 128]], ids=str)
+@pytest.mark.parametrize("powers_of_two", [False, True])
+def test_float8_in_vllms_own_kernel(monkeypatch, block, powers_of_two):
+    """A layer's attributes around vLLM's own kernel, exchange, experts' class and configuration of scales."""
+    from vllm.model_executor.layers.fused_moe import activation, modular_kernel
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+    from vllm.utils import deep_gemm
+
+    def randn(*size, seed):
+        return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+    monkeypatch.setattr(deep_gemm, "is_deep_gemm_e8m0_used", lambda: powers_of_two)
+    x, logits = randn(9, 128, seed=0), randn(9, 4, seed=1)
+    weights, ids = logits.softmax(-1).topk(2)
+    w1, w2 = (randn(4, n, 128, seed=n).to(torch.float8_e4m3fn) for n in (256, 128))
+    shapes = [(4, 2, 1), (4, 1, 1)] if block else [(4, 1, 1), (4, 1, 1)]
+    scales = [randn(*s, seed=2).abs() / 10 + 0.01 for s in shapes]
+    given = (
+        [None, None] if block else [torch.tensor(0.02), torch.tensor(0.03)]
+    )  # no dimensions, as vLLM's are
+    quant = fp8_w8a8_moe_quant_config(*scales, *given, block_shape=block)
+    inside = object.__new__(TritonExperts)
+    inside.quant_config = quant
+    kernel = object.__new__(modular_kernel.FusedMoEKernelModularImpl)
+    kernel.prepare_finalize, kernel.fused_experts = no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular(), inside
+    layer = torch.nn.Module()
+    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(w, requires_grad=False) for w in (w1, w2))
+    layer.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(impl=kernel))
+    layer.moe_config = SimpleNamespace(is_lora_enabled=False, in_dtype=torch.float32)
+    layer.activation, layer.apply_router_weight_on_input = activation.MoEActivation.SILU, False
+    layer.expert_map, layer.top_k = None, 2
+    patched = apply(VllmAdapter(), torch.nn.ModuleList([layer]), Request("patch", ops=("fused_experts_fp8",)))
+    found = kernel.apply(x, w1, w2, ids, weights, layer.activation, 4)
+    want = fused_experts_fp8.reference(
+        x, w1, w2, *scales, weights, ids, *given, False, block, powers_of_two and block is not None
+    )
+    torch.testing.assert_close(found, want)
+    assert patched.report()[0]["calls"] == 1
+    kind = (128, 128) if block else (0, 0)
+    assert vllm_experts.shape(fused_experts_fp8.fused_experts_fp8, layer) == (
+        4,
+        4,
+        2,
+        128,
+        128,
+        *kind,
+        torch.float32,
+    )
+    patched.undo()
+    assert type(kernel) is modular_kernel.FusedMoEKernelModularImpl
 
 
 def test_packed_weights_are_left_to_the_cpus_own_kernel(llm, monkeypatch):
