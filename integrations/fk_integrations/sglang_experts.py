@@ -72,7 +72,11 @@ def unsupported(module: Any) -> str | None:
         refuse_config(config)
     except ValueError as error:
         return str(error)
-    if getattr(method_of(module), "w13_swiglu_interleaved", False):
+    method = method_of(module)
+    way = getattr(getattr(method, "_forward_method", None), "__name__", "forward_cuda")
+    if way != "forward_cuda":
+        return f"its method runs {way}, which calls no runner"
+    if getattr(method, "w13_swiglu_interleaved", False):
         return "rows of gates and up are interleaved"
     return unusual(module, config.params_dtype, in_float8(module))
 

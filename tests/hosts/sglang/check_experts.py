@@ -45,6 +45,7 @@ class Layer(nn.Module):
         self.w13_weight = nn.Parameter(randn(E, 2 * INNER, H) / 10, requires_grad=False)
         self.w2_weight = nn.Parameter(randn(E, H, INNER, seed=1) / 10, requires_grad=False)
         self.quant_method = UnquantizedFusedMoEMethod()
+        self.quant_method._forward_method = self.quant_method.forward_cuda  # as a GPU's platform chooses
         self.quant_method.moe_runner_config = self.moe_runner_config
         self.quant_method.runner = MoeRunner(MoeRunnerBackend.TRITON, self.moe_runner_config)
 
@@ -55,7 +56,7 @@ class Layer(nn.Module):
     def forward(self, x, weights, ids, **more):
         topk = StandardTopKOutput(weights, ids, None)
         dispatched = StandardDispatchOutput(x, None, topk, **more)
-        return self.quant_method.forward_cuda(self, dispatched)
+        return self.quant_method.apply(self, dispatched)
 
 
 def arguments():
@@ -148,6 +149,11 @@ def test_float8(block):
         ({}, lambda m: setattr(m.quant_method, "w13_swiglu_interleaved", True), "interleaved"),
         ({}, lambda m: setattr(m.runner, "run", print), "replaced by somebody else"),
         ({}, lambda m: setattr(m.w2_weight, "data", m.w2_weight.data[..., :5]), "not .E, 2 I, H."),
+        (
+            {},
+            lambda m: setattr(m.quant_method, "_forward_method", m.quant_method.forward_cpu),
+            "runs forward_cpu, which calls no runner",
+        ),
         ({}, lambda m: m.bfloat16(), "weights are torch.bfloat16 for torch.float32"),
     ],
 )  # fmt: skip
