@@ -12,6 +12,7 @@ SEAMS = {
     "quant_method": "a linear-like module: its `quant_method` is replaced, the host keeps bias, gather and reduce",
     "kernel": "a quantized linear layer: the kernel object that its method or scheme holds as `fp8_linear` is replaced",
     "scheme": "a quantized linear layer: the scheme that it holds, which computes it, is replaced",
+    "experts": "a mixture of experts: the object that runs its experts, on the host's own weights and routing",
     "attention": "the attention backend's implementation, on the host's own KV layout",
     "module": "a plain module of several parts: `__class__` of the live instance is swapped",
     "function": "a function of the host",

@@ -147,7 +147,7 @@ def _patched(engine: Any, host: str, generate: Callable[[Requests], int], option
 
 def _is_put_in(spec: Any, host: str) -> bool:
     """Ops that a live engine can have at the level of single calls: layers of several parts would hide those."""
-    return any(t.seam in ("leaf", "quant_method", "attention") for t in spec.targets_for(host))
+    return any(t.seam in ("leaf", "quant_method", "experts", "attention") for t in spec.targets_for(host))
 
 
 def main() -> None:

@@ -31,7 +31,9 @@ from fastkernels.patch import Request, find_host
 
 PROMPTS, LENGTH, OUTPUT = 8, 64, 24
 PRODUCTION = ("linear",)  # cuBLAS runs it: counted, with no kernel of ours to see in a trace
-OURS = ("rms_norm", "silu_and_mul", "rotary_emb", "embedding", "attention", "linear", "kvcache")
+OURS = (
+    "rms_norm", "silu_and_mul", "rotary_emb", "embedding", "attention", "linear", "kvcache", "grouped_gemm",
+)  # fmt: skip
 
 
 class Vllm:

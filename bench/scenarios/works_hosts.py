@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from make_checkpoint import quantize_model
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -17,7 +19,9 @@ SHAPES = {
 
 
 def checkpoint(folder: Path, kind: str) -> Path:
-    """A random model of SHAPES, made once; 'gptq' and 'awq' are the Llama in four bits."""
+    """A random model of SHAPES, made once; 'gptq' and 'awq' are the Llama in four bits, 'mixtral_fp8' is the Mixtral in
+    FP8 with scales of blocks.
+    """
     sys.path.insert(0, str(ROOT / "tests"))  # the tests' checkpoints
     from safetensors.torch import load_file, save_file
     from support.tiny import make_tiny
@@ -28,8 +32,15 @@ def checkpoint(folder: Path, kind: str) -> Path:
         return path
     if kind in ("gptq", "awq"):
         return make_quantized(path, checkpoint(folder, "llama"), kind)
-    window = {"sliding_window": 64} if kind in ("mistral", "gemma2") else {}
-    make_tiny(path, kind, **SHAPES, **window)
+    if kind == "mixtral_fp8":
+        quantize_model(checkpoint(folder, "mixtral"), path, "fp8-block")
+        return path
+    more = {
+        "mistral": {"sliding_window": 64},
+        "gemma2": {"sliding_window": 64},
+        "mixtral": {"num_local_experts": 8},
+    }
+    make_tiny(path, kind, **SHAPES, **more.get(kind, {}))
     tensors = load_file(path / "model.safetensors")
     scaled = {
         name: t * 0.35 if t.dim() > 1 else t for name, t in tensors.items()

@@ -40,7 +40,10 @@ OPS = [
     "embedding",
     "linear",
     "attention",
+    "fused_experts",
+    "fused_experts_fp8",
 ]
+EXPERTS = {"moe": ["fused_experts"], "moe_fp8": ["fused_experts_fp8"]}  # which of them a feature runs
 QUANTIZED = "quant_method is "
 
 # feature: (checkpoint, options of vLLM, options of SGLang). MODEL and LORA stand for paths; None: not of this host.
@@ -74,6 +77,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
     ),
     "window": ("mistral", {}, {"disable_hybrid_swa_memory": True}),
     "sleep": ("llama", {"enable_sleep_mode": True}, {"enable_memory_saver": True}),
+    "moe": ("mixtral", {}, {}),
+    "moe_fp8": ("mixtral_fp8", {}, {}),
     "tp": ("llama", {"tensor_parallel_size": 2}, {"tp_size": 2}),
     "tp_norms": (  # with our norms, which vLLM's own choice adds to the all-reduce before them
         "llama",
@@ -84,7 +89,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
 }  # fmt: skip
 # (feature, host): {op: part of its row's reason}; 'live': part of the PatchError of a live patch
 EXPECTED: dict[tuple[str, str], dict[str, str]] = {
-    **{(f, h): {"linear": QUANTIZED} for f in ("fp8", "gptq", "awq") for h in ("vllm", "sglang")},
+    **{(f, h): {"linear": QUANTIZED} for f in ("fp8", "gptq", "awq", "moe_fp8") for h in ("vllm", "sglang")},
     **{(f, "sglang"): {"linear": QUANTIZED} for f in ("gptq_marlin", "awq_marlin")},
     **{("fp8_kv", h): {"attention": "a KV cache of "} for h in ("vllm", "sglang")},
     ("spec", "vllm"): {"live": "the compiled code of a draft model"},
@@ -153,7 +158,8 @@ class Cell:
         """Note and judge what the report says."""
         active = {r.op for r in rows if r.state == "active" and r.calls > 0}
         norm = "gemma_rms_norm" if any("Gemma" in r.host_class and r.modules for r in rows) else "rms_norm"
-        for op in (norm, "rotary_emb", "embedding", "linear", "attention"):
+        experts = EXPERTS.get(self.args.child, [])
+        for op in (norm, "rotary_emb", "embedding", "linear", "attention", *experts):
             reasons = "; ".join(dict.fromkeys(r.reason for r in rows if r.op == op and r.reason))
             if op in self.expected and self.expected[op] not in reasons:
                 self.problems.append(f"{op} should say {self.expected[op]!r}, says {reasons!r}")

@@ -1,6 +1,6 @@
 """apply(model, request): put our modules into a loaded model, in the process that runs it. The same for every host.
 
-An adapter (one a host) says what is special about the host: see Adapter. Everything that is changed is
+An adapter (one a host) says what is special about the host: see adapter.py. Everything that is changed is
 written into a journal, so that undo, or a failure half way, puts all of it back.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,87 +18,15 @@ from fastkernels.overrides.l1._linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request, Row
 from fastkernels.spec import OpSpec, Target
 
-from . import compat
+from .adapter import Adapter, Journal, live_class
+from .experts import in_float8
 
 if TYPE_CHECKING:
     from fastkernels.dispatch import Op
 
 log = logging.getLogger("fastkernels")
-LIVE_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "attention")
+LIVE_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "attention")
 LEFT = "left to the host"
-
-
-class Journal:
-    """Undo steps, run in reverse order."""
-
-    def __init__(self) -> None:
-        self.steps: list[Callable[[], None]] = []
-
-    def add(self, step: Callable[[], None]) -> None:
-        self.steps.append(step)
-
-    def undo(self) -> None:
-        while self.steps:
-            self.steps.pop()()
-
-
-class Adapter:
-    """What a host's integration says about its modules. Subclassed by each host; the defaults suit plain modules.
-
-    host     its name in Target.host
-    version  of the host that runs in this process
-    whole    whether this process has all layers of the model; False in a stage of a pipeline
-    """
-
-    host = ""
-    version = ""
-    whole = True
-
-    def targets(self, spec: OpSpec, model: Any) -> list[Target]:
-        """The op's targets for this host's version (model: None before there is one)."""
-        return spec.targets_for(self.host, self.version)
-
-    def unknown(self, target: Target, host_class: Any) -> str | None:
-        """None if the source of this host class is one that we know, else the line that says why the op is off."""
-        return compat.unknown(self.host, self.version, target.path, host_class)
-
-    def batch_invariant(self) -> str | None:
-        """The host's switch that makes results independent of the batch, if it is on."""
-        return None
-
-    def repin(self, module: Any, journal: Journal) -> None:
-        """After a swap of __class__: renew the method of the old class that the instance may have cached."""
-        if "_forward_method" in vars(module):
-            old = vars(module)["_forward_method"]
-            module._forward_method = module.forward
-            journal.add(lambda: setattr(module, "_forward_method", old))
-
-    def swap_quant_method(self, module: Any, ours: type, journal: Journal) -> str | None:
-        """Give a linear-like module a method object of our class, with the state of its own; None, or why not."""
-        return _replace(module, "quant_method", ours, ("apply",), journal)
-
-    def swap_scheme(self, module: Any, ours: type, journal: Journal) -> str | None:
-        """Give a quantized linear layer a scheme of our class, with the state of its own; None, or why not."""
-        return _replace(module, "scheme", ours, ("apply_weights",), journal)
-
-    def swap_kernel(self, module: Any, ours: type, journal: Journal) -> str | None:
-        """Give a quantized linear layer a kernel object of our class, with the state of its own; None, or why not."""
-        return _replace(holder_of(module), "fp8_linear", ours, ("apply_scaled_mm", "apply_weights"), journal)
-
-    def shape(self, op: Op, module: Any) -> tuple[Any, ...] | None:
-        """The values of op.key.shape of a module's calls of that op, as `tuned.not_faster` takes them."""
-        return op.key.module(module) if op.key is not None and op.key.module is not None else None
-
-    def fused(self, model: Any, op: str, module: Any) -> str | None:
-        """Why the host's own code of this module is faster, which the host fuses with what is around it; or None."""
-        return None
-
-    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
-        """Put our implementation behind an attention module; None, or the reason why not.
-
-        by_table: only for the decodes of which a tuned table says that ours is faster; all else stays the host's.
-        """
-        return f"{self.host} has no attention seam"
 
 
 @dataclass
@@ -223,7 +151,10 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if host_class is None:
         row.reason = f"{target.path} is not in {adapter.host} {adapter.version}"
         return row
-    modules, device = _instances(adapter, patched.model, host_class, target.seam), _device(patched.model)
+    modules, device = (
+        _instances(adapter, patched.model, spec, host_class, target.seam),
+        _device(patched.model),
+    )
     if modules and not named and (untuned := tuned.untuned(tuned_op.name, device)):
         row.reason = f"{LEFT}: {untuned}"
         log.warning("%s: %s", spec.name, untuned)
@@ -246,7 +177,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
             row.modules += 1
         else:
             # What nobody asked for is not missed: a backend that our attention does not go into, for one.
-            left = slower or (not named and target.seam == "attention")
+            left = slower or (not named and target.seam in ("attention", "experts"))
             reason = f"{LEFT}: {reason.replace('; ', ', ')}" if left else f"unsupported: {reason}"
             reasons[reason] = reasons.get(reason, 0) + 1
     row.state = "active" if row.modules else "off"
@@ -264,7 +195,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
 
 def _not_faster(adapter: Adapter, op: Op, module: Any, device: str) -> str | None:
     assert op.key is not None
-    return tuned.not_faster(op.name, op.key, adapter.shape(op, module), device)
+    shape = adapter.shape(op, module)
+    return shape if isinstance(shape, str) else tuned.not_faster(op.name, op.key, shape, device)
 
 
 def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
@@ -274,13 +206,17 @@ def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
     return getattr(registry.op_module(spec.name), target.cls)
 
 
-def _instances(adapter: Adapter, model: Any, host_class: type, seam: str) -> list[Any]:
+def _instances(adapter: Adapter, model: Any, spec: OpSpec, host_class: type, seam: str) -> list[Any]:
     """The modules of exactly this class, each once. Somebody else's subclass or patch is not ours to touch.
 
     A target at the seam 'quant_method' or 'scheme' may name the class of that object instead of the module's, one at
     the seam 'attention' that of `impl`. It must be the module's own: a LoRA wrapper shows its base layer's. At the
-    seam 'kernel' it is the class of what the method or the scheme holds.
+    seam 'kernel' it is the class of what the method or the scheme holds. At the seam 'experts' they are all layers
+    of experts in the op's kind of numbers: what runs those is looked at in Adapter.swap_experts.
     """
+    if seam == "experts":
+        found = [m for m in model.modules() if adapter.experts(m) is not None]
+        return [m for m in found if in_float8(m) == spec.name.endswith("_fp8")]
     if seam == "kernel":
         holders = ((m, holder_of(m)) for m in model.modules())
         return [m for m, holder in holders if holder is not None and type(holder.fp8_linear) is host_class]
@@ -313,26 +249,13 @@ def _swap(
         return patched.adapter.swap_kernel(module, ours, patched.journal)
     if seam == "scheme":
         return patched.adapter.swap_scheme(module, ours, patched.journal)
+    if seam == "experts":
+        return patched.adapter.swap_experts(module, ours, patched.journal, by_table)
     if seam == "attention":
         return patched.adapter.swap_attention(module, ours, patched.journal, by_table)
     module.__class__ = live_class(host_class, ours)
     patched.journal.add(lambda: setattr(module, "__class__", host_class))
     patched.adapter.repin(module, patched.journal)
-    return None
-
-
-def _replace(holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal) -> str | None:
-    """Have what `holder` has by that name be of our class, with its own state; None, or why not.
-
-    methods: those of which an instance has none of its own, unless somebody has put one in.
-    """
-    old = getattr(holder, name)
-    if theirs := [m for m in methods if m in vars(old)]:
-        return f"its {name}.{theirs[0]} was replaced by somebody else"
-    new: Any = object.__new__(live_class(type(old), ours))
-    vars(new).update(vars(old))
-    setattr(holder, name, new)
-    journal.add(lambda: setattr(holder, name, old))
     return None
 
 
@@ -344,25 +267,6 @@ def _replaced(module: Any) -> str | None:
         if n.startswith("forward") and callable(v) and hasattr(type(module), n)
     ]
     return f"its {named[0]} was replaced by somebody else" if named else None
-
-
-_LIVE: dict[tuple[type, type], type] = {}
-
-
-def live_class(host_class: type, ours: type) -> type:
-    """A subclass of the host's class with our forward: constructor, loaders and isinstance checks stay the host's."""
-    key = (host_class, ours)
-    if key not in _LIVE:
-        names = getattr(ours, "live_methods", ("forward",))
-        methods = {m: getattr(ours, m) for m in {*names, *(["forward"] if hasattr(ours, "forward") else [])}}
-        body = {
-            **methods,
-            "__module__": host_class.__module__,
-            "__qualname__": host_class.__qualname__,
-            "fastkernels": ours,
-        }
-        _LIVE[key] = type(host_class.__name__, (host_class,), body)
-    return _LIVE[key]
 
 
 def _strict(patched: Patched) -> None:

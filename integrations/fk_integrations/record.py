@@ -29,9 +29,9 @@ from .hostclasses import LISTED
 
 METHODS = (
     "__init__", "forward", "forward_native", "apply", "embedding", "forward_extend", "forward_decode",
-    "apply_scaled_mm", "apply_weights",
+    "apply_scaled_mm", "apply_weights", "run",
 )  # fmt: skip
-CALLS = ("forward", "forward_native", "apply", "forward_extend", "apply_scaled_mm", "apply_weights")
+CALLS = ("forward", "forward_native", "apply", "forward_extend", "apply_scaled_mm", "apply_weights", "run")
 MAX_HOPS = 8  # re-exports to follow until a name's definition
 
 

@@ -48,12 +48,24 @@ class SglangAdapter(Adapter):
         on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
         return "--enable-deterministic-inference" if on else None
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
-        from . import sglang_attention
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | str | None:
+        from . import sglang_attention, sglang_experts
 
         if op.name == "attention_decode":
             return sglang_attention.attention_shape(self.model_runner, module)
+        if op.name in ("fused_experts", "fused_experts_fp8"):
+            return sglang_experts.unsupported(module) or sglang_experts.NOT_MEASURED
         return super().shape(op, module)
+
+    def experts(self, module: Any) -> Any:
+        from . import sglang_experts
+
+        return sglang_experts.experts(module)
+
+    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        from . import sglang_experts
+
+        return sglang_experts.swap_experts(module, ours, self.version, journal)
 
     def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
         from . import sglang_attention

@@ -53,12 +53,24 @@ class VllmAdapter(Adapter):
 
         return "VLLM_BATCH_INVARIANT" if getattr(envs, "VLLM_BATCH_INVARIANT", False) else None
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
-        from . import vllm_layers
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | str | None:
+        from . import vllm_experts, vllm_layers
 
         if op.name == "attention_decode":
             return vllm_layers.attention_shape(module)
+        if op.name in ("fused_experts", "fused_experts_fp8"):
+            return vllm_experts.shape(op, module)
         return super().shape(op, module)
+
+    def experts(self, module: Any) -> Any:
+        from . import vllm_experts
+
+        return vllm_experts.experts(module)
+
+    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        from . import vllm_experts
+
+        return vllm_experts.swap_experts(module, ours, self.version, journal, by_table)
 
     def swap_kernel(self, module: Any, ours: type, journal: Journal) -> str | None:
         from . import vllm_fusions

@@ -70,6 +70,42 @@ def test_the_fp8_checkpoint_is_the_plain_one_rounded(tmp_path: Path, monkeypatch
     assert config == plain_config and "quantization_config" not in plain_config
 
 
+SMALL_EXPERTS = {
+    "hidden_size": 192, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "where"),
+    [("mixtral-8x7b", {"num_local_experts": 3}, "block_sparse_moe.experts.2.w2"),
+     ("qwen3-30b-a3b", {"num_experts": 3, "moe_intermediate_size": 160, "num_experts_per_tok": 2},
+      "mlp.experts.2.down_proj")],
+)  # fmt: skip
+def test_a_mixture_of_experts_is_one_that_transformers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, int], where: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    small = {**make_checkpoint.EXPERTS[name], **SMALL_EXPERTS, **more}
+    monkeypatch.setattr(make_checkpoint, "EXPERTS", {**make_checkpoint.EXPERTS, name: small})
+    plain = made(tmp_path / "plain", monkeypatch, "--config", name)
+    model, said = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not said["missing_keys"] and not said["unexpected_keys"]
+    assert model(torch.arange(9)[None]).logits.isfinite().all()
+    blocks = made(tmp_path / "blocks", monkeypatch, "--config", name, "--quantize", "fp8-block")
+    weight = plain[key := f"model.layers.1.{where}.weight"].float()
+    values, scale = blocks[key], blocks[f"{key}_scale_inv"]
+    assert values.dtype == torch.float8_e4m3fn and scale.shape == (2, 2) and scale.dtype == torch.float32
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+    error = (values.float() * wide - weight).abs()
+    assert (error <= torch.maximum(weight.abs() / 16, wide / 1024) * 1.001).all() and error.max() > 0
+    gates = {n for n in plain if n.endswith(".gate.weight")}
+    assert len(gates) == 2 and all(torch.equal(blocks[n], plain[n]) for n in gates)
+    config = json.loads((tmp_path / "blocks/config.json").read_text())["quantization_config"]
+    assert {f"{gate}.weight" for gate in config["modules_to_not_convert"]} == {*gates, "lm_head.weight"}
+
+
 def test_a_model_of_ones_own_is_quantized_in_the_same_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

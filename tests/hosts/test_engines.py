@@ -18,7 +18,7 @@ SLOW = (
     "check_async", "check_gemma", "check_pipeline", "check_quant", "check_tensor_parallel", "check_works_more",
     "check_before", ("sglang", "check_by_table"), ("sglang", "check_server"), ("sglang", "check_works"),
 )  # fmt: skip
-IN_PROCESS = ("check_eager", "check_before", "check_works", "check_works_more")
+IN_PROCESS = ("check_eager", "check_experts", "check_before", "check_works", "check_works_more")
 CHECKS = [
     pytest.param(
         host,

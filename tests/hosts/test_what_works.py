@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "what-works.md"
 FEATURES = [
     "LoRA", "FP8 weights", "AWQ / GPTQ", "speculative decoding, several tokens a step", "fp8 KV cache",
-    "sliding window", "TP", "PP", "prefix cache", "sleep / reload",
+    "sliding window", "TP", "PP", "prefix cache", "sleep / reload", "mixtures of experts",
 ]  # fmt: skip
 # What is of an example in a quoted line; all between must be in the sources.
 FILLED_IN = re.compile(r"\.\.\.|; |torch\.\w+|fp8 is|SWAKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY")

@@ -11,13 +11,19 @@ import torch.nn.functional as F
 
 from fastkernels.dispatch import Key, Provider, define
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
+from fastkernels.overrides.l2._fused_experts_build import build
 from fastkernels.overrides.l2._fused_experts_calls import for_any_ids, fused_experts_vllm, supports_vllm
 from fastkernels.overrides.l2._fused_experts_sglang import (
+    SGLangMoeRunner,
     sglang_fused_experts,
     sglang_fused_experts_0_5_16,
     sglang_fused_experts_0_5_17,
 )
-from fastkernels.overrides.l2._fused_experts_vllm import MoEActivation, vllm_fused_experts
+from fastkernels.overrides.l2._fused_experts_vllm import (
+    MoEActivation,
+    VllmFusedMoEKernel,
+    vllm_fused_experts,
+)
 from fastkernels.overrides.l2._grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
 from fastkernels.overrides.l2._moe_cases import (
     SHAPE,
@@ -41,6 +47,8 @@ from fastkernels.spec import Case, OpSpec, Target
 __all__ = [
     "SPEC",
     "MoEActivation",
+    "SGLangMoeRunner",
+    "VllmFusedMoEKernel",
     "fused_experts",
     "reference",
     "sglang_fused_experts",
@@ -264,6 +272,8 @@ def _case(
 
 _VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
 _SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
+_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
+_RUNNER = "sglang.srt.layers.moe.moe_runner.runner:MoeRunner"
 _NOTE = "the hosts reach it through objects that bind it when they are built: for forks and for our engine"
 
 SPEC = OpSpec(
@@ -292,7 +302,11 @@ SPEC = OpSpec(
     extremes=extremes(3),
     activations=(0,),
     calls=("moe_align", "silu_and_mul"),
+    by_table=fused_experts,
+    build=build,
     targets=(
+        Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
+        Target("sglang", _RUNNER, "SGLangMoeRunner", "experts", default=False),
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),

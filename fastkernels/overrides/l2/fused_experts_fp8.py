@@ -17,6 +17,7 @@ from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
 from fastkernels.overrides.l1.silu_mul_quant_fp8 import silu_mul_quant_fp8
 from fastkernels.overrides.l2 import _fused_experts_calls as calls
+from fastkernels.overrides.l2._fused_experts_build import build_fp8
 from fastkernels.overrides.l2._fused_experts_scales import (
     FOUND,
     GIVEN,
@@ -28,11 +29,16 @@ from fastkernels.overrides.l2._fused_experts_scales import (
     scales,
 )
 from fastkernels.overrides.l2._fused_experts_sglang import (
+    SGLangMoeRunner,
     sglang_fused_experts,
     sglang_fused_experts_0_5_16,
     sglang_fused_experts_0_5_17,
 )
-from fastkernels.overrides.l2._fused_experts_vllm import MoEActivation, vllm_fused_experts
+from fastkernels.overrides.l2._fused_experts_vllm import (
+    MoEActivation,
+    VllmFusedMoEKernel,
+    vllm_fused_experts,
+)
 from fastkernels.overrides.l2._grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
 from fastkernels.overrides.l2._moe_cases import (
     MIXTRAL,
@@ -59,6 +65,8 @@ from fastkernels.spec import Case, OpSpec, Target, Tolerance
 __all__ = [
     "SPEC",
     "MoEActivation",
+    "SGLangMoeRunner",
+    "VllmFusedMoEKernel",
     "fused_experts_fp8",
     "reference",
     "sglang_fused_experts",
@@ -290,6 +298,8 @@ def _odd(
 
 _VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
 _SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
+_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
+_RUNNER = "sglang.srt.layers.moe.moe_runner.runner:MoeRunner"
 _NOTE = "the hosts reach it through objects that bind it when they are built: for forks"
 
 SPEC = OpSpec(
@@ -328,7 +338,11 @@ SPEC = OpSpec(
     extremes=extremes(5),
     activations=(0,),
     calls=("moe_align", "quantize_fp8", "silu_and_mul", "silu_mul_quant_fp8"),
+    by_table=fused_experts_fp8,
+    build=build_fp8,
     targets=(
+        Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
+        Target("sglang", _RUNNER, "SGLangMoeRunner", "experts", default=False),
         Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
         Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),

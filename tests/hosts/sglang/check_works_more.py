@@ -48,6 +48,14 @@ def test_attention_on_an_fp8_kv_cache_is_left_with_the_reason(build):
     assert (rows["attention"].state, rows["attention"].reason) == ("off", reason)
 
 
+def test_experts_of_the_cpu_are_left_with_the_reason(build, tmp_path):
+    model = make_tiny(tmp_path / "mixtral", "mixtral", "float32")
+    rows = beside_itself(build(model), ["rms_norm", "attention", "linear", "fused_experts"])
+    assert rows["rms_norm"].modules == 5 and rows["attention"].calls > 0
+    reason = "2 unsupported: its method runs forward_cpu, which calls no runner"
+    assert (rows["fused_experts"].state, rows["fused_experts"].reason) == ("off", reason)
+
+
 def test_sliding_window(build, tmp_path):
     """Gemma 2's every other layer has a window; without capping, which SGLang does in Triton."""
     plain = {"final_logit_softcapping": None, "attn_logit_softcapping": None}
