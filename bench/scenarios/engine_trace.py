@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_step import SIZES
+from decode_step import llama_folder
 from graph_clock import Run
 
 from fastkernels import SamplingParams
@@ -57,13 +55,7 @@ WAYS: dict[
 
 
 def make_config(options: argparse.Namespace, budget: int) -> EngineConfig:
-    config = SIZES[options.quick] | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
-        "max_position_embeddings": options.model_len,
-    }  # fmt: skip
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = llama_folder(options.quick, options.model_len)
     return EngineConfig(
         str(folder), load_format="dummy", skip_tokenizer_init=True, device=options.device,
         max_num_batched_tokens=budget, max_model_len=options.model_len, async_scheduling=True,
