@@ -309,10 +309,8 @@ def show_plan(todo: Sequence[Part], gpus: Sequence[str], after: Sequence[Command
 
 
 def main() -> int:
-    env, os.environ["PYTHONPATH"] = (
-        os.environ,
-        os.pathsep.join(filter(None, [*FOLDERS, os.environ.get("PYTHONPATH")])),
-    )
+    env = os.environ
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*FOLDERS, env.get("PYTHONPATH")]))
     os.chdir(ROOT)
     asked, plan = Asked.read(env), env.get("RUN") == "echo"
     try:

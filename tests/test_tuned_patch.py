@@ -250,11 +250,8 @@ def test_a_scheme_is_replaced_where_the_table_says_so(table: Path) -> None:
     )
     tuned._by_op.cache_clear()
     model: Any = nn.Module()
-    model.ours, model.new, model.rows = (
-        scheme_layer(48, 64),
-        scheme_layer(48, 80),
-        scheme_layer(48, 64, rows=True),
-    )
+    model.ours, model.new = scheme_layer(48, 64), scheme_layer(48, 80)
+    model.rows = scheme_layer(48, 64, rows=True)
     model.tensor, model.static = scheme_layer(48, 64, "tensor"), scheme_layer(48, 64, "channel", True)
     model.block, model.taken = scheme_layer(48, 64, "block"), scheme_layer(48, 64)
     model.taken.scheme.apply_weights = lambda *args: None
@@ -322,14 +319,8 @@ class AttentionHost(Host):
 
     def shape(self, op: Any, module: Any) -> tuple[Any, ...]:
         assert op.name == "attention_decode"
-        return (
-            module.heads,
-            2,
-            64,
-            None,
-            module.window,
-            torch.bfloat16,
-        )  # blocks are not known before the cache is
+        # Blocks are not known before the cache is
+        return (module.heads, 2, 64, None, module.window, torch.bfloat16)
 
     def swap_attention(self, module: Any, ours: type, journal: Any, by_table: bool) -> str | None:
         module.by_table = by_table

@@ -81,9 +81,8 @@ def table_of(rows: Path, path: Path, chip: str) -> Path:
         if provider != "cublas":
             values = [int(v) if v.isdigit() else v for v in label.split("/")]
             params = dict(zip(providers[provider].params[0], values, strict=True))
-            speedup = (
-                found["cublas", ""] / us
-            )  # of one sweep: the interval is what the reader asks for, no more
+            # Of one sweep: the interval is what the reader asks for, no more
+            speedup = found["cublas", ""] / us
             entry |= {
                 "provider": provider,
                 "params": params,

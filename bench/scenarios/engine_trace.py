@@ -44,9 +44,8 @@ COLUMNS = (
 KINDS = ("eager", "mixed", "decode")
 Load = tuple[int, int, int]  # requests, tokens of a prompt, tokens of an output
 AS_IT_IS = "as it is"
-WAYS: dict[
-    str, tuple[Any, str, Any]
-] = {  # what is changed: of which module, or of the graphs if there are some
+# What is changed: of which module, or of the graphs if there are some
+WAYS: dict[str, tuple[Any, str, Any]] = {
     AS_IT_IS: (scheduler, "PARTS", scheduler.PARTS),
     "full steps": (scheduler, "LEAST_TOKENS", 1 << 30),
     "attention in one call": (ops, "DECODES_APART", 1 << 30),

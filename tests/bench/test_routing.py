@@ -49,9 +49,8 @@ def test_uniform_routing_is_as_in_theory() -> None:
     rng = np.random.default_rng(1)
     experts, top_k = 24, 3
     ids = stats.uniform_ids(60_000, experts, top_k, rng)
-    assert (
-        np.sort(ids, axis=1)[:, 1:] != np.sort(ids, axis=1)[:, :-1]
-    ).all()  # a token's experts are different
+    # A token's experts are different
+    assert (np.sort(ids, axis=1)[:, 1:] != np.sort(ids, axis=1)[:, :-1]).all()
     share = stats.counts_of(ids, experts) / len(ids)
     p = top_k / experts
     assert np.abs(share - p).max() < 5 * (p * (1 - p) / len(ids)) ** 0.5
@@ -201,9 +200,8 @@ def test_a_file_is_split_into_prose_and_code() -> None:
     )
     found = parts("a.py", source)
     assert [p.strip() for p in found["prose"]] == [long.strip()]
-    assert (
-        found["code"][0].count(long) == 1 and '"""short"""' in found["code"][0]
-    )  # the value of x is no docstring
+    # The value of x is no docstring
+    assert found["code"][0].count(long) == 1 and '"""short"""' in found["code"][0]
     assert parts("a.md", "words") == {"prose": ["words"], "code": []}
     assert parts("a.py", "def (") == {"prose": [], "code": []}
 

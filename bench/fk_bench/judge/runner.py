@@ -25,15 +25,10 @@ from .protocol import Channel, ChannelClosed
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
 ESTIMATES = 20  # replays
 GRAPH_CALLS = 64
-APART = (
-    32  # slots: where so many or fewer are called eagerly or compiled, arguments have storages of their own
-)
-_clock, _synchronize, _Tensor, _copy = (
-    time.perf_counter,
-    torch.cuda.synchronize,
-    torch.Tensor,
-    torch.Tensor.copy_,
-)
+# Slots: where so many or fewer are called eagerly or compiled, arguments have storages of their own
+APART = 32
+_clock, _synchronize = time.perf_counter, torch.cuda.synchronize
+_Tensor, _copy = torch.Tensor, torch.Tensor.copy_
 
 
 def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
