@@ -23,11 +23,8 @@ from . import compile_cache
 log = logging.getLogger("fastkernels")
 
 
-counts = {
-    "cached": 0,
-    "compiled": 0,
-    "compile_s": 0.0,
-}  # of this process: cubins, and seconds of the compiler
+# Of this process: cubins, and seconds of the compiler
+counts = {"cached": 0, "compiled": 0, "compile_s": 0.0}
 
 
 class CompileError(RuntimeError):

@@ -37,9 +37,8 @@ class Source:
     lines: list[int]  # byte offset of each line's start
     statements: list[Statement] = field(default_factory=list)
     bound: dict[str, Statement] = field(default_factory=dict)
-    ours: dict[str, Key] = field(
-        default_factory=dict
-    )  # imported from this package: local name -> (module, name or "")
+    # Imported from this package: local name -> (module, name or "")
+    ours: dict[str, Key] = field(default_factory=dict)
     external: dict[str, set[str]] = field(default_factory=dict)  # local name -> import lines
 
     def at(self, line: int, column: int) -> int:

@@ -143,11 +143,8 @@ def test_budget_and_size_of_one_tensor() -> None:
     data, tensors = recording.to_dict()
     assert sum(t.numel() * 8 for t in tensors.values()) <= 64
     by_size = {c["args"][0]["shape"][0]: c for c in data["ops"]["embedding"]["calls"]}
-    assert [len(by_size[n]["values"]) for n in (1, 2, 3)] == [
-        2,
-        1,
-        1,
-    ]  # one of each, then a second of the first
+    # One of each, then a second of the first
+    assert [len(by_size[n]["values"]) for n in (1, 2, 3)] == [2, 1, 1]
     assert by_size[20] == {**by_size[20], "values": [], "too_large": ["input_ids"]}
 
 

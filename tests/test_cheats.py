@@ -92,9 +92,8 @@ def test_the_command_counts(tmp_path: Path) -> None:
     lines = [x for x in (FOLDER / "catalogue.json").read_text().splitlines() if '"name"' in x]
     mine = [x.rstrip(",") for x in lines if any(f'"{n}"' in x for n in (*few, "graph_only"))]
     (folder / "catalogue.json").write_text("[" + ",".join(mine) + "]")
-    shutil.copy(
-        folder / "honest" / "no_op.py", folder / "no_op.py"
-    )  # an honest kernel where a cheat should be
+    # An honest kernel where a cheat should be
+    shutil.copy(folder / "honest" / "no_op.py", folder / "no_op.py")
     result = run_cheats(OPTIONS, tmp_path / "rows.jsonl", quiet=True, folder=folder)
     assert result == {"ok": False, "cheats": 2, "caught": 1, "twins": 2, "passed": 2, "not_run": 1}
     rows, warnings = read(tmp_path / "rows.jsonl")

@@ -201,9 +201,8 @@ def test_sizes_fit_the_chip(m: int, n: int, k: int, params: dict[str, int], bloc
     static += 4 * p.stages * chunks * (p.tokens + 2) if blocks else 4 * (p.tokens + p.rows)
     assert p.shared + static <= 227 * 1024 and 3 <= p.stages <= wgmma16.MAX_STAGES
     assert p.stages * 2 * p.block_k * p.rows + 128 * p.tokens >= 8192  # 64 rows of x are read
-    assert (
-        p.splits <= -(-(k // 2) // p.block_k) and p.items == -(-n // p.rows) * p.splits
-    )  # no split is empty
+    # No split is empty
+    assert p.splits <= -(-(k // 2) // p.block_k) and p.items == -(-n // p.rows) * p.splits
     assert wgmma.choose(m, n, k, blocks) in [q for q in wgmma.PARAMS if wgmma.fits(q, m, k)]
 
 

@@ -37,11 +37,8 @@ def test_fused_is_unfused(how: tuple[str, int], dtype: torch.dtype) -> None:
     scale = torch.tensor([0.02]) if kind == "static" else None
     scale_ub = torch.tensor([1.5]) if kind == "upper bound" else None
     column_major = kind == "column-major"
-    x, weight, residual = (
-        randn(9, 256).to(dtype),
-        randn(128, seed=1).to(dtype),
-        randn(9, 128, seed=2).to(dtype),
-    )
+    x, weight = randn(9, 256).to(dtype), randn(128, seed=1).to(dtype)
+    residual = randn(9, 128, seed=2).to(dtype)
     found = silu_mul_quant_fp8.silu_mul_quant_fp8(x, scale, group, scale_ub, 1 / 512, column_major)
     same(found, quantize_fp8.quantize_fp8(silu_and_mul(x), scale, group, scale_ub, 1 / 512, column_major))
     h, ours = x[:, 3:131], residual.clone()

@@ -168,9 +168,8 @@ def test_what_is_faster_is_asked_without_a_call(use: Callable[..., Path], op: Op
     )  # fmt: skip
     found = {rows: op.faster(torch.ones(rows, 4)) for rows in (3, 4, 8, 16, 32, 64)}
     assert found == {3: True, 4: True, 8: False, 16: False, 32: False, 64: False}
-    assert not op.faster(torch.ones(4, 5)) and op.faster(
-        torch.ones(4, 6)
-    )  # what refuses the call is not faster
+    # What refuses the call is not faster
+    assert not op.faster(torch.ones(4, 5)) and op.faster(torch.ones(4, 6))
     assert op.calls == 0 and op.fallbacks == {}
 
 

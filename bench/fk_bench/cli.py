@@ -114,9 +114,8 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:
-        message = getattr(
-            error, "format_message", None
-        )  # click's errors, wherever typer takes its click from
+        # Click's errors, wherever typer takes its click from
+        message = getattr(error, "format_message", None)
         if message is None:
             if type(error).__name__ == "Abort":
                 raise SystemExit(130) from None

@@ -181,9 +181,8 @@ class _Trace(TorchDispatchMode):
         self._inside: list[str] = []
         self._parameters: dict[int, tuple[str, int]] = {}  # id: (label of its module, bytes)
         self._lines: dict[tuple[str, ...], Call] = {}
-        self._cases: dict[
-            Any, tuple[Case, list[Any]]
-        ] = {}  # arguments are kept: the keys have their addresses
+        # Arguments are kept: the keys have their addresses
+        self._cases: dict[Any, tuple[Case, list[Any]]] = {}
 
     def watch(self, model: nn.Module) -> None:
         """Know this model's modules by name, and its parameters."""

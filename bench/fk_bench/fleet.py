@@ -38,13 +38,8 @@ class Fleet:
     def __init__(
         self, config: CompareConfig, all_lanes: Sequence[Lane], sizing: Sizing, out: Path, record: Record
     ):
-        self.config, self.lanes, self.sizing, self.out, self.record = (
-            config,
-            list(all_lanes),
-            sizing,
-            out,
-            record,
-        )
+        self.config, self.lanes, self.sizing = config, list(all_lanes), sizing
+        self.out, self.record = out, record
         self.running: list[Running] = []
         self.starting: list[Running] = []
 
@@ -147,10 +142,7 @@ class Fleet:
     def _count_patched(self, running: Running) -> None:
         row, lane = running.row, running.lane
         found = lanes.read_reports(self.out / "servers" / lane.name / "report")
-        row.metrics["patched_modules"], row.metrics["patched_calls"] = (
-            found["patched_modules"],
-            found["patched_calls"],
-        )
+        row.metrics.update({name: found[name] for name in ("patched_modules", "patched_calls")})
         row.case["patched_ops"], row.case["patch_notes"] = found["ops"], found["notes"]
         if not lane.patched or row.status is not Status.OK or found["patched_calls"]:
             return

@@ -16,11 +16,8 @@ from . import machine
 HOSTS = ("vllm", "sglang", "fastkernels")
 LANES = ("vllm", "vllm+fk", "sglang", "sglang+fk", "fastkernels")
 _PLUGIN_GROUP = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
-START_S = {
-    "vllm": 20,
-    "sglang": 17,
-    "fastkernels": 12,
-}  # seen with SmolLM2-135M on 2 cores, 2026-11-21; for the estimate
+# Seen with SmolLM2-135M on 2 cores, 2026-11-21; for the estimate
+START_S = {"vllm": 20, "sglang": 17, "fastkernels": 12}
 
 
 class LaneError(ValueError):

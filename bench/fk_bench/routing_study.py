@@ -62,9 +62,8 @@ def routings(names: str = "") -> list[Routing]:
         for name in names.split(","):
             captures = [load(p) for p in folders(SHIPPED / name if _shipped(name) else name)]
             routed = [c for c in captures if _has_routing(c)]
-            found += [
-                _routing(c, str(c.folder)) for c in routed or captures[:1]
-            ]  # which says that it has none
+            # With no routing at all, the first: it says that it has none
+            found += [_routing(c, str(c.folder)) for c in routed or captures[:1]]
         return found
     return [_routing(c, c.name) for c in map(load, folders()) if _has_routing(c)]
 

@@ -18,9 +18,8 @@ from .routing_stats import counts_of, load_stats
 from .routing_study import Routing, batch_of, shape_of
 
 SOURCES = ("captured", "uniform", "same")
-TURNS = (
-    4  # sets of inputs and of weights: each call's weights were last read three calls ago, and L2 holds 60 MB
-)
+# Sets of inputs and of weights: each call's weights were last read three calls ago, and L2 holds 60 MB
+TURNS = 4
 ROUNDS = 11
 LEAST_MS = 1.0  # of one measurement
 LIMIT = 0.02  # largest difference to float32 over the largest value; bf16 rounds three times on the way

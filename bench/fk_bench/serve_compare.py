@@ -91,9 +91,8 @@ class Compare:
             return self.config.resident
         if machine.machine().gpus:
             return min(2, len(self.lanes))
-        each = 3.5e9 + 1.2 * weight_bytes(
-            self.config.model
-        )  # vLLM, SmolLM2-135M, 2 CPU cores: 3.5 GB, 2026-11-21
+        # vLLM, SmolLM2-135M, 2 CPU cores: 3.5 GB, 2026-11-21
+        each = 3.5e9 + 1.2 * weight_bytes(self.config.model)
         return max(1, min(len(self.lanes), int(0.9 * psutil.virtual_memory().available / each)))
 
     def run(self) -> dict[str, Any]:

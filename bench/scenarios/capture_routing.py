@@ -35,9 +35,8 @@ from fastkernels.overrides.l2.sparse_moe import Experts
 
 BATCHES = {1: 4, 8: 2, 32: 1, 128: 1}  # sequences of a decode step: how many steps of it are kept
 CONTEXT = 64  # tokens before a decode step's
-AHEAD = (
-    8  # steps that the prompts of a batch take, at most: who is first has generated as many tokens as steps
-)
+# Steps that the prompts of a batch take, at most: who is first has generated as many tokens as steps
+AHEAD = 8
 SETS = 2  # of ids and weights of each size that the judge replays: the first and the last, so of other layers and texts
 
 
@@ -256,9 +255,8 @@ def main() -> None:
     for preset in options.presets.split(","):
         model = options.models / preset
         sizes = json.loads((model / "sizes.json").read_text())
-        each = (
-            options.prompts * len(texts) * sizes["layers"] * sizes["top_k"] * 3
-        )  # bytes of a token of the prompts
+        # Bytes of a token of the prompts
+        each = options.prompts * len(texts) * sizes["layers"] * sizes["top_k"] * 3
         length = min(2048, max(16, (options.kib << 10) // each // 16 * 16))
         llm = LLM(
             str(model), device=options.device, dtype="bfloat16" if options.device == "cuda" else "float32",

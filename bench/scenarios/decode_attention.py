@@ -58,14 +58,10 @@ from fastkernels.overrides.l1._launch import tickets
 from fastkernels.spec import Case
 
 COMPILE_S = 100
-Named = dict[
-    str, tuple[str, dict[str, int], Callable[..., Any]]
-]  # what is timed: provider, parameters, function
-CALLS, COLD, PASS = (
-    32,
-    256 << 20,
-    2 << 30,
-)  # of a graph at most, unless they read less than COLD or more than PASS bytes
+# What is timed: provider, parameters, function
+Named = dict[str, tuple[str, dict[str, int], Callable[..., Any]]]
+CALLS = 32  # of a graph: fewer where they read more than PASS bytes, more where they read less than COLD
+COLD, PASS = 256 << 20, 2 << 30
 POOL = 64 << 30  # bytes of keys and values on the device
 MIXED = {"ragged": (8, 32, 48, 64, 128, 256), "exponential": (8, 32, 64, 128, 256)}  # sequences
 MEAN = 1024  # keys of their sequences

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from graph_check import SideBySide
 from graph_clock import Run, finish, poisoned
 
 from fastkernels import registry
@@ -213,26 +214,19 @@ def graphs(run: Run, name: str, p: dict[str, int], layout: Layout) -> None:
     made = [SPEC.inputs(case, run.device, run.generator) for _ in "ab"]
     if (name, p) not in list(sets_of(run, made[0])):
         return
-    streams, captured, outs, wrong = [torch.cuda.Stream() for _ in made], [], [], ""
+    wrong = ""
     try:
-        for args in made:
+        for args in made:  # what is compiled is not captured
             call(*args, **p)
-            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-                outs.append([call(*args, **p) for _ in range(4)])
-            captured.append(graph)
+        both = SideBySide([lambda args=args: [call(*args, **p) for _ in range(4)] for args in made])
         for lens in ([900, 17, 4000], [1, 0, 65], [4096, 4096, 1], [900, 17, 4000]):
-            for args, several in zip(made, outs, strict=True):
+            for args, several in zip(made, both.outs, strict=True):
                 args[3].copy_(torch.tensor(lens))
                 args[4].copy_(args[4].flip(0))
                 for out in several:
                     out.fill_(float("nan"))
-            torch.cuda.synchronize()
-            for graph, stream in zip(captured, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    for _ in range(20):
-                        graph.replay()
-            torch.cuda.synchronize()
-            for args, several in zip(made, outs, strict=True):
+            both.replay(20)
+            for args, several in zip(made, both.outs, strict=True):
                 want = call(*args, **p)
                 if not all(torch.equal(out, want) for out in several):
                     wrong = f"graphs side by side have other bits than eager calls, for lengths {lens}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ SIZES = {
 PAGE = 16
 
 
+def llama_folder(quick: bool, model_len: int) -> Path:
+    """A new folder with the config.json of a Llama of SIZES[quick], and no weights: for load_format="dummy"."""
+    config = SIZES[quick] | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
+        "max_position_embeddings": model_len,
+    }  # fmt: skip
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def table_of(rows: Path, path: Path, chip: str) -> Path:
     """A tuned table of the fastest sets in the rows; cuBLAS where it is faster."""
     times: dict[tuple[int, int, int], dict[tuple[str, str], float]] = {}
@@ -68,9 +81,8 @@ def table_of(rows: Path, path: Path, chip: str) -> Path:
         if provider != "cublas":
             values = [int(v) if v.isdigit() else v for v in label.split("/")]
             params = dict(zip(providers[provider].params[0], values, strict=True))
-            speedup = (
-                found["cublas", ""] / us
-            )  # of one sweep: the interval is what the reader asks for, no more
+            # Of one sweep: the interval is what the reader asks for, no more
+            speedup = found["cublas", ""] / us
             entry |= {
                 "provider": provider,
                 "params": params,

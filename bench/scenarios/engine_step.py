@@ -11,9 +11,7 @@ and of its launch on the CPU. --device cpu --quick runs a tiny model without gra
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode_step import SIZES
+from decode_step import llama_folder
 from graph_clock import ROUNDS, Run
 
 from fastkernels import LLM, SamplingParams
@@ -34,13 +32,7 @@ STEPS, WARM = 120, 20
 
 
 def make_llm(options: argparse.Namespace) -> LLM:
-    config = SIZES[options.quick] | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
-        "max_position_embeddings": options.model_len,
-    }  # fmt: skip
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = llama_folder(options.quick, options.model_len)
     return LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, device=options.device, block_size=16,
         max_num_seqs=64, max_model_len=options.model_len,

@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_step import SIZES
+from decode_step import llama_folder
 from graph_clock import Run
 
 from fastkernels import SamplingParams
@@ -46,9 +44,8 @@ COLUMNS = (
 KINDS = ("eager", "mixed", "decode")
 Load = tuple[int, int, int]  # requests, tokens of a prompt, tokens of an output
 AS_IT_IS = "as it is"
-WAYS: dict[
-    str, tuple[Any, str, Any]
-] = {  # what is changed: of which module, or of the graphs if there are some
+# What is changed: of which module, or of the graphs if there are some
+WAYS: dict[str, tuple[Any, str, Any]] = {
     AS_IT_IS: (scheduler, "PARTS", scheduler.PARTS),
     "full steps": (scheduler, "LEAST_TOKENS", 1 << 30),
     "attention in one call": (ops, "DECODES_APART", 1 << 30),
@@ -57,13 +54,7 @@ WAYS: dict[
 
 
 def make_config(options: argparse.Namespace, budget: int) -> EngineConfig:
-    config = SIZES[options.quick] | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
-        "max_position_embeddings": options.model_len,
-    }  # fmt: skip
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = llama_folder(options.quick, options.model_len)
     return EngineConfig(
         str(folder), load_format="dummy", skip_tokenizer_init=True, device=options.device,
         max_num_batched_tokens=budget, max_model_len=options.model_len, async_scheduling=True,

@@ -95,9 +95,8 @@ def measured(
     got = provider.fn(*args)
     torch.cuda.synchronize()
     metrics = {"first_call_s": time.monotonic() - start}
-    problem = wrong(spec, case, got, args) or wrong(
-        spec, case, provider.fn(*args), args
-    )  # the second: a kept plan
+    # The second: a kept plan
+    problem = wrong(spec, case, got, args) or wrong(spec, case, provider.fn(*args), args)
     if not problem and spec.name == "attention_decode":
         problem = replayed(spec, case, provider, args, torch.Generator("cuda").manual_seed(1))
     if not problem and time_it and "model" in case.tags:

@@ -26,12 +26,8 @@ def calls() -> dict[str, Callable[[], Outputs]]:
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
 
-    x, weight, gate_up, qkv = (
-        randn(TOKENS, HIDDEN),
-        randn(HIDDEN),
-        randn(TOKENS, 2 * INNER),
-        randn(TOKENS, 6144),
-    )
+    x, weight = randn(TOKENS, HIDDEN), randn(HIDDEN)
+    gate_up, qkv = randn(TOKENS, 2 * INNER), randn(TOKENS, 6144)
     positions, cache = torch.arange(TOKENS, device="cuda"), randn(TOKENS, 128)
     assert rotary_emb.functional is not None
     rotate = rotary_emb.functional

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from fk_bench.judge.baselines import Baseline, baselines
+from graph_check import other_bits
 from graph_clock import Run, finish, measure, poisoned
 from linear_kernels import label
 
@@ -131,24 +132,7 @@ def graphs(run: Run, p: dict[str, Any], kind: str, m: int) -> bool:
 
     try:
         want = [chain(y, True) for y in starts]
-        captured, outs = [], []
-        for y in starts:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outs.append(chain(y, False))
-            captured.append(graph)
-        streams = [torch.cuda.Stream() for _ in starts]
-        for _ in range(20):
-            for out in outs:
-                out.fill_(float("nan"))
-            torch.cuda.synchronize()
-            for graph, stream in zip(captured, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    for _ in range(5):
-                        graph.replay()
-            torch.cuda.synchronize()
-            if not all(torch.equal(a, b) for a, b in zip(outs, want, strict=True)):
-                wrong = "graphs replayed side by side have other bits than calls made one by one"
+        wrong = other_bits([partial(chain, y, False) for y in starts], want)
     except Exception as error:
         wrong = f"{type(error).__name__}: {str(error)[:200]}"
     case = {"scales": kind, "tokens": m, "params": label(p)}

@@ -29,9 +29,8 @@ from fastkernels.spec import Case
 
 OPS = ("topk_softmax", "moe_align", "fused_experts")
 EXPERTS, TOPK, HIDDEN, INNER, ROUNDS = 8, 2, 4096, 14336, 3
-LIMIT = (
-    0.02  # of the experts' output: largest error over the largest value; bf16 rounds three times on the way
-)
+# Of the experts' output: largest error over the largest value; bf16 rounds three times on the way
+LIMIT = 0.02
 SWEEP = (
     Tiles(16, 32, 128, 1, 4, 4), Tiles(16, 64, 64, 1, 4, 5), Tiles(16, 128, 64, 1, 4, 4), Tiles(16, 128, 128, 1, 4, 3),
     Tiles(32, 64, 128, 1, 4, 4), Tiles(32, 128, 64, 1, 4, 5), Tiles(64, 128, 64, 1, 4, 4), Tiles(64, 256, 64, 8, 8, 3),

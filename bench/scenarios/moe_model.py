@@ -170,11 +170,8 @@ class Model(nn.Module):
         half = self.s.head_dim // 2
         rate = self.s.theta ** -(torch.arange(half, device=tokens.device).float() / half)
         angle = torch.arange(tokens.shape[1], device=tokens.device).float()[:, None] * rate
-        x, balance, routed = (
-            F.embedding(tokens, self.embed).to(self.dtype),
-            torch.zeros((), device=tokens.device),
-            [],
-        )
+        x, routed = F.embedding(tokens, self.embed).to(self.dtype), []
+        balance = torch.zeros((), device=tokens.device)
         for layer in self.layers:
             x, loss, ids = layer(x, angle.cos(), angle.sin(), self.experts)
             balance = balance + loss / self.s.layers

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from graph_check import other_bits
 from graph_clock import Run, finish, measure, poisoned
 from linear_kernels import (
     CHECKED,
@@ -176,24 +177,7 @@ def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
     call, wrong = partial(fn, **p), ""
     try:
         want = [chain(start, alone) for start in x]
-        captured, outs = [], []
-        for start in x:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outs.append(chain(start, call))
-            captured.append(graph)
-        streams = [torch.cuda.Stream() for _ in x]
-        for _ in range(20):
-            for out in outs:
-                out.fill_(float("nan"))
-            torch.cuda.synchronize()
-            for graph, stream in zip(captured, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    for _ in range(5):
-                        graph.replay()
-            torch.cuda.synchronize()
-            if not all(torch.equal(a, b) for a, b in zip(outs, want, strict=True)):
-                wrong = "graphs replayed side by side, have other bits than calls made one by one"
+        wrong = other_bits([partial(chain, start, call) for start in x], want)
     except Exception as error:
         wrong = f"{type(error).__name__}: {str(error)[:200]}"
     if wrong:

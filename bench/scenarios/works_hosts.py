@@ -42,9 +42,8 @@ def checkpoint(folder: Path, kind: str) -> Path:
     }
     make_tiny(path, kind, **SHAPES, **more.get(kind, {}))
     tensors = load_file(path / "model.safetensors")
-    scaled = {
-        name: t * 0.35 if t.dim() > 1 else t for name, t in tensors.items()
-    }  # its std is for 128 wide rows
+    # The std of what is made up is for rows of 128
+    scaled = {name: t * 0.35 if t.dim() > 1 else t for name, t in tensors.items()}
     save_file(scaled, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

@@ -30,9 +30,8 @@ log = logging.getLogger("fastkernels")
 # Launched one by one, a step takes 20 ms of the CPU: as long as an H200 needs for 1000 tokens of an 8B model; and the
 # HTTP server, in the same process, waits for most of that.
 MAX_MIXED_TOKENS = 2048
-HIDDEN_TOKENS = (
-    1024  # a step of more hides its launches, and is launched where that lets attention run faster
-)
+# A step of more hides its launches, and is launched where that lets attention run faster
+HIDDEN_TOKENS = 1024
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -99,9 +99,8 @@ class Staging:
         """The device's copy [words] int64 of what `fill` writes into a numpy buffer; into `out` where it is given."""
         i, self._next = self._next, 1 - self._next
         if self._events[i] is not None:
-            self._events[
-                i
-            ].synchronize()  # two steps ago: over, unless the caller has more than two under way
+            # Two steps ago: over, unless the caller has more than two under way
+            self._events[i].synchronize()
         if self._buffers[i].numel() < words:
             size = max(words, 2 * self._buffers[i].numel())
             self._buffers[i] = torch.empty(size, dtype=torch.int64, pin_memory=self._cuda)

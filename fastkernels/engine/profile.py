@@ -16,9 +16,8 @@ from .step import NewRow, PromptTargets, StepInput, even
 if TYPE_CHECKING:
     from .runner import ModelRunner
 
-SLACK = (
-    1 << 30
-)  # bytes left free beside the measured peak: allocator slack, and graphs but for what `graph_bytes` says
+# Bytes left free beside the measured peak: allocator slack, and graphs but for what `graph_bytes` says
+SLACK = 1 << 30
 
 
 def largest_step(max_num_seqs: int, max_tokens: int, max_model_len: int, logprobs: int) -> StepInput:

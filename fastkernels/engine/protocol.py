@@ -228,9 +228,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        return (
-            1 if self.max_tokens == 0 else self.max_tokens
-        )  # 0: what is generated is left out of the answer
+        # 0: what is generated is left out of the answer
+        return 1 if self.max_tokens == 0 else self.max_tokens
 
 
 class Message(BaseModel):

@@ -128,9 +128,8 @@ def test_gpus_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env == {"CUDA_VISIBLE_DEVICES": "6"} and command == ("taskset", "-c", "12,13,14,15", "run", "x")
     assert placed(("run",), ["4", "6"], cores)[1][2] == "8,9,10,11,12,13,14,15"
     assert placed(("run",), [], cores) == ({"CUDA_VISIBLE_DEVICES": "-1"}, ("run",))
-    assert placed(("run",), ["0"], cores_of([str(i) for i in range(10)]))[1] == (
-        "run",
-    )  # fewer cores than GPUs
+    # Fewer cores than GPUs
+    assert placed(("run",), ["0"], cores_of([str(i) for i in range(10)]))[1] == ("run",)
 
 
 def test_nothing_shares_a_gpu_and_all_are_used(tmp_path: Path) -> None:
@@ -165,9 +164,8 @@ def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
     failed, said = run(tmp_path, parts, "0")
     assert failed == ["bad", "needs", "more", "missing"]
-    assert (tmp_path / "good.json").is_file() and (
-        tmp_path / "second.json"
-    ).is_file()  # its other command, too
+    # Its other command, too
+    assert (tmp_path / "good.json").is_file() and (tmp_path / "second.json").is_file()
     assert any(x.startswith("FAILED bad exit status 3, after ") for x in said)
     assert "out needs bad did not end well" in [x.removeprefix("left ") for x in said]
     assert any("missing" in x and ("No such file" in x or "127" in x) for x in said if x.startswith("FAILED"))

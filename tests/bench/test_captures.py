@@ -107,9 +107,8 @@ def test_a_file_of_values_that_is_cut_off(made: Path) -> None:
         == f"{file}: tensor {last} is cut off: the file ends 3 bytes too early; calls that need it are left out"
     )
     assert len(ids_of(made)) == 2 and len(replay.captured_cases("silu_and_mul", made)) == 1
-    assert (
-        sum(c.case.weight for c in replay.captured_cases("embedding", made)) >= 3
-    )  # of a signature that is left
+    # Of a signature that is left
+    assert sum(c.case.weight for c in replay.captured_cases("embedding", made)) >= 3
 
 
 @pytest.mark.parametrize(
@@ -332,16 +331,14 @@ def test_capture_command(tmp_path: Path, capsys: Any) -> None:
     assert (answer["signatures"], answer["calls"]) == (found.signatures, found.calls)
     assert "wave 3 of 3: 3 requests, 120 tokens generated" in err and "attention_decode" in out
     (modules,) = [m for m in found.modules if m.cls.endswith(":VllmRMSNorm")]
-    assert (
-        modules.count == 5 and modules.args["hidden_size"] == 128
-    )  # two in each of two layers, and the last
+    # Two in each of two layers, and the last
+    assert modules.count == 5 and modules.args["hidden_size"] == 128
     # a step of the first wave: one sequence whose prompt is there and 31 tokens that are decoded, in two layers
     single = [c for c in found.ops["attention_decode"].calls if c.args[0].shape == [1, 4, 32]]
     assert sum(c.count for c in single) >= 2 * 31
     prefixes = [c.case.dims for c in replay.captured_cases("attention_prefill", folder)]
-    assert any(
-        sum(d["seq_lens"]) > sum(d["q_lens"]) for d in prefixes
-    )  # of a prompt that begins like another
+    # Of a prompt that begins like another
+    assert any(sum(d["seq_lens"]) > sum(d["q_lens"]) for d in prefixes)
     tables = [c.make_args("cpu", generator())[4] for c in replay.captured_cases("attention_decode", folder)]
     assert any(t.shape[0] > 1 and (t[:, 0] == t[0, 0]).all() for t in tables)  # whose first block is shared
     for name in found.ops:

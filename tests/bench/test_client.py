@@ -132,7 +132,7 @@ def test_a_request_that_is_cancelled_closes_its_connection() -> None:
 
 
 def test_a_load_of_256_streams_arrives_together_on_connections_of_its_own() -> None:
-    """5 ms of CPU from the first to the last that arrives, this server included; with httpx, seconds."""
+    """Within 0.6 s of CPU, this server included: a request costs no more the more of them there are."""
     n, arrived = 256, list[float]()
     data = streamed(1)
 

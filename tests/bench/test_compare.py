@@ -68,21 +68,16 @@ def test_a_whole_run(compare, tmp_path: Path) -> None:
         assert lane["output_tokens_per_s"] > 0 and lane["ttft_ms_p50"] > 0 and lane["tpot_ms_p50"] > 0
         assert (lane["status"], lane["self_agreement"]) == ("ok", 1.0)
     assert (by["vllm+fk"]["token_agreement"], by["vllm+fk"]["base"]) == (1.0, "vllm")
-    assert (by["sglang"]["token_agreement"], by["sglang"]["base"]) == (
-        0.5,
-        "vllm",
-    )  # the stub shifts its second half
-    assert (by["vllm+fk"]["patched_modules"], by["vllm+fk"]["patched_calls"]) == (
-        12,
-        14,
-    )  # 2 ranks; a counter is per op
+    # The stub shifts its second half
+    assert (by["sglang"]["token_agreement"], by["sglang"]["base"]) == (0.5, "vllm")
+    # 2 ranks; a counter is per op
+    assert (by["vllm+fk"]["patched_modules"], by["vllm+fk"]["patched_calls"]) == (12, 14)
     assert by["vllm"]["patched_calls"] == 0
     rows, warnings = read(Path(line["rows"]))
     assert warnings == []
     lanes = ("vllm", "vllm+fk", "sglang")
-    assert rounds(rows) == [
-        (lane, level, r) for level in ("c=1", "c=4") for r in (0, 1) for lane in lanes
-    ]  # A B C A B C
+    # A B C A B C
+    assert rounds(rows) == [(lane, level, r) for level in ("c=1", "c=4") for r in (0, 1) for lane in lanes]
     assert {r.case["seed"] for r in rows if r.kind == "round" and r.round == 1} == {1}
     assert Path(line["report"]).stat().st_size > 1_000_000
     command = (tmp_path / "run/servers/vllm+fk/command.sh").read_text()

@@ -14,9 +14,8 @@ def test_random_prompts_have_exact_lengths_and_ordinary_tokens(words_model: Path
     for prompt in data.draw("c=8", 0, 50):
         assert len(prompt.tokens) == 63
         assert prompt.output_len == 7 and prompt.ignore_eos
-        assert all(
-            isinstance(t, int) and 4 <= t < 300 for t in prompt.tokens
-        )  # neither special nor beyond the tokenizer
+        # Neither special nor beyond the tokenizer
+        assert all(isinstance(t, int) and 4 <= t < 300 for t in prompt.tokens)
 
 
 def test_random_prompts_differ_between_rounds_and_parts_but_not_between_runs(words_model: Path) -> None:

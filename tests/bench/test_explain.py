@@ -225,9 +225,8 @@ def test_the_gain_is_of_what_is_replaced() -> None:
     lines = [line("rms_norm", 10, 1.0, True, 5.0, 3.0), line("linear", 2, 7.0, False, 20.0, 8.0)]
     sums = totals(found, lines)
     assert sums["step_ms"] == sums["measured_ms"] == pytest.approx(0.090)
-    assert sums["predicted_gain_ms"] == pytest.approx(
-        0.020
-    )  # a faster linear that is not put in saves nothing
+    # A faster linear that is not put in saves nothing
+    assert sums["predicted_gain_ms"] == pytest.approx(0.020)
     assert (sums["best_ms"], sums["floor_ms"]) == (pytest.approx(0.046), pytest.approx(0.024))
     assert sums["step_tokens_per_s"] == pytest.approx(4 / 90e-6)
     worse = totals(found, [line("rms_norm", 10, 1.0, True, 5.0, 6.0)])

@@ -60,9 +60,8 @@ def test_the_fp8_checkpoint_is_the_plain_one_rounded(tmp_path: Path, monkeypatch
         assert values.shape == weight.shape and scale.shape == (weight.shape[0], 1)
         assert (values.float().abs().amax(1) == 448).all(), name
         error = (values.float() * scale.float() - weight.float()).abs()
-        half_step = torch.maximum(
-            weight.float().abs() / 16, scale.float() / 1024
-        )  # 3 bits of mantissa; 2**-9 at least
+        # 3 bits of mantissa; 2**-9 at least
+        half_step = torch.maximum(weight.float().abs() / 16, scale.float() / 1024)
         assert (error <= half_step * 1.001).all() and error.max() > 0, name
     plain_config = json.loads((tmp_path / "plain/config.json").read_text())
     config = json.loads((tmp_path / "fp8/config.json").read_text())

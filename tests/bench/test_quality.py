@@ -242,9 +242,8 @@ def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
         ("decode", "all"), ("prefill", "all"), ("decode", "4"), ("decode", "1")
     ]  # fmt: skip
     metrics, interval = groups[0]["metrics"], groups[0]["ci95"]["kl_ratio"]
-    assert (
-        metrics["tokens"] == plan.total and 0.2 < metrics["kl_ratio"] < 0.3
-    )  # KL goes with the shift's square
+    # KL goes with the shift's square
+    assert metrics["tokens"] == plan.total and 0.2 < metrics["kl_ratio"] < 0.3
     assert interval[0] < metrics["kl_ratio"] < interval[1]
     assert metrics["perplexity_rel_patched"] == pytest.approx(
         metrics["perplexity_patched"] / metrics["perplexity_host"] - 1
@@ -285,9 +284,8 @@ def test_a_sequence_that_one_run_lacks_counts_for_none(tmp_path: Path) -> None:
     for run in (record.HOST, "other", "patched"):
         served(tmp_path, plan, run, true_logits)
     lines = (tmp_path / "patched.jsonl").read_text().splitlines()
-    (tmp_path / "patched.jsonl").write_text(
-        "\n".join(lines[:-2]) + "\n" + lines[-1][:40]
-    )  # killed while it wrote
+    # Killed while it wrote
+    (tmp_path / "patched.jsonl").write_text("\n".join(lines[:-2]) + "\n" + lines[-1][:40])
     assert summary.groups(plan, tmp_path)[0]["metrics"]["tokens"] == plan.total - 2 * 6
 
 

@@ -172,9 +172,8 @@ def test_diff_gate(tmp_path: Path) -> None:
     assert len(lines) == 2 * 2 * 4
     slow = lines["vllm+fk", "c=8", "output_tokens_per_s"]
     assert slow["ratio"] == pytest.approx(0.9) and slow["failed"] and slow["verdict"] == "worse"
-    assert lines["vllm+fk", "c=1", "ttft_ms_p50"]["ratio"] == pytest.approx(
-        0.9, rel=1e-3
-    )  # a latency, turned round
+    # A latency, turned round
+    assert lines["vllm+fk", "c=1", "ttft_ms_p50"]["ratio"] == pytest.approx(0.9, rel=1e-3)
     same = lines["vllm", "c=1", "tpot_ms_p50"]
     assert same["ratio"] == pytest.approx(1.0) and not same["failed"] and same["verdict"] == "same"
     assert compare(a, b, fail_under=0.85)["ok"] and compare(a, a, fail_under=0.98)["ok"]

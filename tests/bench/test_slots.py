@@ -52,9 +52,8 @@ def test_values_are_rolled_but_those_that_share_memory(fd: int) -> None:
     slots = make_slots("store_kvcache", "odd_63", fd, True)
     master = layout.tensors(slots.masters[slots.origin[0]])
     key, value, key_cache, _, mapping = (slots.expected(0)[i] for i in range(5))
-    assert torch.equal(
-        key, slots.scaled(master[0], slots.factors[0])
-    )  # key and value are views of one tensor
+    # Key and value are views of one tensor
+    assert torch.equal(key, slots.scaled(master[0], slots.factors[0]))
     assert torch.equal(value, slots.scaled(master[1], slots.factors[0]))
     assert torch.equal(mapping, master[4])  # integers say where things are
     assert not torch.equal(key_cache, slots.scaled(master[2], slots.factors[0]))

@@ -269,9 +269,8 @@ def test_ours_is_what_the_shipped_table_runs(tmp_path: Path, monkeypatch: pytest
         b: next(x for x in pays.lines("llama-3.1-8b", b, 512, known) if x.call.label == "qkv_proj")
         for b in (8, 16)
     }
-    assert (
-        near[8].point is not None and near[16].point is None
-    )  # another number of tokens may run another kernel
+    # Another number of tokens may run another kernel
+    assert near[8].point is not None and near[16].point is None
 
 
 def test_a_call_timed_by_explain_counts_with_its_own_batch() -> None:

@@ -118,8 +118,7 @@ def test_all_tables_of_a_run_say_what_is_missing(tmp_path: Path) -> None:
     assert run(*args) == 0
     text = (tmp_path / "tables.md").read_text()
     assert "| 1 | vllm |  | 1000 | 1.00 |  |  |" in text and "no rows 'kernels-norms'" in text
-    others = [
-        f"{t} servers-tp2" for t in ("servers", "servers-tails")
-    ]  # of no group: after those of the groups
+    # Of no group: after those of the groups
+    others = [f"{t} servers-tp2" for t in ("servers", "servers-tails")]
     assert [x[3:] for x in text.splitlines() if x.startswith("## ")] == [*tables.TABLES, *others]
     assert "A model, bfloat16" in text.partition("## servers servers-tp2")[2]

@@ -96,9 +96,8 @@ def test_under_load_answers_are_right_and_nothing_is_left(
         assert preemptions and metric(url, "vllm:prefix_cache_hits_total")
         assert metric(url, "fastkernels:failed_steps_total") == 0
         (warm, before), (first, _), (second, after) = levels
-        assert (
-            after <= before and second - max(warm, first) < 4
-        )  # the allocator gives back and takes a few MiB
+        # The allocator gives back and takes a few MiB
+        assert after <= before and second - max(warm, first) < 4
     assert "Traceback" not in log_of(tmp_path)
 
 

@@ -170,10 +170,8 @@ class Traffic:
     def step(self) -> None:
         self.time += 1
         self.core.step()
-        self.live, ended = (
-            [r for r in self.live if r.status is not Status.FINISHED],
-            [r for r in self.live if r.status is Status.FINISHED],
-        )
+        ended = [r for r in self.live if r.status is Status.FINISHED]
+        self.live = [r for r in self.live if r.status is not Status.FINISHED]
         for request in ended:
             self._check_tokens(request)
 

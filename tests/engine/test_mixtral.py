@@ -94,12 +94,8 @@ def worker(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     parallel.init(rank, 2, f"tcp://127.0.0.1:{port}")
     e, h, i = 5, 24, 14
-    gate, w1, w2, x = (
-        randn(e, h, seed=1),
-        randn(e, 2 * i, h, seed=2),
-        randn(e, h, i, seed=3),
-        randn(7, h, seed=4),
-    )
+    gate, w1, w2 = randn(e, h, seed=1), randn(e, 2 * i, h, seed=2), randn(e, h, i, seed=3)
+    x = randn(7, h, seed=4)
     want = sparse_moe.reference(x, gate, w1, w2, 2)
     for cls, layer in ((sparse_moe.VllmMixtralMoE, ()), (sparse_moe.SGLangMixtralMoE, (0,))):
         moe = cls(e, 2, h, i, *layer)

@@ -189,10 +189,8 @@ def test_the_oldest_free_prefix_is_evicted_first() -> None:
 
 def test_priority_goes_first_but_nobody_starves() -> None:
     core = make_core(seqs=1)
-    late, urgent = (
-        make_request("5", [1, 2], 1, arrival=5.0),
-        make_request("6", [3], 1, arrival=6.0, priority=-1),
-    )
+    late = make_request("5", [1, 2], 1, arrival=5.0)
+    urgent = make_request("6", [3], 1, arrival=6.0, priority=-1)
     patient = make_request("0", [4], 1, arrival=5.0 - 2 * AGING, priority=1)
     for request in (late, urgent, patient):
         core.scheduler.add(request)

@@ -93,9 +93,8 @@ def ported(source: str, bodies: dict[str, str], written: dict[str, str], told: I
             depth += {"{": 1, "}": -1}.get(source[end], 0)
             end += 1
         source = f"{source[: found.end()]} {body} {source[end - 1 :]}"
-    source = re.sub(
-        r'asm(?: volatile)?\((?:[^;"]|"[^"]*")*\);', ";", source
-    )  # what is left: hints, waits for the grid, functions that are not called
+    # What is left: hints, waits for the grid, functions that are not called
+    source = re.sub(r'asm(?: volatile)?\((?:[^;"]|"[^"]*")*\);', ";", source)
     for cuda, ours in {"__shared__": "static", **written}.items():
         assert cuda in source, cuda
         source = source.replace(cuda, ours)

@@ -29,11 +29,8 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:600]}{where}"
 
 
-_OTHER_OUTPUTS = (
-    "PythonKernelHolder",
-    "Unable to cast Python",
-    "is not an instance of 'sequence'",
-)  # the dispatcher's
+# What the dispatcher says of outputs that are not tensors
+_OTHER_OUTPUTS = ("PythonKernelHolder", "Unable to cast Python", "is not an instance of 'sequence'")
 
 
 def _no_memory(text: str) -> bool:

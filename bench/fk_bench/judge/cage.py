@@ -198,9 +198,8 @@ def _unused_id(slot: int) -> int | None:
     first, _, count = ranges[-1]
     if any(start <= wanted < start + n for start, _, n in ranges):
         return wanted
-    return (
-        first + count - 2000 + slot % 1000 if count > 4000 else None
-    )  # a container's 65536 ids: 63536 and up
+    # A container's 65536 ids: 63536 and up
+    return first + count - 2000 + slot % 1000 if count > 4000 else None
 
 
 def _limits(options: CageOptions, report: Report) -> None:

@@ -18,9 +18,8 @@ from .scan import REJECT, scan
 
 FOLDER = Path(__file__).resolve().parents[3] / "tests" / "cheats"
 NO_GAIN = "no-gain"  # it is right, and no faster for its cheat than its honest twin
-TRIES = (
-    3  # for a twin whose times are invalid: a machine that others load, too, may do that to an honest kernel
-)
+# For a twin whose times are invalid: a machine that others load, too, may do that to an honest kernel
+TRIES = 3
 NOISE = 0.25  # a gain below this is not told from the machine's noise in the few rounds that are timed
 
 

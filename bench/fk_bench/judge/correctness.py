@@ -104,9 +104,8 @@ def _compare(
     count, wide = got.numel(), torch.float64 if got.numel() < LARGE else torch.float32
     w = want.to(wide)
     scale = float(torch.where(w.isfinite(), w, 0.0).pow(2).mean().sqrt())
-    errs = (got.to(wide) != w) | (
-        native.to(wide) != w
-    )  # a cache is compared whole, and little of it is written
+    # A cache is compared whole, and little of it is written
+    errs = (got.to(wide) != w) | (native.to(wide) != w)
     g, w, n = got[errs].to(wide), w[errs], native[errs].to(wide)
     if not len(w):
         return Errors()

@@ -97,8 +97,7 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(
-        0x20080522, 0
-    )  # version 3: two words each of effective, permitted, inheritable
+    # Version 3: two words each of effective, permitted, inheritable
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     data = (ctypes.c_uint32 * 6)()
     _checked("capset", _libc.capset(ctypes.byref(header), ctypes.byref(data)))

@@ -55,9 +55,8 @@ class Side:
             known = answer["error"] in {s.value for s in Status}
             status = Status(answer["error"]) if known else Status.FAILED
             reason = str(answer.get("reason", ""))[:2000]
-            lost = (
-                "CUDA error" in reason and "cannot be captured" not in reason
-            )  # no later call survives others
+            # No later call survives others
+            lost = "CUDA error" in reason and "cannot be captured" not in reason
             raise SideError(status, reason, lost, self.name)
         return answer
 

@@ -26,12 +26,10 @@ TRACED = 32  # calls that CUPTI looks at
 LEAST_S = 1e-6  # what a candidate may say that a call takes; it sets the length of batches only
 POISONED = 32  # outputs a batch
 SLOWER = 4  # times the usual length that a batch of the slower side may last
-SMALL = (
-    64 << 20
-)  # bytes of an argument that is copied on the clock; of larger ones the later state is looked at
-CHECKED_ROUNDS = (
-    4  # in these, and in the last, two timed calls of a batch meet the oracle; in the others, one
-)
+# Bytes of an argument that is copied on the clock; of larger ones the later state is looked at
+SMALL = 64 << 20
+# In these, and in the last, two timed calls of a batch meet the oracle; in the others, one
+CHECKED_ROUNDS = 4
 
 
 class Wrong(Exception):

@@ -83,9 +83,8 @@ class FlashInferBackend(AttentionBackend):
             paged_kv_indptr_buffer=self._static_indptr[: rows + 1], paged_kv_indices_buffer=self._static_indices,
             paged_kv_last_page_len_buffer=self._static_last[:rows],
         )  # fmt: skip
-        wrapper.reset_workspace_buffer(
-            self._float, self._int
-        )  # one for all graphs: it is planned before each replay
+        # One for all graphs: it is planned before each replay
+        wrapper.reset_workspace_buffer(self._float, self._int)
         return metadata_of(self, inputs, block_table, (wrapper, None))
 
     def plan_replay(self, metadata: AttentionMetadata, inputs: Inputs, block_tables: torch.Tensor) -> None:

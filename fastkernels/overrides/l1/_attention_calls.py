@@ -37,9 +37,8 @@ def make_batch(case: Case, device: str, generator: torch.Generator) -> tuple[tor
     order = torch.randperm(shape[0], generator=generator, device=device).to(torch.int32)
     width = d.get("max_blocks", max(*n_blocks, 1) + 1 if n_blocks else 1)
     table = torch.zeros(len(lens), width, dtype=torch.int32, device=device)
-    at = torch.arange(sum(n_blocks), device=device) % max(
-        shape[0], 1
-    )  # with fewer blocks, sequences share some
+    # With fewer blocks, sequences share some
+    at = torch.arange(sum(n_blocks), device=device) % max(shape[0], 1)
     for i, n in enumerate(n_blocks):
         table[i, :n] = order[at[sum(n_blocks[:i]) : sum(n_blocks[: i + 1])]]
     q = randn(sum(d.get("q_lens", [1] * len(lens))) + d.get("padding", 0), d["heads"], d["head_size"])
@@ -78,9 +77,8 @@ def bytes_moved(case: Case) -> int:
     size, window = getattr(torch, case.dtype).itemsize, d.get("window_left", -1)
     read = sum((k if window < 0 else min(k, n + window)) if n else 0 for n, k in _lengths(case))
     read = min(read, d.get("kv_tokens", read))
-    queries = (
-        max(size, 2) * sum(n for n, _ in _lengths(case)) * d["heads"]
-    )  # which are not fp8 where the cache is
+    # They are not fp8 where the cache is
+    queries = max(size, 2) * sum(n for n, _ in _lengths(case)) * d["heads"]
     return 2 * d["head_size"] * (queries + size * read * d["kv_heads"])
 
 

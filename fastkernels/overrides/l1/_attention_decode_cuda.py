@@ -227,9 +227,8 @@ def decode_cuda(
     p = params if len(params) == len(PARAMS[0]) else {**choose(q, key_cache), **params}
     kv_heads = key_cache.shape[2]
     workers = most_workers(kv_heads, p, multiprocessors(q.device))
-    rows = (
-        2 * kv_heads * workers * (q.shape[1] // kv_heads)
-    )  # of parts: sums, the maximum, and the sum of weights
+    # Of parts: sums, the maximum, and the sum of weights
+    rows = 2 * kv_heads * workers * (q.shape[1] // kv_heads)
     parts = torch.empty(rows * (q.shape[2] + 2), dtype=torch.float32, device=q.device)
     taken = tickets.get(q.device, kv_heads * workers * p["cluster"])
     kernel = _kernel(q.device, plan(p, q, key_cache))

@@ -221,11 +221,8 @@ def decode_split(
     if out.numel() == 0:
         return out
     p = {**choose(d, key_cache.element_size()), **params}
-    group, block_d, sms = (
-        q.shape[1] // kv_heads,
-        max(next_power_of_2(d), 16),
-        multiprocessors(q.device),
-    )
+    group, block_d = q.shape[1] // kv_heads, max(next_power_of_2(d), 16)
+    sms = multiprocessors(q.device)
     splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], sms)
     workers = max(p["per_sm"] * sms // kv_heads, 1)
     parts, counters = batch * splits if splits > 1 else 0, batch

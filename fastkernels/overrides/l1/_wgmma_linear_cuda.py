@@ -21,9 +21,8 @@ from fastkernels.overrides.l1._skinny_linear_triton import MAX_TOKENS
 
 SOURCE = Path(__file__).parent / "csrc" / "wgmma_linear.cu"
 THREADS = 128 + 32
-SHARED = (
-    227 * 1024 - 2048
-)  # bytes of a block's ring: barriers, and up to 1 KiB until its first multiple of 1 KiB
+# Bytes of a block's ring: barriers, and up to 1 KiB until its first multiple of 1 KiB
+SHARED = 227 * 1024 - 2048
 MAX_STAGES = 16
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)

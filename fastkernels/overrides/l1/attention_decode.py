@@ -273,9 +273,8 @@ def _key(
     return shape, (q.shape[0], max_seqlen_k)
 
 
-TYPICAL = (
-    4096  # keys: a longer context is mostly what a CUDA graph was captured for, not what its sequences have
-)
+# Keys: a longer context is mostly what a CUDA graph was captured for, not what its sequences have
+TYPICAL = 4096
 
 
 def _key_dims(

@@ -124,9 +124,8 @@ def _attention_prefill_kernel(
                 seen = seen & (cols[None, :] >= last[:, None] - window_left)
             scores = tl.where(seen, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(
-                new_top == float("-inf"), 0.0, new_top
-            )  # no key seen yet: -inf minus -inf is not a number
+            # No key seen yet: -inf minus -inf is not a number
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp(scores - base[:, None])
             decay = tl.exp(top - base)
             v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0).to(q.dtype)
@@ -351,10 +350,8 @@ def _case(
 
 
 _SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
-FP8_TOLERANCE = {
-    **TOLERANCE,
-    "float8_e4m3fn": Tolerance(2e-3, 2e-3),
-}  # q and out are float16, the cache is given
+# q and out are float16, the cache is given
+FP8_TOLERANCE = {**TOLERANCE, "float8_e4m3fn": Tolerance(2e-3, 2e-3)}
 SPEC = OpSpec(
     name="attention_prefill",
     level=1,

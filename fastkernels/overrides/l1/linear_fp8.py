@@ -96,11 +96,8 @@ def _fits(
 
 def _shape_of(module: nn.Module) -> tuple[int, int, int, torch.dtype] | None:
     """Of a host's layer whose kernel is CUTLASS's, or that has SGLang's scheme: its weight is [K, N]."""
-    holder, weight, scale = (
-        holder_of(module),
-        getattr(module, "weight", None),
-        getattr(module, "weight_scale", None),
-    )
+    holder = holder_of(module)
+    weight, scale = getattr(module, "weight", None), getattr(module, "weight_scale", None)
     if weight is None or scale is None or weight.dim() != 2:
         return None
     if holder is None:

@@ -110,10 +110,8 @@ def _triton(
     n_inner, x0, x1 = rows(x) or (1, 0, 0)
     _, r0, r1 = (rows(residual) or (1, 0, 0)) if residual is not None else (1, 0, 0)
     block = next_power_of_2(hidden)
-    given, norm = (
-        (x, residual, weight, out, x0, x1, r0, r1, n_inner),
-        (hidden, var_hidden_size or hidden, eps),
-    )
+    given = (x, residual, weight, out, x0, x1, r0, r1, n_inner)
+    norm = (hidden, var_hidden_size or hidden, eps)
     how = {"HAS_RES": residual is not None, "HAS_W": weight is not None, "CAST_FIRST": cast_x_before_out_mul}
     if block <= WIDEST:
         launch_heads(count, given, norm, how, block)

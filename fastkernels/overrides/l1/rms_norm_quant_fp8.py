@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.dispatch import Provider, define
+from fastkernels.overrides.l1 import _rms_norm_quant_cases as cases
 from fastkernels.overrides.l1._fp8 import (
     FP8,
     MIN_ABSMAX,
@@ -26,7 +26,6 @@ from fastkernels.overrides.l1._fp8 import (
 from fastkernels.overrides.l1._launch import next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.shapes import drawn, rows_of, varied
 from fastkernels.spec import Case, OpSpec, Target, Tolerance
 
 
@@ -271,71 +270,6 @@ def sglang_fused_rmsnorm_fp8_per_token_quant(
     return rms_norm_quant_fp8(hidden_states, weight, epsilon, None, -1, new), new
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    width = d["hidden"] + d.get("pad", 0)
-    shape = (d["tokens"], d["inner"], width) if "inner" in d else (d["tokens"], width)
-    dtype = getattr(torch, case.dtype)
-
-    def randn() -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)[..., : d["hidden"]]
-
-    weight = 1 + 0.1 * torch.randn(d["hidden"], generator=generator, device=device).to(dtype)
-    scale = torch.rand(1, generator=generator, device=device) * 0.01 + 0.005 if d.get("static") else None
-    residual = randn() if d.get("residual") else None
-    scale_ub = torch.full((1,), 2.0, device=device) if d.get("upper_bound") else None
-    layout = (d.get("column_major", False), d.get("tma_aligned", False))
-    return [randn(), weight, 1e-5, scale, d.get("group", -1), residual, scale_ub, MIN_ABSMAX, *layout]
-
-
-def _dims_of(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    scale: torch.Tensor | None = None,
-    group_size: int = -1,
-    residual: torch.Tensor | None = None,
-    scale_ub: torch.Tensor | None = None,
-    min_absmax: float = MIN_ABSMAX,
-    column_major_scales: bool = False,
-    tma_aligned_scales: bool = False,
-) -> dict[str, Any]:
-    dims: dict[str, Any] = {**rows_of(x, "inner"), "hidden": x.shape[-1], "group": group_size}
-    flags = {
-        "static": scale is not None, "residual": residual is not None, "upper_bound": scale_ub is not None,
-        "column_major": column_major_scales, "tma_aligned": tma_aligned_scales,
-    }  # fmt: skip
-    return {**dims, **{name: True for name, value in flags.items() if value}}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new, group = drawn(case, rng, ("tokens", "inner"), ("hidden",)), max(case.dims.get("group", 1), 1)
-        return {**new, "hidden": max(new["hidden"] // group, 1) * group}
-
-    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    n_rows = d["tokens"] * d.get("inner", 1)
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    group = d.get("group", -1)
-    scales = 1 if d.get("static") else n_rows * (1 if group < 0 else d["hidden"] // group)
-    read = 3 if d.get("residual") else 1
-    return n_rows * d["hidden"] * (read * size + 1) + d["hidden"] * size + 4 * scales
-
-
-def _zero_tokens(args: list[Any]) -> None:
-    args[0][::2] = 0
-    if args[5] is not None:
-        args[5][::2] = 0
-
-
-def _zero_weight(args: list[Any]) -> None:
-    args[1].zero_()
-
-
 def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
     return Case(name, dims, dtype, weight, (tag,))
 
@@ -380,9 +314,9 @@ SPEC = OpSpec(
         _case("heads", "odd", tokens=3, inner=5, hidden=64, group=32, residual=True),
         _case("no_token", "odd", tokens=0, hidden=256, residual=True),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 7 * case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["hidden"],
+    inputs=cases.inputs,
+    bytes_moved=cases.bytes_moved,
+    flops=cases.flops,
     # Of values: half a step of float8, and what two roundings to 16 bits and the scale's may move.
     tolerance={
         "float32": Tolerance(1e-6, 2e-6),
@@ -390,9 +324,9 @@ SPEC = OpSpec(
         "bfloat16": Tolerance(1.6e-2, 1.6e-2),
         "float8_e4m3fn": Tolerance(1.1e-3, 0.08),
     },
-    dims_of=_dims_of,
-    vary=_vary,
-    extremes={"zero_tokens": _zero_tokens, "zero_weight": _zero_weight},
+    dims_of=cases.dims_of,
+    vary=cases.vary,
+    extremes={"zero_tokens": cases.zero_tokens, "zero_weight": cases.zero_weight},
     targets=(
         *(
             Target("vllm", f"vllm._custom_ops:{name}", f"vllm_{name}", "function", note=_NOTE)

@@ -168,10 +168,8 @@ def _reference(
         new = new[used]
         new = new if scale == 1.0 else new.to(torch.promote_types(new.dtype, torch.float32)) / scale
         if target.dtype == torch.float8_e4m3fn:
-            new, target = (
-                new.clamp(-448.0, 448.0).to(target.dtype).view(torch.uint8),
-                target.view(torch.uint8),
-            )
+            new = new.clamp(-448.0, 448.0).to(target.dtype).view(torch.uint8)
+            target = target.view(torch.uint8)
         target[at] = new.to(target.dtype)
 
 
