@@ -23,6 +23,7 @@ class AttentionMetadata:
     max_decode_seqlen_k  the largest seq_len of those
     backend        what attends (fastkernels.engine.attention.base.AttentionBackend); None: the layer calls the ops
     plan           the backend's own
+    padded         whether there may be tokens behind the last sequence's
 
     `decode_only`: every sequence has exactly one query.
     """
@@ -37,6 +38,7 @@ class AttentionMetadata:
     max_decode_seqlen_k: int = 0
     backend: Any = None
     plan: Any = None
+    padded: bool = True
 
     @property
     def decode_only(self) -> bool:

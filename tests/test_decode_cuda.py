@@ -189,11 +189,21 @@ def test_without_a_hopper_it_is_passed_over() -> None:
     assert "not on cpu" in str(provider.unavailable("cpu"))
 
 
-def test_only_a_table_picks_it() -> None:
+def test_a_capture_takes_it_only_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = make_args(SPEC, Case("captured", {"seq_lens": [3], **LLAMA}))
+    monkeypatch.setattr(cuda, "_loaded", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert cuda.not_loaded(*args[:2]) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "not loaded" in str(cuda.not_loaded(*args[:2]))
+    cuda._loaded.add(cuda._kind(*args[:2]))
+    assert cuda.not_loaded(args[0].repeat(256, 1, 1), args[1]) is None
+    assert "not loaded" in str(cuda.not_loaded(args[0].repeat(257, 1, 1), args[1]))
+
+
+def test_it_comes_first_and_a_table_gives_it_its_sizes() -> None:
     names = [p.name for p in attention_decode.providers]
-    assert (
-        names.index("cuda-split") > names.index("triton-split") > names.index("triton") > names.index("fa3")
-    )
+    assert names[:4] == ["cuda-split", "fa3", "triton", "triton-split"]
     entry = Entry(
         "attention_decode", {**LLAMA, "window": 0, "dtype": "bfloat16"}, {"batch": 8, "context": 4096}, "cuda-split",
         params=cuda.PARAMS[1], speedup=1.2, ci95=(1.1, 1.3), baseline="fa3", run="r",

@@ -59,14 +59,32 @@ def test_rows_of_a_contiguous_tensor_are_one_run(monkeypatch: pytest.MonkeyPatch
     assert options["ROWS"] == 16 and grid == (2048,)
 
 
-@pytest.mark.parametrize(("hidden", "warps"), [(1024, 2), (1000, 8), (4096, 8), (300, 4)])
+@pytest.mark.parametrize(
+    ("hidden", "warps", "unit"), [(1024, 2, 8), (1000, 2, 8), (1001, 8, 1), (4096, 8, 8), (300, 4, 4)]
+)
 def test_rows_that_begin_anywhere_have_more_threads(
-    hidden: int, warps: int, monkeypatch: pytest.MonkeyPatch
+    hidden: int, warps: int, unit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Sizes are in units that they are divided by: with 8 of them Triton knows that rows begin at 16 bytes."""
     kernel = Launches()
     monkeypatch.setattr(rms_norm, "_rms_norm_kernel", kernel)
     rms_norm._triton(torch.randn(2, hidden), torch.ones(hidden), 1e-5)
-    assert kernel.seen[0][2]["num_warps"] == warps
+    ((_, args, options),) = kernel.seen
+    assert (options["num_warps"], options["UNIT"]) == (warps, unit)
+    assert args[4:10] == (hidden // unit, 0, 0, 0, 1, hidden // unit)
+
+
+@pytest.mark.parametrize(
+    ("rows", "d", "at_once", "warps"), [(189, 100, 1, 1), (8192, 100, 4, 1), (45, 65, 1, 1), (189, 96, 8, 4)]
+)
+def test_heads_that_begin_anywhere_have_a_warp_of_their_own(
+    rows: int, d: int, at_once: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Launches()
+    monkeypatch.setattr(l2_norm, "_l2_norm_kernel", kernel)
+    l2_norm._triton(torch.empty(rows, d))
+    ((grid, _, options),) = kernel.seen
+    assert grid == (-(-rows // at_once),) and (options["ROWS"], options["num_warps"]) == (at_once, warps)
 
 
 @pytest.mark.parametrize(("hidden", "rows"), [(128, 8), (64, 16), (100, 8), (256, 4)])

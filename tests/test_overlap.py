@@ -58,6 +58,7 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         assert overlaps(torch.device("cuda", 0)) is early
         assert overlap(torch.device("cuda", 0)).get("launch_pdl", False) is early
         assert overlap(torch.device("cuda", 0), (MOST, 2)) == {"OVERLAP": False}
+        assert overlap(torch.device("cuda", 0), early=False) == {"OVERLAP": False}
         assert not overlaps(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     overlaps.cache_clear()

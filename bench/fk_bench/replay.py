@@ -185,7 +185,7 @@ def _make(spec: OpSpec, captured: CapturedCase, device: str, generator: torch.Ge
             if not isinstance(content, torch.Tensor) or list(content.shape) != argument.shape:
                 content = _random(argument, device, generator)
         args.append(_placed(argument, content.to(device), whole))
-    return args
+    return args + made[len(args) :]  # what the op has been given since the capture
 
 
 def _random(argument: Argument, device: str, generator: torch.Generator) -> torch.Tensor:

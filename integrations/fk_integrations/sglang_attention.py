@@ -228,9 +228,9 @@ def _implementation(
         if batch.forward_mode.name == "DECODE":
             out = attention_decode(*decode)
         else:
-            out = attention_prefill(
+            out = attention_prefill(  # rows of padding are not defined, as those of the host's own kernels
                 q, key_cache, value_cache, step.cu_seqlens_q, step.seq_lens, step.block_table, step.max_seqlen_q,
-                *rest,
+                *rest, 1.0, 1.0, False,
             )  # fmt: skip
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 

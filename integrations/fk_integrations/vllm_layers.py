@@ -146,9 +146,9 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
                 return host_class.forward(*stock)
             attention_decode.into(out, *chosen)
         else:
-            attention_prefill.into(
+            attention_prefill.into(  # rows of padding stay what they are, as with the host's own kernels
                 out, q, key_cache, value_cache, m.query_start_loc, m.seq_lens, m.block_table, m.max_query_len,
-                m.max_seq_len, self.scale, left, softcap,
+                m.max_seq_len, self.scale, left, softcap, 1.0, 1.0, False,
             )  # fmt: skip
         return output
 

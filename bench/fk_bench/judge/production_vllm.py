@@ -251,8 +251,8 @@ def _no_fa3_decode(
 ) -> str | None:
     from fastkernels.overrides.l1.attention_prefill import supports_fa3
 
-    if any(scale != 1.0 for scale in rest[3:]):
-        return f"FlashAttention-3 is used without scales of the cache, got {rest[3:]}"
+    if any(scale != 1.0 for scale in rest[3:5]):
+        return f"FlashAttention-3 is used without scales of the cache, got {rest[3:5]}"
     return supports_fa3(q, key_cache, value_cache) or filled(q)
 
 

@@ -62,11 +62,16 @@ class AttentionBackend(ABC):
 
 
 def metadata_of(
-    backend: AttentionBackend, inputs: Inputs, block_table: torch.Tensor, plan: Any = None
+    backend: AttentionBackend,
+    inputs: Inputs,
+    block_table: torch.Tensor,
+    plan: Any = None,
+    padded: bool = True,
 ) -> AttentionMetadata:
+    """padded: whether a step that is run with it may have tokens behind the last row's, as a graph's replays have."""
     return AttentionMetadata(
         inputs.slot_mapping, inputs.cu_seqlens_q, inputs.seq_lens, block_table, inputs.max_seqlen_q,
-        inputs.max_seqlen_k, inputs.num_decodes, inputs.max_decode_seqlen_k, backend, plan,
+        inputs.max_seqlen_k, inputs.num_decodes, inputs.max_decode_seqlen_k, backend, plan, padded,
     )  # fmt: skip
 
 

@@ -39,7 +39,8 @@ class OpsBackend(AttentionBackend):
             self._beside = _choose(attention_decode, "fa3", self._sample(prefill=False), device)
 
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
-        return metadata_of(self, inputs, block_table)
+        padded = inputs.input_ids.shape[0] > int(inputs.host_query_lens.sum())
+        return metadata_of(self, inputs, block_table, padded=padded)
 
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         kind = "reference: its memory grows with the longest possible context"
@@ -86,9 +87,10 @@ class OpsBackend(AttentionBackend):
 
     def _run_prefill(self, layer: Any, q: torch.Tensor, m: AttentionMetadata, first: int) -> torch.Tensor:
         """Rows from `first` on; the output has q's shape, and the tokens before those rows are not defined."""
+        more = _scales(layer) if m.padded else (layer.k_scale, layer.v_scale, False)
         return self._call(attention_prefill, self._prefill)(
             q, *layer.kv_cache, m.cu_seqlens_q[first:], m.seq_lens[first:], m.block_table[first:], m.max_seqlen_q,
-            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, *_scales(layer),
+            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, *more,
         )  # fmt: skip
 
     def _call(
@@ -116,7 +118,7 @@ class OpsBackend(AttentionBackend):
 
 
 def _scales(layer: Any) -> tuple[float, ...]:
-    """Of an fp8 cache, where they are not 1: providers and candidates without them serve all other layers."""
+    """Of an fp8 cache, where they are not 1: decode's providers and candidates without them serve all other layers."""
     return () if layer.k_scale == layer.v_scale == 1.0 else (layer.k_scale, layer.v_scale)
 
 

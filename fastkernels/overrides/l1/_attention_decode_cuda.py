@@ -94,10 +94,9 @@ class Plan(NamedTuple):
 def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan:
     """The kernel of these sizes for such a call."""
     batch, heads, head_size = q.shape
-    seqs = max(next_power_of_2(max(batch, 1)), 256)
     return Plan(
         heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"], p["ahead"],
-        p["cluster"], seqs, q.dtype == torch.bfloat16,
+        p["cluster"], _room(batch), q.dtype == torch.bfloat16,
     )  # fmt: skip
 
 
@@ -134,7 +133,28 @@ def supports_cuda(
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
         or refused(q, key_cache, value_cache, seq_lens, block_table, window_left, softcap)
+        or not_loaded(q, key_cache)
     )
+
+
+_loaded: set[tuple[Any, ...]] = set()
+
+
+def _kind(q: torch.Tensor, key_cache: torch.Tensor) -> tuple[Any, ...]:
+    """What a kernel is compiled for, but for its sizes."""
+    return q.device, q.dtype, q.shape[1] // key_cache.shape[2], *key_cache.shape[1::2], _room(q.shape[0])
+
+
+def not_loaded(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
+    """Why such a call cannot be captured: code is not loaded while a graph is. None if it can, or none is captured."""
+    if not torch.cuda.is_current_stream_capturing() or _kind(q, key_cache) in _loaded:
+        return None
+    return "its kernel for this shape was not loaded by a call before a CUDA graph was captured"
+
+
+def _room(batch: int) -> int:
+    """Sequences that a kernel for this batch has room for."""
+    return max(next_power_of_2(max(batch, 1)), 256)
 
 
 def refused(
@@ -232,6 +252,7 @@ def decode_cuda(
     parts = torch.empty(rows * (q.shape[2] + 2), dtype=torch.float32, device=q.device)
     taken = tickets.get(q.device, kv_heads * workers * p["cluster"])
     kernel = _kernel(q.device, plan(p, q, key_cache))
+    _loaded.add(_kind(q, key_cache))
     tensors = (q, key_cache, value_cache, out, parts, taken, seq_lens, block_table)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
     args = (

@@ -129,8 +129,8 @@ def supports_prefill(
     block_table: torch.Tensor,
     *rest: Any,
 ) -> str | None:
-    if any(scale != 1.0 for scale in rest[5:]):
-        return f"FlashInfer is used without scales of the cache, got {rest[5:]}"
+    if any(scale != 1.0 for scale in rest[5:7]):
+        return f"FlashInfer is used without scales of the cache, got {rest[5:7]}"
     if q.shape[-1] not in (64, 128, 256):
         return f"FlashInfer's prefill is used with head sizes 64, 128 and 256, got {q.shape[-1]}"
     reason = _supports(q, key_cache, value_cache)
@@ -195,8 +195,9 @@ def prefill(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    padded: bool = True,
 ) -> torch.Tensor:
-    """The arguments of attention_prefill.reference; what `supports_prefill` lets through."""
+    """The arguments of attention_prefill.reference; what `supports_prefill` lets through. Padding is always zeros."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     if seq_lens.shape[0] == 0 or q.shape[0] == 0:
         return out

@@ -40,12 +40,13 @@ def follow(OVERLAP: tl.constexpr):
         gdc_wait()
 
 
-def overlap(device: torch.device, grid: tuple[int, ...] = ()) -> dict[str, bool]:
+def overlap(device: torch.device, grid: tuple[int, ...] = (), early: bool = True) -> dict[str, bool]:
     """Launch arguments of a Triton kernel that calls follow(OVERLAP).
 
-    grid  the launch's: large ones start in turn
+    grid   the launch's: large ones start in turn
+    early  False: so does this one
     """
-    early = math.prod(grid) <= MOST and overlaps(device)
+    early = early and math.prod(grid) <= MOST and overlaps(device)
     return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
 
 

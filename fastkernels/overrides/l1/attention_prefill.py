@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.assemble import filled
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _attention_calls as calls
 from fastkernels.overrides.l1 import _flashinfer, _vllm_flash_attn
@@ -33,6 +34,7 @@ def reference(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    padded: bool = True,
 ) -> torch.Tensor:
     """q: [T, Hq, D]; caches: [blocks, block_size, Hkv, D]; cu_seqlens_q: [B + 1] and seq_lens: [B] int32.
 
@@ -40,7 +42,8 @@ def reference(
     only the last window_left + 1 of those. block_table: [B, max_blocks]; entries past seq_len are not read.
     softcap > 0: logits become softcap * tanh(logits / softcap). Keys are key_cache * k_scale, values value_cache *
     v_scale, for caches of float8_e4m3fn. Returns [T, Hq, D] in q's dtype; a query without
-    keys, or past cu_seqlens_q[B] (padding), gives zeros.
+    keys, or past cu_seqlens_q[B] (padding), gives zeros. padded=False: there is no padding, or nobody reads its rows,
+    which are not defined then; that saves a launch that writes all of the output.
     """
     check("attention_prefill", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -163,6 +166,12 @@ def memory(name: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor
     return out
 
 
+def _without_padding(q: torch.Tensor, out: torch.Tensor | None, padded: bool) -> torch.Tensor:
+    """`out`, or new memory, with zeros where rows of padding, which are no sequence's, may be."""
+    out = memory("attention_prefill", q, out)
+    return out.zero_() if padded else out
+
+
 def supports_triton(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any
 ) -> str | None:
@@ -196,10 +205,11 @@ def _triton(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    padded: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check("attention_prefill", q, key_cache, value_cache)
-    out = memory("attention_prefill", q, out).zero_()  # rows of padding are no program's
+    out = _without_padding(q, out, padded)
     batch, block_d = seq_lens.shape[0], max(next_power_of_2(q.shape[2]), 16)
     if batch == 0 or max_seqlen_q == 0:
         return out
@@ -288,15 +298,22 @@ def fa3(
     return out if v_scale == 1.0 else out * v_scale
 
 
-def _fa3_prefill(q: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
-    more["out"] = memory("attention_prefill", q, out).zero_()  # rows of padding are no sequence's
-    return fa3(q, *args, **more)
+def _fa3_prefill(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
+    window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    return fa3(
+        q, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,
+        window_left, softcap, k_scale, v_scale, _without_padding(q, out, padded),
+    )  # fmt: skip
 
 
 attention_prefill = define(
     "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
     " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
-    " float softcap=0.0, float k_scale=1.0, float v_scale=1.0) -> Tensor",
+    " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
         Provider("fa3", _fa3_prefill, module=FA3_MODULES, supports=supports_fa3, out=True),
@@ -317,24 +334,15 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
         d.get(f"max_{name}", max(d[lens], default=0))
         for name, lens in (("seqlen_q", "q_lens"), ("seqlen_k", "seq_lens"))
     ]
-    return [q, key_cache, value_cache, starts, seq_lens, table, *longest, *calls.scalars(case)]
+    args = [q, key_cache, value_cache, starts, seq_lens, table, *longest, *calls.scalars(case)]
+    return [*filled(args, 13, -1, 0.0, 1.0, 1.0), "padding" in d]
 
 
 def _dims(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> dict[str, Any]:
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
+    window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     q_lens = cu_seqlens_q.diff().tolist()
     dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
     dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
@@ -366,6 +374,7 @@ SPEC = OpSpec(
         _case("head_96", [3, 7], [40, 7], "odd", "float16", heads=4, kv_heads=2, head_size=96, block_size=5),
         _case("window", [9], [70], "odd", "float32", window_left=11, block_size=32, **_SMALL),
         _case("softcap", [2, 6], [2, 33], "odd", "float32", softcap=2.0, **_SMALL),
+        _case("padding", [5, 1], [5, 17], "odd", padding=3, **_SMALL),
         _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),

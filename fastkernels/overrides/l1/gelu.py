@@ -13,6 +13,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _elementwise
+from fastkernels.overrides.l1._elementwise import normal_cdf
 from fastkernels.overrides.l1._overlap import follow
 from fastkernels.overrides.l1._rows import unsupported_rows
 from fastkernels.spec import Case, OpSpec, Target
@@ -43,8 +44,10 @@ def _gelu_kernel(
     if TANH:
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3)
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    else:
+    elif x_ptr.dtype.element_ty == tl.float32:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = x * normal_cdf(x)
     tl.store(out_ptr + row * D + cols, y.to(out_ptr.dtype.element_ty), mask=cols < D)
 
 

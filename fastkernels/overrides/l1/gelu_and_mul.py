@@ -14,6 +14,7 @@ from torch import nn
 
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import silu_and_mul
+from fastkernels.overrides.l1._elementwise import normal_cdf
 from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.overrides.l1._rows import rows, unsupported_rows
@@ -49,8 +50,10 @@ def _gelu_and_mul_kernel(
     if TANH:
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)) with u = sqrt(2 / pi) (g + 0.044715 g^3)
         cdf = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    else:
+    elif x_ptr.dtype.element_ty == tl.float32:
         cdf = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        cdf = normal_cdf(gate)
     gelu = (gate * cdf).to(up.dtype)
     out = gelu.to(tl.float32) * up.to(tl.float32)
     tl.store(out_ptr + row * D + cols, out.to(up.dtype), mask=cols < D)
@@ -70,7 +73,7 @@ def _triton(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     if out.numel() == 0:
         return out
     assert found is not None, x.stride()
-    # erf has more than half again as many instructions: where programs are few, more of them hide each other's waits.
+    # Where programs are few, more of them hide each other's waits.
     small = approximate == "none" and out.numel() <= SMALL
     block = min(next_power_of_2(d), 512 if small else 1024)
     n_blocks = cdiv(d, block)

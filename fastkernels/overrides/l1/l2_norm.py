@@ -20,6 +20,7 @@ from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
 
 LARGE = 1 << 22  # elements
+NARROW, MANY = 512, 1 << 13  # columns, padded, of one warp; rows
 
 
 def reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -71,14 +72,22 @@ def _triton(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None
     assert found is not None, x.stride()
     d = x.shape[-1]
     n_rows, block = x.numel() // d, next_power_of_2(d)
-    # Large ones: with 2 KiB a program there is hardly as much on its way as memory needs.
-    at_once = max(1, (2048 if out.numel() >= LARGE else 1024) // block)
-    grid = (cdiv(n_rows, at_once),)
+    at_once, warps = _rows_and_warps(n_rows, d, block)
     launch_kernel(
-        _l2_norm_kernel, grid,
-        x, out, *found, n_rows, d, eps, ROWS=at_once, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
+        _l2_norm_kernel, (cdiv(n_rows, at_once),),
+        x, out, *found, n_rows, d, eps, ROWS=at_once, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
+
+
+def _rows_and_warps(n_rows: int, d: int, block: int) -> tuple[int, int]:
+    """Of a program. What a row's numbers are added up by, and so its result, is the same for any number of rows."""
+    if d % 16 and block <= NARROW:
+        # Rows that do not begin at 16 bytes are read number by number, and four warps would lie side by side in each
+        # row: all of them add up every row through shared memory. One warp has rows of its own.
+        return 4 if n_rows >= MANY else 1, 1
+    # Large ones: with 2 KiB a program there is hardly as much on its way as memory needs.
+    return max(1, (2048 if n_rows * d >= LARGE else 1024) // block), min(max(block // 512, 4), 16)
 
 
 def _reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:

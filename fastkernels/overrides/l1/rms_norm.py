@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -51,20 +52,24 @@ def reference(
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, res_ptr, w_ptr, out_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, H, H_VAR, eps,
-    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a row; a row is x[outer, inner, :], so that q/k heads inside a packed qkv need no copy.
+    # One program a row; a row is x[outer, inner, :], so that q/k heads inside a packed qkv need no copy. H and strides
+    # are given in UNITs: Triton knows of an argument whether 16 divides it, and 8 are enough for 16 bytes.
     row = tl.program_id(0).to(tl.int64)
     outer, inner = row // n_inner, row % n_inner
     cols = tl.arange(0, BLOCK)
-    mask = cols < H
-    raw = tl.load(x_ptr + outer * x_stride0 + inner * x_stride1 + cols, mask=mask, other=0.0)
+    mask = cols < H * UNIT
+    raw = tl.load(
+        x_ptr + outer * (x_stride0 * UNIT) + inner * (x_stride1 * UNIT) + cols, mask=mask, other=0.0
+    )
     if HAS_W:  # on its way with x: no compiler moves a load over the store and the sum's barriers
         w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     h = raw.to(tl.float32)
     if HAS_RES:
-        res_at = res_ptr + outer * res_stride0 + inner * res_stride1 + cols
+        res_at = res_ptr + outer * (res_stride0 * UNIT) + inner * (res_stride1 * UNIT) + cols
         h += tl.load(res_at, mask=mask, other=0.0).to(tl.float32)
         tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
     squares = tl.where(cols < H_VAR, h * h, 0.0)
@@ -73,7 +78,7 @@ def _rms_norm_kernel(
         if CAST_FIRST:
             y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         y *= w
-    tl.store(out_ptr + row * H + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * (H * UNIT) + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _supports_triton(
@@ -110,17 +115,17 @@ def _triton(
     n_inner, x0, x1 = rows(x) or (1, 0, 0)
     _, r0, r1 = (rows(residual) or (1, 0, 0)) if residual is not None else (1, 0, 0)
     block = next_power_of_2(hidden)
-    given = (x, residual, weight, out, x0, x1, r0, r1, n_inner)
-    norm = (hidden, var_hidden_size or hidden, eps)
     how = {"HAS_RES": residual is not None, "HAS_W": weight is not None, "CAST_FIRST": cast_x_before_out_mul}
+    tensors, variance = (x, residual, weight, out), (var_hidden_size or hidden, eps)
     if block <= WIDEST:
-        launch_heads(count, given, norm, how, block)
+        launch_heads(count, (*tensors, x0, x1, r0, r1, n_inner), (hidden, *variance), how, block)
         return out
+    unit = math.gcd(8, hidden, x0, x1, r0, r1)
     # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
-    each = 512 if hidden % 16 == 0 else 128
+    each = 512 if unit == 8 else 128
     launch_kernel(
-        _rms_norm_kernel, (count,), *given, *norm, **how, BLOCK=block,
-        num_warps=min(max(block // each, 1), 16),
+        _rms_norm_kernel, (count,), *tensors, x0 // unit, x1 // unit, r0 // unit, r1 // unit, n_inner, hidden // unit,
+        *variance, **how, UNIT=unit, BLOCK=block, num_warps=min(max(block // each, 1), 16),
     )  # fmt: skip
     return out
 

@@ -30,6 +30,7 @@ def reference(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    padded: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """query: [T, Hq, D]; key, value: [T, Hkv, D]; the rest as in store_kvcache and attention_prefill.
 
@@ -38,7 +39,7 @@ def reference(
     caches = store_kvcache.reference(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     out = attention_prefill.reference(
         query, *caches, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale, window_left, softcap,
-        k_scale, v_scale,
+        k_scale, v_scale, padded,
     )  # fmt: skip
     return out, *caches
 
@@ -79,6 +80,6 @@ def stored_bytes(case: Case) -> int:
     return 2 * sum(d["q_lens"]) * d["kv_heads"] * d["head_size"] * (size + max(size, 2))
 
 
-def metadata(step: Sequence[Any]) -> AttentionMetadata:
+def metadata(step: Sequence[Any], padded: bool = True) -> AttentionMetadata:
     _, _, slots, starts, seq_lens, table, max_q, max_k = step
-    return AttentionMetadata(slots, starts, seq_lens, table, max_q, max_k)
+    return AttentionMetadata(slots, starts, seq_lens, table, max_q, max_k, padded=padded)

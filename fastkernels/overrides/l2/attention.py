@@ -86,7 +86,7 @@ class PagedAttention(nn.Module):
             out = prefill.attention_prefill(
                 q, key_cache, value_cache, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_table,
                 metadata.max_seqlen_q, metadata.max_seqlen_k, self.scale, self.window_left, self.softcap,
-                self.k_scale, self.v_scale,
+                self.k_scale, self.v_scale, metadata.padded,
             )  # fmt: skip
         return out.view(-1, self.num_heads * self.head_size)
 
@@ -285,16 +285,20 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     query, _, step = _paged_step.make_step(case, device, generator)
     shape = (query.shape[0], case.dims["kv_heads"], query.shape[2])
     key, value = (torch.randn(shape, generator=generator, device=device).to(query.dtype) for _ in range(2))
-    return [query, key, value, *step, *calls.scalars(case)]
+    args = assemble.filled([query, key, value, *step, *calls.scalars(case)], 17, *_SCALARS)
+    return [*args[:-1], "padding" in case.dims]
 
 
-_SCALARS = (-1, 0.0, 1.0, 1.0)  # the defaults behind scale
+_SCALARS = (-1, 0.0, 1.0, 1.0, True)  # the defaults behind scale
 
 
 def _dims(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> dict[str, Any]:
-    step, scalars = rest[:8], assemble.filled(rest[8:], 5, *_SCALARS)
+    step, scalars = rest[:8], assemble.filled(rest[8:], 6, *_SCALARS)
     tokens, heads, size = query.shape
-    return {**_paged_step.step_dims(heads, query.dtype, step, tokens), **calls.scalar_dims(size, *scalars)}
+    return {
+        **_paged_step.step_dims(heads, query.dtype, step, tokens),
+        **calls.scalar_dims(size, *scalars[:-1]),
+    }
 
 
 def _bytes(case: Case) -> int:
@@ -312,7 +316,7 @@ def _equal_keys(args: list[Any]) -> None:
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     query, key, value, *step = args[:11]
-    scale, window_left, softcap, k_scale, v_scale = assemble.filled(args[11:], 5, *_SCALARS)
+    scale, window_left, softcap, k_scale, v_scale, padded = assemble.filled(args[11:], 6, *_SCALARS)
     _, heads, size = query.shape
     if assemble.takes(cls, "per_layer_sliding_window"):
         window = None if window_left < 0 else window_left + 1
@@ -326,7 +330,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         layer = cls(heads, size, scale, key.shape[1], 0, logit_cap=softcap, sliding_window_size=window)
         batch = (None,)
     layer.kv_cache, layer.k_scale, layer.v_scale = (step[0], step[1]), k_scale, v_scale
-    context = _paged_step.metadata(step)
+    context = _paged_step.metadata(step, padded)
     flat = [t.flatten(1) for t in (query, key, value)]
 
     def call() -> tuple[torch.Tensor, ...]:
