@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from graph_check import SideBySide
 from graph_clock import Run, finish, poisoned
+from kernel_check import SideBySide, problem
 
 from fastkernels import registry
 from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
@@ -25,6 +25,7 @@ PROVIDERS = {p.name: p for p in SPEC.op.providers}
 OURS: dict[str, Callable[..., dict[str, int]]] = {"triton-split": split._set, "cuda-split": cuda._set}
 SETS: dict[str, Sequence[dict[str, int]]] = {name: PROVIDERS[name].params for name in OURS}
 CHECKS, CHECK_S = 4, 120  # processes, and seconds of all
+RMS = 8e-3  # of the errors, in parts of the values'
 
 
 class Layout(NamedTuple):
@@ -142,23 +143,6 @@ def few_of(case: Case, layouts: list[Layout]) -> bool:
 # -- what is right
 
 
-def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
-    """'' if the call gives `want` (float64) as closely as its dtype allows, twice the same bits; else what is wrong."""
-    try:
-        first, second = call(), call()
-        if not torch.equal(first, second):
-            return "two equal calls have other bits"
-        error = (first.double() - want).abs()
-        if not bool(error.isfinite().all()):
-            return f"{int((~error.isfinite()).sum())} values are not finite"
-        rms, limit = want.square().mean().sqrt().item(), 1.6e-2 if first.dtype == torch.bfloat16 else 2e-3
-        if not bool((error <= limit + limit * want.abs()).all()) or error.square().mean().sqrt() > 8e-3 * rms:
-            return f"largest error {error.max().item():.3g}, where values are {rms:.3g}"
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
 def oracle(args: list[Any]) -> torch.Tensor:
     wide = (a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     return SPEC.reference(*wide)
@@ -178,7 +162,7 @@ def check(run: Run, args: list[Any], about: dict[str, Any], few: bool) -> None:
     want, done = oracle(args), dict.fromkeys(OURS, 0)
     for name, p in sets_of(run, args, few):
         with poisoned():
-            wrong = problem(partial(PROVIDERS[name].fn, *args, **p), want)
+            wrong = problem(partial(PROVIDERS[name].fn, *args, **p), want, rms=RMS)
         done[name] += 1
         if wrong:
             verdict(run, "check", name, {**about, "params": label(p)}, wrong)
@@ -243,7 +227,7 @@ def zeros(run: Run, layout: Layout) -> None:
             args = SPEC.inputs(Case("zeros", {"seq_lens": lens, **layout.dims}), run.device, run.generator)
             if provider.unavailable("cuda") is None and provider.supports(*args) is None:
                 with poisoned():
-                    wrong = problem(partial(provider.fn, *args), oracle(args))
+                    wrong = problem(partial(provider.fn, *args), oracle(args), rms=RMS)
                 run.row("zeros", name, {"lengths": str(lens)[:40]}, wrong)
 
 

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from fk_bench.judge.baselines import Baseline, baselines
-from graph_check import other_bits
 from graph_clock import Run, finish, measure, poisoned
+from kernel_check import other_bits, problem
 from linear_kernels import label
 
 from fastkernels.overrides.l1 import _wgmma_linear_fp8_cuda as wgmma
@@ -41,7 +41,7 @@ from fastkernels.overrides.l1.linear_fp8 import reference
 
 OURS = "cuda-wgmma-fp8"
 COMPILE_S, CHILD_S, WARM_S = 120, 120, 180
-LIMIT = 1.6e-2  # absolute and relative, of ours
+LIMITS = dict.fromkeys((torch.bfloat16, torch.float16), 1.6e-2)  # absolute and relative, of ours
 THEIRS = 8e-2  # what only adds up in tensor cores
 KINDS = {"row": ROW, "tensor": TENSOR, "block": BLOCK}
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # N, K
@@ -71,20 +71,6 @@ def weight_scales(run: Run, kind: int, n: int, k: int) -> torch.Tensor:
     return made.mul_(0.01 * k**-0.5)
 
 
-def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
-    """'' if the call gives `want` (float64), twice the same bits; else what is wrong."""
-    try:
-        first, second = call(), call()
-        if not torch.equal(first, second):
-            return "two equal calls have other bits"
-        error = (first.double() - want).abs()
-        if not bool((error <= LIMIT + LIMIT * want.abs()).all()):
-            return f"largest error {error.max().item():.3g}"
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
 def stop_if_lost(wrong: str) -> None:
     if "CUDA error" in wrong or "CUDA_ERROR" in wrong:
         raise SystemExit("the GPU's context is lost: nothing more can be measured")
@@ -103,7 +89,9 @@ def check(
     for m in tokens:
         scale = x_scale if kind == "tensor" else x_scale[:m]
         with poisoned():
-            wrong = problem(lambda m=m, s=scale: call(x[:m], weight, s, w_scale, bias, dtype), want[:m])
+            wrong = problem(
+                lambda m=m, s=scale: call(x[:m], weight, s, w_scale, bias, dtype), want[:m], LIMITS
+            )
         if wrong:
             right = False
             case = {"scales": kind, "tokens": m, "out": n, "in": k, "params": params}

@@ -19,15 +19,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from graph_check import other_bits
 from graph_clock import Run, finish, measure, poisoned
+from kernel_check import other_bits, problem
 from linear_kernels import (
     CHECKED,
     CUDA_ODD,
@@ -44,7 +43,6 @@ from linear_kernels import (
 )  # fmt: skip
 
 COMPILE_S, CHILD_S = 150, 120
-LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the op's own SPEC, absolute and relative
 
 
 def sets_of(run: Run, provider: str) -> Sets:
@@ -66,21 +64,6 @@ def compile_all(sizes: list[int]) -> list[subprocess.Popen[bytes]]:
 def asked() -> list[str]:
     """What children are told of `only`."""
     return ["--provider", ",".join(KERNELS), "--model", ",".join(MODELS)]
-
-
-def problem(call: Callable[[], torch.Tensor], want: torch.Tensor) -> str:
-    """'' if the call gives `want` (float64), twice the same bits; else what is wrong."""
-    try:
-        first, second = call(), call()
-        if not torch.equal(first, second):
-            return "two equal calls have other bits"
-        limit = LIMITS[first.dtype]
-        error = (first.double() - want).abs()
-        if not bool((error <= limit + limit * want.abs()).all()):
-            return f"largest error {error.max().item():.3g}"
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
 
 
 def check(run: Run, provider: str, sets: Sets, shape: Shape, dtype: torch.dtype, odd: bool) -> None:

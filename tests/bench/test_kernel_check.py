@@ -1,4 +1,4 @@
-"""bench/scenarios/graph_check.py, with graphs that run on a CPU: a call's graph fills the call's output again."""
+"""bench/scenarios/kernel_check.py: errors that are found; graphs that run on a CPU and fill a call's output again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "scenarios"))
 
-import graph_check
+import kernel_check
 
 
 class Graph:
@@ -55,12 +56,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_graph_is_replayed_and_the_bits_of_each_are_its_own() -> None:
     wanted = [torch.full((4,), 1.0), torch.full((4,), 2.0)]
     calls = [lambda w=w: launched(lambda out: out.copy_(w)) for w in wanted]
-    graphs = graph_check.SideBySide(calls)
+    graphs = kernel_check.SideBySide(calls)
     graphs.replay(3)
     assert [graph.replays for graph in graphs.graphs] == [3, 3]
     assert all(torch.equal(out, want) for out, want in zip(graphs.outs, wanted, strict=True))
-    assert graph_check.other_bits(calls, wanted) == ""
-    assert "have other bits" in graph_check.other_bits(calls, wanted[::-1])
+    assert kernel_check.other_bits(calls, wanted) == ""
+    assert "have other bits" in kernel_check.other_bits(calls, wanted[::-1])
 
 
 def test_what_is_not_written_again_shows() -> None:
@@ -70,11 +71,27 @@ def test_what_is_not_written_again_shows() -> None:
         written.append(out)
 
     written: list[torch.Tensor] = []
-    assert "have other bits" in graph_check.other_bits([lambda: launched(once)], [torch.ones(4)])
+    assert "have other bits" in kernel_check.other_bits([lambda: launched(once)], [torch.ones(4)])
     assert len(written) == 2 * 5  # right once, and NaN after that
     written.clear()
 
     def part(out: torch.Tensor) -> None:
         out[:3] = 1.0
 
-    assert "have other bits" in graph_check.other_bits([lambda: launched(part)], [torch.ones(4)])
+    assert "have other bits" in kernel_check.other_bits([lambda: launched(part)], [torch.ones(4)])
+
+
+def test_what_is_wrong_with_a_call_is_said() -> None:
+    want = torch.linspace(-2, 2, 64).double()
+
+    def said(change: Callable[[torch.Tensor], torch.Tensor], **how: Any) -> str:
+        return kernel_check.problem(lambda: change(want.clone()).half(), want, **how)
+
+    assert said(lambda t: t) == "" and said(lambda t: t, rms=1e-3) == ""
+    assert said(lambda t: t + 0.001) == ""
+    assert said(lambda t: t + 0.001, rms=1e-4).startswith("largest error 0.00")
+    assert said(lambda t: t + 0.01).startswith("largest error 0.01")
+    assert said(lambda t: t + 0.01, limits={torch.float16: 0.02}) == ""
+    assert said(lambda t: t / t.clamp(min=0)) == "32 values are not finite"
+    assert said(torch.rand_like) == "two equal calls have other bits"
+    assert said(lambda t: t[:, 9]).startswith("IndexError: too many indices")

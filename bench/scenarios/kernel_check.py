@@ -1,14 +1,42 @@
-"""What the checks of kernels in CUDA graphs share: graphs that are replayed side by side, and whether their bits stay.
+"""What the checks of our kernels share: whether a call is right, and whether it stays so in graphs, side by side.
 
 Kernels that start early must not read too early, and calls on two streams must share no tickets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of an error, absolute and relative
+
+
+def problem(
+    call: Callable[[], torch.Tensor],
+    want: torch.Tensor,
+    limits: Mapping[torch.dtype, float] = LIMITS,
+    rms: float = math.inf,
+) -> str:
+    """'' if the call gives `want` (float64), twice the same bits; else what is wrong.
+
+    limits: by the dtype of what it gives; rms: the largest root mean square of the errors, in parts of the values'.
+    """
+    try:
+        first, second = call(), call()
+        if not torch.equal(first, second):
+            return "two equal calls have other bits"
+        error, limit = (first.double() - want).abs(), limits[first.dtype]
+        if not bool(error.isfinite().all()):
+            return f"{int((~error.isfinite()).sum())} values are not finite"
+        size = want.square().mean().sqrt().item()
+        if not bool((error <= limit + limit * want.abs()).all()) or error.square().mean().sqrt() > rms * size:
+            return f"largest error {error.max().item():.3g}, where values are {size:.3g}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
 
 
 class SideBySide:
