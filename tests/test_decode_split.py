@@ -214,7 +214,9 @@ def test_a_table_picks_by_batch_and_context(table: None) -> None:
 
 def test_without_a_table_it_is_behind_those_without_sizes() -> None:
     names = [p.name for p in attention_decode.providers]
-    assert names.index("triton-split") > names.index("triton") > names.index("fa3") and names[-1] == "reference"
+    assert (
+        names.index("triton-split") > names.index("triton") > names.index("fa3") and names[-1] == "reference"
+    )
 
 
 def test_a_long_context_is_tuned_with_shorter_sequences() -> None:

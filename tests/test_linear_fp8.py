@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import emulated
 
-from fastkernels import cuda_rtc
+from fastkernels import cuda_rtc, tuned
 from fastkernels.overrides.l1 import _linear_fp8_calls as calls
+from fastkernels.overrides.l1 import _linear_fp8_flashinfer as flashinfer
 from fastkernels.overrides.l1 import _linear_fp8_scales as scales
 from fastkernels.overrides.l1 import _skinny_linear_cuda as skinny
 from fastkernels.overrides.l1 import _wgmma_linear_cuda as wgmma16
@@ -182,7 +183,40 @@ def test_scales_that_cutlass_wants() -> None:
 def test_the_order_of_providers() -> None:
     """As measured on an H200: ours to 64 tokens, DeepGEMM for scales of blocks, CUTLASS for the rest."""
     names = [p.name for p in linear_fp8.providers]
-    assert names == ["cuda-wgmma-fp8", "deepgemm", "cutlass", "sgl_kernel", "triton", "cublas", "reference"]
+    ours, others = ["cuda-wgmma-fp8"], ["triton", "cublas", "reference"]
+    assert names == [*ours, "deepgemm", "flashinfer", "cutlass", "sgl_kernel", *others]
+
+
+def test_the_shipped_table_has_flashinfer_where_it_was_faster() -> None:
+    key = linear_fp8.key
+    assert key is not None
+    found = tuned.lookup(key, tuned.entries("linear_fp8", "NVIDIA H200"))
+    for tokens in (1, 3, 8):
+        assert found.find((6144, 4096, 128, torch.bfloat16), (tokens,)).provider == "flashinfer"
+    assert found.find((6144, 4096, 128, torch.bfloat16), (9,)) is None
+    assert found.find((4096, 4096, 128, torch.bfloat16), (1,)) is None
+
+
+def test_what_flashinfer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(flashinfer, "_called", set())
+    monkeypatch.setattr(flashinfer, "product", lambda: lambda x, w, xs, ws: reference(x, w, xs, ws))
+    x, weight, xs, ws = args(5, 64, 256, scales.BLOCK)
+    assert "token by token" in str(flashinfer.supports_flashinfer(x, weight, xs, ws))
+    xs = torch.nn.functional.pad(xs.t(), (0, 3)).t()[:5]  # as quantize_fp8 pads them
+    call = x, weight, xs, ws
+    assert flashinfer.supports_flashinfer(*call) is None
+    assert "without a bias" in str(flashinfer.supports_flashinfer(*call, torch.zeros(64)))
+    assert "fewer than 32" in str(flashinfer.supports_flashinfer(*args(32, 64, 256, scales.BLOCK)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "not compiled" in str(flashinfer.supports_flashinfer(*call))
+    assert torch.equal(flashinfer.linear_fp8_flashinfer(*call), reference(*call))
+    assert flashinfer.supports_flashinfer(*call) is None
+    monkeypatch.setattr(flashinfer, "product", lambda: "there is no nvcc")
+    assert flashinfer.supports_flashinfer(*call) == "there is no nvcc"
+    with pytest.raises(RuntimeError, match="no nvcc"):
+        flashinfer.linear_fp8_flashinfer(*call)
 
 
 # -- the CUDA C++ kernel

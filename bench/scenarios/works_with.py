@@ -100,8 +100,11 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
 }
 # (feature, host): seconds that a cell may take at least, because the host compiles kernels of its own there.
 LONGER = {("tp", "vllm"): 420, ("gptq_marlin", "sglang"): 560, ("awq_marlin", "sglang"): 560}
-# What vLLM compiles in a cell: nothing for sampling, and one all-reduce only.
-ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
+# What hosts compile in a cell: nothing for sampling, one all-reduce only, and no products of DeepGEMM.
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+}  # fmt: skip
 
 
 def made(args: argparse.Namespace, feature: str) -> tuple[Path, str | None]:

@@ -18,6 +18,7 @@ from fastkernels.overrides.l1._linear_fp8_calls import (
     supports_deepgemm,
     supports_sgl,
 )
+from fastkernels.overrides.l1._linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
 from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, granularity
 
 from .baselines import Baseline, Function, dense, filled, first, half, same
@@ -316,32 +317,15 @@ def _no_blocks(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str 
     return first(None if blocks else "needs scales of blocks", dense(x, weight), filled(x, weight))
 
 
-def _flashinfer_linear() -> Function:
-    from flashinfer.gemm import fp8_blockscale_gemm_sm90
-
-    def linear_fp8(x: T, weight: T, x_scale: T, weight_scale: T, *_: Any) -> T:
-        return fp8_blockscale_gemm_sm90(x, weight, x_scale, weight_scale)
-
-    return linear_fp8
-
-
-def _no_flashinfer_linear(
-    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
-) -> str | None:
-    if bias is not None or x.dim() != 2 or x.numel() // weight.shape[1] >= 32:
-        return "vLLM runs it for fewer than 32 tokens without a bias"
-    found = supports_deepgemm(x, weight, x_scale, weight_scale, bias, out_dtype)
-    aligned = x_scale.stride(0) == 1 and x_scale.stride(1) == -(-x.shape[0] // 4) * 4
-    return first(found, None if aligned else "its scales lie token by token, columns padded to four")
-
-
 ADAPTERS: dict[str, tuple[Baseline, ...]] = {
-    # CUTLASS, DeepGEMM and sgl_kernel as our own providers call them: there is nothing else to say.
+    # CUTLASS, DeepGEMM, FlashInfer and sgl_kernel as our own providers call them: there is nothing else to say.
     "linear_fp8": (
         Baseline("cutlass", "host", lambda: linear_fp8_cutlass, ("vllm",), refuses=supports_cutlass),
         Baseline("deepgemm", "host", lambda: linear_fp8_deepgemm, (DEEP_GEMM,), refuses=supports_deepgemm),
         Baseline("cublas", "host", lambda: linear_fp8_cublas, refuses=supports_cublas),
-        Baseline("flashinfer", "host", _flashinfer_linear, ("flashinfer",), refuses=_no_flashinfer_linear),
+        Baseline(
+            "flashinfer", "host", lambda: linear_fp8_flashinfer, ("flashinfer",), refuses=supports_flashinfer
+        ),
         Baseline("sgl_kernel", "host", lambda: linear_fp8_sgl, ("sgl_kernel",), refuses=supports_sgl),
         Baseline("vllm-triton", "host", _vllm_triton_linear, ("vllm",), refuses=_no_blocks),
     ),

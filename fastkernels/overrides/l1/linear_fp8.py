@@ -13,19 +13,10 @@ import torch
 from torch import nn
 
 from fastkernels.dispatch import Key, Provider, define
+from fastkernels.overrides.l1 import _linear_fp8_calls as production
 from fastkernels.overrides.l1 import _wgmma_linear_fp8_cuda
 from fastkernels.overrides.l1._fp8 import FP8, FP8_MAX, empty_outputs, refuse
-from fastkernels.overrides.l1._linear_fp8_calls import (
-    DEEP_GEMM,
-    linear_fp8_cublas,
-    linear_fp8_cutlass,
-    linear_fp8_deepgemm,
-    linear_fp8_sgl,
-    supports_cublas,
-    supports_cutlass,
-    supports_deepgemm,
-    supports_sgl,
-)
+from fastkernels.overrides.l1._linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
 from fastkernels.overrides.l1._linear_fp8_scales import (
     BLOCK,
     ROW,
@@ -116,16 +107,22 @@ linear_fp8 = define(
             "cuda-wgmma-fp8", linear_fp8_wgmma, supports=supports_wgmma_fp8,
             params=_wgmma_linear_fp8_cuda.PARAMS, fits=_fits,
         ),
-        Provider("deepgemm", linear_fp8_deepgemm, module=DEEP_GEMM, supports=supports_deepgemm),  # scales of blocks
+        Provider(  # scales of blocks
+            "deepgemm", production.linear_fp8_deepgemm, module=production.DEEP_GEMM,
+            supports=production.supports_deepgemm,
+        ),
+        Provider("flashinfer", linear_fp8_flashinfer, module="flashinfer", supports=supports_flashinfer),
         # CUTLASS of whichever host is there: a table made where the other one was means this one.
         Provider(
-            "cutlass", linear_fp8_cutlass, module="vllm", supports=supports_cutlass, twin="sgl_kernel"
+            "cutlass", production.linear_fp8_cutlass, module="vllm", supports=production.supports_cutlass,
+            twin="sgl_kernel",
         ),
         Provider(
-            "sgl_kernel", linear_fp8_sgl, module="sgl_kernel", supports=supports_sgl, twin="cutlass"
+            "sgl_kernel", production.linear_fp8_sgl, module="sgl_kernel", supports=production.supports_sgl,
+            twin="cutlass",
         ),
         Provider("triton", linear_fp8_triton, supports=supports_triton),
-        Provider("cublas", linear_fp8_cublas, supports=supports_cublas),
+        Provider("cublas", production.linear_fp8_cublas, supports=production.supports_cublas),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
     key=Key(

@@ -56,6 +56,9 @@ def _cap_and_scale(y: torch.Tensor, scale: float, soft_cap: float | None, scale_
     return y if scale_first else y * scale
 
 
+SMALL = 1 << 16  # logits
+
+
 @triton.jit
 def _cap_kernel(
     in_ptr, out_ptr, n, scale_before, scale_after, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -79,11 +82,11 @@ def _finish_triton(
     out = y if y.dtype == dtype else torch.empty(y.shape, dtype=dtype, device=y.device)
     n = y.numel()
     if n:
-        grid = (cdiv(n, 1024),)
+        block = 1024 if n > SMALL else 256  # few numbers: more programs, each of which is through earlier
         launch_kernel(
-            _cap_kernel, grid,
+            _cap_kernel, (cdiv(n, block),),
             y, out, n, scale if scale_first else 1.0, 1.0 if scale_first else scale, soft_cap or 1.0,
-            HAS_CAP=soft_cap is not None, BLOCK=1024,
+            HAS_CAP=soft_cap is not None, BLOCK=block,
         )  # fmt: skip
     return out
 
