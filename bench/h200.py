@@ -147,7 +147,7 @@ def _kernels(a: Asked) -> list[Part]:
     models = [fk("explain", m, *sizes) for m in ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")]
     truth = scenario("judge_check", "--out", a.file("judge-truth"))
     return [
-        *made, Part("agreement", twice, 100), Part("judge-truth", (truth,), 60), Part("explain", tuple(models), 220),
+        *made, Part("agreement", twice, 100), Part("judge-truth", (truth,), 60), Part("explain", tuple(models), 260),
     ]  # fmt: skip
 
 
@@ -165,8 +165,8 @@ def _scenarios(a: Asked) -> list[Part]:
         one("linear-tp2", 130, "skinny_linear", "skinny-linear-tp2", "--model", "llama-8b-tp2", *tokens),
         one("fp8", 310, "linear_fp8", "linear-fp8", "--scales", "row,block", "--tokens", "1,8,32,64,128"),
         one("attention", 130, "decode_attention", "decode-attention"),
-        one("attention-capacity", 240, "decode_attention", "decode-attention-capacity", *longest),
-        one("attention-block1", 240, "decode_attention", "decode-attention-block1", *longest, "--block-size", "1"),
+        one("attention-capacity", 100, "decode_attention", "decode-attention-capacity", *longest),
+        one("attention-block1", 90, "decode_attention", "decode-attention-block1", *longest, "--block-size", "1"),
         one("step", 60, "decode_step", "decode-step", "--rows", a.file("skinny-linear.jsonl"), after=("linear",)),
         one("engine", 80, "engine_step", "engine-step", "--batch", "1,8,32", "--model-len", "2048"),
         one("moe-tiles", 140, "moe_tiles", "moe-tiles", "--table", a.file("moe-tiles-table.json")),
@@ -204,7 +204,7 @@ def _servers(a: Asked) -> list[Part]:
                 *LENGTHS, *AGREE,
             ),
             serve(
-                f"servers-256-{host}", (110, 26), [host, "fastkernels"], 311296, "256", "256", "--input-len", "1024",
+                f"servers-256-{host}", (120, 30), [host, "fastkernels"], 311296, "256", "256", "--input-len", "1024",
                 "--output-len", "128", *NO_AGREE, rounds=3,
             ),
             serve(

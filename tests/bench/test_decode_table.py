@@ -144,6 +144,20 @@ def test_rows_without_fa3_are_an_error() -> None:
         made([])
 
 
+def test_beside_blocks_of_one_stands_fa3_with_blocks_of_sixteen() -> None:
+    ones = [
+        row.model_copy(update={"case": {**row.case, "block_size": 1}})
+        for row in rows("llama-8b", 8, 2048, 2048, each=20)
+    ]
+    with pytest.raises(ValueError, match="nothing to compare with"):
+        decode_table.table(ones, "r")
+    for us, faster in ((25, True), (19, False)):
+        table, _ = decode_table.table([*ones, *rows("llama-8b", 8, 2048, 2048, fa3=us, each=10)], "r")
+        entries = {e.shape["block_size"]: e for e in table.entries}
+        assert entries[16].faster and bool(entries[1].faster) is faster
+        assert entries[1].baseline == "fa3"
+
+
 def test_parts_have_every_case_once_and_there_is_room_for_each() -> None:
     every = decode_attention.cases(
         ["llama-8b"], 16, [1, 8, 32, 64, 128, 256], [512, 1024, 2048, 8192, 32768], [2048, 131072]
