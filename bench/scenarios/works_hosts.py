@@ -163,9 +163,7 @@ class SGLang:
         return found
 
     def sleep(self) -> None:
-        time.sleep(
-            5
-        )  # a scheduler that has answered is idle a few steps later, and ends if it is put to sleep before
+        time.sleep(5)  # a scheduler that has answered is idle a few steps later, and ends if it sleeps before
         self.engine.release_memory_occupation()
 
     def wake(self) -> None:

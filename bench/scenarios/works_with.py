@@ -9,8 +9,8 @@ ways: `live`, an engine measured, patched, measured and undone; `start`, one pat
 
 Measured are log-probabilities of fixed texts (teacher-forced), and by how much the engine's own greedy tokens miss
 the best ones when it is given them as a prompt: so decode steps, drafts included, are held to prefills. Both must be
-what the unpatched engine shows, within NOISE, and the report's rows what EXPECTED says. With random weights wrong
-attention or a wrong norm gives 1 and more.
+what the unpatched engine shows, within NOISE (or NOISES), and the report's rows what EXPECTED says. With random
+weights wrong attention or a wrong norm gives 1 and more.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from typing import Any
 
 from works_hosts import SGLang, Vllm, adapter, checkpoint, prebuild
 
-NOISE = 0.15  # nats, mean over all tokens
+NOISE = 0.15  # nats, mean over all tokens: in bf16
+# Of features that are noisier. Where all experts' activations are FP8, and random routers find experts nearly equal:
+# KL between two roundings of one model is 11 times as large in FP8 as in bf16 (0.0197 to 0.0017 nats a token, SmolLM2,
+# H200, docs/what-works.md), so log-probabilities are its root as far apart.
+NOISES = {"moe_fp8": 3.3 * NOISE}
 OPS = [
-    "rms_norm",
-    "gemma_rms_norm",
-    "silu_and_mul",
-    "gelu_and_mul",
-    "rotary_emb",
-    "embedding",
-    "linear",
-    "attention",
-    "fused_experts",
-    "fused_experts_fp8",
-]
+    "rms_norm", "gemma_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_emb", "embedding", "linear", "attention",
+    "fused_experts", "fused_experts_fp8",
+]  # fmt: skip
+UNNAMED = {("tp", "vllm")}  # (feature, host): patched without a list of ops, as most users do; else by OPS
 EXPERTS = {"moe": ["fused_experts"], "moe_fp8": ["fused_experts_fp8"]}  # which of them a feature runs
 QUANTIZED = "quant_method is "
+LEFT = "left to the host: "
 
 # feature: (checkpoint, options of vLLM, options of SGLang). MODEL and LORA stand for paths; None: not of this host.
 FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = {
@@ -96,7 +94,11 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
     ("spec", "sglang"): {"live": "speculative decoding"},
     ("ngram", "sglang"): {"live": "speculative decoding"},
     ("tp", "sglang"): {"embedding": "the host looks its shards up with its own fused kernel"},
-    ("tp", "vllm"): {"rms_norm": "vLLM adds it to the all-reduce before it"},
+    ("tp", "vllm"): {  # no table has the shapes of SHAPES
+        "rms_norm": f"{LEFT}vLLM adds it to the all-reduce before it",
+        "linear": LEFT,
+        "attention": LEFT,
+    },
 }
 # (feature, host): seconds that a cell may take at least, because the host compiles kernels of its own there.
 LONGER = {("tp", "vllm"): 420, ("gptq_marlin", "sglang"): 560, ("awq_marlin", "sglang"): 560}
@@ -105,6 +107,11 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
 }  # fmt: skip
+
+
+def named(feature: str, host: str) -> list[str] | None:
+    """The ops that a patch of this cell asks for by name; None: no list."""
+    return None if (feature, host) in UNNAMED else OPS
 
 
 def made(args: argparse.Namespace, feature: str) -> tuple[Path, str | None]:
@@ -152,7 +159,8 @@ class Cell:
         far = sum(abs(a - b) for a, b in zip(found, wanted, strict=True)) / len(wanted)
         missed, _ = self.miss()
         self.metrics |= {f"{name}_logprob_mean_abs_diff": far, f"{name}_greedy_miss": missed}
-        if not far <= NOISE or not missed <= 2 * own + NOISE:
+        noise = NOISES.get(self.args.child, NOISE)
+        if not far <= noise or not missed <= 2 * own + noise:
             self.problems.append(
                 f"{name}: log-probabilities are {far:.3f} apart, greedy tokens miss by {missed:.3f}"
             )
@@ -186,7 +194,7 @@ class Cell:
         refusal = self.expected.get("live")
         self.at("the host is patched live")
         try:
-            report = fastkernels.patch(self.host.engine, ops=OPS)
+            report = fastkernels.patch(self.host.engine, ops=named(self.args.child, self.args.host))
         except PatchError as error:
             self.lines = [f"refused: {error}"]
             if refusal is None or refusal not in str(error):
@@ -269,11 +277,9 @@ def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str
         del environment[name]
     if way == "start":
         reports = args.work / f"{args.host}-{feature}-reports"
-        environment |= {
-            "FASTKERNELS": "1",
-            "FASTKERNELS_OPS": ",".join(OPS),
-            "FASTKERNELS_REPORT": str(reports),
-        }
+        environment |= {"FASTKERNELS": "1", "FASTKERNELS_REPORT": str(reports)}
+        if (ops := named(feature, args.host)) is not None:
+            environment["FASTKERNELS_OPS"] = ",".join(ops)
     command = [
         sys.executable, __file__, "--host", args.host, "--out", str(args.out), "--work", str(args.work), "--child",
         feature, "--way", way,

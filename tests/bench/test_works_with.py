@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fk_integrations.apply import LEFT
+from fk_integrations.vllm_fusions import ALL_REDUCE
 
 import fastkernels
-from fastkernels.patch import PatchError
+from fastkernels.patch import PatchError, Row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "scenarios"))
 import works_hosts
@@ -26,6 +28,7 @@ class Host:
     def __init__(self, unpatched: Any = 0.0, patched: Any = 0.0, refuses: bool = True) -> None:
         self.cost, self.refuses, self.engine = {False: unpatched, True: patched}, refuses, self
         self.lost, self.asleep, self.ours, self.sleeps = 0.0, False, False, 0
+        self.rounding, self.asked = 0.0, [""]  # what a patch costs, and which ops it was asked for
 
     def tokens(self, prompts: list[list[int]], n: int) -> list[list[int]]:
         return [[1] * n for _ in prompts]
@@ -46,14 +49,14 @@ class Host:
     def reload(self) -> None:
         """The weights are right again."""
 
-    def patch(self, engine: Any, ops: list[str]) -> Host:
-        self.ours = True
+    def patch(self, engine: Any, ops: list[str] | None) -> Host:
+        self.ours, self.asked, self.lost = True, ops, self.lost + self.rounding
         return self
 
     def undo(self) -> None:
         if self.asleep and self.refuses:
             raise PatchError("the engine is asleep")
-        self.ours = False
+        self.ours, self.lost = False, self.lost - self.rounding
 
     def refresh(self) -> argparse.Namespace:
         return argparse.Namespace(rows=[])
@@ -61,14 +64,17 @@ class Host:
 
 @pytest.fixture
 def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of the feature sleep, live: (the cell, an error that ended it) for a host."""
+    """Of a feature, live: (the cell, an error that ended it) for a host."""
 
-    def run(host: Host) -> tuple[works_with.Cell, Exception | None]:
+    def run(
+        host: Host, feature: str = "sleep", name: str = "sglang"
+    ) -> tuple[works_with.Cell, Exception | None]:
         monkeypatch.setattr(works_with, "SGLang", lambda *_: host)
+        monkeypatch.setattr(works_with, "Vllm", lambda *_: host)
         monkeypatch.setattr(works_with, "made", lambda *_: (tmp_path, None))
         monkeypatch.setattr(fastkernels, "patch", host.patch)
         monkeypatch.setattr(works_with.Cell, "rows", lambda *_: None)
-        args = argparse.Namespace(host="sglang", child="sleep", way="live", work=tmp_path)
+        args = argparse.Namespace(host=name, child=feature, way="live", work=tmp_path)
         made = works_with.Cell(args)
         try:
             made.live()
@@ -103,6 +109,64 @@ def test_what_the_host_loses_in_its_own_sleep_is_not_the_patchs(cell: Any) -> No
     assert [p.partition(":")[0] for p in ours.problems] == ["awake", "reloaded", "undone"]
     unrefused, _ = cell(Host(refuses=False))
     assert unrefused.problems == ["an undo while the engine sleeps was not refused"]
+
+
+@pytest.mark.parametrize(
+    ("feature", "name", "named"),
+    [("tp", "vllm", False), ("tp", "sglang", True), ("tp_norms", "vllm", True)],
+)
+def test_two_ranks_of_vllm_are_patched_without_a_list_of_ops(
+    cell: Any, feature: str, name: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is named is put in even where the host fuses it; only without names are norms left to its all-reduce."""
+    host = Host()
+    made, error = cell(host, feature, name)
+    assert error is None and not made.problems
+    assert host.asked == (works_with.OPS if named else None)
+    environments = []
+
+    def started(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        environments.append(env)
+        return argparse.Namespace(wait=lambda timeout: None)
+
+    monkeypatch.setenv("FASTKERNELS_OPS", "linear")  # somebody's own, which is not a cell's
+    monkeypatch.setattr(works_with.subprocess, "Popen", started)
+    monkeypatch.setattr(works_with, "_end", lambda _: None)
+    args = argparse.Namespace(host=name, work=tmp_path, out=tmp_path / "rows.jsonl", timeout=1)
+    for way in ("live", "start"):
+        works_with.run(args, feature, way)
+    live, start = environments
+    assert "FASTKERNELS" not in live and "FASTKERNELS_OPS" not in live
+    assert start["FASTKERNELS"] == "1"
+    assert start.get("FASTKERNELS_OPS") == (",".join(works_with.OPS) if named else None)
+
+
+def test_without_names_norms_must_be_left_to_the_all_reduce_and_the_rest_to_tables() -> None:
+    def said(norms: str) -> list[str]:
+        made = works_with.Cell.__new__(works_with.Cell)
+        made.args, made.problems = argparse.Namespace(child="tp", host="vllm"), []
+        made.expected = works_with.EXPECTED["tp", "vllm"]
+        of_shape = f"{LEFT}: N=768 K=1024 dtype=bfloat16 is not tuned on NVIDIA H200"
+        reasons = {"rms_norm": norms, "linear": f"16 {of_shape}", "attention": f"4 {of_shape}"}
+        rows = [Row(0, op, "Theirs", 0, "off", reason=why) for op, why in reasons.items()]
+        rows += [Row(0, op, "Theirs", 1, "active", calls=3) for op in ("rotary_emb", "embedding")]
+        made.rows(rows)
+        return made.problems
+
+    assert said(f"9 {LEFT}: {ALL_REDUCE}") == []
+    (problem,) = said("")
+    assert problem.startswith(
+        "rms_norm should say 'left to the host: vLLM adds it to the all-reduce before it'"
+    )
+
+
+@pytest.mark.parametrize(("feature", "allowed"), [("moe", 0.15), ("moe_fp8", 0.495)])
+def test_experts_in_fp8_may_be_further_from_the_host(cell: Any, feature: str, allowed: float) -> None:
+    for far, wrong in ((allowed - 0.01, False), (allowed + 0.01, True)):
+        host = Host()
+        host.rounding = far
+        made, _ = cell(host, feature)
+        assert [p.partition(":")[0] for p in made.problems] == (["patched"] if wrong else [])
 
 
 @pytest.mark.parametrize("patched", [False, True])
