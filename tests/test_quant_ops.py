@@ -44,7 +44,7 @@ def test_fused_is_unfused(how: tuple[str, int], dtype: torch.dtype) -> None:
     h, ours = x[:, 3:131], residual.clone()
     args = (scale, group, ours, scale_ub, 1 / 512, column_major)
     found = rms_norm_quant_fp8.rms_norm_quant_fp8(h, weight, 1e-5, *args)
-    y = rms_norm(h, weight, 1e-5, residual)
+    y = rms_norm(h, weight, 1e-5, residual, None, False)
     same(found, quantize_fp8.quantize_fp8(y, scale, group, scale_ub, 1 / 512, column_major))
     assert torch.equal(ours, residual)
 

@@ -46,8 +46,8 @@ def test_reference_has_the_bits_of_the_ops_apart(case: Any) -> None:
     _, query, key, value, *caches = (a.clone() for a in args[:6])
     slots, table, neox, q_weight, k_weight, eps, *scales = args[6:]
     if q_weight is not None:
-        query = rms_norm._reference(query, q_weight, eps)
-        key = rms_norm._reference(key, k_weight, eps)
+        query = rms_norm._reference(query, q_weight, eps, None, None, False)
+        key = rms_norm._reference(key, k_weight, eps, None, None, False)
     rotary_emb._reference(args[0], query, key, query.shape[-1], table, neox)
     store_kvcache._reference(key, value, *caches, slots, *scales)
     rope_store_kvcache._reference(*args)
@@ -171,7 +171,10 @@ def test_on_the_gpu(tokens: int, norms: bool) -> None:
     args = make_args(SPEC, Case("gpu", dims), "cuda")
     _, query, key, value, *caches = (a.clone() for a in args[:6])
     if norms:
-        query, key = (rms_norm._triton(x, w, args[11]) for x, w in ((query, args[9]), (key, args[10])))
+        query, key = (
+            rms_norm._triton(x, w, args[11], None, None, False)
+            for x, w in ((query, args[9]), (key, args[10]))
+        )
     rotary_emb._triton(args[0], query, key, 128, args[7], True)
     store_kvcache._triton(key, value, *caches, args[6])
     rope_store_kvcache._triton(*args)

@@ -26,8 +26,8 @@ def separate(
 ) -> torch.Tensor:  # fmt: skip
     """What a layer launches without it; the queries are returned, as the norms make new ones."""
     if q_weight is not None:
-        query = rms_norm._triton(query, q_weight, eps)
-        key = rms_norm._triton(key, k_weight, eps)
+        query = rms_norm._triton(query, q_weight, eps, None, None, False)
+        key = rms_norm._triton(key, k_weight, eps, None, None, False)
     rotary_emb._triton(positions, query, key, query.shape[-1], table, neox)
     store_kvcache._triton(key, value, key_cache, value_cache, slots, *scales)
     return query

@@ -95,7 +95,9 @@ def norm_of(source: fx.Node) -> fx.Node | None:
         return None
     if norm.args[0] is not torch.ops.fastkernels.rms_norm.default or norm.kwargs.get("weight") is None:
         return None
-    whole = norm.kwargs.get("var_hidden_size") is None and norm.kwargs.get("cast_x_before_out_mul", True)
+    # The op rounds once, behind the product with the weight.
+    twice = norm.kwargs.get("cast_x_before_out_mul", True)
+    whole = norm.kwargs.get("var_hidden_size") is None and not twice
     alone = all(user is source or user.args[1] != 0 for user in norm.users)
     return norm if whole and alone else None
 

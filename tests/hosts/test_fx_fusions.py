@@ -36,7 +36,7 @@ class Pass(CustomGraphPass):
 class Block(nn.Module):
     """Norm, gate and up, activation, down, as a layer has them; `more` takes the norm's result for itself, too."""
 
-    def __init__(self, more: bool = False, group: int = -1, cast: bool = True) -> None:
+    def __init__(self, more: bool = False, group: int = -1, cast: bool | None = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.norm = nn.Parameter(torch.rand(HIDDEN, generator=generator).bfloat16(), requires_grad=False)
@@ -100,7 +100,7 @@ def test_a_result_that_somebody_else_takes_stays() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(("options", "fused"), [({"group": 16}, 0), ({"cast": False}, 1)])
+@pytest.mark.parametrize(("options", "fused"), [({"group": 16}, 0), ({"cast": True}, 1), ({"cast": None}, 1)])
 def test_what_the_fused_ops_do_not_compute_stays(options: dict[str, Any], fused: int) -> None:
     graph = two_quantizations(**options)
     assert fuse_quantization(graph) == fused
@@ -120,7 +120,8 @@ def two_quantizations(**options: Any) -> fx.Graph:
     graph = fx.Graph()
     x = graph.placeholder("x")
     args = (torch.ops.fastkernels.rms_norm.default,)
-    kwargs = {"x": x, "weight": x, "eps": 1e-6, "residual": x, "cast_x_before_out_mul": block.cast}
+    kwargs = {"x": x, "weight": x, "eps": 1e-6, "residual": x}
+    kwargs |= {} if block.cast is None else {"cast_x_before_out_mul": block.cast}
     norm = graph.call_function(torch.ops.higher_order.auto_functionalized, args, kwargs)
     quantize = torch.ops.fastkernels.quantize_fp8.default
     a = graph.call_function(quantize, (graph.call_function(operator.getitem, (norm, 0)), None, block.group))

@@ -24,7 +24,9 @@ def problem(case: Case) -> str | None:
     positions, query, key, value, *caches = (a.clone() for a in args[:6])
     slots, table, neox, q_weight, k_weight, eps, *scales = args[6:]
     if q_weight is not None:
-        query, key = rms_norm._triton(query, q_weight, eps), rms_norm._triton(key, k_weight, eps)
+        query, key = (
+            rms_norm._triton(x, w, eps, None, None, False) for x, w in ((query, q_weight), (key, k_weight))
+        )
     rotary_emb._triton(positions, query, key, query.shape[-1], table, neox)
     store_kvcache._triton(key, value, *caches, slots, *scales)
     before = args[2].clone()

@@ -37,6 +37,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """rms_norm of each head (with q_weight, k_weight: [D]), rotary_emb, store_kvcache, each rounding as it does.
 
+    rms_norm without cast_x_before_out_mul: one rounding, behind the product with the weight.
     positions: [T]; query: [T, Hq, D]; key, value: [T, Hkv, D]; the rest as in those ops, with cast_cache.
     Returns new (query, key_cache, value_cache); key stays as it is.
     """
@@ -48,13 +49,13 @@ def reference(
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return x if weight is None else rms_norm.reference(x, weight, eps)[0]
+    return x if weight is None else rms_norm.reference(x, weight, eps, None, None, False)[0]
 
 
 @triton.jit
 def _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, REST: tl.constexpr):
-    # As rms_norm: rounded to the dtype before the product with the weight, and after it. x1, x2, rest: [heads, ...],
-    # in the dtype; zeros where there is no channel.
+    # As rms_norm: rounded to the dtype once, behind the product with the weight. x1, x2, rest: [heads, ...], in the
+    # dtype; zeros where there is no channel.
     dtype = x1.dtype
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
@@ -64,11 +65,11 @@ def _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, REST: tl
     scale = tl.rsqrt(squares / D + eps)[:, None]
     w1 = tl.load(w_ptr + at1, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
     w2 = tl.load(w_ptr + at2, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    x1 = ((x1 * scale).to(dtype).to(tl.float32) * w1).to(dtype)
-    x2 = ((x2 * scale).to(dtype).to(tl.float32) * w2).to(dtype)
+    x1 = (x1 * scale * w1).to(dtype)
+    x2 = (x2 * scale * w2).to(dtype)
     if REST:
         w = tl.load(w_ptr + more, mask=more < D, other=0.0).to(tl.float32)[None, :]
-        rest = ((rest * scale).to(dtype).to(tl.float32) * w).to(dtype)
+        rest = (rest * scale * w).to(dtype)
     return x1, x2, rest
 
 

@@ -29,8 +29,8 @@ def unsupported_norm(norm: Any) -> str | None:
 
 def apply_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Normalize x + residual (None: x); residual becomes the sum."""
-    # vLLM always rounds before the product with the weight, SGLang's norms carry a flag.
-    cast_first = getattr(norm, "cast_x_before_out_mul", True)
+    # SGLang's norms carry a flag; vLLM's round once, behind the product with the weight.
+    cast_first = getattr(norm, "cast_x_before_out_mul", False)
     return rms_norm(x, norm.weight, norm.variance_epsilon, residual, None, cast_first)
 
 

@@ -41,8 +41,8 @@ def around(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """norm, attention, norm, MLP, of [T, H]. Returns (hidden states, residual); their sum is the residual stream."""
     residual = torch.zeros_like(x) if residual is None else residual
-    h, residual = rms_norm(x, norms[0], eps, residual)
-    h, residual = rms_norm(attention(h), norms[1], eps, residual)
+    h, residual = rms_norm(x, norms[0], eps, residual, None, False)
+    h, residual = rms_norm(attention(h), norms[1], eps, residual, None, False)
     assert residual is not None
     return mlp(h), residual
 
@@ -75,7 +75,7 @@ def layer_reference(
         qkv = (h.to(acc) @ qkv_proj.to(acc).t()).to(h.dtype)
         q, k, v = qkv.unflatten(-1, (-1, size)).split([o_proj.shape[1] // size, kv_heads, kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
-            q, k = rms_norm(q, q_norm, eps)[0], rms_norm(k, k_norm, eps)[0]
+            q, k = (rms_norm(t, w, eps, None, None, False)[0] for t, w in ((q, q_norm), (k, k_norm)))
         q, k = (
             rotary_emb.reference(positions, t.contiguous(), None, size, cos_sin_cache, True)[0]
             for t in (q, k)
