@@ -19,6 +19,7 @@ COMMAND = "stubs"
 def host_classes(name: str, host: str | None = None) -> tuple[str, list[type]]:
     """(host, our classes for it): of `host`, else of vLLM, else of the op's first target; of its newest version.
 
+    What runs a host's experts is left out: it is built of a host's own parts, and only hands its call on to the op.
     Raises UnknownName for a host of which nothing is recorded. ('', []) for an op without classes there.
     """
     from fk_integrations import compare
@@ -32,7 +33,7 @@ def host_classes(name: str, host: str | None = None) -> tuple[str, list[type]]:
         return "", []
     module = registry.op_module(name)
     targets = spec.targets_for(chosen, compare.versions(chosen)[-1])
-    found = dict.fromkeys(getattr(module, t.cls) for t in targets)
+    found = dict.fromkeys(getattr(module, t.cls) for t in targets if t.seam != "experts")
     return chosen, [c for c in found if isinstance(c, type)]
 
 

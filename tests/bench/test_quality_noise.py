@@ -56,14 +56,43 @@ def test_a_model_is_itself_twice_and_another_one_in_another_order(
         assert 0 < row.metrics["kl_exact"] < 0.01
 
 
+def test_in_float8_it_is_further_from_itself_and_a_token_has_a_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiny import make_tiny_llama
+
+    model = make_tiny_llama(tmp_path / "llama", dtype="bfloat16")
+    found = {}
+    for name, more in (("bf16", ()), ("fp8", ("--fp8",))):
+        out = tmp_path / f"{name}.jsonl"
+        assert command(monkeypatch, model, "--out", out, "--tokens", 200, "--length", 64, *more) == 0
+        found[name], _ = read(out)
+    assert all(row.case.get("weights") == "fp8" for row in found["fp8"])
+    unchanged = found["fp8"][0].metrics
+    assert unchanged["kl"] == unchanged["perplexity_rel"] == unchanged["perplexity_rel_se"] == 0
+    assert unchanged["kl_exact"] > 3 * found["bf16"][0].metrics["kl_exact"]
+    away = [abs(row.metrics["perplexity_rel"]) for row in found["fp8"][1:]]
+    assert max(away) > 0  # of a small model no float8 number need change
+    assert all(
+        far <= 8 * row.metrics["perplexity_rel_se"] for far, row in zip(away, found["fp8"][1:], strict=True)
+    )
+    x, matrix = (
+        torch.randn(3, 64) * torch.tensor([[1e-3], [1.0], [1e3]]),
+        torch.randn(8, 64).to(quality_noise.FP8),
+    )
+    got = quality_noise.linear(x, matrix.float(), False, torch.full((8, 1), 0.5))
+    wanted = 0.5 * x @ matrix.float().t()
+    assert ((got - wanted).norm(dim=1) < 0.05 * wanted.norm(dim=1)).all()
+
+
 def test_a_model_that_is_not_itself_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiny import make_tiny_llama
 
     model = make_tiny_llama(tmp_path / "llama", dtype="bfloat16")
     whole = quality_noise.linear
 
-    def noisy(x: torch.Tensor, weight: torch.Tensor, halves: bool) -> torch.Tensor:
-        return whole(x, weight, halves) + 0.01 * torch.randn(len(weight), dtype=x.dtype)
+    def noisy(x: torch.Tensor, weight: torch.Tensor, *how: object) -> torch.Tensor:
+        return whole(x, weight, *how) + 0.01 * torch.randn(len(weight), dtype=x.dtype)
 
     monkeypatch.setattr(quality_noise, "linear", noisy)
     out = tmp_path / "rows.jsonl"

@@ -195,6 +195,12 @@ def test_every_hosts_classes_can_be_had(host: str, tmp_path: Path) -> None:
     assert some > 3
 
 
+@pytest.mark.parametrize("host", ["vllm", "sglang"])
+def test_what_runs_a_hosts_experts_is_no_class_of_a_stub(host: str) -> None:
+    assert stubs.host_classes("fused_experts", host) == (host, [])
+    assert "\nclass " not in stubs.source("fused_experts", host)
+
+
 def test_the_text_is_in_our_style(written: Path) -> None:
     """Formatted, nothing unused or unbound, no line that is too long, and parsed by Python 3.10."""
     ruff = [sys.executable, "-m", "ruff"]
