@@ -28,7 +28,7 @@ def test_the_exact_model_is_transformers_in_float32_from_either_checkpoint(
     from transformers import AutoModelForCausalLM
 
     plain = make_tiny_llama(tmp_path / "llama", dtype="bfloat16")
-    quantize_model(plain, tmp_path / "fp8")
+    quantize_model(plain, tmp_path / "fp8", "fp8")
     assert json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"] == FP8_DYNAMIC
     tokens = random.Random(3).choices(range(37), k=400)
     plan = plans.plan(tokens, {4: 30, 1: 12}, [3, 8], 6, (2, 45), 16)

@@ -25,6 +25,7 @@ OWN = {
     "_wgmma_linear_cuda.py": {"native-library"},
     "_wgmma_linear_fp8_cuda.py": {"native-library"},
     "_linear_fp8_calls.py": {"baseline-library", "dynamic-code"},  # providers, from where they are installed
+    "_linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # as well, by the name that its version has
     "_fused_experts_calls.py": {"dynamic-code"},  # as well
     "_launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
     "_rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
