@@ -1,4 +1,4 @@
-"""How often a norm rounds: once, behind the product with the weight, where the hosts' compiled code does."""
+"""How often a norm rounds: once, behind the product with the weight, where the hosts' own does."""
 
 from __future__ import annotations
 
@@ -49,14 +49,18 @@ def with_weight(cls: Any, weight: torch.Tensor) -> Any:
 @pytest.mark.parametrize("shape", [(5, HIDDEN), (5, 3, HIDDEN)], ids=["hidden", "heads"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("compiled", [True, False])
 @torch.inference_mode()
-def test_vllms_norm_rounds_once(shape: tuple[int, ...], dtype: torch.dtype, with_residual: bool) -> None:
+def test_vllms_norm_rounds_once_in_compiled_code_and_twice_in_eager_mode(
+    shape: tuple[int, ...], dtype: torch.dtype, with_residual: bool, compiled: bool
+) -> None:
     """dtype: the weight's."""
     x, weight = some(*shape), some(HIDDEN, seed=1, dtype=dtype)
     residual = some(*shape, seed=2) if with_residual else None
-    once, _ = normed(x, weight, residual)
-    found = with_weight(norms.VllmRMSNorm, weight)(x, residual)
-    assert torch.equal(found[0] if with_residual else found, once)
+    once, twice = normed(x, weight, residual)
+    norm = with_weight(norms.VllmRMSNorm, weight)
+    found = (torch.compile(norm, backend="eager", fullgraph=True) if compiled else norm)(x, residual)
+    assert torch.equal(found[0] if with_residual else found, once if compiled else twice)
 
 
 @torch.inference_mode()
@@ -66,14 +70,22 @@ def test_transformers_norm_rounds_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "rounds"), [({}, 1), ({"cast_x_before_out_mul": False}, 1), ({"cast_x_before_out_mul": True}, 2)]
+    ("flag", "eager", "compiled"),
+    [({}, 2, 1), ({"cast_x_before_out_mul": False}, 1, 1), ({"cast_x_before_out_mul": True}, 2, 2)],
 )
-def test_a_layers_norm_rounds_once_unless_it_says_otherwise(flag: dict[str, bool], rounds: int) -> None:
-    x, residual, weight = some(5, HIDDEN), some(5, HIDDEN, seed=2), some(HIDDEN, seed=1)
-    want = normed(x, weight, residual)[rounds - 1]
-    assert torch.equal(
-        apply_norm(SimpleNamespace(weight=weight, variance_epsilon=EPS, **flag), x, residual), want
-    )
+@torch.inference_mode()
+def test_a_layers_norm_rounds_as_its_host_unless_it_says_otherwise(
+    flag: dict[str, bool], eager: int, compiled: int
+) -> None:
+    weight = some(HIDDEN, seed=1)
+    norm = SimpleNamespace(weight=weight, variance_epsilon=EPS, **flag)
+    for how, rounds in (
+        (apply_norm, eager),
+        (torch.compile(apply_norm, backend="eager", fullgraph=True), compiled),
+    ):
+        x, residual = some(5, HIDDEN), some(5, HIDDEN, seed=2)
+        want = normed(x, weight, residual)[rounds - 1]
+        assert torch.equal(how(norm, x, residual), want)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])

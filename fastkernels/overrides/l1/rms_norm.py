@@ -33,7 +33,7 @@ def reference(
 
     var_hidden_size: the mean of squares is over the first so many channels only.
     cast_x_before_out_mul: round to x's dtype before the product with the weight, and after it (transformers);
-    otherwise after it alone (SGLang, and vLLM, whose compiled code leaves out the first).
+    otherwise after it alone (SGLang, and vLLM's compiled code).
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
@@ -160,8 +160,8 @@ rms_norm = define(
 class VllmRMSNorm(nn.Module):
     """vllm.model_executor.layers.layernorm.RMSNorm: weight [hidden_size]; out [..., hidden_size] in x's dtype.
 
-    With a residual, returns (out, x + residual); the residual's memory is overwritten with the sum. The product with
-    the weight is rounded once, as in vLLM's compiled code; its eager CUDA kernel rounds before it, too.
+    With a residual, returns (out, x + residual); the residual's memory is overwritten with the sum. In compiled code
+    the product with the weight is rounded once, as Inductor does with vLLM's own; else before the product, too.
     """
 
     def __init__(
@@ -184,7 +184,8 @@ class VllmRMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         weight = self.weight if self.has_weight else None
-        out = rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override, False)
+        eager = not torch.compiler.is_compiling()
+        out = rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override, eager)
         return out if residual is None else (out, residual)
 
 

@@ -29,8 +29,8 @@ def unsupported_norm(norm: Any) -> str | None:
 
 def apply_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Normalize x + residual (None: x); residual becomes the sum."""
-    # SGLang's norms carry a flag; vLLM's round once, behind the product with the weight.
-    cast_first = getattr(norm, "cast_x_before_out_mul", False)
+    # SGLang's norms carry a flag; vLLM's round once in compiled code, and before the product with the weight in eager.
+    cast_first = getattr(norm, "cast_x_before_out_mul", not torch.compiler.is_compiling())
     return rms_norm(x, norm.weight, norm.variance_epsilon, residual, None, cast_first)
 
 
