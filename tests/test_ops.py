@@ -158,7 +158,8 @@ def test_module_equals_op(name: str, target: Any) -> None:
         with torch.no_grad():
             module.weight.copy_(torch.rand(96))
         residual = torch.randn(7, 96).bfloat16()
-        want, total = registry.get(name).reference(x, module.weight, 1e-5, residual, None, False)
+        eager = target.host == "vllm"  # rounds before the product with the weight, too
+        want, total = registry.get(name).reference(x, module.weight, 1e-5, residual, None, eager)
         if target.host == "transformers":
             want, _ = registry.get(name).reference(x, module.weight, 1e-5)
             assert torch.equal(module(x), want)
