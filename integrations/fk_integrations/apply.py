@@ -151,10 +151,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if host_class is None:
         row.reason = f"{target.path} is not in {adapter.host} {adapter.version}"
         return row
-    modules, device = (
-        _instances(adapter, patched.model, spec, host_class, target.seam),
-        _device(patched.model),
-    )
+    modules = _instances(adapter, patched.model, spec, host_class, target.seam)
+    device = _device(patched.model)
     if modules and not named and (untuned := tuned.untuned(tuned_op.name, device)):
         row.reason = f"{LEFT}: {untuned}"
         log.warning("%s: %s", spec.name, untuned)
