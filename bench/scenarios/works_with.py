@@ -104,7 +104,7 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
 LONGER = {("tp", "vllm"): 420, ("gptq_marlin", "sglang"): 560, ("awq_marlin", "sglang"): 560}
 # What hosts compile in a cell: nothing for sampling, one all-reduce only, and no products of DeepGEMM.
 ENVIRONMENT = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm", "VLLM_USE_DEEP_GEMM": "0",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
 }  # fmt: skip
 
@@ -385,6 +385,9 @@ def main() -> None:
         child(args)
         return
     features = args.features.split(",")
+    missing = [feature for feature in features if not (args.work / f"{args.host}-{feature}.json").exists()]
+    if "live" not in args.ways.split(",") and missing:
+        parser.error(f"{args.ways} is held to what live measured, and --work has none of {missing}: add live")
     for feature in features:
         made(args, feature)  # no two cells at once
     with ThreadPoolExecutor(args.jobs) as pool:

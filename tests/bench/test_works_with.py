@@ -203,6 +203,25 @@ def test_a_feature_of_one_host_is_skipped_on_the_other(
     assert [r["reason"] for r in rows] == ["no feature of sglang", "no feature of vllm"]
 
 
+def test_a_start_without_what_live_measured_is_refused_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(works_with, "made", lambda _, feature: begun.append(feature))
+    monkeypatch.setattr(works_with, "cells", lambda *_: 0)
+    asked = ["--host", "vllm", "--features", "plain,window", "--ways", "start", "--work", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["works_with.py", *asked])
+    (tmp_path / "vllm-plain.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        works_with.main()
+    assert ended.value.code == 2 and begun == []
+    assert "none of ['window']: add live" in capsys.readouterr().err
+    (tmp_path / "vllm-window.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        works_with.main()
+    assert ended.value.code == 0 and begun == ["plain", "window"]
+
+
 def test_prebuild_compiles_all_at_once_and_counts_what_failed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
