@@ -127,6 +127,20 @@ def test_rows_in_wider_tensors(tmp_path: Path) -> None:
         assert mismatch(SPEC, case, [got], [want]) is None
 
 
+@needs_gxx
+def test_whole_sequences_take_no_tickets(tmp_path: Path) -> None:
+    """Where each has a worker and none has more keys than `whole`; a longer one is cut, and so are the others."""
+    for lens, cut in (([5, 64, 0, 31], False), ([5, 65, 0, 31], True)):
+        case = Case("whole", {"seq_lens": lens, **layout(4, 1, 64, 16)}, "bfloat16")
+        args, params = make_args(SPEC, case), cuda._set(2, 16, 3, 1, 16, 1, whole=64)
+        if cut:
+            with pytest.raises(RuntimeError, match="a ticket was taken"):
+                emulated_decode.decode(args, params, 6, 2, tmp_path, tickets=False)
+        else:
+            got = emulated_decode.decode(args, params, 6, 2, tmp_path, tickets=False)[0]
+            assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None
+
+
 def test_no_sequences() -> None:
     args = make_args(SPEC, Case("none", {"seq_lens": [], **LLAMA}))
     assert cuda.decode_cuda(*args).shape == (0, 32, 128)

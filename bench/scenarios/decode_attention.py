@@ -186,28 +186,27 @@ def compile_cuda(q: torch.Tensor, key_cache: torch.Tensor, *_: Any, **params: in
     cuda._kernel(q.device, cuda.plan(params, q, key_cache))
 
 
-def compile_flashinfer(layouts: list[Layout]) -> None:
+def compile_flashinfer(layout: Layout) -> None:
     """Its kernels are compiled by nvcc at their first call."""
-    for layout in layouts:
-        with contextlib.suppress(Exception):
-            case = Case("compile", {"seq_lens": [40], **layout.dims})
-            PROVIDERS["flashinfer"].fn(*SPEC.inputs(case, "cuda", torch.Generator("cuda")))
+    with contextlib.suppress(Exception):
+        case = Case("compile", {"seq_lens": [40], **layout.dims})
+        PROVIDERS["flashinfer"].fn(*SPEC.inputs(case, "cuda", torch.Generator("cuda")))
 
 
-def compile_all(command: list[str], of: int, few: bool) -> None:
+def compile_all(command: list[str], of: int, layouts: int, few: bool) -> None:
     """In the processors that the `of` GPUs' processes have for each. few: FlashInfer is left out if it takes long."""
     parts = max(1, (os.cpu_count() or 2) // of - 2)
     shares = [f"{i}/{parts}" for i in range(parts)]
-    flashinfer = PROVIDERS["flashinfer"]
-    shares += ["flashinfer"] if flashinfer.unavailable("cuda") is None else []
+    if PROVIDERS["flashinfer"].unavailable("cuda") is None:
+        shares += [f"flashinfer/{i}" for i in range(layouts)]
     children = [subprocess.Popen([*command, "--out", os.devnull, "--compile", share]) for share in shares]
     for lost in finish(children, decode_attention_few.COMPILE_S if few else COMPILE_S):
         print(
             f"compiling: {lost}, of {len(children)}; what it has left is compiled where it is run", flush=True
         )
-    if few and shares[-1] == "flashinfer" and children[-1].poll() != 0:
+    if few and any(child.poll() != 0 for child in children[parts:]):
         print("FlashInfer was not compiled in time, and is not timed", flush=True)
-        PROVIDERS["flashinfer"] = replace(flashinfer, devices=())
+        PROVIDERS["flashinfer"] = replace(PROVIDERS["flashinfer"], devices=())
 
 
 # -- times
@@ -348,8 +347,8 @@ def main() -> None:
             part::of
         ]
     layouts = list(dict.fromkeys(case.layout for case in todo))
-    if options.compile == "flashinfer":
-        return compile_flashinfer(layouts)
+    if options.compile and options.compile.startswith("flashinfer/"):
+        return compile_flashinfer(layouts[int(options.compile.partition("/")[2])])
     begin, run = time.monotonic(), Run("decode_attention", "attention_decode", options)
     run.common["baseline"] = "fa3"
     with torch.inference_mode():
@@ -363,7 +362,7 @@ def main() -> None:
         for name, reason in missing.items():
             print(f"{name}: {reason or 'there'}", flush=True)
         if run.cuda and not run.quick:
-            compile_all(command, of, options.few)
+            compile_all(command, of, len(layouts), options.few)
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         check_all(run, command)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
