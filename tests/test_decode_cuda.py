@@ -36,7 +36,7 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
 @needs_gxx
 @pytest.mark.parametrize(
     ("lens", "dims", "dtype", "params", "sms", "stale"),
-    [  # of params: warps, keys, stages, per_sm, least, ahead, cluster
+    [  # of params: warps, keys, stages, per_sm, least, ahead, cluster, whole
         (EDGES, layout(1, 1, 64, 1), "float16", (2, 16, 2, 1, 16, 1), 5, 2),
         (EDGES, layout(6, 2, 128, 5), "bfloat16", (2, 32, 2, 1, 16, 0), 8, 1),
         (EDGES, layout(8, 1, 64, 16), "bfloat16", (4, 16, 3, 2, 64, 3), 4, 2),
@@ -58,6 +58,40 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
         ([1500, 3, 0, 700], layout(4, 1, 64, 16), "bfloat16", (2, 16, 2, 1, 64, 1, 4), 16, 2),
         ([40] * 7, layout(6, 2, 128, 5), "float16", (2, 16, 2, 2, 16, 1, 2), 8, 0),
         ([300], layout(4, 4, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 1, 2),  # fewer workers than key heads
+        (
+            [5, 17, 131, 1],
+            layout(3, 1, 64, 16),
+            "bfloat16",
+            (8, 16, 3, 1, 128, 2, 1, 256),
+            132,
+            2,
+        ),  # none is cut
+        (
+            [4, 0, 19],
+            layout(6, 2, 128, 5),
+            "float16",
+            (4, 16, 3, 1, 16, 0, 1, 64),
+            7,
+            0,
+        ),  # as many as workers
+        (
+            [5, 17, 65, 0],
+            layout(4, 1, 64, 16),
+            "bfloat16",
+            (4, 16, 3, 1, 16, 3, 1, 64),
+            6,
+            2,
+        ),  # one is longer
+        (
+            [9, 64, 0, 31],
+            layout(4, 1, 64, 16),
+            "float16",
+            (2, 16, 3, 1, 16, 1, 1, 64),
+            3,
+            2,
+        ),  # more than workers
+        ([64, 0, 33], layout(8, 2, 64, 16), "bfloat16", (2, 16, 3, 1, 16, 1, 2, 64), 17, 2),  # in clusters
+        ([0], layout(4, 4, 64, 1), "bfloat16", (2, 16, 2, 1, 16, 2, 1, 64), 5, 3),
     ],
 )
 def test_the_kernel_by_lanes_of_a_cpu(
@@ -93,6 +127,20 @@ def test_rows_in_wider_tensors(tmp_path: Path) -> None:
         assert mismatch(SPEC, case, [got], [want]) is None
 
 
+@needs_gxx
+def test_whole_sequences_take_no_tickets(tmp_path: Path) -> None:
+    """Where each has a worker and none has more keys than `whole`; a longer one is cut, and so are the others."""
+    for lens, cut in (([5, 64, 0, 31], False), ([5, 65, 0, 31], True)):
+        case = Case("whole", {"seq_lens": lens, **layout(4, 1, 64, 16)}, "bfloat16")
+        args, params = make_args(SPEC, case), cuda._set(2, 16, 3, 1, 16, 1, whole=64)
+        if cut:
+            with pytest.raises(RuntimeError, match="a ticket was taken"):
+                emulated_decode.decode(args, params, 6, 2, tmp_path, tickets=False)
+        else:
+            got = emulated_decode.decode(args, params, 6, 2, tmp_path, tickets=False)[0]
+            assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None
+
+
 def test_no_sequences() -> None:
     args = make_args(SPEC, Case("none", {"seq_lens": [], **LLAMA}))
     assert cuda.decode_cuda(*args).shape == (0, 32, 128)
@@ -109,8 +157,9 @@ def test_no_sequences() -> None:
 def test_sizes_fit_the_chip(group: int, head_size: int, batch: int, params: dict[str, int]) -> None:
     q = torch.empty(batch, group, head_size, dtype=torch.bfloat16, device="meta")
     cache = torch.empty(1, 16, 1, head_size, dtype=torch.bfloat16, device="meta")
-    chosen = cuda.choose(q, cache)
-    assert chosen in cuda.PARAMS and cuda.fits(chosen, q, cache)
+    for most in (1, 256, 257, 8192):
+        chosen = cuda.choose(q, cache, most)
+        assert chosen in cuda.PARAMS and cuda.fits(chosen, q, cache)
     p = cuda.plan(params, q, cache)
     if not cuda.has_room(p):
         return
@@ -140,6 +189,18 @@ def test_workers_fill_the_chip() -> None:
 
     assert most(8, 1) == 16 and most(8, 2) == 33 and most(8, 1, 8) == 2 and most(8, 1, 2) == 8
     assert most(3, 1) == 44 and most(300, 1) == 1 and most(4, 2, 8) == 8
+
+
+def test_calls_of_few_keys_have_a_set_of_their_own() -> None:
+    def chosen(most: int, batch: int = 4, **dims: int) -> dict[str, int]:
+        q, cache = make_args(SPEC, Case("few", {"seq_lens": [1] * batch, **LLAMA, **dims}))[:2]
+        return cuda.choose(q, cache, most)
+
+    whole = cuda.FEW[256]
+    assert whole["whole"] == 256 and whole in cuda.PARAMS and "whole" not in cuda.PARAMS[0]
+    small = {"heads": 3, "kv_heads": 1, "head_size": 64}
+    assert chosen(131, **small) == chosen(256, 132, **small) == chosen(1, 16) == whole
+    assert chosen(257, **small) == chosen(256, 133, **small) == chosen(1, 17) == cuda.PARAMS[0]
 
 
 @pytest.mark.slow
@@ -193,12 +254,15 @@ def test_a_capture_takes_it_only_where_it_is_loaded(monkeypatch: pytest.MonkeyPa
     args = make_args(SPEC, Case("captured", {"seq_lens": [3], **LLAMA}))
     monkeypatch.setattr(cuda, "_loaded", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert cuda.not_loaded(*args[:2]) is None
+    assert cuda.not_loaded(*args[:2], 3) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert "not loaded" in str(cuda.not_loaded(*args[:2]))
-    cuda._loaded.add(cuda._kind(*args[:2]))
-    assert cuda.not_loaded(args[0].repeat(256, 1, 1), args[1]) is None
-    assert "not loaded" in str(cuda.not_loaded(args[0].repeat(257, 1, 1), args[1]))
+    assert "not loaded" in str(cuda.not_loaded(*args[:2], 3))
+    cuda._loaded.add(cuda._kind(*args[:2], 3))
+    assert cuda.not_loaded(args[0].repeat(16, 1, 1), args[1], 256) is None
+    assert "not loaded" in str(cuda.not_loaded(*args[:2], 257))  # of the other set
+    cuda._loaded.add(cuda._kind(*args[:2], 4096))
+    assert cuda.not_loaded(args[0].repeat(256, 1, 1), args[1], 3) is None
+    assert "not loaded" in str(cuda.not_loaded(args[0].repeat(257, 1, 1), args[1], 3))
 
 
 def test_it_comes_first_and_a_table_gives_it_its_sizes() -> None:

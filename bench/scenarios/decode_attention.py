@@ -3,9 +3,11 @@
     python bench/scenarios/decode_attention.py --out rows.jsonl [--seconds 110] [--batch 1,8,32,64,256]
     python bench/scenarios/decode_attention.py --out rows.jsonl --seconds 170 --model llama-8b \
         --batch 1,8,32,64,128,256 --context 512,1024,2048,8192,32768 --capacity 2048,131072 [--part 0/4]
+    python bench/scenarios/decode_attention.py --out rows.jsonl --few --seconds 95
 
 The second is what decode_table.py makes a table of: a server's graph is for `--capacity` keys, whatever its sequences
-have, and --part 0/4 times every fourth case from the first on, so that four GPUs share them (each checks, too).
+have, and --part 0/4 times every fourth case from the first on, so that four GPUs share them (each checks, too). The
+third is for calls of few keys, with sets of ours and checks of its own (decode_attention_few.py).
 
 Needs torch and triton; FA3 and FlashInfer are timed beside ours where they can be imported. Compiles all sets of both
 kernels in parallel (triton-split; cuda-split where NVRTC and a Hopper are), compares each with float64, replays graphs
@@ -32,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import decode_attention_few
 import rope_store
 import torch
 from decode_attention_check import (
@@ -62,6 +65,7 @@ COMPILE_S = 100
 Named = dict[str, tuple[str, dict[str, int], Callable[..., Any]]]
 CALLS = 32  # of a graph: fewer where they read more than PASS bytes, more where they read less than COLD
 COLD, PASS = 256 << 20, 2 << 30
+MANY = 1000  # calls of a graph: of few keys, which read less than COLD in so many, or as good as nothing
 POOL = 64 << 30  # bytes of keys and values on the device
 MIXED = {"ragged": (8, 32, 48, 64, 128, 256), "exponential": (8, 32, 64, 128, 256)}  # sequences
 MEAN = 1024  # keys of their sequences
@@ -69,7 +73,7 @@ CAPACITY = 8192  # what a graph is for that has them, unless it is said
 
 
 class Timed(NamedTuple):
-    """A case: `model` is the layout's, or how lengths differ around `context`; capacity 0: the context."""
+    """A case: `model` is the layout's, how lengths differ around `context`, or the lengths; capacity 0: the context."""
 
     model: str
     layout: Layout
@@ -80,11 +84,18 @@ class Timed(NamedTuple):
     @property
     def lens(self) -> list[int]:
         n, mean = self.batch, self.context
+        if self.is_said:
+            return [int(length) for length in self.model.split("+")]
         if self.model == "ragged":  # from an eighth of the mean to almost twice it
             return torch.linspace(mean // 8, mean * 15 // 8, n).int().tolist()
         if self.model == "exponential":  # most are short, a few are long
             return [min(int(-mean * math.log(1 - (i + 0.5) / n)) + 1, self.most) for i in range(n)]
         return [mean] * n
+
+    @property
+    def is_said(self) -> bool:
+        """Whether `model` is the lengths."""
+        return self.model[0].isdigit()
 
     @property
     def most(self) -> int:
@@ -107,7 +118,7 @@ class Timed(NamedTuple):
     def calls(self) -> int:
         """How many are enough, of those that there is room for."""
         room = POOL // (self.blocks * self.layout.block_size * self.layout.token_bytes)
-        return min(max(-(-COLD // self.bytes), min(CALLS, -(-PASS // self.bytes))), room)
+        return min(max(-(-COLD // self.bytes), min(CALLS, -(-PASS // self.bytes))), room, MANY)
 
 
 def cases(
@@ -135,6 +146,13 @@ def cases(
                     Timed(model, LAYOUTS[model], b, c, capacity) for b, c in ((1, 2048), (4, 128), (32, 2048))
                 ]
     return [case for case in found if case.calls]
+
+
+def few_keys() -> list[Timed]:
+    return [
+        Timed("+".join(map(str, lens)), layout, len(lens), max(lens), most)
+        for lens, layout, most in decode_attention_few.CASES
+    ]
 
 
 # -- compiling
@@ -168,24 +186,27 @@ def compile_cuda(q: torch.Tensor, key_cache: torch.Tensor, *_: Any, **params: in
     cuda._kernel(q.device, cuda.plan(params, q, key_cache))
 
 
-def compile_flashinfer(layouts: list[Layout]) -> None:
+def compile_flashinfer(layout: Layout) -> None:
     """Its kernels are compiled by nvcc at their first call."""
-    for layout in layouts:
-        with contextlib.suppress(Exception):
-            case = Case("compile", {"seq_lens": [40], **layout.dims})
-            PROVIDERS["flashinfer"].fn(*SPEC.inputs(case, "cuda", torch.Generator("cuda")))
+    with contextlib.suppress(Exception):
+        case = Case("compile", {"seq_lens": [40], **layout.dims})
+        PROVIDERS["flashinfer"].fn(*SPEC.inputs(case, "cuda", torch.Generator("cuda")))
 
 
-def compile_all(command: list[str], of: int) -> None:
-    """In the processors that the `of` GPUs' processes have for each."""
+def compile_all(command: list[str], of: int, layouts: int, few: bool) -> None:
+    """In the processors that the `of` GPUs' processes have for each. few: FlashInfer is left out if it takes long."""
     parts = max(1, (os.cpu_count() or 2) // of - 2)
     shares = [f"{i}/{parts}" for i in range(parts)]
-    shares += ["flashinfer"] if PROVIDERS["flashinfer"].unavailable("cuda") is None else []
+    if PROVIDERS["flashinfer"].unavailable("cuda") is None:
+        shares += [f"flashinfer/{i}" for i in range(layouts)]
     children = [subprocess.Popen([*command, "--out", os.devnull, "--compile", share]) for share in shares]
-    for lost in finish(children, COMPILE_S):
+    for lost in finish(children, decode_attention_few.COMPILE_S if few else COMPILE_S):
         print(
             f"compiling: {lost}, of {len(children)}; what it has left is compiled where it is run", flush=True
         )
+    if few and any(child.poll() != 0 for child in children[parts:]):
+        print("FlashInfer was not compiled in time, and is not timed", flush=True)
+        PROVIDERS["flashinfer"] = replace(PROVIDERS["flashinfer"], devices=())
 
 
 # -- times
@@ -216,7 +237,8 @@ class Caches:
             order = torch.randperm(needed, generator=run.generator, device=run.device) + i * needed
             q = run.randn(case.batch, layout.heads, layout.head_size, dtype=self.keys.dtype)
             table = order.int().view(case.batch, -1)
-            found.append([q, self.keys, self.values, lens, table, case.most, layout.head_size**-0.5, -1, 0.0])
+            mine = lens.clone() if case.is_said else lens  # as in the judge; a step's layers have the same
+            found.append([q, self.keys, self.values, mine, table, case.most, layout.head_size**-0.5, -1, 0.0])
         return found
 
 
@@ -228,7 +250,7 @@ def time_case(run: Run, caches: Caches, at: Timed) -> None:
     for name in ("triton", "fa3", "flashinfer"):
         provider = PROVIDERS[name]
         if run.cuda and provider.unavailable("cuda") is None and provider.supports(*calls[0]) is None:
-            named[name] = (name, {}, xqa if name == "flashinfer" else provider.fn)
+            named[name] = (name, {}, xqa if name == "flashinfer" and min(at.lens) else provider.fn)
     for name, p in sets_of(run, calls[0]):
         named[f"{name} {label(p)}"] = (name, p, partial(PROVIDERS[name].fn, **p))
     todo = {n: [partial(fn, *args) for args in calls] for n, (_, _, fn) in named.items()}
@@ -299,6 +321,7 @@ def main() -> None:
         "--sets",
         help="instead of all: triton-split:per_sm/block_n/warps/stages/min_split/even,cuda-split:warps/..",
     )
+    parser.add_argument("--few", action="store_true", help="calls of few keys, and sets for them")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
@@ -310,20 +333,22 @@ def main() -> None:
     part, of = (int(n) for n in options.part.split("/"))
     if not 0 <= part < of:
         parser.error(f"--part {options.part}: the first of 4 is 0/4, the last is 3/4")
+    if options.few:
+        decode_attention_few.use()
     if options.sets:
         try:
             SETS.update(parsed_sets(options.sets))
         except ValueError as error:
             parser.error(f"--sets {error}")
     lists = numbers(options.batch), numbers(options.context), numbers(options.capacity)
-    todo = cases(models, options.block_size, *lists)[part::of]
+    todo = (few_keys() if options.few else cases(models, options.block_size, *lists))[part::of]
     if options.quick:
         todo = [Timed(kind, Layout(4, 2, 16), 2, 33, c) for kind in (LLAMA, "ragged") for c in lists[2]][
             part::of
         ]
     layouts = list(dict.fromkeys(case.layout for case in todo))
-    if options.compile == "flashinfer":
-        return compile_flashinfer(layouts)
+    if options.compile and options.compile.startswith("flashinfer/"):
+        return compile_flashinfer(layouts[int(options.compile.partition("/")[2])])
     begin, run = time.monotonic(), Run("decode_attention", "attention_decode", options)
     run.common["baseline"] = "fa3"
     with torch.inference_mode():
@@ -337,12 +362,12 @@ def main() -> None:
         for name, reason in missing.items():
             print(f"{name}: {reason or 'there'}", flush=True)
         if run.cuda and not run.quick:
-            compile_all(command, of)
+            compile_all(command, of, len(layouts), options.few)
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         check_all(run, command)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
         time_all(run, todo)
-        if not models:
+        if not models and not options.few:
             rope_store.run_all(run)
     print("\n".join(["", *run.summary, f"{run.wrong} wrong, {time.monotonic() - begin:.0f} s"]), flush=True)
     raise SystemExit(1 if run.wrong else 0)

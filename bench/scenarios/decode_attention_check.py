@@ -87,6 +87,7 @@ OTHERS = (
     Batch([700, 30], 0, Layout(16, 2, 256, 32), "float16", {"softcap": 20.0}),
     Batch([700, 30], 0, Layout(), "float8_e4m3fn", {"scales": (0.5, 0.75), "queries": "bfloat16"}),
 )  # fmt: skip
+ONLY: list[Batch] = []  # in the place of all of these, where there are any
 QUICK = (Batch([0, 1, 15, 16, 17, 65], 256, Layout(4, 1, 32), "float16"),)
 
 
@@ -94,6 +95,8 @@ def batches(run: Run, layouts: list[Layout]) -> list[Case]:
     """All that are checked: USUAL with the first layout that is timed, the others with one batch each."""
     if run.quick:
         return [batch.case(layouts[0]) for batch in QUICK]
+    if ONLY:
+        return [batch.case(layouts[0]) for batch in ONLY]
     more = [Batch(EDGES, 8192, layout) for layout in layouts[1:]]
     return [batch.case(layouts[0]) for batch in (*USUAL, *more, *OTHERS)]
 
@@ -238,7 +241,7 @@ def check_share(run: Run, layouts: list[Layout], part: int, parts: int) -> None:
     """Every parts-th check, so that several processes do all."""
     todo = [partial(check_batch, run, case, few_of(case, layouts)) for case in batches(run, layouts)]
     if run.cuda:
-        todo += [partial(strided, run, layouts[0]), partial(zeros, run, layouts[0])]
+        todo += [partial(strided, run, layouts[0]), *([] if ONLY else [partial(zeros, run, layouts[0])])]
         todo += [partial(graphs, run, name, p, layouts[0]) for name, sets in SETS.items() for p in sets]
     for one in todo[part::parts]:
         one()

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import small_ops_text
 import torch
 from fk_bench.judge import baselines
+from fk_bench.judge.slots import written_arguments
 from graph_clock import Run, measure
 
 from fastkernels import registry
@@ -118,13 +120,14 @@ def points() -> list[Point]:
         Point("l2_norm", of("l2_norm", "prefill_8k"), rows_and_warps((8, 4), (16, 8), (32, 8))),
         *(Point("l2_norm", of("l2_norm", n), rows_and_warps((8, 4))) for n in ("odd_63", "head_65", "from_float32")),
         Point("rms_norm", of("rms_norm", "odd_63"), warps(4, 8)),
-        Point("rms_norm", of("rms_norm", "prefill_8k"), warps(4, 16)),
+        Point("rms_norm", of("rms_norm", "prefill_8k"), {**warps(4, 16), **small_ops_text.norms()}),
         *(Point("moe_align", of("moe_align", "qwen3_32", tokens=n, block=16), ALIGN) for n in (128, 256)),
         *(
             Point("linear_fp8", of("linear_fp8", f"qwen_{n}"))
             for n in ("qkv_1", "gate_up_32", "down_32", "down_tp2_8", "gate_up_4k")
         ),
-        Point("merge_state", of("merge_state", "deepseek_4k")),
+        Point("merge_state", of("merge_state", "deepseek_4k"), small_ops_text.merges()),
+        Point("merge_state", of("merge_state", "prefill_4k"), small_ops_text.merges()),
         Point("logits_processor", of("logits_processor", "scaled")),
     ]  # fmt: skip
     return found
@@ -182,7 +185,10 @@ def right(spec: OpSpec, case: Case, way: Way, args: list[Any]) -> str:
     got = way(*used)
     wanted = [t for t in (want if isinstance(want, tuple) else (want,)) if t is not None]
     given = list(got if isinstance(got, tuple) else (got,) if got is not None else ())
-    for g, w in zip(given, wanted, strict=False):  # what the op writes is behind its outputs
+    given += [used[i] for i in written_arguments(spec) if used[i] is not None]  # behind the outputs
+    if len(given) != len(wanted):
+        return f"{len(given)} outputs, not {len(wanted)}"
+    for g, w in zip(given, wanted, strict=True):
         if g.shape != w.shape:
             return f"{tuple(g.shape)}, not {tuple(w.shape)}"
         if not g.is_floating_point():
@@ -193,7 +199,7 @@ def right(spec: OpSpec, case: Case, way: Way, args: list[Any]) -> str:
         gap = (g.double() - w.double()).abs() - 2 * limit.rtol * w.double().abs()
         if not bool((gap <= 2 * limit.atol).all()):
             return f"an error of {(g.double() - w.double()).abs().max().item():.3g}"
-    return "" if given else "no output"
+    return ""
 
 
 def time_point(run: Run, point: Point) -> None:

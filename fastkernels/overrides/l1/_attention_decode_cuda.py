@@ -30,11 +30,11 @@ TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I)
 
 
 def _set(
-    warps: int, keys: int, stages: int, per_sm: int, least: int, ahead: int, cluster: int = 1
+    warps: int, keys: int, stages: int, per_sm: int, least: int, ahead: int, cluster: int = 1, whole: int = 0
 ) -> dict[str, int]:
     return {
         "warps": warps, "keys": keys, "stages": stages, "per_sm": per_sm, "least": least, "ahead": ahead,
-        "cluster": cluster,
+        "cluster": cluster, **({"whole": whole} if whole else {}),
     }  # fmt: skip
 
 
@@ -46,9 +46,14 @@ def _set(
 #   least    keys of the smallest share: below, adding costs more than sharing saves
 #   ahead    reads of each warp that are asked for while the kernel before still runs, 0 to stages
 #   cluster  blocks of a worker, 1 to 8: what has one share together, and adds it in shared memory
+#   whole    where no sequence has more keys and each has a worker, none is cut: nothing is to add. Not there: cut any
 PARAMS: tuple[dict[str, int], ...] = (
     _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 2, 64, 2), _set(4, 16, 3, 1, 512, 2, 8), _set(4, 16, 3, 1, 512, 2, 2),
+    _set(8, 16, 3, 1, 128, 2, whole=256),
 )  # fmt: skip
+# Without a table: {keys that a sequence may have at most: set}, the smallest that is not below a call's, if each of its
+# sequences gets a worker. Other calls have the first of PARAMS.
+FEW: dict[int, dict[str, int]] = {256: PARAMS[4]}
 
 
 class Plan(NamedTuple):
@@ -62,6 +67,7 @@ class Plan(NamedTuple):
     stages: int
     ahead: int
     cluster: int
+    whole: int
     seqs: int
     bf16: bool
 
@@ -87,7 +93,8 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DHEADS={self.heads}", f"-DD={self.head_size}", f"-DPAGE={self.page}",
             f"-DWARPS={self.warps}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}", f"-DRESIDENT={self.resident}",
-            f"-DAHEAD={self.ahead}", f"-DCLUSTER={self.cluster}", f"-DSEQS={self.seqs}", f"-DBF16={int(self.bf16)}",
+            f"-DAHEAD={self.ahead}", f"-DCLUSTER={self.cluster}", f"-DWHOLE={self.whole}", f"-DSEQS={self.seqs}",
+            f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -96,7 +103,7 @@ def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan
     batch, heads, head_size = q.shape
     return Plan(
         heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"], p["ahead"],
-        p["cluster"], _room(batch), q.dtype == torch.bfloat16,
+        p["cluster"], p.get("whole", 0), _room(batch), q.dtype == torch.bfloat16,
     )  # fmt: skip
 
 
@@ -133,21 +140,22 @@ def supports_cuda(
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
         or refused(q, key_cache, value_cache, seq_lens, block_table, window_left, softcap)
-        or not_loaded(q, key_cache)
+        or not_loaded(q, key_cache, max_seqlen_k)
     )
 
 
 _loaded: set[tuple[Any, ...]] = set()
 
 
-def _kind(q: torch.Tensor, key_cache: torch.Tensor) -> tuple[Any, ...]:
-    """What a kernel is compiled for, but for its sizes."""
-    return q.device, q.dtype, q.shape[1] // key_cache.shape[2], *key_cache.shape[1::2], _room(q.shape[0])
+def _kind(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> tuple[Any, ...]:
+    """What a kernel is compiled for, but for its sizes: of these whether they are for few keys."""
+    group, few_keys = q.shape[1] // key_cache.shape[2], few(q, key_cache, most)
+    return q.device, q.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys
 
 
-def not_loaded(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
+def not_loaded(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> str | None:
     """Why such a call cannot be captured: code is not loaded while a graph is. None if it can, or none is captured."""
-    if not torch.cuda.is_current_stream_capturing() or _kind(q, key_cache) in _loaded:
+    if not torch.cuda.is_current_stream_capturing() or _kind(q, key_cache, most) in _loaded:
         return None
     return "its kernel for this shape was not loaded by a call before a CUDA graph was captured"
 
@@ -205,9 +213,19 @@ def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
     return cuda_rtc.Kernel(source(), "attention_decode", p.options, device.index, TYPES, p.shared)
 
 
-def choose(q: torch.Tensor, key_cache: torch.Tensor) -> dict[str, int]:
-    """The default sizes: the first set that has room."""
-    return next(p for p in PARAMS if fits(p, q, key_cache))
+def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
+    """Which of FEW such a call is; 0: none. most: keys that a sequence may have, as far as the host knows."""
+    of_most = min((keys for keys in FEW if keys >= most), default=0)
+    if not of_most:
+        return 0
+    workers = most_workers(key_cache.shape[2], FEW[of_most], multiprocessors(q.device))
+    return of_most if q.shape[0] <= workers and fits(FEW[of_most], q, key_cache) else 0
+
+
+def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int]:
+    """The default sizes: those for few keys, or the first set that has room. most: as for `few`."""
+    kind = few(q, key_cache, most)
+    return FEW[kind] if kind else next(p for p in PARAMS if fits(p, q, key_cache))
 
 
 def sizes(
@@ -244,7 +262,7 @@ def decode_cuda(
     out = memory("attention_decode", q, out)
     if out.numel() == 0:
         return out
-    p = params if len(params) == len(PARAMS[0]) else {**choose(q, key_cache), **params}
+    p = params if params.keys() >= PARAMS[0].keys() else {**choose(q, key_cache, max_seqlen_k), **params}
     kv_heads = key_cache.shape[2]
     workers = most_workers(kv_heads, p, multiprocessors(q.device))
     # Of parts: sums, the maximum, and the sum of weights
@@ -252,7 +270,7 @@ def decode_cuda(
     parts = torch.empty(rows * (q.shape[2] + 2), dtype=torch.float32, device=q.device)
     taken = tickets.get(q.device, kv_heads * workers * p["cluster"])
     kernel = _kernel(q.device, plan(p, q, key_cache))
-    _loaded.add(_kind(q, key_cache))
+    _loaded.add(_kind(q, key_cache, max_seqlen_k))
     tensors = (q, key_cache, value_cache, out, parts, taken, seq_lens, block_table)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
     args = (

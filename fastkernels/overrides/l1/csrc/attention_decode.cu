@@ -7,6 +7,7 @@
 // meet where a sequence ends, and add what they have. A sequence that is cut leaves parts in memory, in float32. The last
 // of its workers to arrive, by a ticket, adds them in their order: equal calls have equal bits. With CLUSTER a worker is so
 // many blocks, whose warps share its units: their sums meet in shared memory, which is nearer than L2, each block's share.
+// With WHOLE, where no sequence has more keys and each has a worker of its own, none is cut: no tickets, no parts.
 //
 // Products are transposed: keys (then the channels of values) are the tensor cores' m16, the query heads of the key head
 // their n8. A warp keeps a maximum and a sum of weights for each head.
@@ -16,9 +17,9 @@
 // have changed meanwhile are shared out anew.
 //
 // Compiled for one set of: HEADS (query heads of a key head, 1 to 16), D (64 or 128), PAGE (keys of a block), WARPS, KEYS
-// (16 or 32), STAGES, RESIDENT (blocks of a multiprocessor), AHEAD (units of a warp for L2), CLUSTER (1, 2, 4, 8), SEQS
-// (room for as many sequences), BF16. Rows of q, keys and values begin at multiples of 16 bytes; strides are in 16 bytes,
-// but the table's.
+// (16 or 32), STAGES, RESIDENT (blocks of a multiprocessor), AHEAD (units of a warp for L2), CLUSTER (1, 2, 4, 8), WHOLE
+// (keys, 0: cut any), SEQS (room for as many sequences), BF16. Rows of q, keys and values begin at multiples of 16 bytes;
+// strides are in 16 bytes, but the table's.
 
 constexpr int THREADS = 32 * WARPS, TILES = KEYS / 16, COLUMNS = (HEADS + 7) / 8, STEPS = D / 32;
 constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS;  // bytes of a key, times 16; keys that 32 lanes copy
@@ -54,7 +55,6 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
     // -- the share
 
     int known[EACH] = {}, every = 0, workers = 0, begin = 0, last = 0;
-    auto units_of = [](int keys) { return max((keys + KEYS - 1) / KEYS, 1); };  // without keys one, which gives zeros
     auto read_lengths = [&] {
         bool changed = false;
 #pragma unroll
@@ -68,8 +68,9 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
     };
     auto make_shares = [&] {
         int units = 0;
+        bool cut = !WHOLE || batch > most;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) units += known[i] < 0 ? 0 : units_of(known[i]);
+        for (int i = 0; i < EACH; i++) cut |= known[i] > WHOLE, units += known[i] < 0 ? 0 : units_of(known[i]);
         int upto = units;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -77,23 +78,23 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             if (lane >= step) upto += before;
         }
         if (lane == 31) of_warp[warp] = upto;
-        meet();
+        cut = WHOLE ? __syncthreads_or(cut) : (meet(), true);
         int end = upto - units;
-        every = 0;
+        every = begin = last = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) end += w < warp ? of_warp[w] : 0, every += of_warp[w];
-        workers = min(max(every / least, 1), most);
-        begin = last = 0;
-        if (worker < workers) begin = (u32)worker * every / workers, last = (u32)(worker + 1) * every / workers;
+        workers = cut ? min(max(every / least, 1), most) : batch;
+        if (cut && worker < workers) begin = (u32)worker * every / workers, last = (u32)(worker + 1) * every / workers;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             if (known[i] < 0) continue;
             const int start = end, seq = thread * EACH + i;
             end += units_of(known[i]);
             ends[seq] = end, lens[seq] = known[i];
-            if (start <= begin && begin < end) first_of[0] = seq, first_of[1] = start;
+            if (cut ? start <= begin && begin < end : seq == worker) first_of[0] = seq, first_of[1] = start;
         }
         meet();
+        if (!cut && worker < workers) begin = first_of[1], last = ends[worker];
     };
 
     // -- what a warp reads

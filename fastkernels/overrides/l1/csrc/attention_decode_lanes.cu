@@ -2,6 +2,9 @@
 
 constexpr float NONE = -3e38f;  // the maximum of no keys
 
+// A sequence's; without keys one, which gives zeros.
+__device__ __forceinline__ int units_of(int keys) { return max((keys + KEYS - 1) / KEYS, 1); }
+
 struct Place { int unit, seq, begin; };  // a unit, its sequence, the first unit of that one
 
 struct Notes {
