@@ -231,9 +231,11 @@ def test_sizes_fit_the_chip(m: int, n: int, k: int, params: dict[str, int], bloc
     p = wgmma.plan(m, n, k, **params, blocks=blocks, sms=sms)
     chunks = p.block_k // 64
     assert p.rows % 8 == 0 and 8 <= p.rows <= 128 and chunks in (2, 4) and p.tokens >= m
-    static = 2 * 8 * p.stages + 16
+    static = 3 * 8 * p.stages + 16
     static += 4 * p.stages * chunks * (p.tokens + 2) if blocks else 4 * (p.tokens + p.rows)
-    assert p.shared + static <= 227 * 1024 and 3 <= p.stages <= wgmma16.MAX_STAGES
+    block = p.shared + -(-static // 1024) * 1024 + 1024  # the ring begins at a multiple of 1 KiB; CUDA's own
+    assert p.resident * block <= 228 * 1024 and 3 <= p.stages <= wgmma16.MAX_STAGES
+    assert p.resident == params.get("resident", 1) and 1 <= p.ahead <= p.stages
     assert p.stages * 2 * p.block_k * p.rows + 128 * p.tokens >= 8192  # 64 rows of x are read
     # No split is empty
     assert p.splits <= -(-(k // 2) // p.block_k) and p.items == -(-n // p.rows) * p.splits
@@ -305,6 +307,9 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         (scales.BLOCK, 64, 300, 2048, 5, 4),  # four splits: who adds which part
         (scales.ROW, 8, 300, 2064, 3, 3),  # two splits, K that ends in the middle of a stage
         (scales.TENSOR, 17, 33, 288, 0, 2),
+        (scales.ROW, 8, 300, 4112, 7, 3),  # few stages of the weight before x
+        (scales.ROW, 33, 264, 2064, 8, 3),  # two blocks to a multiprocessor
+        (scales.BLOCK, 8, 300, 3088, 9, 3),  # both
     ],
 )
 def test_the_kernel_by_threads_of_a_cpu(
