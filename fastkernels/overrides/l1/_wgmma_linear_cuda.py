@@ -33,12 +33,13 @@ TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
 # rows     the most that a tile has of the weight
 # resident blocks that a multiprocessor holds: with two, the next kernel reads weights while this one ends
 # ahead    KiB of the weight that are on their way to a block before x is; 0: the whole ring. x comes behind them
-PARAMS: tuple[dict[str, Any], ...] = tuple(
-    {"splits": splits, "stages": stages, "rows": rows}
-    for splits, stages, rows in (
-        (1, 8, 256), (1, 4, 256), (1, 4, 128), (2, 4, 256), (2, 8, 256), (4, 4, 256), (4, 8, 256), (8, 4, 256),
-    )
-) + (
+PARAMS: tuple[dict[str, Any], ...] = (
+    *(
+        {"splits": splits, "stages": stages, "rows": rows}
+        for splits, stages, rows in (
+            (1, 8, 256), (1, 4, 256), (1, 4, 128), (2, 4, 256), (2, 8, 256), (4, 4, 256), (4, 8, 256), (8, 4, 256),
+        )
+    ),
     {"splits": 1, "stages": 4, "rows": 128, "resident": 2, "ahead": 0},
     {"splits": 1, "stages": 4, "rows": 128, "resident": 1, "ahead": 64},
 )  # fmt: skip

@@ -158,7 +158,8 @@ def linear_fp8_wgmma(
     pointers = (None if t is None else t.data_ptr() for t in (bias, out, parts, taken))
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
-    kernel.launch(p.grid, wgmma.THREADS, stream, (x_map, w_map, *pointers, m, n, k // 2, scales), overlap=early)
+    args = (x_map, w_map, *pointers, m, n, k // 2, scales)
+    kernel.launch(p.grid, wgmma.THREADS, stream, args, overlap=early)
     return out
 
 
