@@ -326,7 +326,7 @@ def main() -> None:
                 "deepgemm": list(layers_of(options)),
                 "flashinfer": [options.layers],
             }  # a kernel a shape, and one
-            for name, part in [(name, part) for name in alone.keys() & installed for part in alone[name]]:
+            for name, part in [(n, part) for n in alone.keys() & installed for part in alone[n]]:
                 with open(run.out.with_suffix(f".{name}-{part}.log"), "w") as file:
                     command = child(options, "--warm", "--production", name, "--layers", part)
                     warming[name, part] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
