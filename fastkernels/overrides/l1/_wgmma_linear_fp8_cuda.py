@@ -38,14 +38,17 @@ class Scales(ctypes.Structure):
 
 TYPES = (*wgmma.TYPES, Scales)
 # As those of 16-bit numbers. Tiles have half as many rows: their sums are kept three times.
-PARAMS: tuple[dict[str, Any], ...] = tuple(
-    {"splits": splits, "stages": stages, "rows": rows}
-    for splits, stages, rows in (
-        (1, 4, 128), (1, 8, 128), (1, 4, 64), (2, 4, 128), (2, 8, 128), (4, 4, 128), (4, 8, 64),
-    )
-) + tuple(
-    {"splits": 1, "stages": 4, "rows": rows, "resident": resident, "ahead": ahead}
-    for rows, resident, ahead in ((128, 1, 64), (64, 2, 0), (64, 2, 48))
+PARAMS: tuple[dict[str, Any], ...] = (
+    *(
+        {"splits": splits, "stages": stages, "rows": rows}
+        for splits, stages, rows in (
+            (1, 4, 128), (1, 8, 128), (1, 4, 64), (2, 4, 128), (2, 8, 128), (4, 4, 128), (4, 8, 64),
+        )
+    ),
+    *(
+        {"splits": 1, "stages": stages, "rows": rows, "resident": resident, "ahead": ahead}
+        for stages, rows, resident, ahead in ((4, 128, 1, 64), (4, 64, 2, 0), (3, 64, 2, 0), (3, 64, 2, 48))
+    ),
 )  # fmt: skip
 
 

@@ -154,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
                  w_full + 8 * stage, once);
     };
     if (thread == CONSUMERS) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
         for (int s = 0; s < STAGES; s++)
             make_barrier(w_full + 8 * s, 1), make_barrier(x_full + 8 * s, SCALES == 2 ? 33 : 1),
                 make_barrier(empty + 8 * s, CONSUMERS / 32);
