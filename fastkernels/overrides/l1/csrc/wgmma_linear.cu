@@ -21,9 +21,9 @@
 // float32 sums, while the next 128 are multiplied. Scales of blocks come through the ring as well: the warp that reads x
 // copies those of a stage behind it. Scales of tokens and of rows are multiplied where a sum is stored.
 //
-// Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, AHEAD, RESIDENT, SPLITS, BF16 (of what is stored),
-// SCALES (0: none, 16-bit; 1: of tokens and rows; 2: of blocks). In front of this file stands multiply(), whose operands are a list as long
-// as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and K >= 64. No header is needed.
+// Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, AHEAD, RESIDENT, SPLITS, BF16 (of what is
+// stored), SCALES (0: none, 16-bit; 1: of tokens and rows; 2: of blocks). In front of this file stands multiply(), whose
+// operands are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and K >= 64. No header is needed.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
