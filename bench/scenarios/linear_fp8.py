@@ -159,18 +159,19 @@ def right_sets(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The sets that passed in a child; none on a CPU."""
     probe = [torch.zeros(1, 128, device=run.device).to(FP8)] * 2 + [torch.ones(1, device=run.device)] * 2
     reason = wgmma.supports_wgmma_fp8(*probe)
+    most = min(CHILD_S, 0.5 * options.seconds)
     before = len(run.out.read_text().splitlines()) if run.out.exists() else 0
     if reason is None:
         log = run.out.with_suffix(".check.log")
         with open(log, "w") as file:
             process = subprocess.Popen(child(options, "--check"), stdout=file, stderr=subprocess.STDOUT)
             try:
-                status = process.wait(CHILD_S)
+                status = process.wait(most)
                 reason = f"its check ended with {status}" if status else None
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                reason = f"its check hung for {CHILD_S} s"
+                reason = f"its check hung for {most:.0f} s"
         if reason is not None:
             tail = "".join(log.read_text().splitlines(True)[-12:])
             print(f"{reason}; the last lines of {log}:\n{tail}", flush=True)
