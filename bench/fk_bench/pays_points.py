@@ -186,13 +186,15 @@ def _by_table(
     faster = entry if entry is not None and entry.faster else None
     of = times.get(str(faster.provider) if faster is not None else PRODUCTION[op][0], ())
     chosen = [] if faster is None else list(map(str, faster.params.values()))
+    if same := [us for label, us in of if label and label.split("/") == chosen]:
+        return same
     # Rows of other days have more or fewer of the parameters: those that both have must agree.
-    exact = [
+    alike = [
         us
         for label, us in of
         if label and all(a == b for a, b in zip(label.split("/"), chosen, strict=False))
     ]
-    return exact or [us for _, us in of]
+    return alike or [us for _, us in of]
 
 
 def _entry(op: str, dtype: str, dims: Mapping[str, Any], chip: str) -> tuned.Entry | None:

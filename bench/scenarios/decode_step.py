@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from graph_clock import Clock, Run, measure
+from linear_kernels import label as label_of
 from transformers import LlamaConfig
 
 from fastkernels import tuned
@@ -79,8 +80,7 @@ def table_of(rows: Path, path: Path, chip: str) -> Path:
             "baseline": "cublas", "run": "sweep",
         }  # fmt: skip
         if provider != "cublas":
-            values = [int(v) if v.isdigit() else v for v in label.split("/")]
-            params = dict(zip(providers[provider].params[0], values, strict=True))
+            params = next(p for p in providers[provider].params if label_of(p) == label)
             # Of one sweep: the interval is what the reader asks for, no more
             speedup = found["cublas", ""] / us
             entry |= {

@@ -2,19 +2,21 @@
 
     python bench/scenarios/linear_fp8.py --out rows.jsonl [--seconds 300] [--tokens 1,8,16,32,64,128,256]
         [--scales row,tensor,block] [--production cutlass,deepgemm,cublas,flashinfer,sgl_kernel,vllm-triton]
+        [--layers qkv,o,..] [--sets 1/4/128,1/4/64/2/0,..]
 
 Compiles all sets of `cuda-wgmma-fp8` in parallel, compares each with float64 in a process of its own: odd and model
 shapes, 1 to 64 tokens, scales of rows, tensors and blocks, equal bits in equal calls, chains of layers in graphs that
 share the device. What production ships is checked, too, and timed where it is installed. Times are of Llama-3.1-8B's
 layers one after the other in a CUDA graph, so that no weight is in L2: the slope between n and 2n replays, interleaved;
-then all linear layers of a step (without lm_head, which is not quantized) in one graph, us a layer.
+then all linear layers of a step (without lm_head, which is not quantized) in one graph, us a layer. And of `down` of
+half a layer, as two GPUs have it: Llama's, and Qwen3-8B's. Compiled and checked is what the tokens, layers and sets
+asked for need.
 --device cpu --quick runs all of it on tiny shapes, interpreted (TRITON_INTERPRET=1): the times mean nothing there.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -29,11 +31,11 @@ import torch
 from fk_bench.judge.baselines import Baseline, baselines
 from graph_clock import Run, finish, measure, poisoned
 from kernel_check import other_bits, problem
+from linear_fp8_plan import CHAIN, GRAPHS, LAYERS, ODD, STEP, checked, compile_share, layers_of, sets_of
 from linear_kernels import label
 
 from fastkernels.overrides.l1 import _wgmma_linear_fp8_cuda as wgmma
 from fastkernels.overrides.l1._fp8 import FP8
-from fastkernels.overrides.l1._launch import multiprocessors
 from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, ROW, TENSOR, blocks
 from fastkernels.overrides.l1._linear_fp8_triton import linear_fp8_triton
 from fastkernels.overrides.l1._quantize_fp8_triton import quantize_triton
@@ -44,11 +46,8 @@ COMPILE_S, CHILD_S, WARM_S = 120, 120, 180
 LIMITS = dict.fromkeys((torch.bfloat16, torch.float16), 1.6e-2)  # absolute and relative, of ours
 THEIRS = 8e-2  # what only adds up in tensor cores
 KINDS = {"row": ROW, "tensor": TENSOR, "block": BLOCK}
-LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # N, K
 TINY = {"a": (48, 256), "b": (33, 400)}
 DEPTH, TINY_DEPTH = 32, 2
-ODD = ((33, 288), (1000, 736), (1001, 4112), (130, 208), (7, 128), (264, 1152))
-CHECKED = (1, 3, 8, 9, 17, 32, 33, 64)
 Call = Callable[..., torch.Tensor]
 Weight = tuple[torch.Tensor, torch.Tensor]  # [N, K], its scales
 
@@ -105,7 +104,7 @@ def check(
 
 def graphs(run: Run, p: dict[str, Any], kind: str, m: int) -> bool:
     """In graphs: layers that overlap must read neither x nor its scales too early; two at once share no tickets."""
-    n = k = 4096
+    n, k = CHAIN
     weights = [(values(run, n, k), weight_scales(run, KINDS[kind], n, k)) for _ in range(8)]
     starts, wrong = [run.randn(m, k), run.randn(m, k)], ""
     group, at = (128, (True, True)) if kind == "block" else (-1, (False, False))
@@ -133,37 +132,23 @@ def graphs(run: Run, p: dict[str, Any], kind: str, m: int) -> bool:
 
 
 def child(options: argparse.Namespace, *told: str) -> list[str]:
-    known = ("--out", str(options.out), "--scales", options.scales, "--tokens", options.tokens)
+    known = [f"--{name}={getattr(options, name)}" for name in ("out", "scales", "tokens", "layers", "sets")]
     return [sys.executable, __file__, *known, *told]
 
 
-def compile_share(part: int, parts: int) -> None:
-    """Every `parts`-th of all kernels that will be launched."""
-    device = torch.device("cuda", 0)
-    sms = multiprocessors(device)
-    plans = {
-        (wgmma.plan(m, n, k, **p, blocks=of_blocks, sms=sms)._replace(items=0, grid=0), bf16, of_blocks)
-        for shapes, bf16 in ((LAYERS.values(), True), (ODD, False), (((4096, 4096),), True)) for n, k in shapes
-        for m in CHECKED for of_blocks in (False, True) for p in wgmma.PARAMS if wgmma.fits(p, m, k)
-    }  # fmt: skip
-    for plan in sorted(plans, key=lambda plan: (-plan[0].rows, plan))[part::parts]:
-        with contextlib.suppress(Exception):  # said where it is run
-            wgmma.kernel_for(device, *plan)
-
-
-def check_sets(run: Run) -> None:
+def check_sets(run: Run, options: argparse.Namespace) -> None:
     """What the child does: set after set, so that those before one that hangs are known to be right."""
-    for p in wgmma.PARAMS:
+    for p in sets_of(options):
         print("trying", label(p), flush=True)
         call, right = partial(wgmma.linear_fp8_wgmma, **p), True
         for kind in KINDS:
-            for odd, shapes in ((True, ODD), (False, tuple(LAYERS.values()))):
+            for odd, shapes in ((True, ODD), (False, tuple(layers_of(options).values()))):
                 if kind == "tensor" and not odd:
                     continue  # the kernel of rows
                 for shape in shapes:
-                    tokens = [m for m in CHECKED if wgmma.fits(p, m, shape[1])]
+                    tokens = [m for m in checked(options) if wgmma.fits(p, m, shape[1])]
                     right &= not tokens or check(run, OURS, call, kind, shape, tokens, odd, label(p))
-            for m in (8, 64):
+            for m in GRAPHS:
                 if kind != "tensor" and wgmma.fits(p, m, 4096):
                     right &= graphs(run, p, kind, m)
         if right:
@@ -174,18 +159,19 @@ def right_sets(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The sets that passed in a child; none on a CPU."""
     probe = [torch.zeros(1, 128, device=run.device).to(FP8)] * 2 + [torch.ones(1, device=run.device)] * 2
     reason = wgmma.supports_wgmma_fp8(*probe)
+    most = min(CHILD_S, 0.5 * options.seconds)
     before = len(run.out.read_text().splitlines()) if run.out.exists() else 0
     if reason is None:
         log = run.out.with_suffix(".check.log")
         with open(log, "w") as file:
             process = subprocess.Popen(child(options, "--check"), stdout=file, stderr=subprocess.STDOUT)
             try:
-                status = process.wait(CHILD_S)
+                status = process.wait(most)
                 reason = f"its check ended with {status}" if status else None
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                reason = f"its check hung for {CHILD_S} s"
+                reason = f"its check hung for {most:.0f} s"
         if reason is not None:
             tail = "".join(log.read_text().splitlines(True)[-12:])
             print(f"{reason}; the last lines of {log}:\n{tail}", flush=True)
@@ -194,14 +180,14 @@ def right_sets(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
     passed = {row["case"]["params"] for row in sets if row["status"] == "ok"}
     status = "ok" if passed and not reason else "failed" if run.cuda else "unsupported"
     run.row("child", OURS, {}, reason or "", status, passed=len(passed))
-    return [p for p in wgmma.PARAMS if label(p) in passed]
+    return [p for p in sets_of(options) if label(p) in passed]
 
 
 def warm(run: Run, options: argparse.Namespace) -> None:
     """In a child: what libraries compile when they are first called, kept in their own folders."""
     for baseline in production(options):
         for m in [int(t) for t in options.tokens.split(",")]:
-            for n, k in LAYERS.values():
+            for n, k in layers_of(options).values():
                 (x, x_scale), weight = x_of(run, BLOCK, m, k), values(run, n, k)
                 args = (x, weight, x_scale, weight_scales(run, BLOCK, n, k))
                 if baseline.supports(*args) is None:
@@ -292,17 +278,20 @@ def time_point(
                 if group in ("production", OURS, "triton"):
                     said = f"{kind:<6} {m:>3} tokens  {layer:<8} {group:<14} {times[first]:8.2f} us  {first}"
                     run.summary.append(said)
-    order = [(layer, i) for i in range(len(next(iter(weights.values())))) for layer in weights]
+    of_step = TINY if run.quick else STEP
+    if not set(of_step) <= set(weights):
+        return
+    order = [(layer, i) for i in range(len(next(iter(weights.values())))) for layer in of_step]
     todo = {}
     for group, calls in chosen.items():
-        if len(calls) == len(weights):
+        if set(of_step) <= set(calls):
             todo[group] = [
                 partial(calls[layer], inputs[layer][0], weights[layer][i][0], inputs[layer][1], weights[layer][i][1])
                 for layer, i in order
             ]  # fmt: skip
     for group, us in measure(run, todo).items():
         case = {"scales": kind, "tokens": m, "launches": len(order)}
-        run.row("step", group, case, ms=1e-3 * us, us_per_layer=us * len(weights) / len(order))
+        run.row("step", group, case, ms=1e-3 * us, us_per_layer=us * len(of_step) / len(order))
         run.summary.append(f"{kind:<6} {m:>3} tokens  {group:<24} {1e-3 * us:8.4f} ms, a step in one graph")
 
 
@@ -314,6 +303,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256")
     parser.add_argument("--scales", default="row,tensor,block")
     parser.add_argument("--production", default="cutlass,deepgemm,cublas,flashinfer,sgl_kernel,vllm-triton")
+    parser.add_argument("--layers", default="", help=f"all, or some of {', '.join(LAYERS)}")
+    parser.add_argument("--sets", default="", help=f"all, or some of {', '.join(map(label, wgmma.PARAMS))}")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
@@ -321,33 +312,39 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile:
-        compile_share(*map(int, options.compile.split("/")))
+        compile_share(options, *map(int, options.compile.split("/")))
         return
     run, begin = Run("linear_fp8", "linear_fp8", options), time.monotonic()
     run.common["baseline"] = "production"
     with torch.inference_mode():
         if options.check or options.warm:
-            (check_sets(run) if options.check else warm(run, options))
+            (check_sets(run, options) if options.check else warm(run, options))
             raise SystemExit(1 if run.wrong else 0)
-        warming: dict[str, subprocess.Popen[bytes]] = {}
+        warming: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
         if run.cuda:
-            for name in {"deepgemm", "flashinfer"} & {b.name for b in production(options)}:
-                with open(run.out.with_suffix(f".{name}.log"), "w") as file:
-                    command = child(options, "--warm", "--production", name)
-                    warming[name] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            installed = {b.name for b in production(options)} if "block" in options.scales else set()
+            alone = {
+                "deepgemm": list(layers_of(options)),
+                "flashinfer": [options.layers],
+            }  # a kernel a shape, and one
+            for name, part in [(n, part) for n in alone.keys() & installed for part in alone[n]]:
+                with open(run.out.with_suffix(f".{name}-{part}.log"), "w") as file:
+                    command = child(options, "--warm", "--production", name, "--layers", part)
+                    warming[name, part] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
             parts = max(1, (os.cpu_count() or 2) - 2)
             workers = [subprocess.Popen(child(options, "--compile", f"{i}/{parts}")) for i in range(parts)]
             finish(workers, COMPILE_S)
             print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         sets = right_sets(run, options)
-        layers = TINY if run.quick else LAYERS
-        tokens = [2, 17] if run.quick else list(CHECKED)
+        layers = TINY if run.quick else layers_of(options)
+        tokens = [2, 17] if run.quick else [1, 8, 33]
         for kind in options.scales.split(","):
             for shape in layers.values() if run.quick else ODD[:2]:
                 check(run, "triton", linear_fp8_triton, kind, shape, tokens, True)
-        finish(warming.values(), WARM_S - (time.monotonic() - begin))  # nothing else runs while it is timed
+        most = min(WARM_S, 0.7 * options.seconds)
+        finish(warming.values(), most - (time.monotonic() - begin))  # nothing else runs while it is timed
         found = production(options)
-        for name in (name for name, process in warming.items() if process.returncode != 0):
+        for name in sorted({name for (name, _), process in warming.items() if process.returncode != 0}):
             run.row("child", name, {}, "it did not compile in time, or failed", "unsupported")
             found = [b for b in found if b.name != name]
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)

@@ -264,6 +264,11 @@ def test_ours_is_what_the_shipped_table_runs(tmp_path: Path, monkeypatch: pytest
         each.machine = Machine(gpu=chip, gpus=1)
     made = {p.case: p.ours_us for p in pays_points.points({"rows": found})}
     assert made == {"layer, 8": 8.0, "layer, 32": 10.0, "layer, 128": 10.0}
+    exact = [timed(p, 8, 6144, us, params) for p, us, params in (*times, ("cuda-wgmma", 9.0, "1/8"))]
+    for each in exact:
+        each.machine = Machine(gpu=chip, gpus=1)
+    # A set with all of these parameters and no more comes before those that have more
+    assert [p.ours_us for p in pays_points.points({"rows": exact})] == [9.0]
     known = pays_points.points({"rows": found})
     near = {
         b: next(x for x in pays.lines("llama-3.1-8b", b, 512, known) if x.call.label == "qkv_proj")

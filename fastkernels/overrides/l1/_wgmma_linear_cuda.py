@@ -20,9 +20,9 @@ from fastkernels.overrides.l1._skinny_linear_cuda import refused, text
 from fastkernels.overrides.l1._skinny_linear_triton import MAX_TOKENS
 
 SOURCE = Path(__file__).parent / "csrc" / "wgmma_linear.cu"
-THREADS = 128 + 32
-# Bytes of a block's ring: barriers, and up to 1 KiB until its first multiple of 1 KiB
-SHARED = 227 * 1024 - 2048
+THREADS = 128 + 64
+# Bytes of a multiprocessor; what a block has beside its ring: 1 KiB of CUDA's, barriers, 1 KiB until the ring begins
+SHARED, OVERHEAD = 228 * 1024, 3 * 1024
 MAX_STAGES = 16
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
@@ -31,16 +31,25 @@ TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
 #          whose sums go through memory
 # stages   as much of K is read at once as leaves room for so many stages: pieces of 128, 256 or 512 bytes of each row
 # rows     the most that a tile has of the weight
-PARAMS: tuple[dict[str, Any], ...] = tuple(
-    {"splits": splits, "stages": stages, "rows": rows}
-    for splits, stages, rows in (
-        (1, 8, 256), (1, 4, 256), (1, 4, 128), (2, 4, 256), (2, 8, 256), (4, 4, 256), (4, 8, 256), (8, 4, 256),
-    )
+# resident blocks that a multiprocessor holds: with two, the next kernel reads weights while this one ends
+# ahead    KiB of the weight that are on their way to a block before x is; 0: the whole ring. x comes behind them
+PARAMS: tuple[dict[str, Any], ...] = (
+    *(
+        {"splits": splits, "stages": stages, "rows": rows}
+        for splits, stages, rows in (
+            (1, 8, 256), (1, 4, 256), (1, 4, 128), (2, 4, 256), (2, 8, 256), (4, 4, 256), (4, 8, 256), (8, 4, 256),
+        )
+    ),
+    {"splits": 1, "stages": 4, "rows": 128, "resident": 2, "ahead": 0},
+    {"splits": 1, "stages": 4, "rows": 128, "resident": 1, "ahead": 64},
 )  # fmt: skip
 
 
 class Plan(NamedTuple):
-    """How a call is cut up. rows: of the weight in a tile; tokens: padded; block_k: of K in a stage; grid: blocks."""
+    """How a call is cut up. rows: of the weight in a tile; tokens: padded; block_k: of K in a stage; grid: blocks.
+
+    ahead: stages of the weight on their way until the ring is full; resident: blocks to a multiprocessor.
+    """
 
     rows: int
     tokens: int
@@ -49,6 +58,8 @@ class Plan(NamedTuple):
     splits: int
     items: int
     grid: int
+    ahead: int
+    resident: int
 
     @property
     def shared(self) -> int:
@@ -75,7 +86,8 @@ def tile_rows(n: int, splits: int, most: int, sms: int) -> int:
 
 @lru_cache(maxsize=4096)
 def plan(
-    m: int, n: int, k: int, splits: int, stages: int, rows: int, sms: int = 132, least: int = 64, beside: int = 0
+    m: int, n: int, k: int, splits: int, stages: int, rows: int, resident: int = 1, ahead: int = 0, sms: int = 132,
+    least: int = 64, beside: int = 0,
 ) -> Plan:  # fmt: skip
     """x [m, k], weight [n, k] on a chip with so many SMs. No split is empty, whatever K is.
 
@@ -87,11 +99,12 @@ def plan(
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
 
     def room(block_k: int) -> int:
-        return min((SHARED - beside) // (2 * block_k * (rows + tokens)), MAX_STAGES)
+        return min((SHARED // resident - OVERHEAD - beside) // (2 * block_k * (rows + tokens)), MAX_STAGES)
 
     block_k = next((b for b in (256, 128) if room(b) >= stages and -(-k // b) >= splits), least)
-    items = -(-n // rows) * splits
-    return Plan(rows, tokens, block_k, room(block_k), splits, items, min(items, sms))
+    items, stages = -(-n // rows) * splits, room(block_k)
+    first = min(-(-1024 * ahead // (2 * block_k * rows)), stages) if ahead else stages
+    return Plan(rows, tokens, block_k, stages, splits, items, min(items, sms), first, resident)
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
@@ -117,7 +130,7 @@ def cost(p: Plan, k: int) -> float:
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
     """The default sizes for x [m, k] and weight [n, k]. One split: at Llama-8B's shapes more were slower everywhere."""
-    sets = [p for p in PARAMS if p["splits"] == 1]
+    sets = [p for p in PARAMS if p["splits"] == 1 and "resident" not in p]
     return min(sets, key=lambda p: cost(plan(m, n, k, **p, sms=sms), k))
 
 
@@ -158,7 +171,8 @@ def options(p: Plan, bf16: bool, scales: int = 0) -> tuple[str, ...]:
     """What NVRTC is told, beside the architecture."""
     return (
         "--std=c++17", f"-DROWS={p.rows}", f"-DTOKENS={p.tokens}", f"-DBLOCK_K={p.block_k}", f"-DSTAGES={p.stages}",
-        f"-DSPLITS={p.splits}", f"-DBF16={int(bf16)}", f"-DSCALES={scales}",
+        f"-DAHEAD={p.ahead}", f"-DRESIDENT={p.resident}", f"-DSPLITS={p.splits}", f"-DBF16={int(bf16)}",
+        f"-DSCALES={scales}",
     )  # fmt: skip
 
 

@@ -38,20 +38,28 @@ class Scales(ctypes.Structure):
 
 TYPES = (*wgmma.TYPES, Scales)
 # As those of 16-bit numbers. Tiles have half as many rows: their sums are kept three times.
-PARAMS: tuple[dict[str, Any], ...] = tuple(
-    {"splits": splits, "stages": stages, "rows": rows}
-    for splits, stages, rows in (
-        (1, 4, 128), (1, 8, 128), (1, 4, 64), (2, 4, 128), (2, 8, 128), (4, 4, 128), (4, 8, 64),
-    )
+PARAMS: tuple[dict[str, Any], ...] = (
+    *(
+        {"splits": splits, "stages": stages, "rows": rows}
+        for splits, stages, rows in (
+            (1, 4, 128), (1, 8, 128), (1, 4, 64), (2, 4, 128), (2, 8, 128), (4, 4, 128), (4, 8, 64),
+        )
+    ),
+    *(
+        {"splits": 1, "stages": stages, "rows": rows, "resident": resident, "ahead": ahead}
+        for stages, rows, resident, ahead in ((4, 128, 1, 64), (4, 64, 2, 0), (3, 64, 2, 0), (3, 64, 2, 48))
+    ),
 )  # fmt: skip
 
 
 def plan(
-    m: int, n: int, k: int, splits: int, stages: int, rows: int, blocks: bool = False, sms: int = 132
-) -> Plan:
+    m: int, n: int, k: int, splits: int, stages: int, rows: int, resident: int = 1, ahead: int = 0,
+    blocks: bool = False, sms: int = 132,
+) -> Plan:  # fmt: skip
     """x [m, k], weight [n, k] of float8, in 16-bit words. blocks: whether scales are of blocks."""
     beside = OF_BLOCKS if blocks else BESIDE
-    return wgmma.plan(m, n, k // 2, splits, stages, rows, sms, least=2 * WORDS, beside=beside)
+    sizes = (splits, stages, rows, resident, ahead)
+    return wgmma.plan(m, n, k // 2, *sizes, sms=sms, least=2 * WORDS, beside=beside)
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
@@ -62,7 +70,7 @@ def fits(params: dict[str, Any], m: int, k: int) -> bool:
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, blocks: bool = False, sms: int = 132) -> dict[str, Any]:
     """The default sizes for x [m, k] and weight [n, k]: one split."""
-    sets = [p for p in PARAMS if p["splits"] == 1]
+    sets = [p for p in PARAMS if p["splits"] == 1 and "resident" not in p]
     return min(sets, key=lambda p: cost(plan(m, n, k, **p, blocks=blocks, sms=sms), k // 2))
 
 
@@ -153,8 +161,8 @@ def linear_fp8_wgmma(
     pointers = (None if t is None else t.data_ptr() for t in (bias, out, parts, taken))
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
-    threads = wgmma.THREADS + (32 if blocks else 0)
-    kernel.launch(p.grid, threads, stream, (x_map, w_map, *pointers, m, n, k // 2, scales), overlap=early)
+    args = (x_map, w_map, *pointers, m, n, k // 2, scales)
+    kernel.launch(p.grid, wgmma.THREADS, stream, args, overlap=early)
     return out
 
 
