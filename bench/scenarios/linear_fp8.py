@@ -2,7 +2,7 @@
 
     python bench/scenarios/linear_fp8.py --out rows.jsonl [--seconds 300] [--tokens 1,8,16,32,64,128,256]
         [--scales row,tensor,block] [--production cutlass,deepgemm,cublas,flashinfer,sgl_kernel,vllm-triton]
-        [--layers qkv,o,..] [--sets 1/4/128,1/4/64/2/0,..]
+        [--layers qkv,o,..] [--sets 1/4/128,1/4/128/64,..]
 
 Compiles all sets of `cuda-wgmma-fp8` in parallel, compares each with float64 in a process of its own: odd and model
 shapes, 1 to 64 tokens, scales of rows, tensors and blocks, equal bits in equal calls, chains of layers in graphs that

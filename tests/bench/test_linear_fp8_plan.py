@@ -28,9 +28,9 @@ def test_all_unless_told() -> None:
 
 
 def test_only_what_is_asked_for() -> None:
-    some = told("1,8,128", "o,half_down", "1/4/64/2/0")
+    some = told("1,8,128", "o,half_down", "1/4/128/64")
     assert plan.layers_of(some) == {"o": (4096, 4096), "half_down": (4096, 7168)}
-    assert plan.sets_of(some) == [{"splits": 1, "stages": 4, "rows": 64, "resident": 2, "ahead": 0}]
+    assert plan.sets_of(some) == [{"splits": 1, "stages": 4, "rows": 128, "ahead": 64}]
     assert plan.checked(some) == [1, 3, 8] and plan.checked(told("32")) == [17, 32]
     with pytest.raises(SystemExit, match=r"q: not one of qkv, o"):
         plan.layers_of(told(layers="o,q"))
@@ -41,7 +41,7 @@ def test_every_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(wgmma, "kernel_for", lambda device, *what: made.append(what))
-    some = told("8", "o", "1/4/128,1/4/64/2/0")
+    some = told("8", "o", "1/4/128,1/4/128/64")
     for part in range(3):
         plan.compile_share(some, part, 3)
     assert len(set(made)) == len(made)

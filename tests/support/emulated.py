@@ -105,7 +105,7 @@ def program(p: Plan, blocks: bool) -> str:
     """C++ of the kernel and of what launches it."""
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = shared_memory;",
-        'extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)': "void",
+        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
     }
     source = ported(wgmma.text(wgmma.wgmma.SOURCE), BODIES, written, wgmma.options(p, True, blocks))
     return '#include "on_cpu.hpp"\n' + source + MAIN

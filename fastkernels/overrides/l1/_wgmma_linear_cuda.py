@@ -21,8 +21,8 @@ from fastkernels.overrides.l1._skinny_linear_triton import MAX_TOKENS
 
 SOURCE = Path(__file__).parent / "csrc" / "wgmma_linear.cu"
 THREADS = 128 + 64
-# Bytes of a multiprocessor; what a block has beside its ring: 1 KiB of CUDA's, barriers, 1 KiB until the ring begins
-SHARED, OVERHEAD = 228 * 1024, 3 * 1024
+# Bytes of a block's ring: barriers, and up to 1 KiB until its first multiple of 1 KiB
+SHARED = 227 * 1024 - 2048
 MAX_STAGES = 16
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
@@ -31,8 +31,7 @@ TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
 #          whose sums go through memory
 # stages   as much of K is read at once as leaves room for so many stages: pieces of 128, 256 or 512 bytes of each row
 # rows     the most that a tile has of the weight
-# resident blocks that a multiprocessor holds: with two, the next kernel reads weights while this one ends
-# ahead    KiB of the weight that are on their way to a block before x is; 0: the whole ring. x comes behind them
+# ahead    KiB of the weight that are on their way to a block before x is; not there: the ring. x comes behind
 PARAMS: tuple[dict[str, Any], ...] = (
     *(
         {"splits": splits, "stages": stages, "rows": rows}
@@ -40,15 +39,14 @@ PARAMS: tuple[dict[str, Any], ...] = (
             (1, 8, 256), (1, 4, 256), (1, 4, 128), (2, 4, 256), (2, 8, 256), (4, 4, 256), (4, 8, 256), (8, 4, 256),
         )
     ),
-    {"splits": 1, "stages": 4, "rows": 128, "resident": 2, "ahead": 0},
-    {"splits": 1, "stages": 4, "rows": 128, "resident": 1, "ahead": 64},
+    {"splits": 1, "stages": 4, "rows": 128, "ahead": 64},
 )  # fmt: skip
 
 
 class Plan(NamedTuple):
     """How a call is cut up. rows: of the weight in a tile; tokens: padded; block_k: of K in a stage; grid: blocks.
 
-    ahead: stages of the weight on their way until the ring is full; resident: blocks to a multiprocessor.
+    ahead: stages of the weight on their way until the ring is full.
     """
 
     rows: int
@@ -59,7 +57,6 @@ class Plan(NamedTuple):
     items: int
     grid: int
     ahead: int
-    resident: int
 
     @property
     def shared(self) -> int:
@@ -86,8 +83,8 @@ def tile_rows(n: int, splits: int, most: int, sms: int) -> int:
 
 @lru_cache(maxsize=4096)
 def plan(
-    m: int, n: int, k: int, splits: int, stages: int, rows: int, resident: int = 1, ahead: int = 0, sms: int = 132,
-    least: int = 64, beside: int = 0,
+    m: int, n: int, k: int, splits: int, stages: int, rows: int, ahead: int = 0, sms: int = 132, least: int = 64,
+    beside: int = 0,
 ) -> Plan:  # fmt: skip
     """x [m, k], weight [n, k] on a chip with so many SMs. No split is empty, whatever K is.
 
@@ -99,12 +96,12 @@ def plan(
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
 
     def room(block_k: int) -> int:
-        return min((SHARED // resident - OVERHEAD - beside) // (2 * block_k * (rows + tokens)), MAX_STAGES)
+        return min((SHARED - beside) // (2 * block_k * (rows + tokens)), MAX_STAGES)
 
     block_k = next((b for b in (256, 128) if room(b) >= stages and -(-k // b) >= splits), least)
     items, stages = -(-n // rows) * splits, room(block_k)
     first = min(-(-1024 * ahead // (2 * block_k * rows)), stages) if ahead else stages
-    return Plan(rows, tokens, block_k, stages, splits, items, min(items, sms), first, resident)
+    return Plan(rows, tokens, block_k, stages, splits, items, min(items, sms), first)
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
@@ -129,9 +126,12 @@ def cost(p: Plan, k: int) -> float:
 
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for x [m, k] and weight [n, k]. One split: at Llama-8B's shapes more were slower everywhere."""
-    sets = [p for p in PARAMS if p["splits"] == 1 and "resident" not in p]
-    return min(sets, key=lambda p: cost(plan(m, n, k, **p, sms=sms), k))
+    """The default sizes for x [m, k] and weight [n, k]. One split: at Llama-8B's shapes more were slower everywhere.
+
+    Of equal plans the one that does not let x wait for the whole ring.
+    """
+    sets = [p for p in PARAMS if p["splits"] == 1]
+    return min(sets, key=lambda p: (cost(plan(m, n, k, **p, sms=sms), k), "ahead" not in p))
 
 
 def supports_wgmma(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -171,7 +171,7 @@ def options(p: Plan, bf16: bool, scales: int = 0) -> tuple[str, ...]:
     """What NVRTC is told, beside the architecture."""
     return (
         "--std=c++17", f"-DROWS={p.rows}", f"-DTOKENS={p.tokens}", f"-DBLOCK_K={p.block_k}", f"-DSTAGES={p.stages}",
-        f"-DAHEAD={p.ahead}", f"-DRESIDENT={p.resident}", f"-DSPLITS={p.splits}", f"-DBF16={int(bf16)}",
+        f"-DAHEAD={p.ahead}", f"-DSPLITS={p.splits}", f"-DBF16={int(bf16)}",
         f"-DSCALES={scales}",
     )  # fmt: skip
 

@@ -45,20 +45,16 @@ PARAMS: tuple[dict[str, Any], ...] = (
             (1, 4, 128), (1, 8, 128), (1, 4, 64), (2, 4, 128), (2, 8, 128), (4, 4, 128), (4, 8, 64),
         )
     ),
-    *(
-        {"splits": 1, "stages": stages, "rows": rows, "resident": resident, "ahead": ahead}
-        for stages, rows, resident, ahead in ((4, 128, 1, 64), (4, 64, 2, 0), (3, 64, 2, 0), (3, 64, 2, 48))
-    ),
+    {"splits": 1, "stages": 4, "rows": 128, "ahead": 64},
 )  # fmt: skip
 
 
 def plan(
-    m: int, n: int, k: int, splits: int, stages: int, rows: int, resident: int = 1, ahead: int = 0,
-    blocks: bool = False, sms: int = 132,
+    m: int, n: int, k: int, splits: int, stages: int, rows: int, ahead: int = 0, blocks: bool = False, sms: int = 132,
 ) -> Plan:  # fmt: skip
     """x [m, k], weight [n, k] of float8, in 16-bit words. blocks: whether scales are of blocks."""
     beside = OF_BLOCKS if blocks else BESIDE
-    sizes = (splits, stages, rows, resident, ahead)
+    sizes = (splits, stages, rows, ahead)
     return wgmma.plan(m, n, k // 2, *sizes, sms=sms, least=2 * WORDS, beside=beside)
 
 
@@ -69,9 +65,11 @@ def fits(params: dict[str, Any], m: int, k: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, blocks: bool = False, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for x [m, k] and weight [n, k]: one split."""
-    sets = [p for p in PARAMS if p["splits"] == 1 and "resident" not in p]
-    return min(sets, key=lambda p: cost(plan(m, n, k, **p, blocks=blocks, sms=sms), k // 2))
+    """The default sizes for x [m, k] and weight [n, k]: one split, and of equal plans the one with `ahead`."""
+    sets = [p for p in PARAMS if p["splits"] == 1]
+    return min(
+        sets, key=lambda p: (cost(plan(m, n, k, **p, blocks=blocks, sms=sms), k // 2), "ahead" not in p)
+    )
 
 
 def supports_wgmma_fp8(
@@ -162,7 +160,8 @@ def linear_fp8_wgmma(
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
     args = (x_map, w_map, *pointers, m, n, k // 2, scales)
-    kernel.launch(p.grid, wgmma.THREADS, stream, args, overlap=early)
+    threads = wgmma.THREADS + (32 if blocks else 0)
+    kernel.launch(p.grid, threads, stream, args, overlap=early)
     return out
 
 

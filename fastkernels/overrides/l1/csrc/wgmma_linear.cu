@@ -7,10 +7,9 @@
 // of 8, so that all blocks have the same to read, and x is read once a tile and not once for each 16 or 64 rows. A
 // token's sums depend on its own row alone, so rows past TOKENS are whatever is in shared memory there.
 //
-// W needs no griddepcontrol.wait: the ring is full of it, or AHEAD stages are, when the kernel before ends. x is read, and
-// all that is written is written, only after it. Another thread reads x: it comes behind what is on its way of W, and no
-// tile can be multiplied before. So no more than AHEAD stages of W are on their way until the ring is full. With RESIDENT
-// blocks to a multiprocessor, each has less of a ring, and one of the next kernel fills its own beside one of this.
+// W needs no griddepcontrol.wait: the ring is full of it when the kernel before ends. x is read, and all that is written
+// is written, only after it. Another thread reads x: it comes behind what is on its way of W, and no tile can be
+// multiplied before. So no more than AHEAD stages of W are on their way until the ring is full.
 //
 // With SPLITS, an item's sums go to memory, and a ticket of its tile counts the items that are there. Each block then
 // waits a little for the others and adds one part of the tile's columns, always in the same order. It does not wait
@@ -18,16 +17,16 @@
 // adds its part, too.
 //
 // Tensor cores add up float8 with 14 bits. So what 128 columns of it give (as many as share a scale of blocks) is added to
-// float32 sums, while the next 128 are multiplied. Scales of blocks come through the ring as well: the warp that reads x
-// copies those of a stage behind it. Scales of tokens and of rows are multiplied where a sum is stored.
+// float32 sums, while the next 128 are multiplied. Scales of blocks come through the ring as well: a warp of their own
+// copies those of a stage. Scales of tokens and of rows are multiplied where a sum is stored.
 //
-// Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, AHEAD, RESIDENT, SPLITS, BF16 (of what is
-// stored), SCALES (0: none, 16-bit; 1: of tokens and rows; 2: of blocks). In front of this file stands multiply(), whose
-// operands are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and K >= 64. No header is needed.
+// Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, AHEAD, SPLITS, BF16 (of what is stored),
+// SCALES (0: none, 16-bit; 1: of tokens and rows; 2: of blocks). In front of this file stands multiply(), whose operands
+// are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and K >= 64. No header is needed.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 64;  // and a warp that reads W, and one for x
+constexpr int CONSUMERS = 128, W_READER = 4, X_READER = 5, THREADS = CONSUMERS + (SCALES == 2 ? 96 : 64);  // warps
 constexpr int CHUNKS = BLOCK_K / 64;  // of 128 bytes of each row, the width of the swizzle
 constexpr int X_CHUNK = 128 * TOKENS, W_CHUNK = 128 * ROWS, X_STAGE = CHUNKS * X_CHUNK, W_STAGE = CHUNKS * W_CHUNK;
 constexpr int COLUMNS = ROWS / 8, SLOTS = 32 * ((TOKENS + 15) / 16);  // threads that have sums of tokens
@@ -114,7 +113,7 @@ __device__ __forceinline__ void promote(float (&sums)[4 * COLUMNS], float (&part
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const u16* __restrict__ bias,
     u16* __restrict__ out, float4* parts, u32* tickets, int M, int N, int K
 #if SCALES
@@ -122,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
 #endif
 ) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    __shared__ __align__(8) u64 w_barriers[STAGES];  // W is there
-    __shared__ __align__(8) u64 x_barriers[STAGES];  // x is, and scales of blocks
+    __shared__ __align__(8) u64 first_barriers[STAGES];  // W is there, when the ring is filled first
+    __shared__ __align__(8) u64 full_barriers[STAGES];   // x is, scales of blocks, and later on W
     __shared__ __align__(8) u64 empty_barriers[STAGES];
     __shared__ u32 mine;
 #if SCALES == 1
@@ -136,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int items = (N + ROWS - 1) / ROWS * SPLITS, units = (K + BLOCK_K - 1) / BLOCK_K;
     const int first = (int)((u64)blockIdx.x * items / gridDim.x), last = (int)((u64)(blockIdx.x + 1) * items / gridDim.x);
-    const u32 w_full = shared_address(w_barriers), x_full = shared_address(x_barriers), empty = shared_address(empty_barriers);
+    const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+    const u32 first_full = shared_address(first_barriers);
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
     auto begin_of = [&](int item) { return item % SPLITS * units / SPLITS; };
     auto end_of = [&](int item) { return (item % SPLITS + 1) * units / SPLITS; };
@@ -146,40 +146,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
 
     u64 once;  // what is read once is the first to leave L2
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    auto read_weights = [&](int stage, int item, int k) {
-        expect(w_full + 8 * stage, W_STAGE);
+    auto read_weights = [&](int stage, int item, int k, u32 barrier) {
+        expect(barrier, W_STAGE);
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
-            load(w_ring + stage * W_STAGE + c * W_CHUNK, w_map, k * BLOCK_K + 64 * c, item / SPLITS * ROWS,
-                 w_full + 8 * stage, once);
+            load(w_ring + stage * W_STAGE + c * W_CHUNK, w_map, k * BLOCK_K + 64 * c, item / SPLITS * ROWS, barrier, once);
     };
-    if (thread == CONSUMERS) {
+    auto read_first = [&](int stage, int item, int k) {
+        read_weights(stage, item, k, first_full + 8 * stage);
+        arrive(full + 8 * stage);
+    };
+    if (thread == 32 * W_READER) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
         for (int s = 0; s < STAGES; s++)
-            make_barrier(w_full + 8 * s, 1), make_barrier(x_full + 8 * s, SCALES == 2 ? 33 : 1),
+            make_barrier(first_full + 8 * s, 1), make_barrier(full + 8 * s, SCALES == 2 ? 34 : 2),
                 make_barrier(empty + 8 * s, CONSUMERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         int item = first, k = begin_of(first);
-        for (int s = 0; s < AHEAD && item < last; s++) read_weights(s, item, k), next(item, k);
+        for (int s = 0; s < AHEAD && item < last; s++) read_first(s, item, k), next(item, k);
     }
     __syncthreads();
 
-    if (warp >= CONSUMERS / 32) {
-        const bool reads_x = warp > CONSUMERS / 32;
-        if (lane != 0 && !(SCALES == 2 && reads_x)) return;  // a reader is one thread; scales take a warp
+    if (warp >= W_READER) {
+        if (lane != 0 && warp <= X_READER) return;  // a reader is one thread, and all of a warp for scales
         int item = first, k = begin_of(first), stage = 0;
         u32 parity = 1;
         auto go_on = [&] {
             next(item, k);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         };
-        if (!reads_x) {
+        if (warp == W_READER) {
             for (int unit = 0; item < last; unit++, go_on()) {
                 if (unit < AHEAD) continue;  // read above
-                if (unit >= STAGES) wait(empty + 8 * stage, parity);
-                else wait(w_full + 8 * (unit - AHEAD), 0);
-                read_weights(stage, item, k);
+                if (unit < STAGES) {
+                    wait(first_full + 8 * (unit - AHEAD), 0);
+                    read_first(stage, item, k);
+                } else {
+                    wait(empty + 8 * stage, parity);
+                    read_weights(stage, item, k, full + 8 * stage);
+                }
             }
             return;
         }
@@ -187,16 +193,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
         asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        for (int unit = 0; item < last; unit++, go_on()) {
-            if (unit >= STAGES) wait(empty + 8 * stage, parity);
-            if (lane == 0) {
-                expect(x_full + 8 * stage, X_STAGE);
+        if (warp == X_READER) {
+            for (int unit = 0; item < last; unit++, go_on()) {
+                if (unit >= STAGES) wait(empty + 8 * stage, parity);
+                expect(full + 8 * stage, X_STAGE);
 #pragma unroll
                 for (int c = 0; c < CHUNKS; c++)
-                    load(x_ring + stage * X_STAGE + c * X_CHUNK, x_map, k * BLOCK_K + 64 * c, 0, x_full + 8 * stage, often);
+                    load(x_ring + stage * X_STAGE + c * X_CHUNK, x_map, k * BLOCK_K + 64 * c, 0, full + 8 * stage, often);
             }
+            return;
+        }
 #if SCALES == 2
-            const int last_k = (K + 63) / 64 - 1, last_row = (N + 127) / 128 - 1;  // past the ends: the last one, of zeros
+        const int last_k = (K + 63) / 64 - 1, last_row = (N + 127) / 128 - 1;  // past the ends: the last one, of zeros
+        for (int unit = 0; item < last; unit++, go_on()) {
+            if (unit >= STAGES) wait(empty + 8 * stage, parity);
             for (int e = lane; e < CHUNKS * TOKENS; e += 32) {
                 const int c = e / TOKENS, token = e % TOKENS;
                 if (token < M)
@@ -208,13 +218,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
                 copy_number(&w_scales[stage][c][lane % 2],
                             scales.w + (long long)row * scales.w_row + min(k * CHUNKS + c, last_k) * scales.w_block);
             }
-            arrive_when_copied(x_full + 8 * stage);
-#endif
+            arrive_when_copied(full + 8 * stage);
         }
-#if SCALES == 2
         asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
         return;
+#endif
     }
 
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -249,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
 
     int stage = 0;
     u32 parity = 0;
+    bool filling = true;  // the ring, for the first time
     for (int item = first; item < last; item++) {
         float acc[4 * COLUMNS];
         const int begin = begin_of(item), end = end_of(item), row = item / SPLITS * ROWS;
@@ -264,8 +273,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
         const float row_scale = thread < ROWS && row + thread < N ? scales.w[(long long)(row + thread) * scales.w_row] : 0;
 #endif
         for (int k = begin; k < end; k++) {
-            wait(w_full + 8 * stage, parity);
-            wait(x_full + 8 * stage, parity);
+            if (filling) wait(first_full + 8 * stage, 0);
+            wait(full + 8 * stage, parity);
             const u64 a = descriptor(x_ring + stage * X_STAGE), b = descriptor(w_ring + stage * W_STAGE);
 #if SCALES
             float part[2][4 * COLUMNS];  // of 128 columns: one is added while the other is made
@@ -302,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wgmma_linear(
             if (used >= 0 && lane == 0) arrive(empty + 8 * used);
             used = stage;
 #endif
-            if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (++stage == STAGES) stage = 0, parity ^= 1, filling = false;
         }
 #if SCALES == 1
         consumers_meet();  // all have stored the tile before
