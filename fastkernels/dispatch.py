@@ -68,12 +68,12 @@ class Provider:
         if device not in self.devices and not interpreted:
             return f"{self.name} runs on {', '.join(self.devices)}, not on {device}"
         wanted = (self.module,) if isinstance(self.module, str) else self.module or ()
-        if wanted and not any(map(_installed, wanted)):
+        if wanted and not any(map(installed, wanted)):
             return f"{self.name} needs {' or '.join(wanted)}, which is not installed"
         return None
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
     """Whether a module is there, without importing it or, as importlib.util.find_spec does, its parents.
 
     A folder of that name without an __init__.py is not the library.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastkernels.dispatch import OPS, Op, Provider, UnsupportedCase, _installed, counters, define
+from fastkernels.dispatch import OPS, Op, Provider, UnsupportedCase, counters, define, installed
 
 
 def _small_only(x: torch.Tensor) -> str | None:
@@ -176,11 +176,11 @@ def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyt
     import sys
 
     sys.modules.pop("xml.sax.saxutils", None)
-    assert _installed("xml.sax.saxutils") and "xml.sax.saxutils" not in sys.modules
-    assert not _installed("xml.sax.no_such") and not _installed("no_such.part")
+    assert installed("xml.sax.saxutils") and "xml.sax.saxutils" not in sys.modules
+    assert not installed("xml.sax.no_such") and not installed("no_such.part")
     (tmp_path / "a_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not _installed("a_folder")
+    assert not installed("a_folder")
     either = Provider("either", lambda x: x, devices=("cpu",), module=("no_such", "json"))
     assert either.unavailable("cpu") is None
 

@@ -187,14 +187,29 @@ def test_the_order_of_providers() -> None:
     assert names == [*ours, "deepgemm", "flashinfer", "cutlass", "sgl_kernel", *others]
 
 
-def test_the_shipped_table_has_flashinfer_where_it_was_faster() -> None:
+def test_the_shipped_table_has_the_measured_sets() -> None:
     key = linear_fp8.key
     assert key is not None
     found = tuned.lookup(key, tuned.entries("linear_fp8", "NVIDIA H200"))
-    for tokens in (1, 3, 8):
-        assert found.find((6144, 4096, 128, torch.bfloat16), (tokens,)).provider == "flashinfer"
-    assert found.find((6144, 4096, 128, torch.bfloat16), (9,)) is None
-    assert found.find((4096, 4096, 128, torch.bfloat16), (1,)) is None
+    for n, k in SHAPES.values():
+        for tokens in (1, 8, 32):
+            entry = found.find((n, k, 1, torch.bfloat16), (tokens,))
+            assert entry.provider == "cuda-wgmma-fp8" and entry.params == wgmma.choose(tokens, n, k)
+            assert found.find((n, k, 128, torch.bfloat16), (tokens,)) is None  # ours, as the op's own order
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_over_32_tokens_scales_of_blocks_are_deepgemms(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(calls, "installed", lambda name: there and name == calls.DEEP_GEMM[1])
+    calls._has_deep_gemm.cache_clear()
+    try:
+        left = calls.left_to_deepgemm(*args(33, 64, 256, scales.BLOCK))
+        assert (left is not None and "33 tokens" in left) if there else left is None
+        for ours in (args(32, 64, 256, scales.BLOCK), args(33, 64, 256), args(33, 60, 256, scales.BLOCK)):
+            assert calls.left_to_deepgemm(*ours) is None
+    finally:
+        calls._has_deep_gemm.cache_clear()
 
 
 def test_what_flashinfer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,14 +322,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "m", "n", "k", "set_", "sms"),
     [
-        (
-            scales.BLOCK,
-            33,
-            264,
-            1152,
-            0,
-            2,
-        ),  # two tiles a block, a ring that is used again, tiles across blocks of rows
+        (scales.BLOCK, 33, 264, 1152, 0, 2),  # two tiles a block, the ring again, tiles across blocks of rows
         (scales.BLOCK, 64, 300, 2048, 5, 4),  # four splits: who adds which part
         (scales.ROW, 8, 300, 2064, 3, 3),  # two splits, K that ends in the middle of a stage
         (scales.TENSOR, 17, 33, 288, 0, 2),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.dispatch import installed
 from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, ROW, TENSOR, check, granularity
 from fastkernels.overrides.l1._linear_fp8_triton import unsupported
 
@@ -147,6 +148,19 @@ def supports_deepgemm(
     if torch.cuda.get_device_capability(x.device)[0] != 9:
         return "it is called as on Hopper, with scales in float32"
     return None
+
+
+def left_to_deepgemm(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str | None:
+    """Why our kernel does not take this call: DeepGEMM is there, and was measured to be faster. None if it is not."""
+    tokens = x.numel() // weight.shape[1]
+    if tokens <= 32 or supports_deepgemm(x, weight, x_scale, weight_scale, *rest) or not _has_deep_gemm():
+        return None
+    return f"{tokens} tokens with scales of blocks are over 32: DeepGEMM is faster"
+
+
+@lru_cache
+def _has_deep_gemm() -> bool:
+    return any(map(installed, DEEP_GEMM))
 
 
 def linear_fp8_deepgemm(

@@ -85,6 +85,10 @@ def _fits(
     return _wgmma_linear_fp8_cuda.fits(params, x.numel() // k if k else 0, k)
 
 
+def _supports_ours(*call: Any) -> str | None:
+    return supports_wgmma_fp8(*call) or production.left_to_deepgemm(*call)
+
+
 def _shape_of(module: nn.Module) -> tuple[int, int, int, torch.dtype] | None:
     """Of a host's layer whose kernel is CUTLASS's, or that has SGLang's scheme: its weight is [K, N]."""
     holder = holder_of(module)
@@ -104,7 +108,7 @@ linear_fp8 = define(
     fake=_fake,
     providers=(
         Provider(  # to 64 tokens
-            "cuda-wgmma-fp8", linear_fp8_wgmma, supports=supports_wgmma_fp8,
+            "cuda-wgmma-fp8", linear_fp8_wgmma, supports=_supports_ours,
             params=_wgmma_linear_fp8_cuda.PARAMS, fits=_fits,
         ),
         Provider(  # scales of blocks

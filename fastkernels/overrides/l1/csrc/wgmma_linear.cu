@@ -121,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
 #endif
 ) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    __shared__ __align__(8) u64 first_barriers[STAGES];  // W is there, when the ring is filled first
-    __shared__ __align__(8) u64 full_barriers[STAGES];   // x is, scales of blocks, and later on W
+    __shared__ __align__(8) u64 w_barriers[STAGES];  // W is there
+    __shared__ __align__(8) u64 x_barriers[STAGES];  // x is, and scales of blocks
     __shared__ __align__(8) u64 empty_barriers[STAGES];
     __shared__ u32 mine;
 #if SCALES == 1
@@ -135,8 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int items = (N + ROWS - 1) / ROWS * SPLITS, units = (K + BLOCK_K - 1) / BLOCK_K;
     const int first = (int)((u64)blockIdx.x * items / gridDim.x), last = (int)((u64)(blockIdx.x + 1) * items / gridDim.x);
-    const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
-    const u32 first_full = shared_address(first_barriers);
+    const u32 w_full = shared_address(w_barriers), x_full = shared_address(x_barriers), empty = shared_address(empty_barriers);
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
     auto begin_of = [&](int item) { return item % SPLITS * units / SPLITS; };
     auto end_of = [&](int item) { return (item % SPLITS + 1) * units / SPLITS; };
@@ -146,30 +145,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
 
     u64 once;  // what is read once is the first to leave L2
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    auto read_weights = [&](int stage, int item, int k, u32 barrier) {
-        expect(barrier, W_STAGE);
+    auto read_weights = [&](int stage, int item, int k) {
+        expect(w_full + 8 * stage, W_STAGE);
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
-            load(w_ring + stage * W_STAGE + c * W_CHUNK, w_map, k * BLOCK_K + 64 * c, item / SPLITS * ROWS, barrier, once);
-    };
-    auto read_first = [&](int stage, int item, int k) {
-        read_weights(stage, item, k, first_full + 8 * stage);
-        arrive(full + 8 * stage);
+            load(w_ring + stage * W_STAGE + c * W_CHUNK, w_map, k * BLOCK_K + 64 * c, item / SPLITS * ROWS,
+                 w_full + 8 * stage, once);
     };
     if (thread == 32 * W_READER) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
         for (int s = 0; s < STAGES; s++)
-            make_barrier(first_full + 8 * s, 1), make_barrier(full + 8 * s, SCALES == 2 ? 34 : 2),
+            make_barrier(w_full + 8 * s, 1), make_barrier(x_full + 8 * s, SCALES == 2 ? 33 : 1),
                 make_barrier(empty + 8 * s, CONSUMERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         int item = first, k = begin_of(first);
-        for (int s = 0; s < AHEAD && item < last; s++) read_first(s, item, k), next(item, k);
+        for (int s = 0; s < AHEAD && item < last; s++) read_weights(s, item, k), next(item, k);
     }
     __syncthreads();
 
     if (warp >= W_READER) {
-        if (lane != 0 && warp <= X_READER) return;  // a reader is one thread, and all of a warp for scales
+        if (lane != 0 && warp <= X_READER) return;  // a reader is one thread, but all of a warp for scales
         int item = first, k = begin_of(first), stage = 0;
         u32 parity = 1;
         auto go_on = [&] {
@@ -179,13 +175,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
         if (warp == W_READER) {
             for (int unit = 0; item < last; unit++, go_on()) {
                 if (unit < AHEAD) continue;  // read above
-                if (unit < STAGES) {
-                    wait(first_full + 8 * (unit - AHEAD), 0);
-                    read_first(stage, item, k);
-                } else {
-                    wait(empty + 8 * stage, parity);
-                    read_weights(stage, item, k, full + 8 * stage);
-                }
+                if (unit >= STAGES) wait(empty + 8 * stage, parity);
+                else wait(w_full + 8 * (unit - AHEAD), 0);
+                read_weights(stage, item, k);
             }
             return;
         }
@@ -193,20 +185,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
         asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        if (warp == X_READER) {
-            for (int unit = 0; item < last; unit++, go_on()) {
-                if (unit >= STAGES) wait(empty + 8 * stage, parity);
-                expect(full + 8 * stage, X_STAGE);
-#pragma unroll
-                for (int c = 0; c < CHUNKS; c++)
-                    load(x_ring + stage * X_STAGE + c * X_CHUNK, x_map, k * BLOCK_K + 64 * c, 0, full + 8 * stage, often);
-            }
-            return;
-        }
-#if SCALES == 2
-        const int last_k = (K + 63) / 64 - 1, last_row = (N + 127) / 128 - 1;  // past the ends: the last one, of zeros
         for (int unit = 0; item < last; unit++, go_on()) {
             if (unit >= STAGES) wait(empty + 8 * stage, parity);
+            if (SCALES != 2 || warp == X_READER) {
+                expect(x_full + 8 * stage, X_STAGE);
+#pragma unroll
+                for (int c = 0; c < CHUNKS; c++)
+                    load(x_ring + stage * X_STAGE + c * X_CHUNK, x_map, k * BLOCK_K + 64 * c, 0, x_full + 8 * stage, often);
+                continue;
+            }
+#if SCALES == 2
+            const int last_k = (K + 63) / 64 - 1, last_row = (N + 127) / 128 - 1;  // past the ends: the last one, of zeros
             for (int e = lane; e < CHUNKS * TOKENS; e += 32) {
                 const int c = e / TOKENS, token = e % TOKENS;
                 if (token < M)
@@ -218,11 +207,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
                 copy_number(&w_scales[stage][c][lane % 2],
                             scales.w + (long long)row * scales.w_row + min(k * CHUNKS + c, last_k) * scales.w_block);
             }
-            arrive_when_copied(full + 8 * stage);
-        }
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        return;
+            arrive_when_copied(x_full + 8 * stage);
 #endif
+        }
+#if SCALES == 2
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+        return;
     }
 
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -257,7 +248,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
 
     int stage = 0;
     u32 parity = 0;
-    bool filling = true;  // the ring, for the first time
     for (int item = first; item < last; item++) {
         float acc[4 * COLUMNS];
         const int begin = begin_of(item), end = end_of(item), row = item / SPLITS * ROWS;
@@ -273,8 +263,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
         const float row_scale = thread < ROWS && row + thread < N ? scales.w[(long long)(row + thread) * scales.w_row] : 0;
 #endif
         for (int k = begin; k < end; k++) {
-            if (filling) wait(first_full + 8 * stage, 0);
-            wait(full + 8 * stage, parity);
+            wait(w_full + 8 * stage, parity);
+            wait(x_full + 8 * stage, parity);
             const u64 a = descriptor(x_ring + stage * X_STAGE), b = descriptor(w_ring + stage * W_STAGE);
 #if SCALES
             float part[2][4 * COLUMNS];  // of 128 columns: one is added while the other is made
@@ -311,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
             if (used >= 0 && lane == 0) arrive(empty + 8 * used);
             used = stage;
 #endif
-            if (++stage == STAGES) stage = 0, parity ^= 1, filling = false;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
         }
 #if SCALES == 1
         consumers_meet();  // all have stored the tile before
