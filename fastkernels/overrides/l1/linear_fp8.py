@@ -107,7 +107,7 @@ linear_fp8 = define(
     " ScalarType? out_dtype=None) -> Tensor",
     fake=_fake,
     providers=(
-        Provider(  # to 64 tokens
+        Provider(  # to 64 tokens; with scales of blocks to 32 where DeepGEMM is
             "cuda-wgmma-fp8", linear_fp8_wgmma, supports=_supports_ours,
             params=_wgmma_linear_fp8_cuda.PARAMS, fits=_fits,
         ),
