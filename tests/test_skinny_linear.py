@@ -105,6 +105,32 @@ def test_tickets_of_streams_and_graphs_are_apart(monkeypatch: pytest.MonkeyPatch
     assert not any(t.any() for t in (first, other, one, two))
 
 
+def test_tickets_of_graphs_do_not_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that is not captured makes more where few are left; what was given is kept and given once."""
+    tickets, device, made = _launch.Tickets(), torch.device("cuda", 0), [0]
+    tickets.CAPTURED = 256
+    zeros, capturing = torch.zeros, [False]
+
+    def counted(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made[0] += capturing[0]
+        return zeros(n, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", counted)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda d: type("S", (), {"cuda_stream": 1}))
+    given = []
+    for _ in range(9):  # graphs of four launches, each warmed up before
+        capturing[0] = False
+        tickets.get(device, 10)
+        capturing[0] = True
+        given += [tickets.get(device, 10) for _ in range(4)]
+    assert made[0] == 0 and len({t.data_ptr() for t in given}) == len(given)
+    owned = {t.untyped_storage().data_ptr() for t in (*tickets.kept, *tickets.captured.values())}
+    assert {t.untyped_storage().data_ptr() for t in given} <= owned and len(owned) > 2
+    tickets.get(device, 300)
+    assert made[0] == 1  # more than there are: the graph makes its own
+
+
 @pytest.mark.slow
 def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
     """As on a GPU, but for what is compiled and for graphs; its rows are result rows."""

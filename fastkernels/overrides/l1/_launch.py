@@ -28,8 +28,9 @@ class Tickets:
     """Zeros that say how many splits of a tile have arrived. The kernel leaves them as it found them.
 
     Two launches may share them if one cannot start before the other has ended. So each stream has its own, and so
-    does each captured launch, for ever: its graph may be replayed on any stream. When those are used up, a
-    captured launch gets new ones, set to zero by the graph itself, which costs it one more node.
+    does each captured launch, for ever: its graph may be replayed on any stream. They are made before, by launches
+    that are not captured, such as those that warm a graph up: in blocks, a new one where less than half is left. A
+    capture that uses up all the same gets new ones, set to zero by the graph itself, which costs it one more node.
     """
 
     STREAM, CAPTURED = 1 << 14, 1 << 20
@@ -37,6 +38,7 @@ class Tickets:
     def __init__(self) -> None:
         self.streams: dict[tuple[torch.device, int], torch.Tensor] = {}
         self.captured: dict[torch.device, torch.Tensor] = {}
+        self.kept: list[torch.Tensor] = []  # of graphs: blocks that were used up
         self.lock = threading.Lock()
 
     def get(self, device: torch.device, count: int) -> torch.Tensor:
@@ -57,9 +59,16 @@ class Tickets:
             with self.lock:
                 size = max(count, self.STREAM)
                 self.streams[key] = found = torch.zeros(size, dtype=torch.int32, device=device)
-                if device not in self.captured:
+        if self._few(device):
+            with self.lock:
+                if self._few(device):
+                    self.kept += [self.captured[device]] if device in self.captured else []
                     self.captured[device] = torch.zeros(self.CAPTURED, dtype=torch.int32, device=device)
         return found
+
+    def _few(self, device: torch.device) -> bool:
+        left = self.captured.get(device)
+        return left is None or left.numel() < self.CAPTURED // 2
 
 
 tickets = Tickets()
