@@ -3,10 +3,13 @@ or not. It begins with the rows' token ids and block tables and ends with the to
 
     python bench/scenarios/decode_step.py --rows skinny.jsonl --out rows.jsonl [--batch 1,8,16,32] [--context 512]
                                           [--until logits] [--longest 131072]
+    python bench/scenarios/decode_step.py --tables shipped,trial=table.json --attention table --free silu_and_mul ...
 
 The model is ours (fastkernels.models), with random weights and Llama-3.1-8B's shapes; its small ops run their first
 provider. --rows are those that skinny_linear.py wrote: for each layer and number of tokens the fastest right set makes
-a tuned table, and calls are dispatched by it as in production.
+a tuned table, and calls are dispatched by it as in production. --tables are other tables; attention `table` is what
+they name. --free are ops that cost nothing in a variant each, and in one more all together: its results are wrong, and
+the time that it saves is the most that any fusion of the op with a kernel beside it could save.
 Each variant's logits are compared with cuBLAS's; then all are timed in interleaved rounds. Needs torch, triton and
 transformers. --device cpu --quick runs a tiny model (TRITON_INTERPRET=1): its times mean nothing.
 """
@@ -16,14 +19,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from graph_clock import Clock, Run, measure
+from graph_clock import Clock, Run, against, rounds
 from linear_kernels import label as label_of
 from transformers import LlamaConfig
 
@@ -143,25 +148,42 @@ def step_of(
     return step
 
 
+# {op: what is launched in its place with --free: nothing, and its result has the right shape}
+FREE: dict[str, Callable[..., Any]] = {
+    "rms_norm": lambda x, *_: x,
+    "silu_and_mul": lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    "rope_store_kvcache": lambda *_: None,
+    "attention_decode": lambda q, *_: q,
+}
+
+
 class Variant:
-    """A way to run the step: which tuned table is used, who attends, and whether kernels start early."""
+    """A way to run the step: which tuned table is used (None: none for linear layers; '': the one that is shipped), who
+    attends, whether kernels start early, and which ops cost nothing.
+    """
 
     current: Variant | None = None
 
-    def __init__(self, name: str, table: Path | None, overlap: bool, attention: str) -> None:
+    def __init__(
+        self, name: str, table: Path | str | None, overlap: bool, attention: str, free: tuple[str, ...] = ()
+    ) -> None:
         self.name, self.table, self.overlap, self.attention = name, table, overlap, attention
+        self.free = free
 
     def call(self, step: Any) -> torch.Tensor:
         if Variant.current is not self:
             os.environ.pop("FASTKERNELS_TUNED", None)
-            if self.table is not None:
+            if self.table:
                 os.environ["FASTKERNELS_TUNED"] = str(self.table)
-            cublas = "" if self.table is not None else ",linear:cublas"  # or a shipped table would choose
-            os.environ["FASTKERNELS_PROVIDER"] = f"attention_decode:{self.attention}{cublas}"
+            asked = [] if self.attention == "table" else [f"attention_decode:{self.attention}"]
+            asked += [] if self.table is not None else ["linear:cublas"]  # or a shipped table would choose
+            os.environ["FASTKERNELS_PROVIDER"] = ",".join(asked)
             os.environ["FASTKERNELS_OVERLAP"] = str(int(self.overlap))
             _overlap.overlaps.cache_clear()
-            for op in OPS.values():
+            for name, op in OPS.items():
                 op.reset()
+                if name in FREE:
+                    op.set_candidate(FREE[name] if name in self.free else None)
             tuned._by_op.cache_clear()
             Variant.current = self
             step()  # compiles
@@ -196,7 +218,14 @@ def main() -> None:
         "--longest", type=int, default=0, help="context that kernels are prepared for, as in a graph"
     )
     parser.add_argument("--until", default="tokens", choices=("logits", "tokens"), help="where the step ends")
-    parser.add_argument("--attention", default="triton,triton-split,fa3,flashinfer", help="its providers")
+    parser.add_argument(
+        "--attention", default="triton,triton-split,fa3,flashinfer", help="its providers, or `table`"
+    )
+    parser.add_argument("--tables", default="", help="`shipped` or NAME=FILE, beside that of --rows")
+    parser.add_argument("--free", default="", help=f"ops that cost nothing: of {', '.join(FREE)}")
+    parser.add_argument(
+        "--ways", default="in turn,early", help="whether kernels start early, or one of the two"
+    )
     parser.add_argument(
         "--profile",
         default="cublas, triton, in turn;skinny, triton-split, early",
@@ -206,16 +235,25 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     options = parser.parse_args()
+    free = tuple(filter(None, options.free.split(",")))
+    if unknown := [name for name in free if name not in FREE]:
+        parser.error(f"--free {unknown[0]}: known are {', '.join(FREE)}")
     run = Run("decode_step", "linear", options)
     chip = torch.cuda.get_device_name() if run.cuda else "cpu"
-    tables: dict[str, Path | None] = {"cublas": None}
+    tables: dict[str, Path | str | None] = {"cublas": None}
     if options.rows is not None:
         tables["skinny"] = table_of(options.rows, options.out.with_suffix(".table.json"), chip)
-    found = {p.name: p.unavailable(run.device) for p in OPS["attention_decode"].providers}
+    for name, _, file in (table.partition("=") for table in filter(None, options.tables.split(","))):
+        tables[name] = file
+    found = {p.name: p.unavailable(run.device) for p in OPS["attention_decode"].providers} | {"table": None}
     attention = [a for a in options.attention.split(",") if found.get(a, "") is None] or ["reference"]
     variants = [
         Variant(f"{linear}, {a}, {how}", table, how == "early", a)
-        for linear, table in tables.items() for a in attention for how in ("in turn", "early")
+        for linear, table in tables.items() for a in attention for how in options.ways.split(",")
+    ]  # fmt: skip
+    variants += [
+        Variant(f"{v.name}, without {' and '.join(ops)}", v.table, v.overlap, v.attention, ops)
+        for v in variants[-1:] for ops in dict.fromkeys([*((op,) for op in free), free]) if ops
     ]  # fmt: skip
     with torch.inference_mode():
         model, config = make_model(run)
@@ -232,12 +270,15 @@ def main() -> None:
                 got = variant.call(step).float()
                 want = got if want is None else want
                 gap = (got - want).abs().max().item() / want.abs().max().item()
-                wrong = "" if gap < 0.05 else f"logits differ by {gap:.3g} of the largest"
+                wrong = "" if gap < 0.05 or variant.free else f"logits differ by {gap:.3g} of the largest"
                 run.row("check", variant.name, case, wrong, quiet=True, gap=gap)
                 if not wrong:
                     good[variant.name] = [partial(variant.call, step)]
-            for name, us in measure(run, good).items():
-                run.row("time", name, case, ms=1e-3 * us)
+            samples = rounds(run, good)
+            for name, each in samples.items():
+                gain, ci95 = against(each, samples[variants[0].name])
+                ms = 1e-3 * statistics.median(each)
+                run.row("time", name, case, ci95={"speedup": ci95}, ms=ms, speedup=gain)
             for name in options.profile.split(";"):
                 if name in good:
                     kernels(run, good[name], {**case, "variant": name})

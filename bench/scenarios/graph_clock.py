@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 ROUNDS = 5
+T95 = 2.776  # Student's, of ROUNDS samples
 
 
 class Run:
@@ -44,15 +45,16 @@ class Run:
         return self.end - time.monotonic()
 
     def row(self, kind: str, provider: str, case: dict[str, Any], reason: str = "", status: str = "",
-            quiet: bool = False, **metrics: float) -> None:  # fmt: skip
-        """A line on the screen and in the file; a reason without a status is a wrong result."""
+            quiet: bool = False, ci95: dict[str, tuple[float, float]] | None = None,
+            **metrics: float) -> None:  # fmt: skip
+        """A line on the screen and in the file; a reason without a status is a wrong result. ci95: of some metrics."""
         status = status or ("wrong" if reason else "ok")
         self.wrong += status in ("wrong", "failed")
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         row = {
             **self.common, "time": now, "status": status, "reason": reason,
             "subject": {"op": self.op, "provider": provider}, "case": {"kind": kind, "device": self.device, **case},
-            "metrics": metrics,
+            "metrics": metrics, **({"ci95": ci95} if ci95 else {}),
         }  # fmt: skip
         with open(self.out, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -157,3 +159,12 @@ def rounds(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, list
         for clock in clocks.values():
             clock.sample()
     return {name: [1e6 * s for s in clock.samples] for name, clock in clocks.items()}
+
+
+def against(mine: list[float], other: list[float]) -> tuple[float, tuple[float, float]]:
+    """How many times as fast as the other one, with its 95% interval over the rounds."""
+    ratios = [b / a for a, b in zip(mine, other, strict=True)]
+    mean, half = statistics.fmean(ratios), 0.0
+    if len(ratios) == ROUNDS:
+        half = T95 * statistics.stdev(ratios) / ROUNDS**0.5
+    return mean, (mean - half, mean + half)

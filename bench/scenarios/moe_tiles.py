@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import moe_align_ways
 import torch
-from graph_clock import ROUNDS, Compiles, Run, finish, measure, poisoned, rounds
+from graph_clock import Compiles, Run, against, finish, measure, poisoned, rounds
 
 from fastkernels import registry, tuned
 from fastkernels.overrides.l1._fp8 import quantize_rows
@@ -43,7 +43,6 @@ from fastkernels.overrides.l2._moe_tiles import parsed, tiles, tiles_fp8, wide
 from fastkernels.spec import Case
 
 COMPILE_S, CHECKED, TURNS = 60, 64, 4
-T95 = 2.776  # Student's, for five rounds
 # Largest error over the largest value, and of root mean squares: bf16 rounds three times, float8 goes another way where
 # a number lies between two.
 LIMITS = {"bf16": (0.02, 0.01), "fp8": (0.15, 0.04)}
@@ -255,15 +254,6 @@ def turns(model: Model, run: Run, tokens: int) -> list[list[Any]]:
     x = model.args[0][:tokens]
     count = TURNS if tokens <= 64 else 1
     return [model.at(x, *routing(run, tokens, model.sizes)) for _ in range(count)]
-
-
-def against(mine: list[float], other: list[float]) -> tuple[float, tuple[float, float]]:
-    """How many times as fast as the other one, with its 95% interval over the rounds."""
-    ratios = [b / a for a, b in zip(mine, other, strict=True)]
-    mean, half = statistics.fmean(ratios), 0.0
-    if len(ratios) == ROUNDS:
-        half = T95 * statistics.stdev(ratios) / ROUNDS**0.5
-    return mean, (mean - half, mean + half)
 
 
 def measure_point(run: Run, model: Model, tokens: int) -> tuned.Entry | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from graph_clock import Run, finish, measure, poisoned
+from graph_clock import Run, against, finish, poisoned, rounds
 from kernel_check import other_bits, problem
 from linear_kernels import (
     CHECKED,
@@ -191,13 +192,15 @@ def time_layer(
         for p in sets_of(run, provider):
             if kernel.fits(p, m, k):
                 named[f"{provider} {label(p)}"] = (provider, p, partial(kernel.fn, **p))
-    times = measure_named(run, named, x, rotated)
+    samples = rounds_named(run, named, x, rotated)
+    times = {name: statistics.median(each) for name, each in samples.items()}
     ours = sorted((name for name in times if name != "cublas"), key=times.__getitem__)
     size = 2 * (n * k + m * (n + k))
     for name, us in times.items():
         provider, p, _ = named[name]
         case = {"tokens": m, "layer": layer, "out": n, "in": k, "params": label(p)}
-        run.row("time", provider, case, us=us, tb_per_s=size / us / 1e6)
+        gain, ci95 = against(samples[name], samples["cublas"])
+        run.row("time", provider, case, ci95={"speedup": ci95}, us=us, tb_per_s=size / us / 1e6, speedup=gain)
     kinds = {"cublas": ["cublas"], "best": ours}
     found = best[layer] = {}
     for kind, names in kinds.items():
@@ -207,13 +210,14 @@ def time_layer(
             run.summary.append(f"{m:>3} tokens  {layer:<8} {kind:<9} {times[first]:8.2f} us  {first}")
 
 
-def measure_named(
+def rounds_named(
     run: Run, named: dict[str, tuple[str, dict[str, Any], Call]], x: torch.Tensor, weights: list[torch.Tensor]
-) -> dict[str, float]:  # fmt: skip
-    passes = measure(
+) -> dict[str, list[float]]:  # fmt: skip
+    """Microseconds of a call in each round."""
+    passes = rounds(
         run, {name: [partial(call, x, w) for w in weights] for name, (_, _, call) in named.items()}
     )
-    return {name: us / len(weights) for name, us in passes.items()}
+    return {name: [us / len(weights) for us in each] for name, each in passes.items()}
 
 
 def time_model(run: Run, model: str, tokens: list[int]) -> None:
@@ -251,8 +255,11 @@ def step(
     for kind in ("cublas", "best"):
         if all(kind in found for found in best.values()):
             todo[kind] = [partial(best[name][kind][1], inputs[name], w) for name, w in order]
-    for kind, us in measure(run, todo).items():
-        run.row("step", kind, {"model": model, "tokens": m, "launches": len(order)}, ms=1e-3 * us)
+    samples = rounds(run, todo)
+    for kind, each in samples.items():
+        us, (gain, ci95) = statistics.median(each), against(each, samples["cublas"])
+        case = {"model": model, "tokens": m, "launches": len(order)}
+        run.row("step", kind, case, ci95={"speedup": ci95}, ms=1e-3 * us, speedup=gain)
         run.summary.append(f"{m:>3} tokens  {model:<8} {kind:<9} {1e-3 * us:8.4f} ms, a step in one graph")
 
 
