@@ -3,17 +3,18 @@
     make bench-h200 TOKENIZER=folder [VLLM=python of its environment] [SGLANG=the same]
                                   makes random checkpoints of Llama-3.1-8B's shapes, bf16 and FP8, with that tokenizer
     make bench-h200 MODEL=folder [FP8_MODEL=folder] ...   takes these; MODEL_NAME is what the tables call it
+    PYTHON=path           the Python that has fastkernels[bench] (python3)
     TEXT_MODEL=folder     quality, too: a small model with real weights, such as SmolLM2-135M-Instruct
     VLLM_ENGINE='{"name": value}', SGLANG_ENGINE: more arguments of the engines that are asked for quality
     GPUS=0,1,2,3          the GPUs to use (all that are visible); a part has one or two for itself alone
     ONLY=part,'servers*'  these parts, and what they need; OUT=folder of a run before leaves out what ended well there
     LIMIT=seconds         that a part may take (its own limit: twice what it takes, and two minutes)
     QUICK=1               3 rounds of servers, a few cases of each op, half the text, live patches only in what works
-    RUN=echo              says what would run, where and when, and runs nothing
+    RUN=echo              says what would run, where and when, and runs nothing; also where there is no GPU
 
-A part that fails is said, and the rest runs. Logs: $OUT/logs/PART.log. The tables of README.md and docs/ made of these
-rows go to $OUT/tables.md; TABLES=1 puts rows and tables in their places. Where there is no git checkout FK_BENCH_COMMIT
-says which commit this is.
+Paths that are wrong are said, and nothing runs. A part that fails is said, and the rest runs. Logs: $OUT/logs/PART.log.
+The tables of README.md and docs/ made of these rows go to $OUT/tables.md; TABLES=1 puts rows and tables in their
+places. Where there is no git checkout FK_BENCH_COMMIT says which commit this is.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [str(ROOT), str(ROOT / "bench"), str(ROOT / "integrations")]
 sys.path[:0] = FOLDERS
 
+from fk_bench import preflight  # noqa: E402
+
+preflight.need_modules("make bench-h200")
+
 from fk_bench import machine  # noqa: E402
-from fk_bench.batch import Batch, Command, Part, chosen, cores_of, placed, predicted  # noqa: E402
+from fk_bench.batch import Batch, Command, Part, chosen, done_before  # noqa: E402
+from fk_bench.batch_plan import left_to_do, minutes, show_failed, show_plan  # noqa: E402
 from fk_bench.commands import Interrupted, signals_raise  # noqa: E402
 from fk_bench.config import ConfigError, comma_list  # noqa: E402
-from fk_bench.lanes import shell_line  # noqa: E402
+from fk_bench.lanes import absolute  # noqa: E402
 
 RANDOM = "Llama-3.1-8B shapes, random weights"
 JUDGED = {  # the judge's ops in parts that take about as long as each other; seconds on 16 cores, all cases
@@ -60,7 +66,17 @@ LENGTHS = ("--input-len", "512", "--output-len", "128")
 FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")
 PREFILLS = ("--load", "c=1,in=600,out=8,prompts=40", "--load", "c=8,in=512,out=8,prompts=240", *FIRST_TOKENS)
 AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agreement-prompts", "0")
-WORKS = {"a": "plain,fp8,gptq,awq,fp8_kv", "b": "lora,spec,ngram,window,sleep", "two": "tp,tp_norms,pp"}
+# Features of works_with.py by host and part: all of one part run at once, on its GPUs. 3 to 6 a GPU were tried.
+SHARED = {"a": "plain,fp8,gptq,awq,fp8_kv,lora", "b": "spec,ngram,window,sleep,moe,moe_fp8"}
+WORKS = {
+    "vllm": {**SHARED, "two": "tp,tp_norms,pp"},
+    "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,pp"},
+}
+PREBUILT = ("works-vllm-two", "works-sglang-marlin")  # whose cells would compile kernels of the host
+# Seconds: of a part's cells one way and both (11 features at once on two H200s with 32 cores: the longest took 132 and
+# 190); of what is compiled before them (106 in vLLM, a guess in SGLang); that any cell may take, so that all have ended
+# in the time that the part has.
+WORKS_S, PREBUILD_S, CELL_S = {1: 130, 2: 200}, 130, 240
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,7 @@ class Asked:
     def read(cls, env: Mapping[str, str]) -> Asked:
         out = Path(env.get("OUT") or time.strftime("fk-bench-runs/h200-%Y%m%d-%H%M%S", time.gmtime()))
         made = not env.get("MODEL")
-        hosts = {h: env[h.upper()] for h in ("vllm", "sglang") if env.get(h.upper())}
+        hosts = {h: absolute(env[h.upper()]) for h in ("vllm", "sglang") if env.get(h.upper())}
         fp8 = env.get("FP8_MODEL") or (str(out / "model-fp8") if made and hosts else "")
         engines = {h: env[f"{h.upper()}_ENGINE"] for h in hosts if env.get(f"{h.upper()}_ENGINE")}
         return cls(
@@ -234,7 +250,6 @@ def _hosts(a: Asked) -> list[Part]:
     start = ("llama-3.1-8b", "--startup", "--load-format", "dummy", "--dtype", "bfloat16")
     made = [Part("startup", (fk("e2e", *start, "--rounds", "2", "--out", a.file("startup")),), 50)]
     half = ("--decode", "32:10240,8:2048,1:512", "--prefill", "16:10220") if a.quick else ()
-    ways = ("live",) if a.quick else ("live", "start")
     for host, python in a.hosts.items():
         cache = ("--rounds", "1", "--hosts", host, "--python", f"{host}={python}", "--gpu-share", "0.4")
         cache = (*cache, "--out", a.file(f"kv-blocks-{host}"))
@@ -255,16 +270,22 @@ def _hosts(a: Asked) -> list[Part]:
                     f"{name}-{host}", (quality,), 200 if a.quick else 330, after=("text-fp8",) if way else ()
                 )
             )
-        for letter, features in WORKS.items():
-            name = f"works-{host}-{letter}"
-            works = scenario(
-                "works_with", "--host", host, "--features", features, "--ways", ",".join(ways), "--out",
-                a.file("works-with.jsonl"), "--work", a.file(f"work/{name}"), python=python,
-            )  # fmt: skip
-            cells = len(features.split(",")) * len(ways)
-            both = letter == "two"  # vLLM compiles its all-reduce there
-            made.append(Part(name, (works,), (90 if both else 55) * cells, 2 if both else 1, last=True))
+        made += [_works(a, host, letter, features) for letter, features in WORKS[host].items()]
     return made
+
+
+def _works(a: Asked, host: str, letter: str, features: str) -> Part:
+    name, ways, python = f"works-{host}-{letter}", ("live",) if a.quick else ("live", "start"), a.hosts[host]
+    cells = scenario(
+        "works_with", "--host", host, "--features", features, "--ways", ",".join(ways), "--jobs",
+        str(len(features.split(","))), "--timeout", str(CELL_S), "--out", a.file("works-with.jsonl"), "--work",
+        a.file(f"work/{name}"), python=python,
+    )  # fmt: skip
+    seconds, commands = WORKS_S[len(ways)], (cells,)
+    if name in PREBUILT:
+        seconds += PREBUILD_S
+        commands = (scenario("works_with", "--host", host, "--prebuild", python=python), cells)
+    return Part(name, commands, seconds, 2 if letter == "two" else 1, last=True)
 
 
 def tables(asked: Asked, env: Mapping[str, str]) -> list[Command]:
@@ -280,26 +301,21 @@ def tables(asked: Asked, env: Mapping[str, str]) -> list[Command]:
     return made
 
 
-def show_plan(todo: Sequence[Part], gpus: Sequence[str], after: Sequence[Command]) -> None:
-    """What would run, where and when."""
-    order, end = predicted(todo, gpus)
-    cores = cores_of(gpus)
-    for begin, part, mine in order:
-        where = f"GPU {','.join(mine)}" if mine else "no GPU"
-        print(
-            f"== {part.name}: {where}, after {begin:.0f} s, about {part.seconds:.0f} s, {part.limit:.0f} at most"
+def wrong(asked: Asked, env: Mapping[str, str], todo: Sequence[Part]) -> list[str]:
+    """What was given, or was not, that cannot be: a line each."""
+    said = preflight.wrong_folders(env, ("MODEL", "FP8_MODEL", "TEXT_MODEL", "TOKENIZER"))
+    served = [p.name for p in todo if p.name.startswith(("prompts", "servers"))]
+    if asked.made and served and not asked.tokenizer:
+        said.append(
+            f"TOKENIZER is not set, and {served[0]} needs one: a folder with a tokenizer.json, or MODEL"
         )
-        for command in part.commands:
-            env, argv = placed(command, mine, cores)
-            print(shell_line(env, argv))
-    for part in todo:
-        if part not in [p for _, p, _ in order]:
-            print(f"== {part.name}: left out, it needs {part.gpus} GPUs")
-    for command in after:
-        print(shell_line({}, command))
-    print(
-        f"about {end:.0f} s on {len(gpus)} GPUs ({sum(p.seconds * p.gpus for _, p, _ in order):.0f} s of a GPU)"
-    )
+    tokenizer = Path(asked.tokenizer or ".")
+    if asked.made and asked.tokenizer and tokenizer.is_dir() and not (tokenizer / "tokenizer.json").is_file():
+        said.append(f"TOKENIZER={tokenizer}: it has no tokenizer.json")
+    for host, python in asked.hosts.items():
+        said += preflight.wrong_host(host, python)
+    said += preflight.wrong_json(env, [f"{host.upper()}_ENGINE" for host in asked.engines])
+    return said + preflight.wrong_out(asked.out)
 
 
 def main() -> int:
@@ -307,9 +323,16 @@ def main() -> int:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*FOLDERS, env.get("PYTHONPATH")]))
     os.chdir(ROOT)
     asked, plan = Asked.read(env), env.get("RUN") == "echo"
+    not_set = [name for name in ("VLLM", "SGLANG", "TEXT_MODEL") if not env.get(name)]
+    without = f"not asked for is what needs {', '.join(not_set)}: not set" if not_set else ""
     try:
+        if env.get("RUN") and not plan:
+            raise ConfigError(f"RUN={env['RUN']}: RUN=echo says what would run; without RUN it runs")
         limit = comma_list("LIMIT", env.get("LIMIT", ""), float)
-        todo = chosen(parts(asked), comma_list("ONLY", env.get("ONLY", ""), str))
+        try:
+            todo = chosen(parts(asked), comma_list("ONLY", env.get("ONLY", ""), str))
+        except ConfigError as error:
+            raise ConfigError("; ".join(filter(None, (str(error), without)))) from None
         visible = (
             env.get("GPUS")
             or env.get("CUDA_VISIBLE_DEVICES")
@@ -321,32 +344,48 @@ def main() -> int:
                 "no GPU is visible here: GPUS=0,1 names some, RUN=echo only says what would run"
             )
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    after = tables(asked, env)
+        return _errors([str(error)])
+    after, problems, done = tables(asked, env), wrong(asked, env, todo), done_before(asked.out, todo)
     if plan:
-        show_plan(todo, gpus, after)
-        return 0
-    asked.out.mkdir(parents=True, exist_ok=True)
-    quick = ", QUICK=1" if asked.quick else ""
-    print(
-        f"{len(todo)} parts on GPU {','.join(gpus)}, commit {machine.commit()}{quick}, to {asked.out}",
-        flush=True,
+        assumed = "" if visible else "no GPU is visible here: planned as if GPUS=0,1,2,3"
+        show_plan(todo, gpus, after, done, [line for line in (without, assumed) if line])
+        return _errors(problems)
+    if problems:
+        return _errors(problems)
+    try:
+        batch = Batch(todo, gpus, asked.out, ROOT, limit[0] if limit else None, _say)
+    except OSError as error:
+        return _errors([f"OUT={asked.out}: cannot be made: {error.strerror}: {error.filename}"])
+    quick, takes = ", QUICK=1" if asked.quick else "", minutes(left_to_do(todo, done), gpus)
+    _say(
+        f"{len(todo)} parts on GPU {','.join(gpus)}, {takes}, commit {machine.commit()}{quick}, to {asked.out}"
     )
+    if without:
+        _say(without)
     try:
         with signals_raise():
-            failed = Batch(todo, gpus, asked.out, ROOT, limit[0] if limit else None, _say).run()
+            failed = batch.run()
     except Interrupted as error:
-        print(error)
+        print(f"{error}; with OUT={asked.out} it goes on with what has not ended well")
         return 130
     for name, command in zip(("tables", "documents"), after, strict=False):
         if subprocess.run(command).returncode:
             failed.append(name)
     if failed:
-        print(f"failed: {' '.join(failed)}; all else is in {asked.out}")
+        show_failed(batch.why, batch.logs)
+        print(
+            f"failed: {' '.join(failed)}; all else is in {asked.out}; the same with OUT={asked.out} runs these again"
+        )
         return 1
-    print(f"all in {asked.out}")
+    print(f"all in {asked.out}, tables in {asked.file('tables.md')}")
     return 0
+
+
+def _errors(lines: Sequence[str]) -> int:
+    """The exit status, after a line of each on standard error."""
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    return 2 if lines else 0
 
 
 def _say(line: str) -> None:

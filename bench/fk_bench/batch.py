@@ -116,6 +116,21 @@ def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
     return [p for p in parts if p.name in wanted]
 
 
+def done_before(out: Path, parts: Iterable[Part]) -> dict[str, str]:
+    """{name: what to say} of the parts that ended well in this folder already."""
+    file, said = out / "logs" / "parts.jsonl", "was done before, in this folder"
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    then = {one["part"]: one.get("commands") for one in found if one["status"] == "ok"}
+    same = {p.name: then[p.name] in (None, _listed(p)) for p in parts if p.name in then}
+    return {
+        name: said if same[name] else f"{said}, by another command: with another OUT it runs" for name in same
+    }
+
+
+def _listed(part: Part) -> list[list[str]]:
+    return [list(command) for command in part.commands]
+
+
 def predicted(
     parts: Sequence[Part], gpus: Sequence[str]
 ) -> tuple[list[tuple[float, Part, list[str]]], float]:
@@ -172,6 +187,7 @@ class Batch:
 
     gpus   numbers as CUDA_VISIBLE_DEVICES has them
     limit  seconds that any part may take, instead of its own
+    why    of each part that failed or was left out, once it has
     """
 
     def __init__(self, parts: Sequence[Part], gpus: Sequence[str], out: Path, cwd: Path, limit: float | None = None,
@@ -182,17 +198,18 @@ class Batch:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.queue = Queue(parts)
         self.failed: list[str] = []
+        self.why: dict[str, str] = {}
         self.running: list[_Running] = []
         self.start = time.monotonic()
 
     def run(self) -> list[str]:
         """All parts; the names of those that failed or were left out. What runs is ended whatever happens."""
-        before = self._before()
+        before = done_before(self.logs.parent, self.queue.waiting)
         for part in list(self.queue.waiting):
             if part.name in before:
                 self.queue.waiting.remove(part)
                 self.queue.ended(part, True)
-                self._line("", part.name, "was done before, in this folder")
+                self._line("", part.name, before[part.name])
             elif part.gpus > len(self.order):
                 self.queue.waiting.remove(part)
                 self._over(part, f"needs {part.gpus} GPUs", LEFT_OUT)
@@ -211,12 +228,6 @@ class Batch:
             for running in self.running:
                 if running.process is not None:
                     running.process.stop(GRACE_S)
-
-    def _before(self) -> set[str]:
-        """Parts that ended well in this folder already."""
-        file = self.logs / "parts.jsonl"
-        found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        return {one["part"] for one in found if one["status"] == "ok"}
 
     def _begin(self) -> None:
         now = time.monotonic()
@@ -280,9 +291,11 @@ class Batch:
     def _over(self, part: Part, why: str, status: str, seconds: float = 0.0) -> None:
         """A part that did not end well, and what is left out for it."""
         self._line(status, part.name, why)
+        self.why[part.name] = why
         for each in [part, *self.queue.ended(part, False)]:
             if each is not part:
-                self._line(LEFT_OUT, each.name, f"{part.name} did not end well")
+                self.why[each.name] = f"{part.name} did not end well"
+                self._line(LEFT_OUT, each.name, self.why[each.name])
             self.failed.append(each.name)
             self._note(each, status if each is part else LEFT_OUT, seconds if each is part else 0.0)
 
@@ -293,6 +306,7 @@ class Batch:
                 "status": status,
                 "seconds": round(seconds, 1),
                 "expected": part.seconds,
+                "commands": _listed(part),
             }
             file.write(json.dumps(line) + "\n")
 

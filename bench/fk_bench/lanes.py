@@ -87,32 +87,40 @@ def parse(
             lanes.append(Lane(name, host, bool(suffix), url=attach[name].rstrip("/")))
             continue
         path = python.get(name) or python.get(host) or sys.executable
-        path = os.path.abspath(os.path.expanduser(path)) if os.sep in path else path
+        path = absolute(path)
         merged_env = {**env.get(host, {}), **env.get(name, {})}
         merged_args = [*args.get(host, ())] + ([*args.get(name, ())] if suffix else [])
         lane = Lane(name, host, bool(suffix), path, merged_env, tuple(merged_args))
-        _check_installed(lane)
+        if problem := not_installed(lane, f"--python {lane.host}=PATH"):
+            raise LaneError(f"lane {lane.name}: {problem}")
         lanes.append(lane)
     return lanes
 
 
-def _check_installed(lane: Lane) -> None:
+def absolute(python: str) -> str:
+    """The path of an interpreter from any folder; a name that is looked up in PATH stays one."""
+    return os.path.abspath(os.path.expanduser(python)) if os.sep in python else python
+
+
+def not_installed(lane: Lane, option: str) -> str | None:
+    """What its interpreter has not that the lane needs, and what to do; `option` gives another interpreter."""
     try:
         found = machine.interpreter(lane.python)
     except ValueError as error:
-        raise LaneError(f"lane {lane.name}: {error}. Give one with --python {lane.host}=PATH.") from None
+        return f"{error}. Give one with {option}."
     needed = "fk_bench" if lane.host == "fastkernels" else lane.host
     if needed not in found.modules:
         package = "fastkernels[bench]" if lane.host == "fastkernels" else lane.host
-        raise LaneError(
-            f"lane {lane.name}: {needed} is not installed in {lane.python}. "
-            f"Install {package} there, or give another interpreter with --python {lane.host}=PATH."
+        return (
+            f"{needed} is not installed in {lane.python}. "
+            f"Install {package} there, or give another interpreter with {option}."
         )
     if lane.patched and _PLUGIN_GROUP[lane.host] not in found.plugins:
-        raise LaneError(
-            f"lane {lane.name}: fastkernels is not installed in {lane.python}, so {lane.host} cannot load it. "
+        return (
+            f"fastkernels is not installed in {lane.python}, so {lane.host} cannot load it. "
             f"Install it there: {lane.python} -m pip install fastkernels"
         )
+    return None
 
 
 def base_of(lane: str, lanes: Sequence[str], base: str | None = None) -> str:

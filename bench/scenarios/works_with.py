@@ -100,7 +100,8 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
         "attention": LEFT,
     },
 }
-# (feature, host): seconds that a cell may take at least, because the host compiles kernels of its own there.
+# Seconds that a cell may take; of (feature, host) where the host compiles kernels of its own, more.
+CELL_S = 300.0
 LONGER = {("tp", "vllm"): 420, ("gptq_marlin", "sglang"): 560, ("awq_marlin", "sglang"): 560}
 # What hosts compile in a cell: nothing for sampling, one all-reduce only, and no products of DeepGEMM.
 ENVIRONMENT = {
@@ -289,7 +290,7 @@ def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(timeout=max(args.timeout, LONGER.get((feature, args.host), 0)))
+            process.wait(timeout=args.timeout or LONGER.get((feature, args.host), CELL_S))
             status = "crash"
         except subprocess.TimeoutExpired:
             status = "timeout"
@@ -368,9 +369,7 @@ def main() -> None:
     )
     parser.add_argument("--ways", default="live,start")
     parser.add_argument("--jobs", type=int, default=1, help="features at once, on the same GPUs")
-    parser.add_argument(
-        "--timeout", type=float, default=300, help="seconds a cell may take; LONGER has some more"
-    )
+    parser.add_argument("--timeout", type=float, help=f"seconds of any cell; else {CELL_S:.0f}, or LONGER's")
     parser.add_argument(
         "--prebuild", action="store_true", help="compile what the host compiles in cells, no more"
     )

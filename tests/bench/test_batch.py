@@ -230,6 +230,9 @@ def test_what_ended_well_in_the_folder_before_is_not_run_again(tmp_path: Path) -
     failed, said = run(tmp_path, [made, bad, noting(tmp_path, "needs", 0, 1, after=("made",))], "0")
     assert failed == ["bad"] and (tmp_path / "needs.json").is_file() and not (tmp_path / "made.json").exists()
     assert "made was done before, in this folder" in said
+    failed, said = run(tmp_path, [noting(tmp_path, "made", 0.5, 1)], "0")
+    assert not failed and not (tmp_path / "made.json").exists()
+    assert said == ["made was done before, in this folder, by another command: with another OUT it runs"]
 
 
 def test_too_few_gpus_leave_a_part_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -40,11 +41,32 @@ SERVERS = {
 }
 
 
-def planned(out: Path, **more: str) -> subprocess.CompletedProcess[str]:
+# what a Python answers that has both hosts, and us in them
+ANSWER = """#!/bin/sh
+echo '{"versions": {}, "plugins": ["vllm.general_plugins", "sglang.srt.plugins"], "modules": ["vllm", "sglang"]}'
+"""
+
+
+@functools.cache
+def given(root: Path) -> dict[str, str]:
+    """Folders and Pythons that are there, all else is made up."""
+    folder = root / "given"
+    for name in ("t", "s", "v", "g"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in ("v", "g"):
+        (folder / name / "python").write_text(ANSWER)
+        (folder / name / "python").chmod(0o755)
+    (folder / "t/tokenizer.json").write_text("{}")
+    return {
+        "TOKENIZER": f"{folder}/t", "TEXT_MODEL": f"{folder}/s", "VLLM": f"{folder}/v/python",
+        "SGLANG": f"{folder}/g/python",
+    }  # fmt: skip
+
+
+def planned(out: Path, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in NOT_SET}
-    env |= {"RUN": "echo", "OUT": str(out), "TOKENIZER": "t", "TEXT_MODEL": "s", "GPUS": "0,1,2,3"}
-    env |= {"VLLM": "v/python", "SGLANG": "g/python", **more}
-    command = [sys.executable, str(ROOT / "bench/h200.py")]
+    env |= {"RUN": "echo", "OUT": str(out), "GPUS": "0,1,2,3", **given(out.parent), **more}
+    command = [sys.executable, *flags, str(ROOT / "bench/h200.py")]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
@@ -99,7 +121,8 @@ def test_every_load_of_servers_has_its_part(tmp_path: Path) -> None:
     for name, line in lines.items():
         lanes = line[line.index("--lanes") + 1].split(",")
         assert after(line, "--resident") == [str(len(lanes))] and "--together" in line
-        assert after(line, "--python") == ["vllm=v/python", "sglang=g/python"]
+        pythons = given(tmp_path.parent)
+        assert after(line, "--python") == [f"vllm={pythons['VLLM']}", f"sglang={pythons['SGLANG']}"]
         assert after(line, "--out") == [str(tmp_path / name)]
         longest = [int(after(line, f)[0]) for f in ("--input-len", "--output-len") if f in line]
         concurrency = tuple(map(int, after(line, "--concurrency")[0].split(",")))
@@ -133,7 +156,7 @@ def test_parts_of_two_gpus_have_two_and_what_they_need_first(tmp_path: Path) -> 
     order = list(where)
     assert begins["model"] == begins["model-fp8"] == 0 and order.index("linear") < order.index("step")
     assert all(begins[name] >= 60 for name in SERVERS)
-    assert {name for name in order if name.startswith("works")} == set(order[-6:])  # nothing is timed there
+    assert {name for name in order if name.startswith("works")} == set(order[-7:])  # nothing is timed there
     assert lines[-1].startswith("about ") and " on 4 GPUs (" in lines[-1]
     one = planned(tmp_path, GPUS="0").stdout
     assert "== servers-tp2: left out, it needs 2 GPUs" in one and "--tensor-parallel" not in one
@@ -143,10 +166,11 @@ def test_quality_is_asked_of_the_text_model_and_of_its_fp8_weights(tmp_path: Pat
     more = '{"attention_backend": "triton"}'
     found = commands(planned(tmp_path, SGLANG_ENGINE=more))
     (write,) = found["text-fp8"]
-    assert after(write, "--model") == ["s"] and after(write, "--quantize") == ["fp8"]
+    text = given(tmp_path.parent)["TEXT_MODEL"]
+    assert after(write, "--model") == [text] and after(write, "--quantize") == ["fp8"]
     for host, engine in (("vllm", []), ("sglang", [more])):
         (own,), (fp8,) = found[f"quality-{host}"], found[f"quality-fp8-{host}"]
-        assert after(own, "--model") == ["s"] and after(own, "--way") == []
+        assert after(own, "--model") == [text] and after(own, "--way") == []
         assert after(fp8, "--model") == [write[2]] and after(fp8, "--way") == ["start"]
         assert after(own, "--engine") == after(fp8, "--engine") == engine
     assert not [
@@ -174,10 +198,13 @@ def test_tables_are_made_of_what_the_parts_write(tmp_path: Path) -> None:
         str(tmp_path)
     ]
     assert after(every, "--model-name") == after(taken, "--model-name") == called
-    mine = commands(planned(tmp_path, MODEL="/m/mine", FP8_MODEL="/m/eight", MODEL_NAME="Mine"))
+    for name in ("mine", "eight"):
+        (tmp_path / name).mkdir()
+    model, fp8 = str(tmp_path / "mine"), str(tmp_path / "eight")
+    mine = commands(planned(tmp_path, MODEL=model, FP8_MODEL=fp8, MODEL_NAME="Mine"))
     assert after(mine[""][0], "--model-name") == ["mine=Mine", "eight=Mine in FP8"]
-    assert "model" not in mine and after(mine["servers-fp8"][0], "--model") == ["/m/eight"]
-    assert not after(commands(planned(tmp_path, MODEL="/m/mine"))[""][0], "--model-name")
+    assert "model" not in mine and after(mine["servers-fp8"][0], "--model") == [fp8]
+    assert not after(commands(planned(tmp_path, MODEL=model))[""][0], "--model-name")
 
 
 def test_without_hosts_what_needs_them_is_not_asked(tmp_path: Path) -> None:
@@ -199,7 +226,9 @@ def test_only_and_mistakes(tmp_path: Path) -> None:
     }  # fmt: skip
     for more, said in (
         ({"ONLY": "sevrers"}, "there is no part 'sevrers' here: model, model-fp8"),
+        ({"ONLY": "servers*", "VLLM": "", "SGLANG": ""}, "not asked for is what needs VLLM, SGLANG: not set"),
         ({"LIMIT": "soon"}, "LIMIT: 'soon' is not a number"),
+        ({"RUN": "plan"}, "RUN=plan: RUN=echo says what would run"),
         ({"RUN": "", "GPUS": "", "CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible here"),
     ):
         done = planned(tmp_path, **more)
@@ -212,7 +241,7 @@ def test_a_run_says_its_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> Non
     settings = {
         "RUN": "",
         "GPUS": "0",
-        "MODEL": str(tmp_path / "none"),
+        "MODEL": str(tmp_path),
         "VLLM": "",
         "SGLANG": "",
         "LIMIT": "100",
@@ -220,12 +249,18 @@ def test_a_run_says_its_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> Non
     done = planned(tmp_path / "out", **settings, ONLY="step", QUICK="1", PATH="/usr/bin:/bin")
     assert done.returncode == 1, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("2 parts on GPU 0, commit ") and ", QUICK=1, to " in lines[0]
+    assert lines[0].startswith("2 parts on GPU 0, about 4 minutes, commit ") and ", QUICK=1, to " in lines[0]
+    assert lines[1] == "not asked for is what needs VLLM, SGLANG: not set"
     assert any("begins    linear  on GPU 0, about 130 s, 100 at most; " in x for x in lines)
     assert any("FAILED    linear  exit status 1, after " in x for x in lines)
     assert any("left out  step  linear did not end well" in x for x in lines)
-    assert lines[-1] == f"failed: linear step; all else is in {tmp_path / 'out'}"
-    assert "skinny_linear.py" in (tmp_path / "out/logs/linear.log").read_text()
+    log, out = tmp_path / "out/logs/linear.log", tmp_path / "out"
+    assert lines[-3].startswith("  linear: exit status 1, after ") and lines[-3].endswith(f" ({log})")
+    assert lines[-2:] == [
+        "  step: linear did not end well",
+        f"failed: linear step; all else is in {out}; the same with OUT={out} runs these again",
+    ]
+    assert "skinny_linear.py" in log.read_text()
     assert "nothing was measured" in (tmp_path / "out/tables.md").read_text()
 
 

@@ -229,3 +229,19 @@ def test_prebuild_compiles_all_at_once_and_counts_what_failed(
     assert works_hosts.prebuild("sglang") == 1
     said = capfd.readouterr().out
     assert "time: compiled" in said and "json: not compiled, exit status 1" in said
+
+
+@pytest.mark.parametrize(
+    ("feature", "asked", "seconds"),
+    [("plain", None, 300), ("tp", None, 420), ("plain", 240, 240), ("tp", 240, 240)],
+)
+def test_a_limit_that_is_given_is_that_of_every_cell(
+    feature: str, asked: float | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    started = argparse.Namespace(wait=lambda timeout: limits.append(timeout))
+    monkeypatch.setattr(works_with.subprocess, "Popen", lambda *_, **__: started)
+    monkeypatch.setattr(works_with, "_end", lambda _: None)
+    args = argparse.Namespace(host="vllm", work=tmp_path, out=tmp_path / "rows.jsonl", timeout=asked)
+    works_with.run(args, feature, "live")
+    assert limits == [seconds]
