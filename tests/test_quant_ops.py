@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,7 +223,7 @@ def test_merged_halves_are_the_whole() -> None:
     assert torch.equal(small.float(), quantize_fp8.quantize_fp8(out, scale)[0].float())
 
 
-def test_a_side_without_keys_is_not_read() -> None:
+def test_a_side_without_keys_does_not_count() -> None:
     p, s = torch.full((4, 1, 8), math.nan), randn(4, 1, 8)
     p_lse = torch.tensor([[-math.inf], [math.inf], [-math.inf], [0.5]])
     s_lse = torch.tensor([[1.0], [2.0], [-math.inf], [-math.inf]])
@@ -228,6 +231,39 @@ def test_a_side_without_keys_is_not_read() -> None:
     out, lse = merge_state.sglang_merge_state(p, p_lse, s, s_lse)
     assert torch.equal(out[:2], s[:2]) and (out[2] == 0).all() and (out[3] == 1).all()
     assert lse.flatten().tolist() == [1, 2, -math.inf, 0.5]
+
+
+# Many pairs of token and head are done in tiles, with last tokens that do not fill one: none is left out, and what a
+# side without keys holds, which is read, does not count.
+TILES = """
+import math
+import torch
+from fastkernels import registry
+from fastkernels.overrides.l1 import merge_state
+from fastkernels.spec import Case
+
+seen = []
+launch = merge_state.launch_kernel
+merge_state.launch_kernel = lambda *a, **rest: (seen.append((a[1], rest["ROWS"], rest["HEADS"])), launch(*a, **rest))
+for heads_first, grid, heads_of in ((True, 8 * 36, 2), (False, 31 * 9, 8)):
+    dims = {"tokens": 61, "heads": 72, "head_size": 16, "heads_first": heads_first, "empty": True, "context": 50}
+    args = merge_state.SPEC.inputs(Case("", dims, "float32"), "cpu", torch.Generator().manual_seed(0))
+    for side in (0, 2):
+        args[side][args[side + 1].abs() == math.inf] = math.nan
+    args[4].fill_(math.nan), args[5].fill_(math.nan)
+    out, lse = merge_state.reference(*args)
+    merge_state._triton(*args)
+    assert seen.pop() == ((grid,), 16, heads_of)
+    torch.testing.assert_close(args[4], out, equal_nan=True)
+    torch.testing.assert_close(args[5], lse)
+    assert not args[4][:50].isnan().any()
+"""
+
+
+def test_tiles_have_every_token_and_head_once() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", TILES], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_float8_output_has_its_own_tolerance() -> None:

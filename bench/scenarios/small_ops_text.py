@@ -1,4 +1,4 @@
-"""small_ops.py: our kernels with other text, or other rows a program, in the place of what an op launches.
+"""small_ops.py: our kernels with other text, tiles or rows a program, in the place of what an op launches.
 
 A change that pays is made in the op's own file: the text here is its text.
 """
@@ -6,72 +6,84 @@ A change that pays is made in the op's own file: the text here is its text.
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import small_ops_loop
 import triton
 
-from fastkernels.overrides.l1 import _overlap, merge_state, rms_norm
+from fastkernels.overrides.l1 import (
+    _elementwise,
+    _overlap,
+    gemma_rms_norm,
+    merge_state,
+    relu2,
+    silu_and_mul,
+)
 from fastkernels.overrides.l1._launch import cdiv
 
 Way = Callable[..., Any]
 Setting = tuple[Any, str, Any]  # module, attribute, value
-FIRST, STREAM = ', eviction_policy="evict_first"', ', cache_modifier=".cs"'
+FIRST, LAST = ', eviction_policy="evict_first"', ', eviction_policy="evict_last"'
+STREAM = ', cache_modifier=".cs"'
 
-_X, _RESIDUAL = "cols, mask=mask, other=0.0\n", "tl.load(res_at, mask=mask, other=0.0"
-_NORM_OUT, _NEW_RESIDUAL = (
-    "y.to(out_ptr.dtype.element_ty), mask=mask",
-    "h.to(res_ptr.dtype.element_ty), mask=mask",
-)
-_WEIGHT = "tl.load(w_ptr + cols, mask=mask, other=0.0"
-_PREFIX, _SUFFIX = (f"mask=mask & ({side}_weight != 0.0)[:, None], other=0.0" for side in "ps")
-_MERGED = "out.to(out_ptr.dtype.element_ty), mask=mask"
-_PLACE = "token, head = (row // Q).to(tl.int64), (row % Q).to(tl.int64)"
-# 8 tokens of ROWS // 8 heads, whose lse are neighbours where heads come first: whole sectors of 32 bytes. It is right
-# where 8 divides the tokens and ROWS // 8 the heads.
-_TILE = """heads_of = Q // (ROWS // 8)
-    within = tl.arange(0, ROWS)
-    token = (tl.program_id(0) // heads_of * 8 + within // (ROWS // 8)).to(tl.int64)
-    head = (tl.program_id(0) % heads_of * (ROWS // 8) + within % (ROWS // 8)).to(tl.int64)"""
+_RMS_SUM = "    y = h * tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)\n"
+_RMS_STORED = "        tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)\n"
+_RMS_OUT = "    tl.store(out_ptr + row * (H * UNIT) + cols, y.to(out_ptr.dtype.element_ty), mask=mask)"
+_GEMMA_STORED = "        tl.store(res_at + cols, h.to(res.dtype), mask=inside)\n"
+_GEMMA_OUT = "    tl.store(out_ptr + row * H + cols, (h * scale * weight).to(x.dtype), mask=inside)"
+_GEMMA_SUM = "    scale = tl.rsqrt(tl.sum(h * h, axis=0) / H + eps)\n"
 
-# Both sides are asked for together with their lse, and not behind them: also one that turns out not to count.
-_WEIGHTS = '    minus_inf = float("-inf")\n'
-_READ = """    every = tl.arange(0, BLOCK)
-    inside = there[:, None] & (every < D)[None, :]
-    from_p = p_ptr + (token * p_stride0 + head * p_stride1)[:, None] + every[None, :]
-    from_s = s_ptr + (token * s_stride0 + head * s_stride1)[:, None] + every[None, :]
-    p_read = tl.load(from_p, mask=inside & (token < with_context)[:, None], other=0.0{0})
-    s_read = tl.load(from_s, mask=inside, other=0.0{0})
-"""
-_GIVEN = {
-    f"{side} = tl.load({side}_at, mask=mask & ({side}_weight != 0.0)[:, None], other=0.0).to(tl.float32)":
-    f"{side} = tl.where(({side}_weight != 0.0)[:, None], {side}_read.to(tl.float32), 0.0)"
-    for side in "ps"
-}  # fmt: skip
+
+def last(stored: str, out: str) -> dict[str, str]:
+    """The residual is stored behind the output, and not before the sum of squares."""
+    return {stored: "", out: out + "\n    if HAS_RES:\n" + stored.rstrip("\n")}
 
 
 def after(more: str, *texts: str) -> dict[str, str]:
     return {text: text.rstrip("\n") + more + text[len(text.rstrip("\n")) :] for text in texts}
 
 
-NORM = {
-    "reads evict first": after(FIRST, _X, _RESIDUAL),
-    "writes stream": after(STREAM, _NORM_OUT),
-    "both": {**after(FIRST, _X, _RESIDUAL), **after(STREAM, _NORM_OUT, _NEW_RESIDUAL)},
-    "both, the weight stays": {
-        **after(FIRST, _X, _RESIDUAL), **after(STREAM, _NORM_OUT), **after(', eviction_policy="evict_last"', _WEIGHT),
-    },
-}  # fmt: skip
-MERGE = {
-    "reads evict first": after(FIRST, _PREFIX, _SUFFIX),
-    "writes stream": after(STREAM, _MERGED),
-    "both": {**after(FIRST, _PREFIX, _SUFFIX), **after(STREAM, _MERGED)},
-    "at once": {_WEIGHTS: _READ.format("") + _WEIGHTS, **_GIVEN},
-    "at once, both": {_WEIGHTS: _READ.format(FIRST) + _WEIGHTS, **_GIVEN, **after(STREAM, _MERGED)},
-    "at once, tiles": {_PLACE: _TILE, _WEIGHTS: _READ.format("") + _WEIGHTS, **_GIVEN},
-    "tiles": {_PLACE: _TILE},
-    "tiles, both": {_PLACE: _TILE, **after(FIRST, _PREFIX, _SUFFIX), **after(STREAM, _MERGED)},
+RMS_LAST = last(_RMS_STORED, _RMS_OUT)
+GEMMA_LAST = last(_GEMMA_STORED, _GEMMA_OUT)
+# As Inductor has it: x and the residual are read once more behind the sum, out of a cache, and not kept.
+RMS_TWICE = {
+    **RMS_LAST,
+    **after(LAST, "cols, mask=mask, other=0.0\n", "tl.load(res_at, mask=mask, other=0.0"),
+    _RMS_SUM: """    y = tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)
+    x_at = x_ptr + outer * (x_stride0 * UNIT) + inner * (x_stride1 * UNIT) + cols
+    h = tl.load(x_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if HAS_RES:
+        h += tl.load(res_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y *= h
+""",
+}
+GEMMA_TWICE = {
+    **GEMMA_LAST,
+    **after(
+        LAST, "tl.load(x_at + cols, mask=inside, other=0.0", "tl.load(res_at + cols, mask=inside, other=0.0"
+    ),
+    _GEMMA_SUM: _GEMMA_SUM
+    + """    h = tl.load(x_at + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if HAS_RES:
+        h += tl.load(res_at + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+""",
+}
+# Of a contiguous tensor, which is one row: no division finds a tile's place.
+FLAT = {
+    "    row = (pid // n_tiles).to(tl.int64)\n": "",
+    "(pid % n_tiles).to(tl.int64) * TILE": "pid.to(tl.int64) * TILE",
+    "x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols": "x_ptr + cols",
+    "out_ptr + row * D + cols": "out_ptr + cols",
+}
+RELU2_STREAM = after(STREAM, "(y * y).to(out_ptr.dtype.element_ty), mask=cols < D")
+SILU = {
+    "reads evict first": after(
+        FIRST, "tl.load(x_at, mask=mask, other=0.0", "tl.load(x_at + D, mask=mask, other=0.0"
+    ),
+    "writes stream": after(STREAM, "(silu * up).to(out_ptr.dtype.element_ty), mask=mask"),
 }
 
 
@@ -89,54 +101,109 @@ def text_of(kernel: Any, changes: Mapping[str, str]) -> str:
 
 
 def changed(kernel: Any, changes: Mapping[str, str]) -> Any:
-    """A kernel of that text."""
-    made = triton.jit(kernel.fn)
-    made._unsafe_update_src(text_of(kernel, changes))
-    return made
+    """A kernel of that text, also where kernels are interpreted. Triton reads it as it would out of a file."""
+    text = text_of(kernel, changes)
+    file, names = f"<{kernel.__name__} {hash(text):x}>", dict(kernel.fn.__globals__)
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    exec(compile(text, file, "exec"), names)
+    return triton.jit(names[kernel.__name__])
 
 
-def with_text(module: Any, kernel: str, changes: Mapping[str, str], rows: int = 0, **options: Any) -> Setting:
-    """For `launch_kernel` of that module: its kernel with other text, and with other options.
-
-    rows  rows of a program, if not the op's: the grid has as many programs fewer or more
-    """
+def with_text(module: Any, kernel: str, changes: Mapping[str, str], **options: Any) -> Setting:
+    """For `launch_kernel` of that module: its kernel with other text, and with other options."""
 
     @cache
     def made() -> Any:
         return changed(getattr(module, kernel), changes)
 
     def launch(_: Any, grid: tuple[int, ...], *args: Any, **rest: Any) -> None:
-        if rows:
-            grid, rest = (cdiv(grid[0] * rest["ROWS"], rows),), {**rest, "ROWS": rows}
         _overlap.launch_kernel(made(), grid, *args, **{**rest, **options})
 
     return module, "launch_kernel", launch
 
 
-def norms() -> dict[str, Setting]:
-    """Of a norm of long rows. The op's own has 8 warps for 4,096 channels."""
-    kernel = "_rms_norm_kernel"
-    found = {
-        f"{name}, {warps} warps": with_text(rms_norm, kernel, changes, num_warps=warps)
-        for name, changes in NORM.items()
-        for warps in (4, 8)
+def in_tiles(
+    module: Any,
+    kernel: str,
+    tile: int,
+    warps: int,
+    changes: Mapping[str, str] | None = None,
+    where: Any = None,
+) -> Setting:
+    """For `launch_kernel` of the module `where`: a kernel of rows cut into tiles, with tiles of another size.
+
+    where  the module that launches it, if not its own
+    """
+
+    @cache
+    def made() -> Any:
+        return changed(getattr(module, kernel), changes or {})
+
+    def launch(_: Any, grid: tuple[int, ...], *args: Any, **rest: Any) -> None:
+        names = made().arg_names
+        size, count = ("TILE", "n_tiles") if "TILE" in names else ("BLOCK", "n_blocks")
+        now, at = list(args), names.index(count)
+        now[at] = cdiv(args[names.index("D")], tile)
+        grid = (grid[0] // args[at] * now[at],)
+        _overlap.launch_kernel(made(), grid, *now, **{**rest, size: tile, "num_warps": warps})
+
+    return where or module, "launch_kernel", launch
+
+
+def relu2s() -> dict[str, Setting]:
+    """The op's own has tiles of 4,096 and 4 warps; Inductor's of 1,024 and 4, or of 512 and 8, and no rows."""
+    streams = {**FLAT, **RELU2_STREAM}
+    sets: list[tuple[str, int, int, dict[str, str]]] = [
+        ("", 1024, 4, {}), ("", 2048, 4, {}), ("flat ", 512, 8, FLAT), ("flat ", 1024, 4, FLAT),
+        ("flat ", 2048, 4, FLAT), ("flat ", 2048, 8, FLAT), ("flat ", 4096, 4, FLAT),
+        ("flat, writes stream ", 1024, 4, streams),
+    ]  # fmt: skip
+    return {
+        f"{name}{tile}/{warps}": in_tiles(relu2, "_relu2_kernel", tile, warps, changes, _elementwise)
+        for name, tile, warps, changes in sets
     }
-    for name in ("", "both"):  # all warps of a multiprocessor are at work
-        found[f"{name} 8 warps of 32 registers"] = with_text(
-            rms_norm, kernel, NORM.get(name, {}), num_warps=8, maxnreg=32
-        )
+
+
+def silus() -> dict[str, Setting]:
+    """The op's own has tiles of 1,024 and 4 warps."""
+    kernel = "_silu_and_mul_kernel"
+    sizes = ((512, 2), (512, 8), (1024, 2), (2048, 4), (2048, 8))
+    found = {f"{tile}/{warps}": in_tiles(silu_and_mul, kernel, tile, warps) for tile, warps in sizes}
+    return {**found, **{name: with_text(silu_and_mul, kernel, changes) for name, changes in SILU.items()}}
+
+
+def norms(module: Any) -> dict[str, Setting]:
+    """Of long rows: rms_norm or gemma_rms_norm. The ops' own have 8 warps for 4,096 channels; Inductor's 16."""
+    gemma = module is gemma_rms_norm
+    kernel = "_gemma_rms_norm_kernel" if gemma else "_rms_norm_kernel"
+    late, twice = (GEMMA_LAST, GEMMA_TWICE) if gemma else (RMS_LAST, RMS_TWICE)
+    found = {
+        "16 warps": with_text(module, kernel, {}, num_warps=16),
+        "sum stored last": with_text(module, kernel, late),
+        "sum stored last, 16 warps": with_text(module, kernel, late, num_warps=16),
+        "read twice, 16 warps": with_text(module, kernel, twice, num_warps=16),
+    }
+    # As many programs as their registers let be on an H200 at once, or fewer.
+    for programs, warps, ahead in (
+        (264 if gemma else 528, 8, True),
+        (396, 8, True),
+        (264, 16, True),
+        (528, 8, False),
+    ):
+        name = f"loop of {programs}, {warps} warps" + (", ahead" if ahead else "")
+        found[name] = small_ops_loop.in_a_loop(module, programs, warps, ahead)
     return found
 
 
 def merges() -> dict[str, Setting]:
-    """Of many pairs of token and head. The op's own has 16 rows of 128 and 4 warps."""
-    kernel = "_merge_state_kernel"
-    found = {name: with_text(merge_state, kernel, changes) for name, changes in MERGE.items()}
-    for rows, warps in ((8, 1), (8, 2), (8, 4), (16, 8), (32, 4), (32, 8)):
-        found[f"{rows} rows, {warps} warps"] = with_text(merge_state, kernel, {}, rows, num_warps=warps)
-    for rows, warps in ((8, 2), (16, 8), (32, 4)):
-        for name in ("at once", "at once, tiles"):
-            found[f"{rows} rows, {warps} warps, {name}"] = with_text(
-                merge_state, kernel, MERGE[name], rows, num_warps=warps
-            )
-    return found
+    """Of many pairs of token and head, the heads first. The op's own has 16 rows, 2 heads of 8 tokens, and 4 warps."""
+
+    def setting(rows: int, warps: int) -> Setting:
+        def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **rest: Any) -> None:
+            grid = (cdiv(grid[0] * rest["ROWS"], rows),)
+            more = {"ROWS": rows, "HEADS": rows // 8, "num_warps": warps}
+            _overlap.launch_kernel(kernel, grid, *args, **{**rest, **more})
+
+        return merge_state, "launch_kernel", launch
+
+    return {f"{r} rows, {w} warps": setting(r, w) for r, w in ((8, 1), (8, 2), (16, 2), (32, 4), (32, 8))}

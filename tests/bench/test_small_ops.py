@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
+import inspect
 import json
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ import small_ops
 import small_ops_text
 
 from fastkernels import registry
-from fastkernels.overrides.l1 import merge_state, rms_norm
+from fastkernels.overrides.l1 import _overlap, gemma_rms_norm, merge_state, relu2, rms_norm, silu_and_mul
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,41 +57,56 @@ def test_every_case_can_be_made_and_every_provider_is_there() -> None:
 
 
 def test_the_text_that_is_changed_is_the_ops() -> None:
+    text = small_ops_text
     for kernel, several in (
-        (rms_norm._rms_norm_kernel, small_ops_text.NORM), (merge_state._merge_state_kernel, small_ops_text.MERGE),
-    ):  # fmt: skip
-        texts = {name: small_ops_text.text_of(kernel, changes) for name, changes in several.items()}
-        for text in texts.values():
-            ast.parse(text)
-        assert len({*texts.values(), small_ops_text.text_of(kernel, {})}) == len(several) + 1
+        (rms_norm._rms_norm_kernel, (text.RMS_LAST, text.RMS_TWICE)),
+        (gemma_rms_norm._gemma_rms_norm_kernel, (text.GEMMA_LAST, text.GEMMA_TWICE)),
+        (relu2._relu2_kernel, (text.FLAT, text.RELU2_STREAM, {**text.FLAT, **text.RELU2_STREAM})),
+        (silu_and_mul._silu_and_mul_kernel, tuple(text.SILU.values())),
+    ):
+        assert len({text.text_of(kernel, changes) for changes in ({}, *several)}) == len(several) + 1
     with pytest.raises(ValueError, match="has 'no such text' 0 times"):
-        small_ops_text.text_of(rms_norm._rms_norm_kernel, {"no such text": ""})
+        text.text_of(rms_norm._rms_norm_kernel, {"no such text": ""})
 
 
-@pytest.mark.parametrize("rows", [8, 16, 32])
-def test_tiles_have_every_token_and_head_once(rows: int) -> None:
-    tokens, heads, found = 16, 8, list[tuple[int, int]]()
-    for program in range(tokens * heads // rows):
-        tl = SimpleNamespace(arange=torch.arange, program_id=lambda _, p=program: p, int64=torch.int64)
-        names: dict[str, Any] = {"tl": tl, "Q": heads, "ROWS": rows}
-        exec(textwrap.dedent("    " + small_ops_text._TILE), names)
-        found += zip(names["token"].tolist(), names["head"].tolist(), strict=True)
-    assert sorted(found) == [(t, h) for t in range(tokens) for h in range(heads)]
+def test_a_changed_kernel_is_read_by_triton_and_the_op_keeps_its_own() -> None:
+    own = relu2._relu2_kernel
+    made = small_ops_text.changed(own, small_ops_text.RELU2_STREAM)
+    assert made is not own and made.arg_names == own.arg_names and relu2._relu2_kernel is own
+    assert inspect.getsource(made.fn) == small_ops_text.text_of(own, small_ops_text.RELU2_STREAM)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, setting: Any, run_op: Any, *args: Any) -> Any:
+    """Kernel, grid, arguments and options of the launch that the op makes with that setting."""
+    seen: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            _overlap, "launch_kernel", lambda *args, **rest: seen.append((*args[:2], args[2:], rest))
+        )
+        small_ops.put(setting, run_op, *args)
+    return seen.pop()
 
 
 def test_other_rows_have_a_grid_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(
-        small_ops_text._overlap, "launch_kernel", lambda *args, **rest: seen.append((args, rest))
-    )
-    monkeypatch.setattr(small_ops_text, "changed", lambda kernel, changes: kernel)
-    for name, rows, warps in (("tiles", 16, 4), ("8 rows, 2 warps", 8, 2), ("32 rows, 4 warps", 32, 4)):
-        case = small_ops.of("merge_state", "prefill_4k", tokens=256)
-        args = registry.get("merge_state").inputs(case, "cpu", torch.Generator())
-        small_ops.put(small_ops_text.merges()[name], merge_state._triton, *args)
-        (kernel, grid, *_), options = seen.pop()
+    case = small_ops.of("merge_state", "prefill_4k", tokens=256)
+    args = registry.get("merge_state").inputs(case, "cpu", torch.Generator())
+    for name, rows, warps in (("8 rows, 2 warps", 8, 2), ("32 rows, 4 warps", 32, 4)):
+        setting = small_ops_text.merges()[name]
+        kernel, grid, _, options = launched(monkeypatch, setting, merge_state._triton, *args)
         assert kernel is merge_state._merge_state_kernel and grid == (256 * 32 // rows,)
-        assert (options["ROWS"], options["num_warps"]) == (rows, warps)
+        assert (options["ROWS"], options["HEADS"], options["num_warps"]) == (rows, rows // 8, warps)
+
+
+def test_other_tiles_have_a_grid_and_a_count_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(3, 10000)
+    setting = small_ops_text.relu2s()["flat 2048/8"]
+    kernel, grid, args, options = launched(monkeypatch, setting, relu2._triton, x)
+    assert (grid, args[kernel.arg_names.index("n_tiles")]) == ((15,), 15)
+    assert (options["TILE"], options["num_warps"]) == (2048, 8)
+    setting = small_ops_text.silus()["512/8"]
+    kernel, grid, args, options = launched(monkeypatch, setting, silu_and_mul._triton, x)
+    assert (grid, args[kernel.arg_names.index("n_blocks")]) == ((30,), 10)
+    assert (options["BLOCK"], options["num_warps"]) == (512, 8)
 
 
 def test_written_arguments_are_compared() -> None:

@@ -61,16 +61,26 @@ def reference(
 @triton.jit
 def _merge_state_kernel(
     p_ptr, p_lse_ptr, s_ptr, s_lse_ptr, out_ptr, out_lse_ptr, scale_ptr, p_stride0, p_stride1, p_lse0, p_lse1,
-    s_stride0, s_stride1, s_lse0, s_lse1, out_stride0, out_stride1, out_lse0, out_lse1, total, Q, D, with_context,
-    HAS_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    s_stride0, s_stride1, s_lse0, s_lse1, out_stride0, out_stride1, out_lse0, out_lse1, T, Q, D, with_context,
+    HAS_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # A program has ROWS pairs of token and head.
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = row < total
-    token, head = (row // Q).to(tl.int64), (row % Q).to(tl.int64)
+    # A program has a tile of ROWS pairs of token and head: HEADS, which divides Q, of each of its tokens.
+    tiles = Q // HEADS
+    pair = tl.arange(0, ROWS)
+    token = (tl.program_id(0) // tiles * (ROWS // HEADS) + pair // HEADS).to(tl.int64)
+    head = (tl.program_id(0) % tiles * HEADS + pair % HEADS).to(tl.int64)
+    there = token < T
     alone = token >= with_context
+    # Both sides are asked for together with their lse, and do not wait for them. So one that does not count is read,
+    # too, but whatever it holds, nothing comes from it, not even a NaN.
+    cols = tl.arange(0, BLOCK)
+    mask = there[:, None] & (cols < D)[None, :]
+    p_at = p_ptr + (token * p_stride0 + head * p_stride1)[:, None] + cols[None, :]
+    s_at = s_ptr + (token * s_stride0 + head * s_stride1)[:, None] + cols[None, :]
+    p = tl.load(p_at, mask=mask & (token < with_context)[:, None], other=0.0)
+    s = tl.load(s_at, mask=mask, other=0.0)
     minus_inf = float("-inf")
     p_lse = tl.load(p_lse_ptr + token * p_lse0 + head * p_lse1, mask=there, other=minus_inf).to(tl.float32)
     given = tl.load(s_lse_ptr + token * s_lse0 + head * s_lse1, mask=there, other=minus_inf).to(tl.float32)
@@ -86,16 +96,11 @@ def _merge_state_kernel(
         lse = tl.where(alone, given, lse)
         tl.store(out_lse_ptr + token * out_lse0 + head * out_lse1, lse, mask=there)
     inverse = 1.0 / tl.where(both == 0.0, 1.0, both)
-    p_weight = p_part * inverse
-    s_weight = tl.where(alone, 1.0, s_part * inverse)
-    cols = tl.arange(0, BLOCK)
-    mask = there[:, None] & (cols < D)[None, :]
-    # A side that does not count is not read: no NaN comes from it, and no byte moves.
-    p_at = p_ptr + (token * p_stride0 + head * p_stride1)[:, None] + cols[None, :]
-    s_at = s_ptr + (token * s_stride0 + head * s_stride1)[:, None] + cols[None, :]
-    p = tl.load(p_at, mask=mask & (p_weight != 0.0)[:, None], other=0.0).to(tl.float32)
-    s = tl.load(s_at, mask=mask & (s_weight != 0.0)[:, None], other=0.0).to(tl.float32)
-    out = p * p_weight[:, None] + s * s_weight[:, None]
+    p_weight = (p_part * inverse)[:, None]
+    s_weight = tl.where(alone, 1.0, s_part * inverse)[:, None]
+    p_counts = tl.where(p_weight != 0.0, p.to(tl.float32), 0.0)
+    s_counts = tl.where(s_weight != 0.0, s.to(tl.float32), 0.0)
+    out = p_counts * p_weight + s_counts * s_weight
     out_at = out_ptr + (token * out_stride0 + head * out_stride1)[:, None] + cols[None, :]
     if HAS_SCALE:
         out = out * fp8_inverse(tl.load(scale_ptr).to(tl.float32))
@@ -163,15 +168,19 @@ def _triton(
     total, block = tokens * heads, next_power_of_2(size)
     # A tile of 2048 values of each side; a decode step's few heads are spread over an H200's 132 processors first.
     n_rows = max(1, min(2048 // block, next_power_of_2(cdiv(total, 512))))
+    # Where heads come first in the lse, 8 tokens side by side: whole sectors of 32 bytes.
+    beside = 8 if prefix_lse.stride(0) == 1 else 1
+    n_heads = min(max(n_rows // beside, 1), heads & -heads)  # a power of 2 that divides the heads
     lse0, lse1 = output_lse.stride() if output_lse is not None else (0, 0)
-    grid = (cdiv(total, n_rows),)
+    grid = (cdiv(tokens, n_rows // n_heads) * (heads // n_heads),)
     launch_kernel(
         _merge_state_kernel, grid,
         prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse, output_scale,
         *prefix_output.stride()[:2], *prefix_lse.stride(), *suffix_output.stride()[:2], *suffix_lse.stride(),
-        *output.stride()[:2], lse0, lse1, total, heads, size,
+        *output.stride()[:2], lse0, lse1, tokens, heads, size,
         tokens if tokens_with_context is None else tokens_with_context, HAS_LSE=output_lse is not None,
-        HAS_SCALE=output_scale is not None, ROWS=n_rows, BLOCK=block, num_warps=max(n_rows * block // 512, 1),
+        HAS_SCALE=output_scale is not None, ROWS=n_rows, HEADS=n_heads, BLOCK=block,
+        num_warps=max(n_rows * block // 512, 1),
     )  # fmt: skip
 
 
