@@ -23,9 +23,13 @@ NORMS = (rms_norm, gemma_rms_norm, layer_norm, t5_layer_norm)
 
 
 def line(kernel: ast.FunctionDef, name: str, pick: Any) -> int:
-    """The first or last line (pick is min or max) on which the kernel calls tl.<name>."""
+    """The first or last line (pick is min or max) on which the kernel calls tl.<name>, but for what it reads twice."""
+    again = [n for n in ast.walk(kernel) if isinstance(n, ast.If) and ast.unparse(n.test) == "TWICE"]
+    left_out = {id(inner) for n in again for inner in ast.walk(n)}
     return pick(
-        n.lineno for n in ast.walk(kernel) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"tl.{name}"
+        n.lineno
+        for n in ast.walk(kernel)
+        if isinstance(n, ast.Call) and ast.unparse(n.func) == f"tl.{name}" and id(n) not in left_out
     )
 
 

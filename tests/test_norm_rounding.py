@@ -117,3 +117,36 @@ def test_a_class_is_judged_on_calls_of_either_rounding(name: str, cast_first: bo
     with torch.inference_mode():
         out, _ = spec.build(getattr(norms, name), args)()
     assert not compare(spec, case, [out], expect(spec, case, args, "functional")).problem
+
+
+# Many long rows are read twice: the same bits, and a residual that is written after it was read again.
+TWICE = """
+import torch
+from fastkernels.overrides.l1 import _rms_norm_heads, gemma_rms_norm, rms_norm
+
+launches = []
+for module in (rms_norm, gemma_rms_norm):
+    def noted(*args, launch=module.launch_kernel, **rest):
+        launches.append((rest["TWICE"], rest["num_warps"]))
+        launch(*args, **rest)
+    module.launch_kernel = noted
+found = {}
+for _rms_norm_heads.MOST, how in ((4, (False, 8)), (3, (True, 16))):
+    for op in (rms_norm._triton, gemma_rms_norm._triton):
+        for with_residual in (False, True):
+            rng = torch.Generator().manual_seed(0)
+            x, residual = (torch.randn(3, 3000, generator=rng).bfloat16() for _ in range(2))
+            weight = torch.randn(3000, generator=rng).bfloat16()
+            out = op(x, weight, 1e-5, residual if with_residual else None)
+            assert launches.pop() == how
+            found.setdefault((op, with_residual), []).append((out, residual))
+for (op, with_residual), (once, twice) in found.items():
+    assert torch.equal(once[0], twice[0]) and torch.equal(once[1], twice[1])
+assert len(found) == 4
+"""
+
+
+def test_rows_that_are_read_twice_have_the_same_bits() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", TWICE], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

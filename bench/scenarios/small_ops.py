@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import small_ops_loop
 import small_ops_text
 import torch
 from fk_bench.judge import baselines
@@ -144,22 +143,17 @@ def tiny() -> list[Point]:
     odd = {"seq_lens": [7, 3], "heads": 2, "kv_heads": 1, "head_size": 8, "block_size": 5}
     always = {"early": (attention_decode, "overlap", lambda device, **_: _overlap.overlap(device))}
 
-    def small_norms(module: Any) -> dict[str, tuple[Any, str, Any]]:
-        loops = {
-            f"a loop of 2{name}": small_ops_loop.in_a_loop(module, 2, 4, bool(name))
-            for name in ("", " ahead")
-        }
-        return {**small_ops_text.norms(module), **loops}
-
     return [
         Point("gelu_and_mul", of("gelu_and_mul", "erf_1128"), {"blocks of 1024": (gelu_and_mul, "SMALL", 0)}),
         Point("l2_norm", of("l2_norm", "from_float32", **heads), rows_and_warps((8, 4))),
         Point("rms_norm", of("rms_norm", "odd_63", "float16", tokens=3), warps(4, 8)),
-        Point("rms_norm", of("rms_norm", "prefill_8k", tokens=5, hidden=1000), small_norms(rms_norm)),
+        Point(
+            "rms_norm", of("rms_norm", "prefill_8k", tokens=5, hidden=1000), small_ops_text.norms(rms_norm)
+        ),
         Point(
             "gemma_rms_norm",
             of("gemma_rms_norm", "prefill_8k", tokens=5, hidden=72),
-            small_norms(gemma_rms_norm),
+            small_ops_text.norms(gemma_rms_norm),
         ),
         Point("relu2", of("relu2", "prefill_8k", tokens=3, d=3000), small_ops_text.relu2s()),
         Point("silu_and_mul", of("silu_and_mul", "prefill_8k", tokens=2, d=3000), small_ops_text.silus()),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-import small_ops_loop
 import triton
 
 from fastkernels.overrides.l1 import (
@@ -26,51 +25,14 @@ from fastkernels.overrides.l1._launch import cdiv
 
 Way = Callable[..., Any]
 Setting = tuple[Any, str, Any]  # module, attribute, value
-FIRST, LAST = ', eviction_policy="evict_first"', ', eviction_policy="evict_last"'
+FIRST = ', eviction_policy="evict_first"'
 STREAM = ', cache_modifier=".cs"'
-
-_RMS_SUM = "    y = h * tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)\n"
-_RMS_STORED = "        tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)\n"
-_RMS_OUT = "    tl.store(out_ptr + row * (H * UNIT) + cols, y.to(out_ptr.dtype.element_ty), mask=mask)"
-_GEMMA_STORED = "        tl.store(res_at + cols, h.to(res.dtype), mask=inside)\n"
-_GEMMA_OUT = "    tl.store(out_ptr + row * H + cols, (h * scale * weight).to(x.dtype), mask=inside)"
-_GEMMA_SUM = "    scale = tl.rsqrt(tl.sum(h * h, axis=0) / H + eps)\n"
-
-
-def last(stored: str, out: str) -> dict[str, str]:
-    """The residual is stored behind the output, and not before the sum of squares."""
-    return {stored: "", out: out + "\n    if HAS_RES:\n" + stored.rstrip("\n")}
 
 
 def after(more: str, *texts: str) -> dict[str, str]:
     return {text: text.rstrip("\n") + more + text[len(text.rstrip("\n")) :] for text in texts}
 
 
-RMS_LAST = last(_RMS_STORED, _RMS_OUT)
-GEMMA_LAST = last(_GEMMA_STORED, _GEMMA_OUT)
-# As Inductor has it: x and the residual are read once more behind the sum, out of a cache, and not kept.
-RMS_TWICE = {
-    **RMS_LAST,
-    **after(LAST, "cols, mask=mask, other=0.0\n", "tl.load(res_at, mask=mask, other=0.0"),
-    _RMS_SUM: """    y = tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)
-    x_at = x_ptr + outer * (x_stride0 * UNIT) + inner * (x_stride1 * UNIT) + cols
-    h = tl.load(x_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    if HAS_RES:
-        h += tl.load(res_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    y *= h
-""",
-}
-GEMMA_TWICE = {
-    **GEMMA_LAST,
-    **after(
-        LAST, "tl.load(x_at + cols, mask=inside, other=0.0", "tl.load(res_at + cols, mask=inside, other=0.0"
-    ),
-    _GEMMA_SUM: _GEMMA_SUM
-    + """    h = tl.load(x_at + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    if HAS_RES:
-        h += tl.load(res_at + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-""",
-}
 # Of a contiguous tensor, which is one row: no division finds a tile's place.
 FLAT = {
     "    row = (pid // n_tiles).to(tl.int64)\n": "",
@@ -151,12 +113,10 @@ def in_tiles(
 
 
 def relu2s() -> dict[str, Setting]:
-    """The op's own has tiles of 4,096 and 4 warps; Inductor's of 1,024 and 4, or of 512 and 8, and no rows."""
-    streams = {**FLAT, **RELU2_STREAM}
+    """The op's own has tiles of 1,024 and 4 warps; Inductor's too, or of 512 and 8, and no rows."""
     sets: list[tuple[str, int, int, dict[str, str]]] = [
-        ("", 1024, 4, {}), ("", 2048, 4, {}), ("flat ", 512, 8, FLAT), ("flat ", 1024, 4, FLAT),
-        ("flat ", 2048, 4, FLAT), ("flat ", 2048, 8, FLAT), ("flat ", 4096, 4, FLAT),
-        ("flat, writes stream ", 1024, 4, streams),
+        ("", 2048, 4, {}), ("", 4096, 4, {}), ("flat ", 1024, 4, FLAT), ("flat ", 2048, 8, FLAT),
+        ("flat, writes stream ", 1024, 4, {**FLAT, **RELU2_STREAM}),
     ]  # fmt: skip
     return {
         f"{name}{tile}/{warps}": in_tiles(relu2, "_relu2_kernel", tile, warps, changes, _elementwise)
@@ -173,30 +133,18 @@ def silus() -> dict[str, Setting]:
 
 
 def norms(module: Any) -> dict[str, Setting]:
-    """Of long rows: rms_norm or gemma_rms_norm. The ops' own have 8 warps for 4,096 channels; Inductor's 16."""
-    gemma = module is gemma_rms_norm
-    kernel = "_gemma_rms_norm_kernel" if gemma else "_rms_norm_kernel"
-    late, twice = (GEMMA_LAST, GEMMA_TWICE) if gemma else (RMS_LAST, RMS_TWICE)
-    found = {
-        "16 warps": with_text(module, kernel, {}, num_warps=16),
-        "sum stored last": with_text(module, kernel, late),
-        "sum stored last, 16 warps": with_text(module, kernel, late, num_warps=16),
-        "read twice, 16 warps": with_text(module, kernel, twice, num_warps=16),
+    """Of many long rows: rms_norm or gemma_rms_norm. The ops' own read them twice, with 16 warps for 4,096 channels."""
+    kernel = "_gemma_rms_norm_kernel" if module is gemma_rms_norm else "_rms_norm_kernel"
+    return {
+        f"{'twice' if twice else 'once'}, {warps} warps": with_text(
+            module, kernel, {}, num_warps=warps, TWICE=twice
+        )
+        for twice, warps in ((False, 8), (False, 16), (True, 8))
     }
-    # As many programs as their registers let be on an H200 at once, or fewer.
-    for programs, warps, ahead in (
-        (264 if gemma else 528, 8, True),
-        (396, 8, True),
-        (264, 16, True),
-        (528, 8, False),
-    ):
-        name = f"loop of {programs}, {warps} warps" + (", ahead" if ahead else "")
-        found[name] = small_ops_loop.in_a_loop(module, programs, warps, ahead)
-    return found
 
 
 def merges() -> dict[str, Setting]:
-    """Of many pairs of token and head, the heads first. The op's own has 16 rows, 2 heads of 8 tokens, and 4 warps."""
+    """Of many pairs of token and head, the heads first. The op's own has 8 rows, a head of 8 tokens, and a warp."""
 
     def setting(rows: int, warps: int) -> Setting:
         def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **rest: Any) -> None:
@@ -206,4 +154,4 @@ def merges() -> dict[str, Setting]:
 
         return merge_state, "launch_kernel", launch
 
-    return {f"{r} rows, {w} warps": setting(r, w) for r, w in ((8, 1), (8, 2), (16, 2), (32, 4), (32, 8))}
+    return {f"{r} rows, {w} warps": setting(r, w) for r, w in ((8, 2), (16, 2), (16, 4), (32, 4))}

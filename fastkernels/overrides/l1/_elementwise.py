@@ -37,10 +37,11 @@ def normal_cdf(x):
     return tl.where(x > 0, 1.0 - tail, tail)
 
 
-def launch(kernel: Any, x: torch.Tensor, **constants: Any) -> torch.Tensor:
+def launch(kernel: Any, x: torch.Tensor, large: int = LARGE_TILE, **constants: Any) -> torch.Tensor:
     """A new tensor like x, which kernel(x, out, n_inner, stride0, stride1, D, n_tiles, ..., TILE, OVERLAP) has filled.
 
     One program a (row, tile of columns). A contiguous x is one row; another has the rows that `_rows.rows` finds.
+    large: elements of a tile where there are LARGE of them.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -51,7 +52,7 @@ def launch(kernel: Any, x: torch.Tensor, **constants: Any) -> torch.Tensor:
         strided, d = rows(x), x.shape[-1]
         assert strided is not None, x.stride()
         found = strided
-    tile = LARGE_TILE if out.numel() >= LARGE and d >= LARGE_TILE else TILE
+    tile = large if out.numel() >= LARGE and d >= large else TILE
     n_tiles = cdiv(d, tile)
     grid = (x.numel() // d * n_tiles,)
     launch_kernel(kernel, grid, x, out, *found, d, n_tiles, **constants, TILE=tile, num_warps=4)

@@ -1,4 +1,6 @@
-"""RMSNorm of short rows, as of the heads of queries and keys: several a program, in one order at any number of rows."""
+"""How rows of a norm are laid over programs: short ones, as of the heads of queries and keys, several a program, in one
+order at any number of rows; many long ones are read twice.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,17 @@ import triton
 import triton.language as tl
 
 from fastkernels.overrides.l1._launch import cdiv
-from fastkernels.overrides.l1._overlap import follow, launch_kernel
+from fastkernels.overrides.l1._overlap import MOST, follow, launch_kernel
 
 WIDEST = 256  # channels of a row, padded to a power of two
 NUMBERS, WARPS = 1024, 4  # of a program: 8 of a thread, 16 bytes in 16 bits
+
+
+def twice(count: int, block: int) -> bool:
+    """Whether so many rows, of `block` channels padded, are read once more behind the sum, out of a cache: what a
+    thread need not keep makes room for more of them, by which many long rows gain.
+    """
+    return count >= MOST and block >= 2048
 
 
 @triton.jit

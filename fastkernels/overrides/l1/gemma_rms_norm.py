@@ -14,6 +14,7 @@ from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls, rms_norm
 from fastkernels.overrides.l1._launch import next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, launch_kernel
+from fastkernels.overrides.l1._rms_norm_heads import twice
 from fastkernels.overrides.l1._rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -35,24 +36,32 @@ def reference(
 @triton.jit
 def _gemma_rms_norm_kernel(
     x_ptr, res_ptr, w_ptr, out_ptr, n_inner, x_stride0, x_stride1, res_inner, res_stride0, res_stride1, H, eps,
-    HAS_RES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_RES: tl.constexpr, BLOCK: tl.constexpr, TWICE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
+    keep: tl.constexpr = "evict_last" if TWICE else ""
     # One program a row.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
     x_at = x_ptr + (row // n_inner) * x_stride0 + (row % n_inner) * x_stride1
-    x = tl.load(x_at + cols, mask=inside, other=0.0)
+    x = tl.load(x_at + cols, mask=inside, other=0.0, eviction_policy=keep)
     weight = 1.0 + tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)  # early, as in rms_norm
     h = x.to(tl.float32)
     if HAS_RES:
         res_at = res_ptr + (row // res_inner) * res_stride0 + (row % res_inner) * res_stride1
-        res = tl.load(res_at + cols, mask=inside, other=0.0)
+        res = tl.load(res_at + cols, mask=inside, other=0.0, eviction_policy=keep)
         h += res.to(tl.float32)
-        tl.store(res_at + cols, h.to(res.dtype), mask=inside)
+        if not TWICE:
+            tl.store(res_at + cols, h.to(res.dtype), mask=inside)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / H + eps)
+    if TWICE:  # out of a cache: see _rms_norm_heads.twice
+        h = tl.load(x_at + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if HAS_RES:
+            h += tl.load(res_at + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     tl.store(out_ptr + row * H + cols, (h * scale * weight).to(x.dtype), mask=inside)
+    if HAS_RES and TWICE:
+        tl.store(res_at + cols, h.to(res.dtype), mask=inside)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -81,11 +90,12 @@ def _triton(
     x_rows, res_rows = rows(x), rows(x if residual is None else residual)
     assert x_rows is not None and res_rows is not None, (x.stride(), residual)
     block = next_power_of_2(x.shape[-1])
-    grid = (x.numel() // x.shape[-1],)
+    count = x.numel() // x.shape[-1]
+    again = twice(count, block)
     launch_kernel(
-        _gemma_rms_norm_kernel, grid,
-        x, residual, weight, out, *x_rows, *res_rows, x.shape[-1], eps,
-        HAS_RES=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        _gemma_rms_norm_kernel, (count,),
+        x, residual, weight, out, *x_rows, *res_rows, x.shape[-1], eps, HAS_RES=residual is not None,
+        BLOCK=block, TWICE=again, num_warps=min(max(block // (256 if again else 512), 1), 16),
     )  # fmt: skip
     return out
 

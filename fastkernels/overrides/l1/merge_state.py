@@ -166,8 +166,8 @@ def _triton(
         return
     tokens, heads, size = output.shape
     total, block = tokens * heads, next_power_of_2(size)
-    # A tile of 2048 values of each side; a decode step's few heads are spread over an H200's 132 processors first.
-    n_rows = max(1, min(2048 // block, next_power_of_2(cdiv(total, 512))))
+    # A tile of 1024 values of each side; a decode step's few heads are spread over an H200's 132 processors first.
+    n_rows = max(1, min(1024 // block, next_power_of_2(cdiv(total, 512))))
     # Where heads come first in the lse, 8 tokens side by side: whole sectors of 32 bytes.
     beside = 8 if prefix_lse.stride(0) == 1 else 1
     n_heads = min(max(n_rows // beside, 1), heads & -heads)  # a power of 2 that divides the heads
@@ -180,7 +180,7 @@ def _triton(
         *output.stride()[:2], lse0, lse1, tokens, heads, size,
         tokens if tokens_with_context is None else tokens_with_context, HAS_LSE=output_lse is not None,
         HAS_SCALE=output_scale is not None, ROWS=n_rows, HEADS=n_heads, BLOCK=block,
-        num_warps=max(n_rows * block // 512, 1),
+        num_warps=max(n_rows * block // 1024, 1),
     )  # fmt: skip
 
 

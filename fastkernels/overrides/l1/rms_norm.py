@@ -15,7 +15,7 @@ from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _norm_calls
 from fastkernels.overrides.l1._launch import next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, launch_kernel
-from fastkernels.overrides.l1._rms_norm_heads import WIDEST, launch_heads
+from fastkernels.overrides.l1._rms_norm_heads import WIDEST, launch_heads, twice
 from fastkernels.overrides.l1._rows import rows
 from fastkernels.shapes import drawn, optional, rows_of, unless, varied
 from fastkernels.spec import Case, OpSpec, Target
@@ -53,41 +53,44 @@ def reference(
 def _rms_norm_kernel(
     x_ptr, res_ptr, w_ptr, out_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, H, H_VAR, eps,
     HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TWICE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
+    keep: tl.constexpr = "evict_last" if TWICE else ""
     # One program a row; a row is x[outer, inner, :], so that q/k heads inside a packed qkv need no copy. H and strides
     # are given in UNITs: Triton knows of an argument whether 16 divides it, and 8 are enough for 16 bytes.
     row = tl.program_id(0).to(tl.int64)
     outer, inner = row // n_inner, row % n_inner
     cols = tl.arange(0, BLOCK)
     mask = cols < H * UNIT
-    raw = tl.load(
-        x_ptr + outer * (x_stride0 * UNIT) + inner * (x_stride1 * UNIT) + cols, mask=mask, other=0.0
-    )
+    x_at = x_ptr + outer * (x_stride0 * UNIT) + inner * (x_stride1 * UNIT) + cols
+    h = tl.load(x_at, mask=mask, other=0.0, eviction_policy=keep)
     if HAS_W:  # on its way with x: no compiler moves a load over the store and the sum's barriers
         w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    h = raw.to(tl.float32)
+    h = h.to(tl.float32)
     if HAS_RES:
         res_at = res_ptr + outer * (res_stride0 * UNIT) + inner * (res_stride1 * UNIT) + cols
-        h += tl.load(res_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
+        h += tl.load(res_at, mask=mask, other=0.0, eviction_policy=keep).to(tl.float32)
+        if not TWICE:
+            tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
     squares = tl.where(cols < H_VAR, h * h, 0.0)
-    y = h * tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)
+    y = tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)
+    if TWICE:  # out of a cache
+        h = tl.load(x_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if HAS_RES:
+            h += tl.load(res_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y *= h
     if HAS_W:
         if CAST_FIRST:
             y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         y *= w
     tl.store(out_ptr + row * (H * UNIT) + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if HAS_RES and TWICE:
+        tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
 
 
 def _supports_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    var_hidden_size: int | None = None,
-    cast_x_before_out_mul: bool = True,
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None, *_: Any
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
@@ -100,13 +103,9 @@ def _supports_triton(
 
 
 def _triton(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    var_hidden_size: int | None = None,
-    cast_x_before_out_mul: bool = True,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None, cast_x_before_out_mul: bool = True,
+) -> torch.Tensor:  # fmt: skip
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     hidden = x.shape[-1]
     count = x.numel() // hidden
@@ -121,11 +120,12 @@ def _triton(
         launch_heads(count, (*tensors, x0, x1, r0, r1, n_inner), (hidden, *variance), how, block)
         return out
     unit = math.gcd(8, hidden, x0, x1, r0, r1)
+    again = unit == 8 and twice(count, block)
     # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
-    each = 512 if unit == 8 else 128
+    each = 256 if again else 512 if unit == 8 else 128
     launch_kernel(
         _rms_norm_kernel, (count,), *tensors, x0 // unit, x1 // unit, r0 // unit, r1 // unit, n_inner, hidden // unit,
-        *variance, **how, UNIT=unit, BLOCK=block, num_warps=min(max(block // each, 1), 16),
+        *variance, **how, UNIT=unit, BLOCK=block, TWICE=again, num_warps=min(max(block // each, 1), 16),
     )  # fmt: skip
     return out
 
