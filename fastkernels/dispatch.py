@@ -164,16 +164,23 @@ class Op:
 
         Nothing is run or counted, and what somebody asked for by name is not looked at. Raises TableError.
         """
-        device = args[0].device.type
         if self.key is None:
             return False
-        if device not in self._faster:
-            table = tuned.entries(self.name, tuned.chip_of(device))
-            self._faster[device] = tuned.lookup(self.key, table).map(
-                lambda entry: self._winner(entry, device)
-            )
-        provider = self._faster[device].find(*self.key.of(*args))
+        provider = self.winner(args[0].device.type, *self.key.of(*args))
         return provider is not None and (provider.supports is None or provider.supports(*args) is None)
+
+    def winner(self, device: str, shape: tuple[Any, ...], sizes: tuple[int, ...]) -> Provider | None:
+        """The provider for calls of that key that the chip's table says is faster than production, if it is there.
+
+        For a seam that knows the key before it has the op's arguments. It reads no tensor. Raises TableError.
+        """
+        found = self._faster.get(device)
+        if found is None:
+            assert self.key is not None
+            table = tuned.entries(self.name, tuned.chip_of(device))
+            found = tuned.lookup(self.key, table).map(lambda entry: self._winner(entry, device))
+            self._faster[device] = found
+        return found.find(shape, sizes)
 
     def _winner(self, entry: tuned.Entry, device: str) -> Provider | None:
         provider = self._provider_of(entry) if entry.faster else None

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import emulated
+from support.linear_fp8 import FP8, args, randn
 
 from fastkernels import cuda_rtc, tuned
 from fastkernels.overrides.l1 import _linear_fp8_calls as calls
@@ -28,21 +29,8 @@ from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
 
 ROOT = Path(__file__).parents[1]
 NO_NVRTC = cuda_rtc.unavailable()
-FP8 = torch.float8_e4m3fn
 # Llama-3.1-8B's: N, K
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-
-
-def randn(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
-
-
-def args(m: int = 32, n: int = 48, k: int = 144, kind: int = scales.ROW) -> list[torch.Tensor]:
-    size = {
-        scales.TENSOR: ((1,), (1,)), scales.ROW: ((m, 1), (n,)),
-        scales.BLOCK: ((m, scales.blocks(k)), (scales.blocks(n), scales.blocks(k))),
-    }[kind]  # fmt: skip
-    return [randn(m, k).to(FP8), randn(n, k, seed=1).to(FP8), torch.rand(*size[0]), torch.rand(*size[1])]
 
 
 # -- what it computes
@@ -116,68 +104,6 @@ def test_strides_of_scales() -> None:
 
 
 # -- who takes which call
-
-
-def test_libraries_refuse_with_a_reason() -> None:
-    x, weight, xs, ws = args()
-    blocks = args(n=256, k=384, kind=scales.BLOCK)
-    for supports, call, said in (
-        (calls.supports_cutlass, (x, weight, xs, ws), None),
-        (calls.supports_cutlass, blocks, None),
-        (calls.supports_cutlass, (*blocks, torch.zeros(256, dtype=torch.bfloat16)), "adds no bias"),
-        (
-            calls.supports_cutlass,
-            args(n=208, k=384, kind=scales.BLOCK),
-            "N = 208 and K = 384 must be multiples of 128",
-        ),
-        (calls.supports_cutlass, args(n=50), "N = 50 and K = 144 must be multiples of 16"),
-        (calls.supports_cutlass, (x.float(), weight, xs, ws), "x is torch.float32"),
-        (calls.supports_cutlass, (x, weight, xs.double(), ws), "scales are torch.float64"),
-        (calls.supports_cutlass, (x, weight, xs, ws, torch.zeros(48)), "bias is torch.float32"),
-        (calls.supports_cutlass, (x, weight, xs, ws, None, torch.float32), "out_dtype torch.float32"),
-        (calls.supports_sgl, (x, weight, xs, ws), None),
-        (calls.supports_sgl, (x[:1], weight, xs[:1], ws, torch.zeros(48, dtype=torch.bfloat16)), None),
-        (calls.supports_sgl, (x, weight, xs[:1], ws), "has a scale for each token"),
-        (calls.supports_sgl, (x, weight, xs, ws[:1]), "one for each row of the weight"),
-        (calls.supports_sgl, blocks, "has a scale for each token"),
-        (calls.supports_sgl, args(k=136), "K = 136 must be multiples of 16"),
-        (calls.supports_sgl, (x, weight, xs, ws.bfloat16()), "scales are torch.float32 and torch.bfloat16"),
-        (calls.supports_cublas, args(kind=scales.TENSOR), None),
-        (calls.supports_cublas, (x, weight, xs, ws), None),
-        (calls.supports_cublas, (x, weight, xs, ws[:1]), "must be those of x and of the weight"),
-        (calls.supports_cublas, blocks, "left to DeepGEMM"),
-        (calls.supports_deepgemm, (x, weight, xs, ws), "DeepGEMM's scales are of blocks"),
-        (calls.supports_deepgemm, (*blocks, None, torch.float16), "gives bfloat16"),
-    ):
-        found = supports(*call)
-        assert found is None if said is None else said in str(found), found
-
-
-def test_the_call_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As SGLang makes it: tokens in two dimensions, scales [M, 1] and [N, 1], the weight's columns contiguous."""
-
-    def fp8_scaled_mm(
-        a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor
-    ) -> torch.Tensor:  # fmt: skip
-        assert a.is_contiguous() and b.t().is_contiguous() and sa.is_contiguous() and sb.is_contiguous()
-        assert (sa.shape, sb.shape, sa.dtype, sb.dtype) == ((6, 1), (48, 1), torch.float32, torch.float32)
-        return ((a.float() @ b.float()) * sa * sb.t() + bias).to(dtype)
-
-    monkeypatch.setattr(calls, "_sgl_kernel", lambda: fp8_scaled_mm)
-    x, weight, xs, ws = args(m=6)
-    bias = randn(48).half()
-    for scale in (xs, torch.stack([xs, xs], 1)[:, 0]):
-        call = x.view(2, 3, 144), weight, scale.view(2, 3, 1), ws, bias, torch.float16
-        assert calls.supports_sgl(*call) is None
-        torch.testing.assert_close(calls.linear_fp8_sgl(*call), reference(*call), atol=2e-3, rtol=2e-3)
-
-
-def test_scales_that_cutlass_wants() -> None:
-    padded = torch.rand(3, 8).t()[:5]
-    for scale in (torch.rand(5, 3), padded, torch.rand(3, 5).t()):
-        found = calls.column_major(scale)
-        assert torch.equal(found, scale) and found.stride() == (1, 5)
-    assert calls.column_major(found) is found
 
 
 def test_the_order_of_providers() -> None:

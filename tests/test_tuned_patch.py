@@ -238,7 +238,31 @@ class HostScheme:
         self.weight_block_size = [128, 128] if strategy == "block" else None
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        raise AssertionError("the host's")
+        HOST_CALLS.append((self, layer, x, bias))
+        return torch.zeros(())
+
+
+HOST_CALLS: list[Any] = []
+SCHEME_ENTRIES = tuple(
+    Entry("linear_fp8", {"N": 48, "K": 64, "block": 1, "out_dtype": "bfloat16"}, {"M": m}, provider,
+          baseline="sgl_kernel", run="r1", **more)
+    for m, provider, more in (
+        (8, "reference", {"speedup": 1.3, "ci95": (1.2, 1.4)}), (32, "sgl_kernel", {}), (64, None, {}),
+    )
+)  # fmt: skip
+
+
+@pytest.fixture
+def scheme_table(table: Path) -> Iterator[None]:
+    """Ours is faster to 8 tokens; to 32 and to 64 it is the host's, named or not; more is not known."""
+    table.write_text(Table("cpu", {"r1": {}}, SCHEME_ENTRIES).to_json())
+    tuned._by_op.cache_clear()
+    HOST_CALLS.clear()
+    ops = [registry.get(name).op for name in ("linear_fp8", "quantize_fp8")]
+    yield
+    for op in ops:
+        op.set_candidate(None)
+        op.reset()
 
 
 def scheme_layer(n: int, k: int, *scheme: Any, rows: bool = False) -> Any:
@@ -250,13 +274,8 @@ def scheme_layer(n: int, k: int, *scheme: Any, rows: bool = False) -> Any:
     return layer
 
 
-def test_a_scheme_is_replaced_where_the_table_says_so(table: Path) -> None:
-    shape = {"N": 48, "K": 64, "block": 1, "out_dtype": "bfloat16"}
-    faster = {"speedup": 1.3, "ci95": (1.2, 1.4), "baseline": "sgl_kernel", "run": "r1"}
-    table.write_text(
-        Table("cpu", {"r1": {}}, (Entry("linear_fp8", shape, {"M": 4}, "reference", **faster),)).to_json()
-    )
-    tuned._by_op.cache_clear()
+@pytest.mark.usefixtures("scheme_table")
+def test_a_scheme_is_replaced_where_the_table_says_so() -> None:
     model: Any = nn.Module()
     model.ours, model.new = scheme_layer(48, 64), scheme_layer(48, 80)
     model.rows = scheme_layer(48, 64, rows=True)
@@ -292,6 +311,77 @@ def test_a_scheme_is_replaced_where_the_table_says_so(table: Path) -> None:
     assert found.report()[0]["calls"] == 3
     found.undo()
     assert all(getattr(model, name).scheme is scheme for name, scheme in before.items())
+
+
+@pytest.mark.usefixtures("scheme_table")
+def test_a_schemes_other_calls_are_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By table, only calls of which it says that ours is faster run ops of ours; the report counts the others."""
+    model: Any = nn.Module()
+    model.ours = layer = scheme_layer(48, 64)
+    found = apply(SchemeHost(), model, Request("patch"))
+    linear, quantize = (registry.get(name).op for name in ("linear_fp8", "quantize_fp8"))
+    bias = torch.randn(48).bfloat16()
+
+    def who(tokens: int, dtype: torch.dtype = torch.bfloat16, given: bool = False) -> str:
+        """Who ran it; the host gets what it would have got."""
+        HOST_CALLS.clear()
+        calls = linear.calls, quantize.calls
+        x: Any = torch.randn(tokens, 64).to(dtype)
+        x = (x.to(torch.float8_e4m3fn), torch.ones(tokens, 1), dtype) if given else x
+        layer.scheme.apply_weights(layer, x, bias=bias)
+        more = linear.calls - calls[0], quantize.calls - calls[1]
+        if not HOST_CALLS:
+            assert more == (1, int(not given))
+            return "ours"
+        assert more == (0, 0) and HOST_CALLS[0][0] is layer.scheme
+        assert all(a is b for a, b in zip(HOST_CALLS[0][1:], (layer, x, bias), strict=True))
+        return "host"
+
+    assert [who(m) for m in (1, 2, 8, 9, 32, 64, 65, 0)] == ["host", *["ours"] * 2, *["host"] * 5]
+    assert [who(m, given=True) for m in (8, 9)] == ["ours", "host"]
+    assert who(8, torch.float16) == "host"  # of which the table says nothing
+    (row,) = found.report()
+    assert (row["calls"], row["fallbacks"]) == (3, {})
+    assert row["left"] == {"no tuned table says that ours is faster for this number of tokens": 8}
+    for op, name in ((linear, "reference"), (quantize, "reference")):  # what is named is ours at any size
+        monkeypatch.setenv("FASTKERNELS_PROVIDER", f"{op.name}:{name}")
+        op.reset()
+        assert who(9) == "ours"
+        monkeypatch.delenv("FASTKERNELS_PROVIDER")
+        op.reset()
+        assert who(9) == "host"
+    linear.set_candidate(lambda *args: torch.zeros(9, 48))
+    assert who(9) == "ours"
+    linear.set_candidate(None)
+    assert who(9) == "host"
+
+
+@pytest.mark.usefixtures("scheme_table")
+def test_an_ordered_scheme_is_ours_at_every_size() -> None:
+    model: Any = nn.Module()
+    model.ours = layer = scheme_layer(48, 64)
+    before = layer.scheme
+    found = apply(SchemeHost(), model, Request("patch", ops=("linear_fp8",)))
+    for tokens in (8, 9, 64):
+        layer.scheme.apply_weights(layer, torch.randn(tokens, 64).bfloat16())
+    (row,) = found.report()
+    assert not HOST_CALLS and (row["calls"], row["left"]) == (3, {})
+    found.undo()
+    assert layer.scheme is before
+
+
+@pytest.mark.usefixtures("scheme_table")
+def test_a_scheme_that_torch_compile_traces_is_one_graph() -> None:
+    """The op looks into the table then, at each run; nothing that is counted is guarded."""
+    model: Any = nn.Module()
+    model.ours = layer = scheme_layer(48, 64)
+    apply(SchemeHost(), model, Request("patch"))
+    compiled = torch.compile(
+        lambda x: layer.scheme.apply_weights(layer, x), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    for tokens in (8, 9, 64):
+        assert compiled(torch.randn(tokens, 64).bfloat16()).shape == (tokens, 48)
+    assert not HOST_CALLS and registry.get("linear_fp8").op.calls == 3
 
 
 def test_a_scheme_that_is_named_says_what_it_does_not_serve() -> None:

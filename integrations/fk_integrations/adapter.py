@@ -63,9 +63,12 @@ class Adapter:
         """Give a linear-like module a method object of our class, with the state of its own; None, or why not."""
         return _replace(module, "quant_method", ours, ("apply",), journal)
 
-    def swap_scheme(self, module: Any, ours: type, journal: Journal) -> str | None:
-        """Give a quantized linear layer a scheme of our class, with the state of its own; None, or why not."""
-        return _replace(module, "scheme", ours, ("apply_weights",), journal)
+    def swap_scheme(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        """Give a quantized linear layer a scheme of our class, with the state of its own; None, or why not.
+
+        by_table: only calls of which a tuned table says that ours is faster; all else runs the host's own method.
+        """
+        return _replace(module, "scheme", ours, ("apply_weights",), journal, by_table)
 
     def swap_kernel(self, module: Any, ours: type, journal: Journal) -> str | None:
         """Give a quantized linear layer a kernel object of our class, with the state of its own; None, or why not."""
@@ -97,7 +100,9 @@ class Adapter:
         return f"{self.host} has no attention seam"
 
 
-def _replace(holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal) -> str | None:
+def _replace(
+    holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal, by_table: bool = False
+) -> str | None:
     """Have what `holder` has by that name be of our class, with its own state; None, or why not.
 
     methods: those of which an instance has none of its own, unless somebody has put one in.
@@ -105,22 +110,28 @@ def _replace(holder: Any, name: str, ours: type, methods: tuple[str, ...], journ
     old = getattr(holder, name)
     if theirs := [m for m in methods if m in vars(old)]:
         return f"its {name}.{theirs[0]} was replaced by somebody else"
-    new: Any = object.__new__(live_class(type(old), ours))
+    new: Any = object.__new__(live_class(type(old), ours, by_table))
     vars(new).update(vars(old))
     setattr(holder, name, new)
     journal.add(lambda: setattr(holder, name, old))
     return None
 
 
-_LIVE: dict[tuple[type, type], type] = {}
+_LIVE: dict[tuple[type, type, bool], type] = {}
 
 
-def live_class(host_class: type, ours: type) -> type:
-    """A subclass of the host's class with our forward: constructor, loaders and isinstance checks stay the host's."""
-    key = (host_class, ours)
+def live_class(host_class: type, ours: type, by_table: bool = False) -> type:
+    """A subclass of the host's class with our forward: constructor, loaders and isinstance checks stay the host's.
+
+    by_table: each method is what by_table(theirs, ours) of our class makes of the two.
+    """
+    key = (host_class, ours, by_table)
     if key not in _LIVE:
         names = getattr(ours, "live_methods", ("forward",))
         methods = {m: getattr(ours, m) for m in {*names, *(["forward"] if hasattr(ours, "forward") else [])}}
+        if by_table:
+            choose = ours.by_table  # type: ignore[attr-defined]
+            methods = {m: choose(getattr(host_class, m), own) for m, own in methods.items()}
         body = {
             **methods,
             "__module__": host_class.__module__,

@@ -246,7 +246,7 @@ def _swap(
     if seam == "kernel":
         return patched.adapter.swap_kernel(module, ours, patched.journal)
     if seam == "scheme":
-        return patched.adapter.swap_scheme(module, ours, patched.journal)
+        return patched.adapter.swap_scheme(module, ours, patched.journal, by_table)
     if seam == "experts":
         return patched.adapter.swap_experts(module, ours, patched.journal, by_table)
     if seam == "attention":

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from fastkernels.dispatch import installed
-from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, ROW, TENSOR, check, granularity
+from fastkernels.overrides.l1._linear_fp8_scales import (
+    BLOCK,
+    ROW,
+    TENSOR,
+    check,
+    column,
+    granularity,
+    matrix,
+    shaped,
+)
 from fastkernels.overrides.l1._linear_fp8_triton import unsupported
 
 T = torch.Tensor
@@ -56,21 +65,20 @@ def linear_fp8_cutlass(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
 ) -> T:
     kind = check(x, weight, x_scale, weight_scale, bias)
-    n, k = weight.shape
-    rows = x.view(-1, k)
-    out = torch.empty((rows.shape[0], n), dtype=out_dtype or torch.bfloat16, device=x.device)
+    rows = matrix(x)
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device)
     if kind == BLOCK:
         x_scale, weight_scale = column_major(x_scale.reshape(rows.shape[0], -1)), weight_scale.t()
     else:
-        x_scale, weight_scale = x_scale.reshape(-1, 1), weight_scale.reshape(-1, 1)
-    _vllm().cutlass_scaled_mm(out, rows, weight.t(), x_scale, weight_scale, bias)
-    return out.view(*x.shape[:-1], n)
+        x_scale, weight_scale = column(x_scale), column(weight_scale)
+    _cutlass_scaled_mm()(out, rows, weight.t(), x_scale, weight_scale, bias)
+    return shaped(out, x)
 
 
 @lru_cache
-def _vllm() -> Any:
+def _cutlass_scaled_mm() -> Any:
     importlib.import_module("vllm._custom_ops")  # loads the extension
-    return torch.ops._C
+    return torch.ops._C.cutlass_scaled_mm.default
 
 
 def column_major(scales: T) -> T:
@@ -93,9 +101,9 @@ def linear_fp8_sgl(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
 ) -> T:
     check(x, weight, x_scale, weight_scale, bias)
-    scales = x_scale.reshape(-1, 1).contiguous(), weight_scale.reshape(-1, 1).contiguous()
-    found = _sgl_kernel()(x.view(-1, weight.shape[1]), weight.t(), *scales, out_dtype or torch.bfloat16, bias)
-    return found.view(*x.shape[:-1], weight.shape[0])
+    scales = column(x_scale).contiguous(), column(weight_scale).contiguous()
+    found = _sgl_kernel()(matrix(x), weight.t(), *scales, out_dtype or torch.bfloat16, bias)
+    return shaped(found, x)
 
 
 @lru_cache
@@ -123,16 +131,15 @@ def linear_fp8_cublas(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
 ) -> T:
     kind = check(x, weight, x_scale, weight_scale, bias)
-    rows = x.view(-1, weight.shape[1])
     if kind == TENSOR:
         x_scale, weight_scale = x_scale.reshape(()), weight_scale.reshape(())
     else:
-        x_scale, weight_scale = x_scale.reshape(-1, 1).contiguous(), weight_scale.reshape(1, -1).contiguous()
+        x_scale, weight_scale = column(x_scale).contiguous(), weight_scale.reshape(1, -1).contiguous()
     found = torch._scaled_mm(
-        rows, weight.t(), scale_a=x_scale, scale_b=weight_scale, bias=bias,
+        matrix(x), weight.t(), scale_a=x_scale, scale_b=weight_scale, bias=bias,
         out_dtype=out_dtype or torch.bfloat16,
     )  # fmt: skip
-    return found.view(*x.shape[:-1], weight.shape[0])
+    return shaped(found, x)
 
 
 def supports_deepgemm(
@@ -167,14 +174,14 @@ def linear_fp8_deepgemm(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
 ) -> T:
     check(x, weight, x_scale, weight_scale, bias)
-    rows = x.view(-1, weight.shape[1])
+    rows = matrix(x)
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
     scales = x_scale.reshape(rows.shape[0], -1)
     # Powers of two or not, Hopper's kernel reads float32; what does not lie as it wants is copied by DeepGEMM.
     _deep_gemm().fp8_gemm_nt((rows, scales), (weight, weight_scale), out, disable_ue8m0_cast=True)
     if bias is not None:
         out += bias
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return shaped(out, x)
 
 
 @lru_cache

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from fastkernels.dispatch import OPS
 from fastkernels.overrides.l1._fp8 import FP8, refuse
 from fastkernels.overrides.l1._linear_fp8_scales import ROW
+
+NOT_FASTER = "no tuned table says that ours is faster for this number of tokens"
+Apply = Callable[..., torch.Tensor]
 
 
 class SGLangScheme:
@@ -28,6 +33,27 @@ class SGLangScheme:
             return f"weight {tuple(weight.shape)} has strides {weight.stride()} and {scale.numel()} scales"
         return None
 
+    @staticmethod
+    def by_table(theirs: Apply, ours: Apply) -> Apply:
+        """Of a layer that a tuned table has put in: `ours` where the table says that it is faster, else `theirs`.
+
+        A call of theirs runs no op of ours, which launched one by one costs more than it does, and is counted as left
+        to the host. What was asked for by name is ours; so is what torch.compile traces, where nothing can be counted.
+        """
+        op, quantize = OPS["linear_fp8"], OPS["quantize_fp8"]
+
+        def apply_weights(self: Any, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+            if (
+                torch.compiler.is_compiling()
+                or "named" in (op.asked, quantize.asked)
+                or op.winner(*_call(layer.weight, x)) is not None
+            ):
+                return ours(self, layer, x, bias)
+            op.leave(NOT_FASTER)
+            return theirs(self, layer, x, bias)
+
+        return apply_weights
+
     def __init__(self, weight_quant: Any, is_static_input_scheme: bool):
         self.weight_quant = weight_quant
         self.strategy = weight_quant.strategy
@@ -44,6 +70,16 @@ def sglang_shape(module: nn.Module) -> tuple[int, int, int, torch.dtype] | None:
     if dtype is None or not hasattr(scheme, "is_static_input_scheme") or _no_rows(scheme) is not None:
         return None
     return layer.weight.shape[1], layer.weight.shape[0], ROW, dtype
+
+
+def _call(weight: torch.Tensor, x: Any) -> tuple[str, tuple[Any, ...], tuple[int]]:
+    """Device and key of the op's call for a weight [K, N], by sizes and dtypes only; x as apply_weights takes it."""
+    (k, n), values = weight.shape, x
+    if isinstance(x, tuple):
+        values, dtype = x[0], (x[2] if len(x) > 2 else None) or torch.bfloat16
+    else:
+        dtype = x.dtype
+    return values.device.type, (n, k, ROW, dtype), (values.numel() // k,)
 
 
 def _no_rows(scheme: Any) -> str | None:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.overrides.l1._fp8 import FP8
 from fastkernels.overrides.l1._launch import cdiv
 from fastkernels.overrides.l1._linear_fp8_scales import BLOCK, check, strides
 
@@ -64,7 +65,7 @@ def unsupported(
     out_dtype: torch.dtype | None = None,
 ) -> str | None:
     """Why no kernel takes this call: another type, or numbers that do not lie side by side."""
-    if x.dtype != torch.float8_e4m3fn or weight.dtype != torch.float8_e4m3fn:
+    if x.dtype != FP8 or weight.dtype != FP8:
         return f"x is {x.dtype} and weight {weight.dtype}, not float8_e4m3fn"
     if x_scale.dtype != torch.float32 or weight_scale.dtype != torch.float32:
         return f"scales are {x_scale.dtype} and {weight_scale.dtype}, not float32"

@@ -23,6 +23,7 @@ from fastkernels.overrides.l1._linear_fp8_scales import (
     TENSOR,
     blocks,
     check,
+    column,
     expanded,
     granularity,
     holder_of,
@@ -174,7 +175,8 @@ class VllmCutlassFP8ScaledMMLinearKernel:
         output_shape: list,
     ) -> torch.Tensor:
         """A [M, K] times B [K, N], whose columns are contiguous; scales of tensors, or of A's rows and B's columns."""
-        return linear_fp8(A, B.t(), As, Bs.reshape(-1), bias, out_dtype).view(*output_shape)
+        # Bs [N, 1], as it mostly is: the compiler drops this view, and the kernel's call needs none.
+        return linear_fp8(A, B.t(), As, Bs.reshape(-1, 1), bias, out_dtype).view(*output_shape)
 
 
 def vllm_cutlass_scaled_mm(
@@ -205,7 +207,7 @@ class SGLangCompressedTensorsW8A8Fp8(SGLangScheme):
             q, scale, out_dtype = x[0], x[1], x[2] if len(x) > 2 else None
         else:  # a token of zeros has scale 0, as the host's
             (q, scale), out_dtype = quantize_fp8(x, None, -1, None, 0.0), x.dtype
-        return linear_fp8(q, layer.weight.t(), scale, layer.weight_scale.reshape(-1), bias, out_dtype)
+        return linear_fp8(q, layer.weight.t(), scale, column(layer.weight_scale), bias, out_dtype)
 
 
 def sglang_fp8_scaled_mm(

@@ -8,9 +8,12 @@ import torch
 from fk_integrations.apply import apply
 from fk_integrations.sglang_live import SglangAdapter
 
+from fastkernels import tuned
+from fastkernels.dispatch import OPS
 from fastkernels.overrides.l1 import grouped_topk
 from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
 from fastkernels.patch import Request
+from fastkernels.tuned import Entry, Table
 
 SERVER = SimpleNamespace(server_args=SimpleNamespace(pp_size=1))
 
@@ -75,3 +78,37 @@ def test_the_scheme_of_a_quantized_layer_is_replaced():
     assert patched.report()[0]["calls"] == 1
     patched.undo()
     assert layer.scheme is before
+
+
+def test_by_table_other_sizes_run_the_hosts_method(monkeypatch, tmp_path):
+    """The real scheme: its apply_weights calls apply_fp8_linear, whose product needs CUDA, with its own weights."""
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8 as host
+
+    shape = {"N": 48, "K": 64, "block": 1, "out_dtype": "bfloat16"}
+    entries = (
+        Entry("linear_fp8", shape, {"M": 8}, "reference", "sgl_kernel", "r1", {}, 1.3, (1.2, 1.4)),
+        Entry("linear_fp8", shape, {"M": 32}, "sgl_kernel", "sgl_kernel", "r1"),
+    )
+    (tmp_path / "own.json").write_text(Table("cpu", {"r1": {}}, entries).to_json())
+    monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "own.json"))
+    tuned._by_op.cache_clear()
+    model = torch.nn.Module()
+    model.rows = layer = quantized_layer()
+    before, theirs, given = layer.scheme, torch.zeros(9, 48), []
+    monkeypatch.setattr(host, "apply_fp8_linear", lambda **call: given.append(call) or theirs)
+    patched = apply(SglangAdapter(SERVER), model, Request("patch"))
+    try:
+        assert [row.modules for row in patched.rows if row.op == "linear_fp8"] == [1]
+        x, bias = randn(9, 64, seed=3).bfloat16(), randn(48, seed=4).bfloat16()
+        assert layer.scheme.apply_weights(layer, x[:8], bias=bias).shape == (8, 48) and not given
+        assert layer.scheme.apply_weights(layer, x, bias=bias) is theirs
+        (call,) = given
+        assert call["input"] is x and call["weight"] is layer.weight and call["bias"] is bias
+        assert call["weight_scale"] is layer.weight_scale and call["input_scale"] is None
+        (row,) = [row for row in patched.report() if row["op"] == "linear_fp8"]
+        assert (row["calls"], list(row["left"].values())) == (1, [1])
+    finally:
+        patched.undo()
+        tuned._by_op.cache_clear()
+        OPS["linear_fp8"].reset()
+    assert layer.scheme is before and type(layer.scheme) is host.CompressedTensorsW8A8Fp8
