@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.dispatch import OPS
+from fastkernels.dispatch import Op
 from fastkernels.overrides.l1._fp8 import FP8, refuse
 from fastkernels.overrides.l1._linear_fp8_scales import ROW
 
@@ -33,27 +33,6 @@ class SGLangScheme:
             return f"weight {tuple(weight.shape)} has strides {weight.stride()} and {scale.numel()} scales"
         return None
 
-    @staticmethod
-    def by_table(theirs: Apply, ours: Apply) -> Apply:
-        """Of a layer that a tuned table has put in: `ours` where the table says that it is faster, else `theirs`.
-
-        A call of theirs runs no op of ours, which launched one by one costs more than it does, and is counted as left
-        to the host. What was asked for by name is ours; so is what torch.compile traces, where nothing can be counted.
-        """
-        op, quantize = OPS["linear_fp8"], OPS["quantize_fp8"]
-
-        def apply_weights(self: Any, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-            if (
-                torch.compiler.is_compiling()
-                or "named" in (op.asked, quantize.asked)
-                or op.winner(*_call(layer.weight, x)) is not None
-            ):
-                return ours(self, layer, x, bias)
-            op.leave(NOT_FASTER)
-            return theirs(self, layer, x, bias)
-
-        return apply_weights
-
     def __init__(self, weight_quant: Any, is_static_input_scheme: bool):
         self.weight_quant = weight_quant
         self.strategy = weight_quant.strategy
@@ -61,6 +40,27 @@ class SGLangScheme:
         self.weight_block_size = weight_quant.block_structure
         if (reason := _no_rows(self)) is not None:
             refuse("CompressedTensorsW8A8Fp8", weight_quant=reason)
+
+
+def by_table(op: Op, quantize: Op, theirs: Apply, ours: Apply) -> Apply:
+    """apply_weights of a layer that a table has put in: `ours` where the table says that it is faster, else `theirs`.
+
+    op, quantize: linear_fp8, quantize_fp8. A call of theirs runs no op of ours, which launched one by one costs more
+    than it does, and is counted as left to the host. What was asked for by name is ours; so is what torch.compile
+    traces, where nothing can be counted.
+    """
+
+    def apply_weights(self: Any, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if (
+            torch.compiler.is_compiling()
+            or "named" in (op.asked, quantize.asked)
+            or op.winner(*_call(layer.weight, x)) is not None
+        ):
+            return ours(self, layer, x, bias)
+        op.leave(NOT_FASTER)
+        return theirs(self, layer, x, bias)
+
+    return apply_weights
 
 
 def sglang_shape(module: nn.Module) -> tuple[int, int, int, torch.dtype] | None:

@@ -28,7 +28,7 @@ from fastkernels.overrides.l1._linear_fp8_scales import (
     granularity,
     holder_of,
 )
-from fastkernels.overrides.l1._linear_fp8_sglang import SGLangScheme, sglang_shape
+from fastkernels.overrides.l1._linear_fp8_sglang import Apply, SGLangScheme, by_table, sglang_shape
 from fastkernels.overrides.l1._linear_fp8_triton import linear_fp8_triton, supports_triton
 from fastkernels.overrides.l1._wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
 from fastkernels.overrides.l1.quantize_fp8 import quantize_fp8
@@ -198,6 +198,11 @@ class SGLangCompressedTensorsW8A8Fp8(SGLangScheme):
     Raises ValueError for weights with one scale, or scales of blocks, and for scales of x that are given.
     """
 
+    @staticmethod
+    def by_table(theirs: Apply, ours: Apply) -> Apply:
+        """What a layer that a tuned table has put in runs."""
+        return by_table(linear_fp8, quantize_fp8, theirs, ours)
+
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: [..., K], or a tuple of values, scales and perhaps a dtype if it is float8 already. Returns [..., N].
 
@@ -219,13 +224,9 @@ def sglang_fp8_scaled_mm(
 
 
 def vllm_w8a8_triton_block_scaled_mm(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    As: torch.Tensor,
-    Bs: torch.Tensor,
-    block_size: list[int],
+    A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor, block_size: list[int],
     output_dtype: torch.dtype = torch.float16,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """vllm...quantization.utils.fp8_utils.w8a8_triton_block_scaled_mm: A [..., K] times B [N, K] transposed.
 
     Raises ValueError for blocks that are not 128 x 128.
