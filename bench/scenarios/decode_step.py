@@ -235,21 +235,27 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     options = parser.parse_args()
-    free = tuple(filter(None, options.free.split(",")))
-    if unknown := [name for name in free if name not in FREE]:
-        parser.error(f"--free {unknown[0]}: known are {', '.join(FREE)}")
+    free, ways = tuple(filter(None, options.free.split(","))), options.ways.split(",")
+    for option, names, known in (("free", free, tuple(FREE)), ("ways", ways, ("in turn", "early"))):
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"--{option} {unknown[0]}: known are {', '.join(known)}")
+    asked = [table.partition("=") for table in filter(None, options.tables.split(","))]
+    for name, _, file in asked:
+        if not (Path(file).is_file() if file else name == "shipped"):
+            parser.error(
+                f"--tables {name}{file and '='}{file}: a table is `shipped` or NAME=FILE, a file that is there"
+            )
     run = Run("decode_step", "linear", options)
     chip = torch.cuda.get_device_name() if run.cuda else "cpu"
     tables: dict[str, Path | str | None] = {"cublas": None}
     if options.rows is not None:
         tables["skinny"] = table_of(options.rows, options.out.with_suffix(".table.json"), chip)
-    for name, _, file in (table.partition("=") for table in filter(None, options.tables.split(","))):
-        tables[name] = file
+    tables |= {name: file for name, _, file in asked}
     found = {p.name: p.unavailable(run.device) for p in OPS["attention_decode"].providers} | {"table": None}
     attention = [a for a in options.attention.split(",") if found.get(a, "") is None] or ["reference"]
     variants = [
         Variant(f"{linear}, {a}, {how}", table, how == "early", a)
-        for linear, table in tables.items() for a in attention for how in options.ways.split(",")
+        for linear, table in tables.items() for a in attention for how in ways
     ]  # fmt: skip
     variants += [
         Variant(f"{v.name}, without {' and '.join(ops)}", v.table, v.overlap, v.attention, ops)

@@ -59,5 +59,11 @@ def test_a_step_with_tables_and_without_ops(tmp_path: Path) -> None:
     assert all(
         r["status"] == "ok" and r["metrics"]["speedup"] > 0 for r in rows if r["case"]["kind"] == "time"
     )
-    wrong = subprocess.run([*command, "--free", "linear"], env=env, capture_output=True, text=True)
-    assert wrong.returncode == 2 and "--free linear: known are rms_norm" in wrong.stderr
+    for more, said in (
+        (["--free", "linear"], "--free linear: known are rms_norm"),
+        (["--ways", "late"], "--ways late: known are in turn, early"),
+        (["--tables", "mine"], "--tables mine: a table is `shipped` or NAME=FILE"),
+        (["--tables", "mine=none.json"], "--tables mine=none.json: a table is"),
+    ):
+        wrong = subprocess.run([*command, *more], env=env, capture_output=True, text=True)
+        assert wrong.returncode == 2 and said in wrong.stderr
