@@ -25,9 +25,9 @@ def _pairs(variable: str, value: str | None, separator: str) -> dict[str, str]:
     return pairs
 
 
-def _count(variable: str, value: str | None, default: int) -> int:
+def _count(variable: str, value: str | None) -> int | None:
     if value is None or not value.strip():
-        return default
+        return None
     if not value.strip().isdecimal():
         raise ValueError(f"{variable}: expected a number of 0 or more, got {value!r}")
     return int(value)
@@ -59,7 +59,8 @@ class Environment:
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
     report      FASTKERNELS_REPORT       folder that every patched process writes its report to
     overlap     FASTKERNELS_OVERLAP=0    no kernel starts before the one before it has ended (overrides/l1/_overlap.py)
-    graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM (2048); 0: as vLLM has it
+    graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM; 0: as vLLM has it;
+                default (None): by the size of the layers, 2048 at most and 4096 with 8-bit linear layers
     capture     FASTKERNELS_CAPTURE=1    hosts note how their modules are constructed, for `fk-bench capture`
     cache       FASTKERNELS_CACHE        folder for compiled kernels, converted models and environments
     interpret   TRITON_INTERPRET=1       Triton's own: run Triton kernels on the CPU
@@ -74,7 +75,7 @@ class Environment:
     strict: bool = False
     report: str | None = None
     overlap: bool = True
-    graph_tokens: int = 2048
+    graph_tokens: int | None = None
     capture: bool = False
     cache: str = ""
     interpret: bool = False
@@ -94,7 +95,7 @@ class Environment:
             strict=_flag(e.get("FASTKERNELS_STRICT")),
             report=e.get("FASTKERNELS_REPORT") or None,
             overlap=_flag(e.get("FASTKERNELS_OVERLAP") or "1"),
-            graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS"), 2048),
+            graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS")),
             capture=_flag(e.get("FASTKERNELS_CAPTURE")),
             cache=e.get("FASTKERNELS_CACHE") or default_cache,
             interpret=_flag(e.get("TRITON_INTERPRET")),

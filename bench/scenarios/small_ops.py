@@ -5,7 +5,8 @@
 Every setting is checked before anything is timed: an output that is not right has a row and no time. Times are us a
 call in a CUDA graph of calls with arguments of their own, in interleaved rounds of all settings and baselines. `ours`
 is what the op does by itself on this machine, with its tuned table; baselines are the judge's, with a + before their
-names. --device cpu --quick, under TRITON_INTERPRET=1, goes through small shapes with whatever runs there.
+names. A case that must move 16 MB and more has copies of as many bytes beside it: PyTorch's `copy`, and its kernel that
+negates (`negate`). --device cpu --quick, under TRITON_INTERPRET=1, goes through small shapes with whatever runs there.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from fastkernels.overrides.l1 import (
 from fastkernels.spec import Case, OpSpec
 
 MOST_BYTES = 4 << 30  # of all arguments of a case
+COPIED = 16 << 20  # bytes from which on a case has a copy beside it
 Way = Callable[..., Any]
 
 
@@ -117,6 +119,7 @@ def points() -> list[Point]:
         Point("attention_prefill", of("attention_prefill", "prefill_32x256")),
         Point("gelu_and_mul", of("gelu_and_mul", "erf_32"), erf),
         Point("gelu", of("gelu", "audio_8"), audio),
+        Point("gelu", of("gelu", "prefill_8k")),
         Point("l2_norm", of("l2_norm", "prefill_2k"), rows_and_warps((8, 4), (16, 8), (32, 8))),
         Point("l2_norm", of("l2_norm", "prefill_8k"), rows_and_warps((8, 4), (16, 8), (32, 8))),
         *(Point("l2_norm", of("l2_norm", n), rows_and_warps((8, 4))) for n in ("odd_63", "head_65", "from_float32")),
@@ -222,6 +225,13 @@ def right(spec: OpSpec, case: Case, way: Way, args: list[Any]) -> str:
     return ""
 
 
+def copies(run: Run, moved: int) -> dict[str, Way]:
+    """What reads half as many bytes and writes the other half, of memory of its own."""
+    source = torch.zeros(moved // 8, dtype=torch.int32, device=run.device)
+    target = torch.empty_like(source)
+    return {"copy": partial(target.copy_, source), "negate": partial(torch.neg, source, out=target)}
+
+
 def time_point(run: Run, point: Point) -> None:
     spec, run.op = registry.get(point.op), point.op
     dtype = "float32" if point.case.dtype == "bfloat16" and not run.cuda else point.case.dtype
@@ -240,9 +250,14 @@ def time_point(run: Run, point: Point) -> None:
             run.row("check", name, {"case": case.name}, reason, "" if name[0] != "+" else "unsupported")
         else:
             todo[name] = [partial(way, *args) for args in sets]
+    moved = spec.bytes_moved(case)
+    if moved >= COPIED or run.quick:
+        for _ in sets:
+            for name, way in copies(run, moved).items():
+                todo.setdefault(name, []).append(way)
     times = {name: us / count for name, us in measure(run, todo).items()}
     for name, us in times.items():
-        run.row("time", name, {"case": case.name}, us=us, quiet=True)
+        run.row("time", name, {"case": case.name}, us=us, tb_per_s=1e-6 * moved / us, quiet=True)
     theirs = min((us for name, us in times.items() if name[0] == "+"), default=None)
     ratio = f" {theirs / times['ours']:.3f} of the best baseline" if theirs and "ours" in times else ""
     said = "  ".join(f"{name} {us:.2f}" for name, us in times.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
@@ -38,7 +39,14 @@ def test_it_checks_and_times_every_setting(tmp_path: Path) -> None:
     assert {r["status"] for r in rows} == {"ok"}
     timed = {(r["subject"]["op"], r["subject"]["provider"]) for r in rows}
     for point in small_ops.tiny():
-        assert {(point.op, name) for name in ("ours", *point.settings)} <= timed
+        assert {(point.op, name) for name in ("ours", "copy", "negate", *point.settings)} <= timed
+    assert all(r["metrics"]["tb_per_s"] > 0 for r in rows if r["case"]["kind"] == "time")
+
+
+def test_copies_move_as_many_bytes() -> None:
+    made = {name: way() for name, way in small_ops.copies(argparse.Namespace(device="cpu"), 4096).items()}
+    assert set(made) == {"copy", "negate"}
+    assert all(t.nbytes == 2048 and not t.any() for t in made.values())
 
 
 def test_a_setting_is_in_place_for_its_call_only() -> None:

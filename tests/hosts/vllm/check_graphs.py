@@ -102,6 +102,58 @@ def test_no_size_is_over_what_a_step_may_have(monkeypatch):
     assert vllm_graphs.extend(worker(small)) is None and sizes(small) == OWN
 
 
+def compressed(weights: int, activations: int | None):
+    """compressed-tensors' configuration, as vLLM reads it from a checkpoint."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+
+    kind = {8: "float", 4: "int"}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": weights, "type": kind[weights], "strategy": "channel"},
+    }
+    if activations:
+        group["input_activations"] = {
+            "num_bits": activations,
+            "type": "float",
+            "strategy": "token",
+            "dynamic": True,
+        }
+    form = "float-quantized" if weights == 8 else "pack-quantized"
+    return CompressedTensorsConfig.from_config(
+        {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": []}
+    )  # fmt: skip
+
+
+def test_linear_layers_of_8_bits_have_longer_graphs():
+    from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    def longest(quantization) -> int:
+        config = configuration()
+        config.quant_config = quantization
+        vllm_graphs.extend(worker(config))
+        assert sizes(config)[-1] == vllm_graphs.longest(config)
+        return sizes(config)[-1]
+
+    assert longest(None) == 2048
+    assert longest(Fp8Config()) == longest(compressed(8, 8)) == 4096
+    # Weights alone: what is multiplied has 16 bits.
+    awq = AutoAWQConfig.from_config({"bits": 4, "group_size": 128, "zero_point": True, "quant_method": "awq"})
+    assert longest(compressed(8, None)) == longest(compressed(4, None)) == longest(awq) == 2048
+
+
+def test_larger_layers_have_shorter_graphs():
+    config = configuration()
+    text = config.model_config.hf_text_config
+    text.hidden_size, text.intermediate_size = 8192, 28672  # Llama-3-70B's
+    assert vllm_graphs.longest(config) == 512
+    assert vllm_graphs.extend(worker(config)) is None and sizes(config) == OWN
+    config.parallel_config.tensor_parallel_size = 4
+    assert vllm_graphs.longest(config) == 2048
+
+
 def test_few_sequences_leave_no_gap():
     config = configuration(seqs=16)
     own = list(sizes(config))
