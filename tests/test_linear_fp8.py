@@ -231,7 +231,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wgmma.supports_wgmma_fp8(x.view(4, 8, 144), w, xs.view(4, 8, 1), ws) is None
     wide = randn(32, 160).to(FP8)
     for said, case in (
-        ("65 tokens are over 64", args(m=65)),
+        ("more than 64 tokens", args(m=65)),
         ("K = 136 is under 128 or no multiple of 16", args(k=136)),
         ("K = 112 is under 128", args(k=112)),
         ("x is torch.bfloat16", [x.bfloat16(), w, xs, ws]),

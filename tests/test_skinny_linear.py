@@ -48,7 +48,7 @@ def test_refuses_with_a_reason() -> None:
         "float32 is not": args(dtype=torch.float32),
         "weight is torch.float16": [x, w.half()],
         "K = 63 is not": args(k=63),
-        "65 tokens are over 64": args(m=65),
+        "more than 64 tokens": args(m=65),
         r"weight has strides \(1, 48\)": [x, w.t().contiguous().t()],
         r"weight has strides \(68, 1\)": [x, torch.randn(48, 68).bfloat16()[:, :64]],
         r"weight has strides \(72, 1\)": [x, torch.randn(48, 72).bfloat16()[:, 4:68]],  # starts at 8 bytes

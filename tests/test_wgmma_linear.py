@@ -114,7 +114,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wgmma.supports_wgmma(x, w) is None and wgmma.supports_wgmma(x.view(4, 8, 72), w) is None
     assert wgmma.supports_wgmma(*args(m=64)) is None and wgmma.supports_wgmma(*args(m=0)) is None
     refused = {
-        "65 tokens are over 64": args(m=65),
+        "more than 64 tokens": args(m=65),
         "K = 68 is not": args(k=68),
         "K = 56 is under 64": args(k=56),
         "rows must start at 16 bytes": [torch.randn(32, 76).bfloat16()[:, :72], w],

@@ -88,8 +88,8 @@ def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     k = weight.shape[1]
     if k % 32:
         return f"K = {k} is not a multiple of 32"
-    if (m := x.numel() // k) > MAX_TOKENS:
-        return f"{m} tokens are over {MAX_TOKENS}"
+    if x.numel() // k > MAX_TOKENS:
+        return f"more than {MAX_TOKENS} tokens"
     return None
 
 

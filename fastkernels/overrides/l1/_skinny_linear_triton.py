@@ -176,8 +176,8 @@ def supports_skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     k = weight.shape[1]
     if k == 0 or k % 8:
         return f"K = {k} is not a multiple of 8: the weight is read in pieces of 16 bytes"
-    if (m := x.numel() // k) > MAX_TOKENS:
-        return f"{m} tokens are over {MAX_TOKENS}"
+    if x.numel() // k > MAX_TOKENS:
+        return f"more than {MAX_TOKENS} tokens"  # no number of them: each reason is said once
     if weight.stride(1) != 1 or weight.stride(0) % 8 or weight.data_ptr() % 16:
         return (
             f"weight has strides {tuple(weight.stride())}: its rows must be contiguous and start at 16 bytes"

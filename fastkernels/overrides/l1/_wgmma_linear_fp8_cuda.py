@@ -88,8 +88,8 @@ def supports_wgmma_fp8(
     n, k = weight.shape
     if k < 2 * WORDS or k % 16:
         return f"K = {k} is under {2 * WORDS} or no multiple of 16"
-    if (m := x.numel() // k) > MAX_TOKENS:
-        return f"{m} tokens are over {MAX_TOKENS}"
+    if x.numel() // k > MAX_TOKENS:
+        return f"more than {MAX_TOKENS} tokens"
     if bias is not None and bias.dtype != (out_dtype or torch.bfloat16):
         return f"bias is {bias.dtype}, the result {out_dtype or torch.bfloat16}"
     wrong = x.stride(-1) != 1 or any(
