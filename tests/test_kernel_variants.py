@@ -1,4 +1,4 @@
-"""No prompt waits for a kernel to be compiled: what servers warm up with needs every kernel that prompts need later."""
+"""What servers warm up with needs the kernels that prompts need later, so that none waits for a compiler."""
 
 from __future__ import annotations
 
