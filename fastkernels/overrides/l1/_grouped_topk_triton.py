@@ -13,7 +13,7 @@ MAX_EXPERTS, MAX_TOPK = 1024, 32
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _grouped_topk_kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, stride, factor, T, E, G, S, TOPK: tl.constexpr,
     TOPK_GROUP: tl.constexpr, SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,

@@ -33,7 +33,7 @@ def _buckets(ids_ptr, map_ptr, at, N, E, HAS_MAP: tl.constexpr, INVALID_FIRST: t
     return bucket, kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "capacity", "n_blocks"])
 def _expert_kernel(
     ids_ptr, map_ptr, sorted_ptr, experts_ptr, total_ptr, N, E, capacity, n_blocks, block_size,
     HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
@@ -77,7 +77,7 @@ def _expert_kernel(
         tl.store(experts_ptr + at + few, 0 * few, mask=at + few < n_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "capacity", "n_blocks"])
 def _count_kernel(
     ids_ptr, map_ptr, counts_ptr, sorted_ptr, experts_ptr, N, E, capacity, n_blocks,
     HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, BINS: tl.constexpr,
@@ -100,7 +100,7 @@ def _count_kernel(
         tl.store(experts_ptr + at + few, 0 * few, mask=at + few < n_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "capacity", "n_blocks"])
 def _place_kernel(
     ids_ptr, map_ptr, counts_ptr, sorted_ptr, experts_ptr, total_ptr, N, E, capacity, n_blocks, block_size,
     HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, BINS: tl.constexpr,

@@ -68,6 +68,9 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
     A prompt is hundreds of launches from Python, during which the chip may wait. Triton's time is mostly for finding
     out which of its compiled kernels this is. That depends on what the key here holds: types, which integers are 1 or
     divisible by 16, which pointers are by 16.
+
+    The first launch of a kernel compiles it, while whoever asked waits. Servers warm up with few numbers of tokens; so
+    what counts tokens, rows or pairs is in the kernel's do_not_specialize, and has no kernels of its own.
     """
     early = math.prod(grid) <= MOST and overlaps(args[0].device)
     options = {**constants, "OVERLAP": True, "launch_pdl": True} if early else {**constants, "OVERLAP": False}
@@ -78,6 +81,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **options)
+        if early:  # more programs start in turn: that kernel is compiled now, and not when the first long prompt waits
+            kernel.warmup(*args, grid=grid, **constants, OVERLAP=False)
         last = tuple(options[name] for name in kernel.arg_names[len(args) :])
         # The kernel itself is kept so that no other one gets its id.
         _compiled[key] = kernel, compiled.run, compiled.function, compiled.packed_metadata, last

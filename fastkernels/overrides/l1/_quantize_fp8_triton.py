@@ -23,7 +23,7 @@ from fastkernels.overrides.l1._rows import rows, unsupported_rows
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "s_col"])
 def _groups_kernel(
     x_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, total, n_groups, group_size, s_row, s_col, min_absmax,
     HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -56,7 +56,7 @@ def _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK: tl.c
     return x, row * N + cols, cols < N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks", "total"])
 def _absmax_kernel(
     x_ptr, part_ptr, x_stride0, x_stride1, n_inner, N, n_blocks, total, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -69,7 +69,7 @@ def _absmax_kernel(
     tl.store(part_ptr + tl.program_id(0), tl.max(most, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks"])
 def _tensor_kernel(
     x_ptr, part_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, N, n_blocks, n_parts, min_absmax,
     STATIC: tl.constexpr, UE8M0: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -174,7 +174,7 @@ def _per_tensor(
     n_blocks = cdiv(n, block)
     total, warps, parts = size // n * n_blocks, block // 512, 1
     if scale is None:
-        parts = min(total, 1024)
+        parts = min(cdiv(total, 16) * 16, 1024)  # 16 divides it, whatever x is: those of no block find 0
         part = torch.empty(parts, dtype=torch.float32, device=x.device)
         grid = (parts,)
         launch_kernel(

@@ -20,10 +20,10 @@ def twice(count: int, block: int) -> bool:
     """Whether so many rows, of `block` channels padded, are read once more behind the sum, out of a cache: what a
     thread need not keep makes room for more of them. Many rows of 4096 gain by it; others were not measured.
     """
-    return count >= MOST and block == 4096
+    return count > MOST and block == 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _rms_norm_heads_kernel(
     x_ptr, res_ptr, w_ptr, out_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, n_rows, H, H_VAR, eps,
     HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

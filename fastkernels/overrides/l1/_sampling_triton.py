@@ -194,7 +194,7 @@ def race_kernel(
     tl.store(id_ptr + at, winner.to(id_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def pick_kernel(score_ptr, id_ptr, out_ptr, parts, PARTS: tl.constexpr):
     # One program a row: the best of its parts.
     row = tl.program_id(0).to(tl.int64)

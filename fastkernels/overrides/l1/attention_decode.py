@@ -75,7 +75,7 @@ def reference(
 MIN_SPLIT = 256  # keys: below, a part costs more to combine than it saves
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,

@@ -78,7 +78,7 @@ def take_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8)[blocks].view(cache.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _attention_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,

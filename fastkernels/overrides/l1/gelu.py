@@ -30,7 +30,7 @@ def reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return (h * cdf).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])
 def _gelu_kernel(
     x_ptr, out_ptr, n_inner, stride0, stride1, D, n_tiles,
     TANH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,

@@ -33,7 +33,7 @@ def reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | No
     return y if x.dtype == torch.float64 else y.to(output_dtype or x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _l2_norm_kernel(
     x_ptr, out_ptr, n_inner, stride0, stride1, n_rows, D, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,

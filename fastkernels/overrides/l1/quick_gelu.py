@@ -21,7 +21,7 @@ def reference(x: torch.Tensor) -> torch.Tensor:
     return (h / (1 + torch.exp(-1.702 * h))).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])
 def _quick_gelu_kernel(
     x_ptr, out_ptr, n_inner, stride0, stride1, D, n_tiles, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip

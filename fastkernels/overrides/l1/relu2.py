@@ -19,7 +19,7 @@ def reference(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).relu().square().to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])
 def _relu2_kernel(
     x_ptr, out_ptr, n_inner, stride0, stride1, D, n_tiles, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip

@@ -59,7 +59,7 @@ def reference(
     return values, scales, residual
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_col"])
 def _rms_norm_quant_kernel(
     x_ptr, res_ptr, w_ptr, scale_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, H,
     s_row, s_col, eps, min_absmax, HAS_RES: tl.constexpr, STATIC: tl.constexpr, HAS_UB: tl.constexpr,

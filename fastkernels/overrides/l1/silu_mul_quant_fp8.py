@@ -54,7 +54,7 @@ def reference(
     return quantize_rows(y, scale, group_size, scale_ub, min_absmax, scale_ue8m0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "s_col"])
 def _silu_quant_kernel(
     x_ptr, scale_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, total, n_groups, group_size, D, s_row,
     s_col, min_absmax, STATIC: tl.constexpr, HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr,

@@ -40,7 +40,7 @@ def reference(
     return chosen / total, ids.to(torch.int32), pairs.contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _topk_softmax_kernel(
     logits_ptr, weights_ptr, ids_ptr, pairs_ptr, stride, T, E,
     TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,

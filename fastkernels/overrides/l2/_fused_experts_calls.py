@@ -20,7 +20,7 @@ T = torch.Tensor
 FEWEST, NARROWEST = 128, 512  # tokens, and intermediate sizes above it, for which vLLM takes DeepGEMM
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _known_kernel(
     ids_ptr, weights_ptr, ids_out_ptr, weights_out_ptr, n, E, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
