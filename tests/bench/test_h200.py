@@ -173,6 +173,7 @@ def test_quality_is_asked_of_the_text_model_and_of_its_fp8_weights(tmp_path: Pat
         assert after(own, "--model") == [text] and after(own, "--way") == []
         assert after(fp8, "--model") == [write[2]] and after(fp8, "--way") == ["start"]
         assert after(own, "--engine") == after(fp8, "--engine") == engine
+        assert after(own, "--prefill") == [] and after(fp8, "--prefill") == ["16:101178"]
     assert not [
         name for name in commands(planned(tmp_path, TEXT_MODEL="")) if name.startswith(("quality", "text"))
     ]
