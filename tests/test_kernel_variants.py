@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from fk_integrations.vllm_graphs import sizes_above
 from support import kernel_variants as kernels
 from support.kernel_variants import LLAMA, MIXTRAL, QWEN, of
 from triton.runtime.jit import JITFunction
@@ -19,7 +20,7 @@ if not isinstance(follow, JITFunction):
 
 # Tokens: vLLM runs its largest step, then the sizes of its graphs, which our plugin has more of; SGLang a short prompt,
 # then the sizes of its decode graphs.
-VLLM = (8192, 1, 2, 4, *range(8, 512, 8), *range(512, 2049, 64))
+VLLM = (8192, 1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *sizes_above(512, 2048))
 SGLANG = (7, 1, 2, 4, *range(8, 257, 8))
 SHORT = (3, 5, 63, 65, 127, 777, 1000, 1001, 1025, 1999, 2049, 3585, 3589, 4095, 4096)
 LONG = (4097, 5001, 6000, 8191)

@@ -76,13 +76,17 @@ def sizes_above(last: int, most: int) -> list[int]:
 def longest(config: Any) -> int:
     """Tokens of the longest prompt in a graph, where nobody says: fewer of a model with larger layers."""
     text, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size
-    values = text.hidden_size * (getattr(text, "intermediate_size", None) or text.hidden_size) // ranks
+    widths = getattr(text, "intermediate_size", None) or text.hidden_size  # a list where layers differ
+    values = text.hidden_size * (max(widths) if isinstance(widths, list) else widths) // ranks
     most = LONGEST_8_BIT if multiplies_8_bits(config.quant_config) else LONGEST
-    return most if values <= MEASURED else most * MEASURED // values
+    return most if values <= MEASURED else most * MEASURED // values // 64 * 64
 
 
 def multiplies_8_bits(quantization: Any) -> bool:
-    """Whether linear layers multiply values of 8 bits, by vLLM's QuantizationConfig. Weights alone are not enough."""
+    """Whether a checkpoint's linear layers multiply values of 8 bits, by vLLM's QuantizationConfig.
+
+    Weights alone are not enough. Layers that are quantized while they are loaded are not looked at.
+    """
     if quantization is None or quantization.get_name() in EIGHT_BITS:
         return quantization is not None
     schemes = getattr(quantization, "target_scheme_map", {}).values()  # of compressed-tensors
@@ -155,7 +159,8 @@ def extend(worker: Any) -> Graphs | None:
     most = 0
     try:
         reason = refusal(config)
-        most = longest(config) if asked is None else asked
+        if reason is None:
+            most = longest(config) if asked is None else asked
     except Exception as error:  # another version's configuration: its model can be patched all the same
         reason = f"this vLLM's configuration is not known ({type(error).__name__}: {error})"
     if reason is not None:

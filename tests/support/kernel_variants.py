@@ -110,6 +110,7 @@ def others(m: Model, tokens: int) -> None:
     parts = [empty(tokens, heads, HEAD) for _ in range(3)]
     for lse in (lambda: empty(tokens, heads, dtype=F32), lambda: empty(heads, tokens, dtype=F32).t()):
         triton("merge_state", parts[0], lse(), parts[1], lse(), parts[2], lse())
+        triton("merge_state", parts[0], lse(), parts[1], lse(), parts[2], lse(), max(tokens - 3, 0))
     wide = empty(tokens, m["inner"])
     for name in ("gelu", "quick_gelu", "relu2"):
         triton(name, wide)

@@ -58,10 +58,7 @@ def reference(
     return merged.to(output.dtype), new_lse
 
 
-ALL = 1 << 30  # tokens_with_context, whatever their number is: no kernel is made anew for another
-
-
-@triton.jit(do_not_specialize=["p_lse1", "s_lse1", "out_lse1", "T"])
+@triton.jit(do_not_specialize=["p_lse1", "s_lse1", "out_lse1", "T", "with_context"])
 def _merge_state_kernel(
     p_ptr, p_lse_ptr, s_ptr, s_lse_ptr, out_ptr, out_lse_ptr, scale_ptr, p_stride0, p_stride1, p_lse0, p_lse1,
     s_stride0, s_stride1, s_lse0, s_lse1, out_stride0, out_stride1, out_lse0, out_lse1, T, Q, D, with_context,
@@ -183,7 +180,7 @@ def _triton(
         prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse, output_scale,
         *prefix_output.stride()[:2], *prefix_lse.stride(), *suffix_output.stride()[:2], *suffix_lse.stride(),
         *output.stride()[:2], lse0, lse1, tokens, heads, size,
-        ALL if tokens_with_context is None else tokens_with_context, HAS_LSE=output_lse is not None,
+        tokens if tokens_with_context is None else tokens_with_context, HAS_LSE=output_lse is not None,
         HAS_SCALE=output_scale is not None, BESIDE=prefix_lse.stride(1) == suffix_lse.stride(1) == 1 == (lse1 or 1),
         ROWS=n_rows, HEADS=n_heads, BLOCK=block,
         num_warps=max(n_rows * block // 1024, 1),

@@ -152,6 +152,12 @@ def test_larger_layers_have_shorter_graphs():
     assert vllm_graphs.extend(worker(config)) is None and sizes(config) == OWN
     config.parallel_config.tensor_parallel_size = 4
     assert vllm_graphs.longest(config) == 2048
+    config.parallel_config.tensor_parallel_size = 1
+    text.hidden_size, text.intermediate_size = 5120, 13824  # Qwen2.5-14B's
+    assert vllm_graphs.longest(config) == 1664  # of 1699
+    differ = SimpleNamespace(hidden_size=5120, intermediate_size=[28672, 13824])  # layers, as Gemma3n's may
+    config.model_config = SimpleNamespace(hf_text_config=differ)
+    assert vllm_graphs.longest(config) == 768
 
 
 def test_few_sequences_leave_no_gap():
