@@ -84,6 +84,20 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Moves:
+    """How the values of a call may move so that it is another call, with no choice nearer to a tie than it was.
+
+    rows     positions of the arguments with a row for each token: all of them may be rolled, by as many rows
+    columns  positions of the arguments whose last dimensions belong together: all may be rolled, by as many columns
+    group    columns that stay together: groups are rolled among each other, and each in itself; 0: all are one
+    """
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    group: int = 0
+
+
+@dataclass(frozen=True)
 class OpSpec:
     """The description of one op file (fastkernels/overrides/l*/NAME.py, which ends with SPEC = OpSpec(...)).
 
@@ -112,7 +126,8 @@ class OpSpec:
                   twice as costly as `case` (fastkernels.shapes.varied)
     activations   positions of the arguments whose values may be of any size: where adversarial values go
     chooses       a tie between inputs decides what is computed, as of a token's experts: `inputs` keeps away from ties,
-                  and the judge does not move the values that it has made
+                  and the judge moves the values that it has made as `moves` says, or not at all
+    moves         moves(*args) -> Moves, for ops that choose or return integers: without it the judge's inputs repeat
     extremes      name: edit(args), which puts in place what only this op may meet (empty experts, masked logits)
     build         build(cls, args) -> call(): an instance of cls, a class of `targets` or a candidate's with its
                   name, that has its weights from args (the same memory); call() runs it on the rest and returns what
@@ -142,6 +157,7 @@ class OpSpec:
     vary: Callable[[Case, random.Random], Case] | None = None
     activations: tuple[int, ...] = (0,)
     chooses: bool = False
+    moves: Callable[..., Moves] | None = None
     extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
     build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
     dtype_arg: int | None = None

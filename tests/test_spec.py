@@ -76,6 +76,16 @@ def test_every_op_says_all_that_a_judge_asks(name: str) -> None:
     assert len({c.name for c in spec.cases}) == len(spec.cases)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_integer_results_say_how_values_may_move(name: str) -> None:
+    """The judge neither scales nor rolls what they are computed from: without Moves it would repeat itself."""
+    spec = registry.get(name)
+    case = next(c for c in spec.cases if "odd" in c.tags)
+    args = make_args(spec, case)
+    integers = spec.op is not None and not all(t.is_floating_point() for t in results(spec, args))
+    assert (spec.moves is not None) or not integers
+
+
 @pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
 def test_dims_of_real_arguments(name: str, case: Case) -> None:
     spec = registry.get(name)

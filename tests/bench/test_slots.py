@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fk_bench.judge import layout
+from fk_bench.judge.cases import trials
+from fk_bench.judge.moves import Mover
 from fk_bench.judge.slots import Slots, scalable
 
 from fastkernels import registry
+from fastkernels.spec import Moves
 
 
 @pytest.fixture
@@ -20,15 +23,21 @@ def fd() -> Iterator[int]:
     os.close(found)
 
 
-def make_slots(op: str, case: str, fd: int, rolls: bool) -> Slots:
+def make_slots(op: str, case: str, fd: int, rolls: bool, count: int = 6) -> Slots:
     spec = registry.get(op)
     chosen = next(c for c in spec.cases if c.name == case)
-    slots = Slots(spec, lambda g: spec.inputs(chosen, "cpu", g), "cpu", 6, "op", 6, fd, rolls)
+    mode = "module" if spec.op is None else "op"
+    slots = Slots(spec, lambda g: spec.inputs(chosen, "cpu", g), "cpu", count, mode, count, fd, rolls)
     slots.refresh()
     return slots
 
 
-CASES = [("rms_norm", "odd_63"), ("linear", "odd_63"), ("store_kvcache", "padded"), ("embedding", "shard")]
+CASES = [
+    ("rms_norm", "odd_63"), ("linear", "odd_63"), ("store_kvcache", "padded"), ("embedding", "shard"),
+    ("topk_softmax", "odd_63"), ("grouped_topk", "bias_16"), ("grouped_topk", "strided"), ("moe_align", "absent"),
+    ("sampling", "mixed"), ("sparse_moe", "odd_63"), ("topk_softmax", "one"),
+    ("sparse_moe", "none"), ("grouped_topk", "no_token"), ("moe_align", "none"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rolls", [False, True])
@@ -102,3 +111,55 @@ def test_no_token_is_moved_between_two_experts(fd: int) -> None:
         x, gate = (slots.args_of(slot)[i] for i in range(2))
         exact = (x.double() @ gate.double().t()).topk(2).indices.sort().values
         assert torch.equal((x @ gate.t()).topk(2).indices.sort().values, exact)
+
+
+MOVED = [
+    ("topk_softmax", "decode_32"), ("grouped_topk", "bias"), ("moe_align", "odd_63"), ("sampling", "greedy_63"),
+    ("sparse_moe", "odd_63"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "case"), MOVED)
+def test_no_two_slots_have_the_same_values(fd: int, op: str, case: str) -> None:
+    """As many slots as a GPU's batch has, of few masters; what decides a choice is not rolled as a whole."""
+    slots = make_slots(op, case, fd, True, 512)
+    assert len(slots.masters) <= 32 and slots.spec.moves is not None
+    for i in slots.spec.moves(*slots.masters[0]).columns:
+        assert not slots._rolled(i)
+    seen = {layout.tensors(slots.args_of(s))[0].view(torch.uint8).numpy().tobytes() for s in range(512)}
+    assert len(seen) == 512
+
+
+@pytest.mark.parametrize("case", ["bias", "bias_16", "soft_bias", "one_group"])
+def test_a_moved_router_chooses_as_before(fd: int, case: str) -> None:
+    """Groups stay together: each row has the weights that its master's row has, and ids in another order."""
+    slots = make_slots("grouped_topk", case, fd, True, 40)
+    assert slots._mover is not None
+    orders = set()
+    for s in range(slots.count):
+        weights, ids = slots.spec.reference(*slots.private_args(s))
+        before, _ = slots.spec.reference(*slots.masters[slots.origin[s]])
+        torch.testing.assert_close(weights, before.roll(-(slots.codes[s] % len(before)), 0))
+        orders.add(tuple(ids[0].tolist()))
+    assert len(orders) > 20
+
+
+def test_what_does_not_fit_is_said(fd: int) -> None:
+    args = [torch.zeros(3, 8), torch.zeros(6)]
+    for moves in (Moves(rows=(0, 1)), Moves(columns=(0, 1)), Moves(columns=(0,), group=3)):
+        with pytest.raises(ValueError, match="does not fit"):
+            Mover(args, moves, [True, True])
+    # What all slots share stays where it is, and what belongs to it
+    held = Mover(args, Moves(rows=(0,), columns=(0, 1)), [True, False])
+    assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.moves(1)
+
+
+def test_captured_values_are_rolled_too(fd: int) -> None:
+    """Integers of a capture say where things are; its floats are made anew, and move."""
+    spec = registry.get("linear")
+    trial = next(t for t in trials(spec, ("captured",), "cpu") if t.gpu_only(spec) is None)
+    slots = Slots(spec, lambda g: trial.make("cpu", g), "cpu", 6, "op", 6, fd, trial.timed)
+    slots.fill([0] * slots.count)
+    x = torch.stack([layout.tensors(slots.args_of(s))[0].flatten().double() for s in range(6)])
+    x = x / x.norm(dim=1, keepdim=True)
+    assert (x @ x.t()).fill_diagonal_(0).abs().max() < 0.2

@@ -14,8 +14,9 @@ import torch
 from fastkernels.spec import OpSpec
 
 from . import ipc, layout
+from .moves import Mover
 
-# Sets of values that the slots of a batch are made of: where slots are changed further, and where they must not be.
+# Sets of values that the slots of a batch are made of: where slots are scaled, and where they are moved alone.
 MASTERS, MASTERS_EXACT = 4, 32
 FLUSH_BYTES = 256 << 20
 
@@ -75,7 +76,7 @@ class Slots:
 
     make   make(generator) -> the arguments of a call with other values; called with secret seeds
     fd     CPU: the memfd that both sides have
-    rolls  whether values may be rolled: those of a generator, not captured or extreme ones, whose places matter
+    rolls  whether values may be rolled and moved: not extreme ones, whose places matter
     """
 
     spec: OpSpec
@@ -119,7 +120,12 @@ class Slots:
         self.factors: list[float] = []
         self.origin: list[int] = []
         self.shifts: list[int] = []
+        self.codes: list[int] = []
         self._alone = self._alone_in_their_regions()
+        self._mover = None
+        if self.rolls and self.spec.moves is not None:
+            free = [a and not r["shared"] for a, r in zip(self._alone, self._regions(), strict=True)]
+            self._mover = Mover(first, self.spec.moves(*first), free)
         self._numel = [t.numel() for t in layout.tensors(first)]
 
     def args_of(self, slot: int) -> list[Any]:
@@ -134,18 +140,20 @@ class Slots:
     # -- inputs
 
     def refresh(self) -> None:
-        """New values everywhere: a new set of masters in part, which slot has which, and a factor for each slot."""
+        """New values everywhere: a new set of masters in part, and which slot has which, each as often."""
         wanted = min(MASTERS if self.scales else MASTERS_EXACT, self.count)
         kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
         self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
-        self.fill([secrets.randbelow(wanted) for _ in range(self.count)])
+        self.fill(secrets.SystemRandom().sample([s % wanted for s in range(self.count)], self.count))
 
     def fill(self, origin: list[int]) -> None:
-        """Slot s gets the values of master origin[s], its floats times a secret factor in (0.8, 1], and rolled.
+        """Slot s gets the values of master origin[s], its floats times a secret factor in (0.8, 1], and rolled; or
+        moved as the op allows. Its results are then no other slot's.
 
         Without the roll, whoever remembers a master's output has that of its multiple: norms and products keep factors.
         """
         self.origin = origin
+        self.codes = self._mover.draw(origin) if self._mover is not None else []
         self.shifts = [secrets.randbits(40) for _ in origin]
         span = 0.2 if self.scales else 0.0
         self.factors = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
@@ -171,19 +179,22 @@ class Slots:
             pool = first.as_strided(
                 (self.count, *first.shape), (step, *first.stride()), first.storage_offset()
             )
-            rolled = self._rolled(i)
+            rolled, moved = self._rolled(i), self._mover is not None and self._mover.moves(i)
             for m, value in enumerate([p[i] for p in per_slot]):
                 rows = (index == m).nonzero().flatten()
                 if not len(rows):
                     continue
-                if scalable(first):
-                    shape = (len(rows), *([1] * first.dim()))
+                if scalable(first) or moved:
                     chunk = max(1, (256 << 20) // max(first.nbytes * 2, 1))
                     turns = value.flatten().repeat(2).unfold(0, value.numel(), 1) if rolled else None
                     for at in range(0, len(rows), chunk):
                         part = rows[at : at + chunk]
-                        f = factor[part].view(len(part), *shape[1:]).to(value.dtype)
-                        if turns is not None:
+                        f = factor[part].view(len(part), *([1] * first.dim())).to(value.dtype)
+                        if moved:
+                            assert self._mover is not None
+                            several = self._mover.apply(i, value, [self.codes[s] for s in part.tolist()])
+                            pool[part] = several * f if scalable(first) else several
+                        elif turns is not None:
                             from_ = torch.tensor(
                                 [self._shift(s, i) for s in part.tolist()], device=self.device
                             )
@@ -206,6 +217,8 @@ class Slots:
 
     def _value(self, slot: int, i: int, value: torch.Tensor) -> torch.Tensor:
         """What slot has for its tensor i, made of the master's."""
+        if self._mover is not None and self._mover.moves(i):
+            value = self._mover.apply(i, value, [self.codes[slot]])[0]
         if not scalable(value):
             return value
         if self._rolled(i):

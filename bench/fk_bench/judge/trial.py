@@ -99,8 +99,9 @@ class CaseJudge:
         return args
 
     def _open(self, count: int, out_slots: int) -> Slots:
-        rolls = self.trial.source in ("random", "held-out")
-        slots = Slots(self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena, rolls)
+        slots = Slots(
+            self.spec, self._make, self.plan.device, count, self.mode, out_slots, self.arena, self.trial.timed
+        )
         plan, outs = slots.layout.to_json(), [o.to_json() for o in slots.outs]
         self._both("case", plan=plan, slots=count, arena=slots.place, outs=outs)
         return slots

@@ -19,7 +19,7 @@ from fastkernels.overrides.l1._grouped_topk_triton import (
     supports_triton,
 )
 from fastkernels.shapes import drawn, varied
-from fastkernels.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.spec import Case, Moves, OpSpec, Target, Tolerance
 
 LEAST_SUM = 1e-20  # what SGLang adds before it divides: where all weights are 0, they stay so
 
@@ -259,6 +259,8 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
         bias = spread * (torch.rand(experts, generator=generator, device=device) - 0.5)
         for _ in range(20):  # no token so near to a tie that rounding decides
             near = _margin(x, topk, groups, topk_group, scoring_func, bias) < 2e-6
+            if not bool(near.any()):
+                break
             x[near] = logits()[near]
     factor = d.get("factor", 1.0)
     return [x, topk, d.get("renormalize", True), groups, topk_group, scoring_func, bias, factor]
@@ -366,6 +368,7 @@ SPEC = OpSpec(
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-6, 1e-5)),
     dims_of=_dims_of,
     vary=_vary,
+    moves=lambda x, topk, renormalize, groups, *more: Moves((0,), (0, 6), x.shape[1] // groups),
     extremes={"one_expert": _one_expert, "equal_logits": _equal_logits},
     build=_build,
     targets=(

@@ -10,7 +10,7 @@ import torch
 from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1 import _moe_align_triton
 from fastkernels.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.spec import Case, Moves, OpSpec, Target, Tolerance
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -305,6 +305,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    moves=lambda *args: Moves(rows=(0,), columns=(0,)),
     extremes={"first_expert": _first_expert, "last_expert": _last_expert},
     activations=(),
     bytes_moved=_bytes,

@@ -16,7 +16,7 @@ from fastkernels.overrides.l1 import _sampling_calls
 from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
 from fastkernels.overrides.l1._philox import exponential
 from fastkernels.overrides.l1._sampling_triton import LANES, RACE, pick_kernel, race_kernel, threshold_kernel
-from fastkernels.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.spec import Case, Moves, OpSpec, Target, Tolerance
 
 GREEDY = 1e-5  # below this temperature the most likely token is taken, as in vLLM
 _PROGRAMS = 1024  # of the race: several on each of an H200's 132 multiprocessors
@@ -343,6 +343,7 @@ SPEC = OpSpec(
     bytes_moved=_sampling_calls.bytes_moved,
     dims_of=_sampling_calls.dims_of,
     vary=_sampling_calls.vary,
+    moves=lambda *args: Moves(rows=tuple(range(7)), columns=(0,)),
     extremes=_sampling_calls.EXTREMES,
     build=_sampling_calls.build,
     flops=_sampling_calls.flops,

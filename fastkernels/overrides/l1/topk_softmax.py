@@ -14,7 +14,7 @@ from fastkernels.dispatch import Provider, define
 from fastkernels.overrides.l1._launch import cdiv, next_power_of_2
 from fastkernels.overrides.l1._overlap import follow, launch_kernel
 from fastkernels.shapes import drawn, varied
-from fastkernels.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.spec import Case, Moves, OpSpec, Target, Tolerance
 
 MAX_EXPERTS, MAX_TOPK = 1024, 32
 
@@ -267,6 +267,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
+    moves=lambda *args: Moves(rows=(0,), columns=(0,)),
     extremes={"equal_logits": _equal, "one_masked": _masked},
     bytes_moved=_bytes,
     flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],

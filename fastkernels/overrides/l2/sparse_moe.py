@@ -15,7 +15,7 @@ from fastkernels.overrides.l1.topk_softmax import reference as topk_softmax_refe
 from fastkernels.overrides.l1.topk_softmax import topk_softmax
 from fastkernels.overrides.l2 import fused_experts as experts
 from fastkernels.overrides.l2.parallel_linear import SGLangReplicatedLinear, VllmReplicatedLinear
-from fastkernels.spec import Case, OpSpec, Target
+from fastkernels.spec import Case, Moves, OpSpec, Target
 
 SHARDS = ("w1", "w2", "w3")  # gate, down and up projection, as Mixtral's checkpoints and vLLM call them
 
@@ -312,6 +312,7 @@ SPEC = OpSpec(
     dims_of=_dims,
     vary=experts.vary,
     chooses=True,
+    moves=lambda *args: Moves(rows=(0,), columns=(0, 1)),
     build=_build,
     bytes_moved=experts.SPEC.bytes_moved,
     flops=experts.SPEC.flops,
