@@ -179,30 +179,24 @@ class Slots:
             pool = first.as_strided(
                 (self.count, *first.shape), (step, *first.stride()), first.storage_offset()
             )
-            rolled, moved = self._rolled(i), self._mover is not None and self._mover.moves(i)
+            rolled = scalable(first) and self._rolled(i)
             for m, value in enumerate([p[i] for p in per_slot]):
                 rows = (index == m).nonzero().flatten()
                 if not len(rows):
                     continue
-                if scalable(first) or moved:
-                    chunk = max(1, (256 << 20) // max(first.nbytes * 2, 1))
-                    turns = value.flatten().repeat(2).unfold(0, value.numel(), 1) if rolled else None
-                    for at in range(0, len(rows), chunk):
-                        part = rows[at : at + chunk]
-                        f = factor[part].view(len(part), *([1] * first.dim())).to(value.dtype)
-                        if moved:
-                            assert self._mover is not None
-                            several = self._mover.apply(i, value, [self.codes[s] for s in part.tolist()])
-                            pool[part] = several * f if scalable(first) else several
-                        elif turns is not None:
-                            from_ = torch.tensor(
-                                [self._shift(s, i) for s in part.tolist()], device=self.device
-                            )
-                            pool[part] = turns[from_].view(len(part), *value.shape) * f
-                        else:
-                            pool[part] = value * f
-                else:
-                    pool[rows] = value
+                chunk = max(1, (256 << 20) // max(first.nbytes * 2, 1))
+                turns = value.flatten().repeat(2).unfold(0, value.numel(), 1) if rolled else None
+                for at in range(0, len(rows), chunk):
+                    part = rows[at : at + chunk]
+                    made = value
+                    if self._mover is not None and self._mover.moves(i):
+                        made = self._mover.apply(i, value, [self.codes[s] for s in part.tolist()])
+                    elif turns is not None:
+                        from_ = [self._shift(s, i) for s in part.tolist()]
+                        made = turns[torch.tensor(from_, device=self.device)].view(len(part), *value.shape)
+                    if scalable(first):
+                        made = made * factor[part].view(-1, *([1] * first.dim())).to(value.dtype)
+                    pool[part] = made
         torch.cuda.synchronize()
 
     def expected(self, slot: int) -> list[torch.Tensor]:
@@ -217,7 +211,7 @@ class Slots:
 
     def _value(self, slot: int, i: int, value: torch.Tensor) -> torch.Tensor:
         """What slot has for its tensor i, made of the master's."""
-        if self._mover is not None and self._mover.moves(i):
+        if self._mover is not None:
             value = self._mover.apply(i, value, [self.codes[slot]])[0]
         if not scalable(value):
             return value
