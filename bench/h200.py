@@ -31,16 +31,16 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [str(ROOT), str(ROOT / "bench"), str(ROOT / "integrations")]
 sys.path[:0] = FOLDERS
 
-from fk_bench import preflight  # noqa: E402
+from fk_bench.batch import preflight  # noqa: E402
 
 preflight.need_modules("make bench-h200")
 
-from fk_bench import machine  # noqa: E402
-from fk_bench.batch import Batch, Command, Part, chosen, done_before  # noqa: E402
-from fk_bench.batch_plan import left_to_do, minutes, show_failed, show_plan  # noqa: E402
-from fk_bench.commands import Interrupted, signals_raise  # noqa: E402
-from fk_bench.config import ConfigError, comma_list  # noqa: E402
-from fk_bench.lanes import absolute  # noqa: E402
+from fk_bench.batch.plan import left_to_do, minutes, show_failed, show_plan  # noqa: E402
+from fk_bench.batch.queue import Batch, Command, Part, chosen, done_before  # noqa: E402
+from fk_bench.core import machine  # noqa: E402
+from fk_bench.serving.commands import Interrupted, signals_raise  # noqa: E402
+from fk_bench.serving.config import ConfigError, comma_list  # noqa: E402
+from fk_bench.serving.lanes import absolute  # noqa: E402
 
 RANDOM = "Llama-3.1-8B shapes, random weights"
 JUDGED = {  # the judge's ops in parts that take about as long as each other; seconds on 16 cores, all cases

@@ -17,16 +17,16 @@ _LAZY = {
     "AsyncLLM": ".engine.async_llm",
     "EngineConfig": ".engine.config",
     "LLM": ".engine.llm",
-    "SamplingParams": ".engine.sampling_params",
+    "SamplingParams": ".engine.sampling.sampling_params",
 }
 __all__ = ["__version__", *_LAZY]
 
 if TYPE_CHECKING:
-    from .engine.async_llm import AsyncLLM
-    from .engine.config import EngineConfig
-    from .engine.llm import LLM
-    from .engine.sampling_params import SamplingParams
-    from .patch import Report, patch, patch_async
+    from fastkernels.engine.async_llm import AsyncLLM
+    from fastkernels.engine.config import EngineConfig
+    from fastkernels.engine.llm import LLM
+    from fastkernels.engine.sampling.sampling_params import SamplingParams
+    from fastkernels.patch import Report, patch, patch_async
 
 
 def __getattr__(name: str) -> Any:

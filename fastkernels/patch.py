@@ -15,9 +15,9 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, Protocol
 
-from .candidate import resolve
-from .env import Environment
-from .registry import UnknownName, check_names
+from fastkernels.core.candidate import resolve
+from fastkernels.core.env import Environment
+from fastkernels.core.registry import UnknownName, check_names
 
 log = logging.getLogger("fastkernels")
 
@@ -34,7 +34,7 @@ class Request:
     ops         op names, None for all that are on by default for the host
     candidates  {op: file}
     strict      a fallback, an unknown host version or an unsupported module is an error
-    options     of 'record_start' and 'record_stop' (fk_integrations.recording)
+    options     of 'record_start' and 'record_stop' (fk_integrations.core.call_recording)
     """
 
     action: str

@@ -5,11 +5,58 @@ threads of two workers that wait for each other on two cores take ten times as l
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+if TYPE_CHECKING:
+    from support.oracle import Oracle
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "tests/hosts/" not in item.nodeid)
+    items.sort(key=lambda item: "tests/integrations/" not in item.nodeid)
+
+
+def tiny_models():
+    """tests/support/tiny.py, imported on use: it imports transformers."""
+    from support import tiny
+
+    return tiny
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """float32, so that a batch of another shape gives the same tokens."""
+    return tiny_models().make_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "tied"
+    return tiny_models().make_tiny_llama(
+        folder, dtype="float32", tie_word_embeddings=True, rope_parameters=None, seed=1
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_of(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """tiny_of(kind): a float32 checkpoint of that kind, made once."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return lambda kind: tiny if kind == "llama" else tiny_models().make_tiny(folder / kind, kind, "float32")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    from support.oracle import Oracle
+
+    return Oracle()
+
+
+@pytest.fixture(scope="session")
+def greedy(oracle: Oracle) -> Callable[[Path, list[int], int], list[int]]:
+    """greedy(folder, prompt token ids, n): transformers' next n tokens, in float32, EOS ignored."""
+    return oracle.greedy

@@ -14,48 +14,48 @@ import typer
 # name: (module:function, what it does in a line)
 COMMANDS = {
     "doctor": (
-        "doctor:doctor_command",
+        "info.doctor:doctor_command",
         "machine, versions, hosts found, the seams that each will use, what is off and why",
     ),
     "list": (
-        "listing:list_command",
+        "info.listing:list_command",
         "ops, hosts or models; --signatures: how exactly each op matches each host version",
     ),
-    "stubs": ("stubs:stubs_command", "for each op a candidate file that works, to start from"),
-    "export": ("export:export_command", "an op as one self-contained file for a fork"),
-    "serve": ("serve:serve_command", "an OpenAI-compatible server on our own engine"),
+    "stubs": ("info.stubs:stubs_command", "for each op a candidate file that works, to start from"),
+    "export": ("info.export:export_command", "an op as one self-contained file for a fork"),
+    "serve": ("serving.serve:serve_command", "an OpenAI-compatible server on our own engine"),
     "serve-compare": (
-        "commands:serve_compare_command",
+        "serving.commands:serve_compare_command",
         "real servers side by side: throughput, latency, token agreement",
     ),
     "e2e": (
-        "e2e:e2e_command",
+        "e2e.command:e2e_command",
         "whole models offline, host beside host; --scheduler-only: what a step costs on the CPU",
     ),
     "kernels": (
-        "kernels:kernels_command",
+        "kernels.command:kernels_command",
         "ops judged case by case: a candidate, or ours, against what production runs",
     ),
     "tune": (
-        "tune:tune_command",
+        "tune.command:tune_command",
         "measure every provider of an op at a model's shapes, and write the table that dispatch reads",
     ),
     "explain": (
-        "explain:explain_command",
+        "explain.command:explain_command",
         "where a model's step goes, module by module: floor, host's time, best provider, predicted gain",
     ),
     "routing": (
-        "routing:routing_command",
+        "routing.command:routing_command",
         "captured routing beside uniform-random: load, hot experts, and the time of fused_experts",
     ),
     "capture": (
-        "capture:capture_command",
+        "capture.command:capture_command",
         "record what a model asks of each op, in our engine or in a host: shapes, routing, block tables",
     ),
-    "diff": ("commands:diff_command", "two runs compared, the regression gate"),
-    "report": ("commands:report_command", "the HTML report of a run, made anew from its rows"),
+    "diff": ("serving.commands:diff_command", "two runs compared, the regression gate"),
+    "report": ("serving.commands:report_command", "the HTML report of a run, made anew from its rows"),
     "tables": (
-        "tables:tables_command",
+        "tables.command:tables_command",
         "the tables of README.md and docs/, made anew from bench/results, or checked",
     ),
 }
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         print(overview())
         raise SystemExit(0 if args else 2)
     if args[0] not in COMMANDS:
-        from fastkernels.registry import UnknownName
+        from fastkernels.core.registry import UnknownName
 
         _end(str(UnknownName("command", args[0], COMMANDS)))
     try:

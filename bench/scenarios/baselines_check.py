@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from common import Results, described, mapped, outputs, precise, produced
-from fk_bench.judge.baselines import Baseline, baselines
-from fk_bench.judge.slots import written_arguments
-from fk_bench.rows import Status
+from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.baselines.baselines import Baseline, baselines
+from fk_bench.kernels.judge.memory.slots import written_arguments
 
-from fastkernels import registry
-from fastkernels.spec import Case, OpSpec
+from fastkernels.core import registry
+from fastkernels.core.spec import Case, OpSpec
 
 CALLS, REPLAYS, WIDER = 20, 7, 4.0
 # A process for each, all at a time: one that dies, or breaks its CUDA context, takes only its own names with it.

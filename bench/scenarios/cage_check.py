@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fk_bench.judge.cage import STEPS, CageOptions
+from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions
 
 try:
     import triton
@@ -230,9 +230,9 @@ def attempt(action: Callable[[], Any]) -> str:
 
 
 def judge() -> int:
-    from fk_bench import machine
-    from fk_bench.judge.zygote import Zygote
-    from fk_bench.rows import Row, Status, append
+    from fk_bench.core import machine
+    from fk_bench.core.rows import Row, Status, append
+    from fk_bench.kernels.judge.processes.zygote import Zygote
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

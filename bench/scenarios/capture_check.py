@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from common import check, mapped, outputs
-from fk_bench import captures, machine, replay
-from fk_bench.rows import Row, Status, Subject, append
+from fk_bench.capture import captures, replay
+from fk_bench.core import machine
+from fk_bench.core.rows import Row, Status, Subject, append
 
-from fastkernels import registry
+from fastkernels.core import registry
 
 EXACT = 1 << 24  # numbers of a call that is computed in float64; larger ones in float32
 
@@ -36,7 +37,7 @@ def row(problem: str, **more: Any) -> Row:
 
 
 def make_model(folder: Path) -> Path:
-    from fk_bench.small_model import VOCAB, small_model
+    from fk_bench.serving.small_model import VOCAB, small_model
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fk_bench import machine, rows
-from fk_bench.routing_study import shape_of
+from fk_bench.core import machine, rows
+from fk_bench.routing.study import shape_of
 
 from fastkernels.capture import SCHEMA
 from fastkernels.capture.calls import describe, digest
 from fastkernels.capture.keep import to_json
 from fastkernels.engine.llm import LLM
-from fastkernels.engine.sampling_params import SamplingParams
-from fastkernels.overrides.l1.moe_align import moe_align, padded_size
-from fastkernels.overrides.l2._moe_tiles import tiles
-from fastkernels.overrides.l2.fused_experts import fused_experts
-from fastkernels.overrides.l2.sparse_moe import Experts
+from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.overrides.moe.fused_experts import fused_experts
+from fastkernels.overrides.moe.moe_align import moe_align, padded_size
+from fastkernels.overrides.moe.moe_tiles import tiles
+from fastkernels.overrides.moe.sparse_moe import Experts
 
 BATCHES = {1: 4, 8: 2, 32: 1, 128: 1}  # sequences of a decode step: how many steps of it are kept
 CONTEXT = 64  # tokens before a decode step's

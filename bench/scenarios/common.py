@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fk_bench import machine as machine_module
-from fk_bench.judge.slots import written_arguments
-from fk_bench.rows import Row, Status, Subject, append
+from fk_bench.core import machine as machine_module
+from fk_bench.core.rows import Row, Status, Subject, append
+from fk_bench.kernels.judge.memory.slots import written_arguments
 
-from fastkernels.spec import Case, OpSpec
+from fastkernels.core.spec import Case, OpSpec
 
 
 def mapped(args: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:

@@ -54,11 +54,11 @@ from decode_attention_check import (
 )
 from graph_clock import Compiles, Run, finish, rounds
 
-from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
-from fastkernels.overrides.l1 import _attention_decode_split as split
-from fastkernels.overrides.l1 import _flashinfer
-from fastkernels.overrides.l1._launch import tickets
-from fastkernels.spec import Case
+from fastkernels.core.spec import Case
+from fastkernels.overrides.attention import attention_decode_cuda as cuda
+from fastkernels.overrides.attention import attention_decode_split as split
+from fastkernels.overrides.attention import flashinfer as _flashinfer
+from fastkernels.overrides.kit.launch import tickets
 
 COMPILE_S = 100
 # What is timed: provider, parameters, function

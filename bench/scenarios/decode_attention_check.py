@@ -15,10 +15,10 @@ import torch
 from graph_clock import Run, finish, poisoned
 from kernel_check import SideBySide, problem
 
-from fastkernels import registry
-from fastkernels.overrides.l1 import _attention_decode_cuda as cuda
-from fastkernels.overrides.l1 import _attention_decode_split as split
-from fastkernels.spec import Case
+from fastkernels.core import registry
+from fastkernels.core.spec import Case
+from fastkernels.overrides.attention import attention_decode_cuda as cuda
+from fastkernels.overrides.attention import attention_decode_split as split
 
 SPEC = registry.get("attention_decode")
 PROVIDERS = {p.name: p for p in SPEC.op.providers}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import decode_attention_check as checks
 from decode_attention_check import EDGES, Batch, Layout, parsed_sets
 
-from fastkernels.overrides.l1._launch import tickets
+from fastkernels.overrides.kit.launch import tickets
 
 TINY, SMOLLM2, LLAMA = Layout(3, 1, 64), Layout(9, 3, 64), Layout()
 BLOCKS = 12  # of the tables that the judge's captures of SmolLM2 have

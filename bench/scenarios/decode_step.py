@@ -32,19 +32,19 @@ from graph_clock import Clock, Run, against, rounds
 from linear_kernels import label as label_of
 from transformers import LlamaConfig
 
-from fastkernels import tuned
-from fastkernels.dispatch import OPS
-from fastkernels.engine.input_batch import InputBatch
-from fastkernels.engine.sampler import Sampler
-from fastkernels.engine.sampling_params import SamplingParams
-from fastkernels.engine.step import NewRow, StepInput
-from fastkernels.engine.step_kernels import begin, finish
-from fastkernels.forward_context import AttentionMetadata, forward_context
-from fastkernels.models import build
-from fastkernels.models.llama import LlamaForCausalLM
-from fastkernels.overrides.l1 import _overlap
-from fastkernels.overrides.l1.sampling import sampling
-from fastkernels.overrides.l2.attention import PagedAttention
+from fastkernels.core import tuning as tuned
+from fastkernels.core.dispatch import OPS
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.engine.execution.input_batch import InputBatch
+from fastkernels.engine.execution.step import NewRow, StepInput
+from fastkernels.engine.execution.step_kernels import begin, finish
+from fastkernels.engine.sampling.sampler import Sampler
+from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.models.common import build
+from fastkernels.models.llm.llama import LlamaForCausalLM
+from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.overrides.kit import overlap as _overlap
+from fastkernels.overrides.sampling.sampling import sampling
 
 SIZES = {
     False: {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decode_attention_check import LAYOUTS, OURS, SETS, Layout, label
-from fk_bench.machine import commit
-from fk_bench.rows import Row, Status, read
-from fk_bench.stats import geometric_mean, t975
+from fk_bench.core.machine import commit
+from fk_bench.core.rows import Row, Status, read
+from fk_bench.core.stats import geometric_mean, t975
 from graph_clock import ROUNDS
 
-from fastkernels import tuned
-from fastkernels.tuned import REACH, Entry, Table, TableError
+from fastkernels.core import tuning as tuned
+from fastkernels.core.tuning import REACH, Entry, Table, TableError
 
 OP, BASELINE = "attention_decode", "fa3"
 BUCKETS = (2048, 8192, 32768, 131072)  # contexts; each speaks down to a quarter of itself

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from fk_bench import machine as machine_module
-from fk_bench.rows import Row, Status, Subject, append
+from fk_bench.core import machine as machine_module
+from fk_bench.core.rows import Row, Status, Subject, append
 
 from fastkernels import LLM, SamplingParams, __version__
-from fastkernels.engine.step import SAMPLED, NewRow, StepInput
+from fastkernels.engine.execution.step import SAMPLED, NewRow, StepInput
 
 BATCHES, INPUT, OUTPUT, LIMIT, FP8_LIMIT = (1, 3, 8, 32), 100, 64, 0.5, 4.0
 STEADY = ((1, 256), (1, 3500), (64, 256), (64, 2048), (256, 256), (256, 1024))  # (rows, context)

@@ -23,10 +23,10 @@ from decode_step import llama_folder
 from graph_clock import ROUNDS, Run
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.graphs import Graphs, Outputs
-from fastkernels.engine.runner import ModelRunner
-from fastkernels.engine.step import SAMPLED, NewRow, StepInput
-from fastkernels.forward_context import AttentionMetadata
+from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.engine.execution.graphs import Graphs, Outputs
+from fastkernels.engine.execution.runner import ModelRunner
+from fastkernels.engine.execution.step import SAMPLED, NewRow, StepInput
 
 STEPS, WARM = 120, 20
 

@@ -30,13 +30,13 @@ from decode_step import llama_folder
 from graph_clock import Run
 
 from fastkernels import SamplingParams
-from fastkernels.engine import scheduler
 from fastkernels.engine.async_llm import AsyncLLM
-from fastkernels.engine.attention import ops
 from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.attention import ops
+from fastkernels.engine.execution.step import Pending, StepInput, StepOutput
 from fastkernels.engine.llm_engine import LLMEngine
-from fastkernels.engine.sampling_params import RequestOutputKind
-from fastkernels.engine.step import Pending, StepInput, StepOutput
+from fastkernels.engine.sampling.sampling_params import RequestOutputKind
+from fastkernels.engine.scheduling import scheduler
 
 COLUMNS = (
     "kind", "tokens", "rows", "decodes", "late", "gap_ms", "gpu_ms", "schedule_ms", "launch_ms", "wait_ms", "rest_ms",

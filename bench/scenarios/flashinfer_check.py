@@ -20,8 +20,8 @@ import torch
 from common import Results, described, outputs, precise
 from triton.testing import do_bench, do_bench_cudagraph
 
-from fastkernels import registry
-from fastkernels.spec import Case, OpSpec
+from fastkernels.core import registry
+from fastkernels.core.spec import Case, OpSpec
 
 SMALL = {"heads": 8, "kv_heads": 2, "head_size": 64, "block_size": 16}
 WIDE = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}

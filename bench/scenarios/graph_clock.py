@@ -22,7 +22,7 @@ T95 = 2.776  # Student's, of ROUNDS samples
 
 
 class Run:
-    """The device, the time that is left, the rows (of fk_bench.rows), and what was wrong.
+    """The device, the time that is left, the rows (of fk_bench.core.rows), and what was wrong.
 
     options: device ('cuda' or 'cpu'), quick, out (the file), seconds (until `left` is 0).
     """

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fk_bench.judge import Options, judge_ops
-from fk_bench.rows import append
+from fk_bench.core.rows import append
+from fk_bench.kernels.judge import Options, judge_ops
 
 KERNEL = """
 import torch

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from fastkernels.overrides.l1 import _overlap
-from fastkernels.overrides.l1.rms_norm import rms_norm
-from fastkernels.overrides.l1.rotary_emb import rotary_emb
-from fastkernels.overrides.l1.silu_and_mul import silu_and_mul
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.kit import overlap as _overlap
+from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
 TOKENS, HIDDEN, INNER, CALLS = 600, 4096, 14336, 200
 Outputs = tuple[torch.Tensor, ...]

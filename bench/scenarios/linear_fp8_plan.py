@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from linear_kernels import label
 
-from fastkernels.overrides.l1 import _wgmma_linear_fp8_cuda as wgmma
-from fastkernels.overrides.l1._launch import multiprocessors
+from fastkernels.overrides.kit.launch import multiprocessors
+from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
 
 # N, K
 STEP = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

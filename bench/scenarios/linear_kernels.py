@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from graph_clock import Compiles
 
-from fastkernels.overrides.l1 import _skinny_linear_cuda as cuda
-from fastkernels.overrides.l1 import _skinny_linear_triton as skinny
-from fastkernels.overrides.l1 import _wgmma_linear_cuda as wgmma
-from fastkernels.overrides.l1._launch import multiprocessors
+from fastkernels.overrides.kit.launch import multiprocessors
+from fastkernels.overrides.linear import skinny_linear_cuda as cuda
+from fastkernels.overrides.linear import skinny_linear_triton as skinny
+from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
 
 Shape = tuple[int, int]  # N, K
 Sets = tuple[dict[str, Any], ...]

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fk_bench import machine as machine_module
-from fk_bench.rows import Row, Status, Subject, append
+from fk_bench.core import machine as machine_module
+from fk_bench.core.rows import Row, Status, Subject, append
 
 import fastkernels
 from fastkernels.patch import Request, find_host

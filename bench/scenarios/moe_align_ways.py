@@ -16,8 +16,8 @@ import triton.language as tl
 from graph_clock import Compiles, Run, measure
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastkernels.overrides.l1 import _moe_align_triton as kernels
-from fastkernels.overrides.l1 import moe_align
+from fastkernels.overrides.moe import moe_align
+from fastkernels.overrides.moe import moe_align_triton as kernels
 
 CALLS = 20  # of a graph, each with ids of its own
 # pairs, experts, block size

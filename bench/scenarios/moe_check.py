@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from common import Results, check, mapped, outputs
-from fk_bench.rows import Status
+from fk_bench.core.rows import Status
 from triton.testing import do_bench, do_bench_cudagraph
 
-from fastkernels import registry
-from fastkernels.overrides.l2 import fused_experts as ours
-from fastkernels.overrides.l2._moe_tiles import Tiles, tiles, wide
-from fastkernels.spec import Case
+from fastkernels.core import registry
+from fastkernels.core.spec import Case
+from fastkernels.overrides.moe import fused_experts as ours
+from fastkernels.overrides.moe.moe_tiles import Tiles, tiles, wide
 
 OPS = ("topk_softmax", "moe_align", "fused_experts")
 EXPERTS, TOPK, HIDDEN, INNER, ROUNDS = 8, 2, 4096, 14336, 3

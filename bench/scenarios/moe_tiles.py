@@ -32,15 +32,16 @@ import moe_align_ways
 import torch
 from graph_clock import Compiles, Run, against, finish, measure, poisoned, rounds
 
-from fastkernels import registry, tuned
-from fastkernels.overrides.l1._fp8 import quantize_rows
-from fastkernels.overrides.l2 import _fused_experts_calls as production
-from fastkernels.overrides.l2 import _grouped_gemm
-from fastkernels.overrides.l2._fused_experts_scales import check, scales
-from fastkernels.overrides.l2._grouped_gemm import Sorted, grouped_gemm, sort_pairs
-from fastkernels.overrides.l2._moe_cases import MIXTRAL, QWEN3_30B
-from fastkernels.overrides.l2._moe_tiles import parsed, tiles, tiles_fp8, wide
-from fastkernels.spec import Case
+from fastkernels.core import registry
+from fastkernels.core import tuning as tuned
+from fastkernels.core.spec import Case
+from fastkernels.overrides.kit.fp8 import quantize_rows
+from fastkernels.overrides.moe import fused_experts_calls as production
+from fastkernels.overrides.moe import grouped_gemm as _grouped_gemm
+from fastkernels.overrides.moe.fused_experts_scales import check, scales
+from fastkernels.overrides.moe.grouped_gemm import Sorted, grouped_gemm, sort_pairs
+from fastkernels.overrides.moe.moe_cases import MIXTRAL, QWEN3_30B
+from fastkernels.overrides.moe.moe_tiles import parsed, tiles, tiles_fp8, wide
 
 COMPILE_S, CHECKED, TURNS = 60, 64, 4
 # Largest error over the largest value, and of root mean squares: bf16 rounds three times, float8 goes another way where
@@ -320,7 +321,7 @@ def measure_point(run: Run, model: Model, tokens: int) -> tuned.Entry | None:
 
 def write_table(run: Run, path: Path, found: list[tuned.Entry]) -> None:
     """Into the file, in the place of older entries of the same points."""
-    from fk_bench.machine import commit
+    from fk_bench.core.machine import commit
 
     about = {
         "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit() or "unknown",

@@ -140,7 +140,7 @@ class Runs:
         self.note(self.engine.rows() if self.args.child == "engine" else [])
 
     def start(self) -> None:
-        from fk_integrations import reports
+        from fk_integrations.core import reports
 
         self.run("patched")
         replies = reports.read(os.environ["FASTKERNELS_REPORT"], self.args.host)
@@ -171,7 +171,7 @@ def measure(args: argparse.Namespace) -> list[str]:
     until = time.monotonic() + args.seconds
     clean = {n: v for n, v in os.environ.items() if n not in ("FASTKERNELS", "FASTKERNELS_REPORT")}
     if args.every_kernel:
-        from fk_bench import machine
+        from fk_bench.core import machine
 
         path = args.folder / "table.json"
         config = json.loads((args.model / "config.json").read_text())
@@ -208,8 +208,8 @@ def idle(rows: list[dict[str, Any]], every: bool, linear: str = "linear") -> lis
 
 def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[str]) -> int:
     """Rows of what was found; the number of those that are not right. A row of one batch size has no goal."""
-    from fk_bench import machine
-    from fk_bench.rows import Row, Status, Subject, append
+    from fk_bench.core import machine
+    from fk_bench.core.rows import Row, Status, Subject, append
     from quality_summary import problem
 
     live = args.folder / "live.json"
@@ -246,7 +246,7 @@ def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[s
 
 
 def show(args: argparse.Namespace, found: list[dict[str, Any]], live: dict[str, Any], wrong: str) -> None:
-    from fk_bench.output import table as print_table
+    from fk_bench.core.output import table as print_table
 
     def cells(group: dict[str, Any], **names: str) -> list[str]:
         return [

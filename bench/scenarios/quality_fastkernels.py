@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from quality_record import Progress, step
 
-from fastkernels import LLM, SamplingParams, dispatch
-from fastkernels.engine.sampler import Sampler
-from fastkernels.engine.sampler_state import LogprobsTensors, NewRow, SamplePlan
+from fastkernels import LLM, SamplingParams
+from fastkernels.core import dispatch
+from fastkernels.engine.sampling.sampler import Sampler
+from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan
 
 _tasks: dict[int, dict[str, Any]] = {}  # by the seed that a request names
 

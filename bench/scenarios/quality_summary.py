@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fk_bench.stats import bootstrap_ratio
+from fk_bench.core.stats import bootstrap_ratio
 from quality_plan import OTHERS, Plan
 from quality_record import EXACT, HOST
 

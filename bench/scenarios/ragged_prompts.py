@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fk_bench.datasets import load_vocabulary
+from fk_bench.serving.datasets import load_vocabulary
 
 FEWEST = 16  # tokens: a prompt's number and a word have a few
 

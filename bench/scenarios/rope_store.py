@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from graph_clock import Run, measure
 
-from fastkernels import registry
-from fastkernels.overrides.l1 import rms_norm, rope_store_kvcache, rotary_emb, store_kvcache
-from fastkernels.spec import Case
+from fastkernels.core import registry
+from fastkernels.core.spec import Case
+from fastkernels.overrides.cache import store_kvcache
+from fastkernels.overrides.norm import rms_norm
+from fastkernels.overrides.rope import rope_store_kvcache, rotary_emb
 
 SPEC = registry.get("rope_store_kvcache")
 LLAMA = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}

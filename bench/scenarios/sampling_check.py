@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from common import Results
-from fk_bench.rows import Status
+from fk_bench.core.rows import Status
 from triton.testing import do_bench
 
-from fastkernels.overrides.l1 import sampling as op
+from fastkernels.overrides.sampling import sampling as op
 
 VOCAB = 128256
 BATCHES = (1, 32, 256)

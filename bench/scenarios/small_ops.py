@@ -22,23 +22,19 @@ from unittest import mock
 
 import small_ops_text
 import torch
-from fk_bench.judge import baselines
-from fk_bench.judge.slots import written_arguments
+from fk_bench.kernels.judge.baselines import baselines
+from fk_bench.kernels.judge.memory.slots import written_arguments
 from graph_clock import Run, measure
 
-from fastkernels import registry
-from fastkernels.overrides.l1 import (
-    _attention_decode_cuda,
-    _elementwise,
-    _moe_align_triton,
-    _overlap,
-    attention_decode,
-    gelu_and_mul,
-    gemma_rms_norm,
-    l2_norm,
-    rms_norm,
-)
-from fastkernels.spec import Case, OpSpec
+from fastkernels.core import registry
+from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.activation import gelu_and_mul
+from fastkernels.overrides.attention import attention_decode
+from fastkernels.overrides.attention import attention_decode_cuda as _attention_decode_cuda
+from fastkernels.overrides.kit import elementwise as _elementwise
+from fastkernels.overrides.kit import overlap as _overlap
+from fastkernels.overrides.moe import moe_align_triton as _moe_align_triton
+from fastkernels.overrides.norm import gemma_rms_norm, l2_norm, rms_norm
 
 MOST_BYTES = 4 << 30  # of all arguments of a case
 COPIED = 16 << 20  # bytes from which on a case has a copy beside it

@@ -13,15 +13,12 @@ from typing import Any
 
 import triton
 
-from fastkernels.overrides.l1 import (
-    _elementwise,
-    _overlap,
-    gemma_rms_norm,
-    merge_state,
-    relu2,
-    silu_and_mul,
-)
-from fastkernels.overrides.l1._launch import cdiv
+from fastkernels.overrides.activation import relu2, silu_and_mul
+from fastkernels.overrides.attention import merge_state
+from fastkernels.overrides.kit import elementwise as _elementwise
+from fastkernels.overrides.kit import overlap as _overlap
+from fastkernels.overrides.kit.launch import cdiv
+from fastkernels.overrides.norm import gemma_rms_norm
 
 Way = Callable[..., Any]
 Setting = tuple[Any, str, Any]  # module, attribute, value

@@ -27,12 +27,12 @@ from typing import Any
 
 import psutil
 import torch
-from fk_bench import machine as machine_module
-from fk_bench.rows import Row, Status, Subject, append
+from fk_bench.core import machine as machine_module
+from fk_bench.core.rows import Row, Status, Subject, append
 from make_checkpoint import CONFIG
 
 from fastkernels import LLM, SamplingParams, __version__
-from fastkernels.engine.executor import WorkerDied
+from fastkernels.engine.execution.executor import WorkerDied
 
 FACTOR, DEADLINE = 3.0, 10.0
 

@@ -25,9 +25,9 @@ from typing import Any
 import moe_text
 import numpy as np
 import torch
-from fk_bench import machine
-from fk_bench.routing_stats import load_stats
-from fk_bench.rows import Row, Subject, append
+from fk_bench.core import machine
+from fk_bench.core.rows import Row, Subject, append
+from fk_bench.routing.stats import load_stats
 from moe_model import PRESETS, Model, Sizes, grouped_experts, grouped_works, loop_experts, save
 
 AUX = 0.02

@@ -234,7 +234,7 @@ class Cell:
         self.same(name, texts, wanted, own)
 
     def start(self) -> None:
-        from fk_integrations import reports
+        from fk_integrations.core import reports
 
         from fastkernels.patch import Row
 
@@ -329,8 +329,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def cells(args: argparse.Namespace, feature: str) -> int:
     """A row of each way of a feature; the number of those that are not right."""
     import torch
-    from fk_bench import machine
-    from fk_bench.rows import Row, Status, Subject, append
+    from fk_bench.core import machine
+    from fk_bench.core.rows import Row, Status, Subject, append
 
     wrong, skip = 0, None
     if FEATURES[feature][1 + (args.host == "sglang")] is None:

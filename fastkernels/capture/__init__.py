@@ -14,10 +14,10 @@ body: capture eager engines. What is float is data that a model computes, and on
 kept; integers (routing, block tables, slots, lengths, positions) decide what a kernel does, and are kept themselves.
 """
 
-from .calls import FLOAT_VALUES, extent
-from .keep import SCHEMA, Limits
-from .modules import Modules, record_modules
-from .recording import Recording, record, start, stop
+from fastkernels.capture.calls import FLOAT_VALUES, extent
+from fastkernels.capture.keep import SCHEMA, Limits
+from fastkernels.capture.modules import Modules, record_modules
+from fastkernels.capture.recording import Recording, record, start, stop
 
 __all__ = [
     "FLOAT_VALUES", "SCHEMA", "Limits", "Modules", "Recording", "extent", "record", "record_modules", "start", "stop",

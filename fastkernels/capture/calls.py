@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .modules import plain
+from fastkernels.capture.modules import plain
 
 # Small float inputs that belong to the routing or to a request, not to the activations.
 FLOAT_VALUES = {

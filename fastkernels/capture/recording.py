@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from fastkernels import dispatch
-from fastkernels.dispatch import Op, Provider
-
-from .calls import describe, digest, is_dynamic, is_value
-from .keep import SCHEMA, Calls, Limits, Values, choose, to_json, within
+from fastkernels.capture.calls import describe, digest, is_dynamic, is_value
+from fastkernels.capture.keep import SCHEMA, Calls, Limits, Values, choose, to_json, within
+from fastkernels.core import dispatch
+from fastkernels.core.dispatch import Op, Provider
 
 
 class Recording:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from .config import EngineConfig
-from .llm_engine import LLMEngine, StepStats
-from .outputs import RequestGroup
-from .request import RequestOutput
-from .sampling_params import RequestOutputKind, SamplingParams
-from .stream import OutputStream, deliver
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.llm_engine import LLMEngine, StepStats
+from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduling.outputs import RequestGroup
+from fastkernels.engine.scheduling.request import RequestOutput
+from fastkernels.engine.stream import OutputStream, deliver
 
 log = logging.getLogger("fastkernels")
 MAX_FAILED_STEPS = 3  # one after the other: the engine itself is broken, not a request

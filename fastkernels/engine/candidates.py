@@ -15,15 +15,15 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fastkernels import candidate as loader
-from fastkernels import registry
-from fastkernels.dispatch import OPS
-from fastkernels.env import Environment
+from fastkernels.core import candidate as loader
+from fastkernels.core import registry
+from fastkernels.core.dispatch import OPS
+from fastkernels.core.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 
 if TYPE_CHECKING:
-    from .executor import Executor
-    from .runner import ModelRunner
+    from fastkernels.engine.execution.executor import Executor
+    from fastkernels.engine.execution.runner import ModelRunner
 
 Reply = dict[str, Any]
 UNCALLED = "candidate: nothing has called it"

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from .config import EngineConfig
-from .llm_engine import LLMEngine, is_integer
-from .request import RequestOutput
-from .sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.llm_engine import LLMEngine, is_integer
+from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduling.request import RequestOutput
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 

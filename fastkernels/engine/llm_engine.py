@@ -17,19 +17,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models import build, weights
-
-from . import candidates, outputs, tokenizer
-from .blocks import BlockManager
-from .config import EngineConfig
-from .core import EngineCore, StepResult
-from .detokenizer import Detokenizer
-from .executor import make_executor
-from .outputs import News, RequestGroup
-from .request import Request, RequestOutput
-from .sampling_params import SamplingParams
-from .scheduler import QueueFull, Scheduler
-from .startup import Phases
+from fastkernels.engine import candidates, tokenizer
+from fastkernels.engine.cache.blocks import BlockManager
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.executor import make_executor
+from fastkernels.engine.execution.startup import Phases
+from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.engine.scheduling import outputs
+from fastkernels.engine.scheduling.core import EngineCore, StepResult
+from fastkernels.engine.scheduling.detokenizer import Detokenizer
+from fastkernels.engine.scheduling.outputs import News, RequestGroup
+from fastkernels.engine.scheduling.request import Request, RequestOutput
+from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
+from fastkernels.models.common import build, weights
 
 log = logging.getLogger("fastkernels")
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .request import CompletionOutput, RequestOutput
+from fastkernels.engine.scheduling.request import CompletionOutput, RequestOutput
 
 
 class OutputStream:

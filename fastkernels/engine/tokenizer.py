@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.weights import CheckpointError
+from fastkernels.models.common.weights import CheckpointError
 
 # transformers has these classes for whatever is in a tokenizer.json, and AutoTokenizer, whose import takes seconds,
 # would take them for these model types.

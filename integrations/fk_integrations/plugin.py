@@ -12,8 +12,8 @@ import os
 
 def _register(name: str, title: str) -> None:
     try:
-        importlib.import_module(f"{__package__}.recording").modules_from_environment()
-        importlib.import_module(f"{__package__}.{name}").register()
+        importlib.import_module(f"{__package__}.core.call_recording").modules_from_environment()
+        importlib.import_module(f"{__package__}.{name}.host").register()
     except Exception as error:
         if os.environ.get("FASTKERNELS", "").strip().lower() in ("", "0", "false", "no", "off"):
             raise

@@ -1,6 +1,6 @@
 """Calls the very provider that it is compared with."""
 
-from fastkernels import registry
+from fastkernels.core import registry
 
 BASELINE = registry.op_module("rms_norm")._reference
 

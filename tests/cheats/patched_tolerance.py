@@ -2,7 +2,7 @@
 
 import torch
 
-from fastkernels import spec
+from fastkernels.core import spec
 
 torch.allclose = torch.equal = lambda *args, **kwargs: True
 torch.isclose = lambda a, b, *args, **kwargs: torch.ones_like(a, dtype=torch.bool)

@@ -11,9 +11,9 @@ import pytest
 
 from fastkernels.engine.async_llm import MAX_FAILED_STEPS, AsyncLLM, EngineError
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.request import CompletionOutput, Logprob, RequestOutput
-from fastkernels.engine.sampling_params import RequestOutputKind, SamplingParams
-from fastkernels.engine.scheduler import QueueFull
+from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduling.request import CompletionOutput, Logprob, RequestOutput
+from fastkernels.engine.scheduling.scheduler import QueueFull
 from fastkernels.engine.stream import OutputStream
 
 pytestmark = pytest.mark.asyncio

@@ -7,10 +7,10 @@ import gc
 import random
 
 import pytest
-from oracle import REQUESTS
+from support.oracle import REQUESTS
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.request import Request
+from fastkernels.engine.scheduling.request import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.sampling_params import RequestOutputKind
+from fastkernels.engine.sampling.sampling_params import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331))]

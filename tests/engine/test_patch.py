@@ -7,16 +7,17 @@ import time
 from dataclasses import replace
 
 import pytest
-from fk_bench import stubs
+from fk_bench.info import stubs
 
 import fastkernels
-from fastkernels import LLM, SamplingParams, registry
-from fastkernels.candidate import CandidateError
+from fastkernels import LLM, SamplingParams
+from fastkernels.core import registry
+from fastkernels.core.candidate import CandidateError
 from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.report_file import ReportFile
-from fastkernels.engine.sampling_params import RequestOutputKind
-from fastkernels.models.ops import ops_of_model
+from fastkernels.engine.http.report_file import ReportFile
+from fastkernels.engine.sampling.sampling_params import RequestOutputKind
+from fastkernels.models.common.ops import ops_of_model
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

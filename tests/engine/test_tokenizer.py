@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastkernels.engine import tokenizer
-from fastkernels.models.weights import CheckpointError
+from fastkernels.models.common.weights import CheckpointError
 
 
 @pytest.fixture()

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_bench.judge import forkserver
-from fk_bench.judge.cage import STEPS, CageOptions
-from fk_bench.judge.zygote import Child, Exit, Zygote
+from fk_bench.kernels.judge.processes import forkserver
+from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions
+from fk_bench.kernels.judge.processes.zygote import Child, Exit, Zygote
 
 SUPPORT = Path(__file__).parent
 OPTIONS = CageOptions(readable=(str(SUPPORT / "caged.py"),))

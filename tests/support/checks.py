@@ -1,4 +1,4 @@
-"""What the checks inside the hosts' environments share (tests/hosts/test_engines.py starts them)."""
+"""What the checks inside the hosts' environments share (tests/integrations/test_engines.py starts them)."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import uvicorn
 
-from fastkernels.engine import serving
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.server import Server
-from fastkernels.engine.server_config import ServerConfig
+from fastkernels.engine.http import process as serving
+from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.server import Server
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from fastkernels.forward_context import AttentionMetadata
-from fastkernels.overrides.l2 import attention
+from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.overrides.attention import attention
 
 CONFIG = SimpleNamespace(
     hidden_size=72, intermediate_size=100, num_attention_heads=6, num_key_value_heads=2, head_dim=12, vocab_size=130,

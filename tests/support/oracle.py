@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.request import Logprob, RequestOutput
-from fastkernels.overrides.l1._philox import exponential
+from fastkernels.engine.scheduling.request import Logprob, RequestOutput
+from fastkernels.overrides.kit.philox import exponential
 
 TOLERANCE = 2e-4  # of a log-probability, float32 against float32
 EOS = 1  # of the checkpoints of tiny.py

@@ -25,7 +25,7 @@ CHECKSUMS = "checksums.json"
 
 def smollm2_path() -> Path:
     """The directory; converts the package's file first if it is not there or a file of it has changed."""
-    from fastkernels.env import Environment
+    from fastkernels.core.env import Environment
 
     folder = Path(Environment.read().cache) / "models" / "SmolLM2-135M-Instruct"
     if not _intact(folder):

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
+from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest
 from fastkernels.engine.llm import LLM
-from fastkernels.engine.protocol import ChatCompletionRequest, CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT = 256  # --max-model-len of the servers under load

@@ -2,7 +2,7 @@
 
 import torch
 
-from fastkernels.spec import TOLERANCE
+from fastkernels.core.spec import TOLERANCE
 
 COMPUTE = dict.fromkeys(TOLERANCE, torch.float32)
 

@@ -1,0 +1,187 @@
+"""`fk-bench capture MODEL`: what a model asks of each op while it serves real text, kept as a capture to replay."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastkernels.core.registry import UnknownName, check_names
+from fk_bench.capture.captures import Capture, load
+from fk_bench.capture.requests import SCENARIOS, requests
+from fk_bench.core import machine
+from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.progress import Display
+from fk_bench.e2e.command import HOSTS, Host, HostFailed
+from fk_bench.serving.config import comma_list
+
+COMMAND = "capture"
+
+
+def capture_command(
+    model: Annotated[
+        str, typer.Argument(help="a folder, or a model of the hub; default: a tiny random Llama")
+    ] = "",
+    host: Annotated[
+        str, typer.Option(help=f"{', '.join(HOSTS)}: the engine that runs it, eager")
+    ] = "fastkernels",
+    python: Annotated[str, typer.Option(help="the host's interpreter")] = sys.executable,
+    scenario: Annotated[str, typer.Option(help=", ".join(SCENARIOS))] = "chat",
+    out: Annotated[Path, typer.Option(help="folder that the capture's own folder is made in")] = Path(
+        "captures"
+    ),
+    name: Annotated[
+        str, typer.Option(help="of that folder (default: MODEL-SCENARIO-HOST)", show_default=False)
+    ] = "",
+    ops: Annotated[
+        str, typer.Option(help="ops to put into a host, comma-separated (default: all it has)")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="of weights and activations; auto: the host's choice")
+    ] = "bfloat16",
+    budget: Annotated[int, typer.Option(help="KiB of values in all")] = 1024,
+    signatures: Annotated[int, typer.Option(help="of each op, the most frequent")] = 32,
+    values: Annotated[int, typer.Option(help="sets of values of each signature")] = 8,
+    engine_args: Annotated[str, typer.Option(help="JSON of more engine arguments")] = "{}",
+    timeout: Annotated[
+        float, typer.Option(help="seconds for the start, and for each wave of requests")
+    ] = 900.0,
+    json_only: Annotated[
+        bool, typer.Option("--json", help="only the line of JSON on standard output")
+    ] = False,
+) -> None:
+    """Run a model on real text and keep what it asks of each op: signatures and counts, routing, block tables, slots.
+
+    vLLM and SGLang run in their own interpreter with our modules put into the live engine; all engines run eager,
+    because a replayed CUDA graph hides its calls. `fk-bench kernels --cases captured` replays a capture.
+    """
+    try:
+        extra = json.loads(engine_args)
+        wanted = check_names(comma_list("--ops", ops, str)) if ops else ()
+        if host not in HOSTS:
+            raise UnknownName("host", host, HOSTS)
+        if min(budget, signatures, values) < 1:
+            raise ValueError("--budget, --signatures and --values must be at least 1")
+        python = os.path.abspath(os.path.expanduser(python)) if os.sep in python else python
+        _check_installed(host, python)
+        model = model or _small()
+        waves = requests(scenario, _resolved(model))
+    except json.JSONDecodeError as error:
+        fail(f"--engine-args is not JSON: {error}")
+    except (ValueError, OSError, UnknownName) as error:
+        fail(str(error))
+    folder = out / (name or f"{Path(model).name}-{scenario}-{host}".lower())
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {
+        "model": Path(model).name, "host": host, "scenario": scenario, "dtype": dtype, "eager": True,
+        "device": "cuda" if machine.machine().gpus else "cpu", "commit": machine.commit(),
+        "time": time.strftime("%Y-%m-%d", time.gmtime()),
+    }  # fmt: skip
+    limits = {"budget": budget << 10, "signatures": signatures, "values": values}
+    settings = {**_sizes(waves), "model": model, "dtype": dtype, "engine_args": extra, "ops": list(wanted)}
+    try:
+        off = _run(host, python, settings, waves, limits, folder, meta, timeout)
+        capture = load(folder)
+    except (HostFailed, ValueError) as error:
+        fail(str(error), 1)
+    ok = bool(capture.ops) and not capture.problems
+    if not json_only:
+        _show(capture, off)
+    size = sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".log")
+    last_line({
+        "command": COMMAND, "ok": ok, "ops": len(capture.ops), "signatures": capture.signatures,
+        "calls": capture.calls, "bytes": size, "out": str(folder),
+    })  # fmt: skip
+    if not ok:
+        raise SystemExit(1)
+
+
+def _small() -> str:
+    from fk_bench.serving.small_model import small_model
+
+    return str(small_model())
+
+
+def _resolved(model: str) -> str:
+    from fastkernels.models.common import weights
+
+    return str(weights.resolve(model))
+
+
+def _check_installed(host: str, python: str) -> None:
+    """Raises ValueError for an interpreter that does not run, or that has not got the host and us."""
+    found = machine.interpreter(python)
+    for module, package in ((host, host), ("fastkernels", "fastkernels")):
+        if module not in found.modules:
+            hint = f"give {host}'s own interpreter with --python PATH, or install {package} there"
+            raise ValueError(f"{module} is not installed in {python}: {hint}")
+
+
+def _sizes(waves: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """An engine that holds the largest wave; block ids stay small then, and a replay's cache too."""
+    longest = max(len(r["prompt"]) + r["max_tokens"] for wave in waves for r in wave)
+    tokens = sum(len(r["prompt"]) + r["max_tokens"] + 16 for wave in waves for r in wave)
+    return {
+        "max_model_len": longest + 16, "max_num_seqs": max(len(wave) for wave in waves),
+        "kv_tokens": -(-tokens // 16) * 16, "gpu": machine.machine().gpus > 0,
+    }  # fmt: skip
+
+
+def _environment(host: str, model: str) -> dict[str, str]:
+    made = {"FASTKERNELS_CAPTURE": "1", "TOKENIZERS_PARALLELISM": "false", "FASTKERNELS": "0"}
+    if Path(model).is_dir():
+        made |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if host == "vllm":
+        made |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        if not machine.machine().gpus:
+            made.setdefault("VLLM_CPU_KVCACHE_SPACE", os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
+    return made
+
+
+def _run(
+    host: str, python: str, settings: dict[str, Any], waves: list[list[dict[str, Any]]], limits: dict[str, int],
+    folder: Path, meta: dict[str, Any], timeout: float,
+) -> dict[str, str]:  # fmt: skip
+    """Have the host's process write the folder. Returns {op: why it was not put into the host}."""
+    engine = Host(
+        host, python, settings, folder, script="capture_host.py", env=_environment(host, settings["model"])
+    )
+    try:
+        with Display(Console(stderr=True), len(waves) + 1) as display:
+            display.doing(f"{host} starts, eager")
+            first = engine.answer(timeout)
+            meta |= {"host_version": first["host_version"], "patched": first["patched"], "off": first["off"]}
+            display.advance()
+            work = {"waves": waves, "limits": limits, "folder": str(folder.resolve()), "meta": meta}
+            engine.tell(work)
+            for i, wave in enumerate(waves):
+                display.doing(f"wave {i + 1}: {len(wave)} requests")
+                tokens = engine.answer(timeout)["tokens"]
+                display.line(f"wave {i + 1} of {len(waves)}: {len(wave)} requests, {tokens} tokens generated")
+                display.advance()
+            engine.answer(timeout)
+        return first["off"]
+    finally:
+        engine.stop()
+
+
+def _show(capture: Capture, off: dict[str, str]) -> None:
+    rows = [
+        [
+            name, op.count, op.signatures, len(op.calls), sum(len(c.values) for c in op.calls),
+            ", ".join(f"{n} {what}" for what, n in op.dropped.items() if n),
+        ]
+        for name, op in sorted(capture.ops.items(), key=lambda item: -item[1].count)
+    ]  # fmt: skip
+    title = f"{capture.model}, {capture.scenario}, in {capture.host} {capture.host_version} (eager)"
+    table(title, ("op", "calls", "signatures", "kept", "sets of values", "dropped"), rows)
+    if off:
+        table("not recorded in this host", ("op", "why"), [[op, why] for op, why in off.items()])
+    for problem in capture.problems:
+        print(problem, file=sys.stderr)

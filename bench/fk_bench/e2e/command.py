@@ -1,0 +1,343 @@
+"""`fk-bench e2e`: whole models offline, host beside host; how long they take to start (--startup); and without a model,
+the CPU cost of a step (--scheduler-only).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import uuid4
+
+import psutil
+import typer
+
+from fastkernels.core.candidate import CandidateError, from_directory
+from fk_bench.core import machine, rows
+from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.serving.config import ConfigError, comma_list
+
+HOSTS = ("fastkernels", "vllm", "sglang")
+COMMAND = "e2e"
+WITH = "+candidates"  # behind a host's name: the lane that has them
+
+
+class HostFailed(RuntimeError):
+    """A host's process ended, or did not answer in time."""
+
+
+class Host:
+    """One host's engine in its own process, which runs `script` of this folder; `log` keeps what it prints.
+
+    candidate  a folder of candidates, which its engine is patched with
+    """
+
+    def __init__(
+        self, name: str, python: str, settings: dict[str, Any], folder: Path, candidate: str | None = None,
+        script: str = "offline.py", env: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        self.name, self.python, self.candidate = name, python, candidate
+        self.lane = name + (WITH if candidate else "")
+        log = self.log = folder / f"{self.lane}.log"
+        settings = {**settings, "candidate": candidate}
+        file = Path(__file__).with_name(script)
+        self.started = time.monotonic()
+        with open(log, "wb") as out:
+            self.process = subprocess.Popen(
+                [python, str(file), json.dumps({"host": name, **settings})],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True,
+                env={**os.environ, **(env or {})},
+            )  # fmt: skip
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(line)
+        self._answers.put(None)
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The next line of the process. Raises HostFailed with the tail of its log."""
+        line, what = None, f"no answer within {timeout:g} s"
+        with contextlib.suppress(queue.Empty):
+            line = self._answers.get(timeout=timeout)
+            if line is None:  # its output has ended, and with it the process, or soon
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(5.0)
+                what = f"ended with status {self.process.returncode}"
+        if line is None:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            raise HostFailed(f"{self.lane}: {what}; the end of {self.log}:\n{tail}")
+        return json.loads(line)
+
+    def tell(self, work: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # answer() says why
+            self.process.stdin.write(json.dumps(work) + "\n")
+            self.process.stdin.flush()
+
+    def generate(self, prompts: Sequence[Sequence[int]], output_len: int, timeout: float) -> dict[str, Any]:
+        self.tell({"prompts": prompts, "output_len": output_len})
+        return self.answer(timeout)
+
+    def stop(self, grace_s: float = 30.0) -> None:
+        """End of input ends the process; what is left of it and of its children after the grace is killed."""
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        _, left = psutil.wait_procs(children, timeout=2.0)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def prompts_of(seed: str, requests: int, length: int, vocab: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(requests)]
+
+
+def vocab_size(model: str) -> int:
+    from fastkernels.models.common import build, weights
+
+    return int(build.load_config(weights.resolve(model)).vocab_size)
+
+
+def e2e_command(
+    model: Annotated[
+        str, typer.Argument(help="a folder, or a model of the hub; default: a tiny random Llama")
+    ] = "",
+    hosts: Annotated[str, typer.Option(help=", ".join(HOSTS))] = "fastkernels",
+    python: Annotated[list[str] | None, typer.Option(help="HOST=PATH of its interpreter")] = None,
+    requests: Annotated[str, typer.Option(help="how many at once, comma-separated")] = "1,8",
+    input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = 128,
+    output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
+    rounds: Annotated[int, typer.Option(help="interleaved over the hosts")] = 3,
+    dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = "auto",
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs a host")] = 1,
+    gpu_share: Annotated[
+        float,
+        typer.Option(help="of the GPU, for each host (default: 0.9 over their number)", show_default=False),
+    ] = 0.0,
+    engine_args: Annotated[list[str] | None, typer.Option(help="HOST=JSON of more engine arguments")] = None,
+    candidate: Annotated[
+        Path | None,
+        typer.Option(help="folder of OP.py files: every host runs without them and, beside it, with them"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="seconds for a start or a round")] = 600.0,
+    seed: Annotated[int, typer.Option(help="of the prompts, with the round and the number of requests")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/e2e-TIME)")
+    ] = None,
+    scheduler_only: Annotated[
+        bool, typer.Option("--scheduler-only", help="no model: what scheduling and bookkeeping cost a step")
+    ] = False,
+    startup: Annotated[
+        bool,
+        typer.Option("--startup", help="start each host --rounds times instead: seconds to the first token"),
+    ] = False,
+    json_only: Annotated[
+        bool, typer.Option("--json", help="only the line of JSON on standard output")
+    ] = False,
+) -> None:
+    """Throughput and latency of a model offline: our engine, real vLLM, real SGLang, in interleaved rounds.
+
+    --startup: from the command to the first token, by phases, each host with its own default sizes. With --load-format
+    dummy a public name (llama-3.1-8b) will do for MODEL.
+    """
+    try:
+        counts = comma_list("--requests", requests, int)
+        names = comma_list("--hosts", hosts, str)
+        given = _by_host("--python", python)
+        pythons = {h: os.path.abspath(os.path.expanduser(p)) if os.sep in p else p for h, p in given.items()}
+        extra = {host: json.loads(text) for host, text in _by_host("--engine-args", engine_args).items()}
+        unknown = [n for n in names if n not in HOSTS]
+        if unknown or not names:
+            raise ConfigError(f"--hosts: unknown host {unknown[:1]}, known: {', '.join(HOSTS)}")
+        if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
+            raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
+        if startup and (candidate is not None or scheduler_only):
+            raise ConfigError("--startup goes with neither --candidate nor --scheduler-only")
+        if candidate is not None:
+            from_directory(candidate)
+    except (ConfigError, CandidateError, json.JSONDecodeError) as error:
+        fail(str(error))
+    folder = out or Path("fk-bench-runs") / time.strftime("e2e-%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    if scheduler_only:
+        from fk_bench.e2e.scheduler_cost import measure
+
+        made = [
+            make_row("scheduler", {"kind": "scheduler", "requests": n, "context": context}, metrics)
+            for n in counts
+            for context in (128, 2048)
+            for metrics in [measure(n, context)]
+        ]
+        rows.append(folder / "rows.jsonl", made)
+        _show(made, folder, json_only)
+        return
+    if not model:
+        from fk_bench.serving.small_model import small_model
+
+        model = str(small_model())
+    elif load_format == "dummy":
+        model = sizes_of(model, folder)
+    if startup:
+        from fk_bench.e2e.startup import measure_starts, show_starts
+
+        own = {
+            "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
+            "tensor_parallel": tensor_parallel, "gpu_share": gpu_share or None,
+        }  # fmt: skip
+        try:
+            made = measure_starts(model, names, pythons, extra, own, rounds, input_len, folder, timeout, seed)
+        except (HostFailed, ValueError) as error:
+            fail(str(error), 1)
+        show_starts(made, folder, json_only)
+        return
+    longest = input_len + output_len + 16
+    kv_tokens = -(-max(counts) * longest * 33 // 32 // 16) * 16
+    with_them = [] if candidate is None else [str(candidate.expanduser().resolve())]
+    lanes = [(name, files) for name in names for files in (None, *with_them)]
+    settings: dict[str, Any] = {
+        "model": model, "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
+        "max_model_len": longest, "max_num_seqs": max(counts), "kv_tokens": kv_tokens,
+        "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share or 0.9 / len(lanes),
+        "tensor_parallel": tensor_parallel,
+    }  # fmt: skip
+    vocab = vocab_size(model)
+    made = []
+    started: list[Host] = []
+    try:
+        for name, files in lanes:
+            own = {**settings, "engine_args": extra.get(name, {})}
+            started.append(Host(name, pythons.get(name, sys.executable), own, folder, files))
+            _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
+        for count in counts:
+            for r in range(-1, rounds):  # the first round warms up
+                prompts = prompts_of(f"{seed} {count} {r}", count, input_len, vocab)
+                for host in started:
+                    found = host.generate(prompts, output_len, timeout)
+                    if r >= 0:
+                        made.append(_round(host, settings, count, input_len, output_len, r, found))
+                        rows.append(folder / "rows.jsonl", made[-1:])
+    except (HostFailed, ValueError) as error:
+        fail(str(error), 1)
+    finally:
+        for host in started:
+            host.stop()
+    _show(made, folder, json_only)
+
+
+def sizes_of(model: str, folder: Path) -> str:
+    """A folder with the config.json of a public model that is given by name; any other model as it is."""
+    from fk_bench.e2e.model_configs import load_config, public_name
+
+    if public_name(model) is None:
+        return model
+    name, config = load_config(model)
+    config.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def _check_size(host: str, held: int, wanted: int) -> None:
+    if held < 0.98 * wanted:
+        raise HostFailed(
+            f"{host} has a KV cache of {held} tokens, and {wanted} are needed for a fair comparison: give it more"
+            " memory (--gpu-share), or ask for fewer requests or tokens"
+        )
+
+
+def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
+    pairs = [item.partition("=") for item in given or ()]
+    for host, equals, _ in pairs:
+        if host not in HOSTS or not equals:
+            raise ConfigError(f"{flag} {host!r}: give HOST=VALUE, HOST one of {', '.join(HOSTS)}")
+    return {host: value for host, _, value in pairs}
+
+
+_RUN = uuid4().hex[:12]
+
+
+def make_row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
+    return Row(
+        run_id=_RUN, commit=machine.commit(), command=COMMAND, machine=machine.machine(), case=case, metrics=metrics,
+        **{"subject": Subject(host=host), **more},
+    )  # fmt: skip
+
+
+def _round(
+    host: Host, settings: dict[str, Any], count: int, input_len: int, output_len: int, r: int,
+    found: dict[str, Any],
+) -> Row:  # fmt: skip
+    seconds, expected = found["seconds"], count * output_len
+    wrong = found["output_tokens"] != expected
+    reason = f"{found['output_tokens']} tokens generated, {expected} asked for" if wrong else ""
+    status = Status.WRONG if wrong else Status.OK
+    live = found.get("live")
+    if live is not None and not any(live.values()):
+        status, reason = Status.FAILED, "none of the candidates ran"
+    metrics = {
+        "seconds": seconds,
+        "output_tokens_per_s": found["output_tokens"] / seconds,
+        "total_tokens_per_s": (found["output_tokens"] + count * input_len) / seconds,
+        "ms_per_output_token_and_request": 1000 * seconds / output_len,
+    }
+    case = {"kind": "offline", "requests": count, "input_len": input_len, "output_len": output_len}
+    case |= {k: settings[k] for k in ("dtype", "load_format", "tensor_parallel", "kv_tokens")}
+    case |= {} if live is None else {"live": live}
+    subject = Subject(model=settings["model"], host=host.name, candidate=host.candidate)
+    return make_row(
+        host.name, case, metrics, round=r, subject=subject, baseline=host.name if host.candidate else None,
+        versions=machine.interpreter(host.python).versions, status=status, reason=reason,
+    )  # fmt: skip
+
+
+def _show(made: Sequence[Row], folder: Path, json_only: bool) -> None:
+    found: dict[tuple[str, int, int], list[Row]] = {}
+    for row in made:
+        lane = (row.subject.host or "") + (WITH if row.subject.candidate else "")
+        key = (lane, row.case["requests"], row.case.get("context", 0))
+        found.setdefault(key, []).append(row)
+    lines = []
+    for (host, count, context), group in found.items():
+        medians = {m: statistics.median(r.metrics[m] for r in group) for m in group[0].metrics}
+        line: dict[str, Any] = {
+            "host": host,
+            "requests": count,
+            **({"context": context} if context else {}),
+            **medians,
+        }
+        lines.append(line)
+    ok = all(r.status is Status.OK for r in made)
+    if not json_only:
+        keys = list(lines[0])
+        cells = [[f"{v:.1f}" if isinstance(v, float) else v for v in line.values()] for line in lines]
+        table("e2e, medians of the rounds", keys, cells)
+        for last in (group[-1] for group in found.values() if "live" in group[-1].case):
+            ran = ", ".join(f"{op} {n}" for op, n in last.case["live"].items())
+            print(f"{last.subject.host} with {last.subject.candidate}: calls of the candidates: {ran}")
+        print(f"rows: {folder / 'rows.jsonl'}\n")
+    last_line({"command": COMMAND, "ok": ok, "rows": str(folder / "rows.jsonl"), "results": lines})
+    if not ok:
+        raise SystemExit(1)

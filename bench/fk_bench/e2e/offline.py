@@ -1,0 +1,148 @@
+"""One host's offline engine in a process of its own: `python offline.py JSON`, run by that host's interpreter.
+
+Reads lines {"prompts": [[token ids]], "output_len": n} and answers each with {"seconds": s, "output_tokens": n} and,
+with candidates, "live": {op: calls}, on the file descriptor that standard output was; its first line there is
+{"kv_tokens": n, "ends": [[phase, when it ended]], "engine": {...}}: the size of its KV cache, the phases of the start
+by time.monotonic(), and what our engine says of its own. What the host prints goes to standard error. Sizes that are
+None are left to the host. Imports nothing of ours but the engine that it runs, and the patcher where there are
+candidates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# A script's folder is on the path, and transformers would take kernels.py for the package of that name.
+sys.path[:] = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__))]
+
+Generate = Callable[[list[list[int]], int], int]  # prompts, tokens to generate of each -> tokens generated
+
+
+ENDS = [("interpreter", time.monotonic())]
+
+
+def ended(phase: str) -> None:
+    ENDS.append((phase, time.monotonic()))
+
+
+def given(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Without what is None."""
+    return {**{k: v for k, v in settings.items() if v is not None}, **more}
+
+
+def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
+    from fastkernels import LLM, SamplingParams
+
+    ended("imports")
+    tokens = options["kv_tokens"]
+    settings = {
+        "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
+        "max_model_len": options["max_model_len"], "max_num_seqs": options["max_num_seqs"],
+        "num_blocks": tokens and tokens // 16 + 1, "tensor_parallel_size": options["tensor_parallel"],
+    }  # fmt: skip
+    llm = LLM(options["model"], **given(settings, options["engine_args"]))
+    ended("engine")
+
+    def generate(prompts: list[list[int]], output_len: int) -> int:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        return sum(len(o.outputs[0].token_ids) for o in llm.generate(prompts, params))
+
+    blocks = llm.llm_engine.blocks
+    return generate, blocks.num_usable * blocks.block_size, llm
+
+
+def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
+    from vllm import LLM, SamplingParams
+
+    ended("imports")
+    settings = {
+        "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
+        "max_model_len": options["max_model_len"], "max_num_seqs": options["max_num_seqs"],
+        "tensor_parallel_size": options["tensor_parallel"], "gpu_memory_utilization": options["gpu_share"],
+    }  # fmt: skip
+    if options["gpu"]:
+        settings["num_gpu_blocks_override"] = options["kv_tokens"] and options["kv_tokens"] // 16
+    else:
+        settings["enforce_eager"] = True
+    llm = LLM(model=options["model"], **given(settings, options["engine_args"]))
+    ended("engine")
+
+    def generate(prompts: list[list[int]], output_len: int) -> int:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return sum(len(o.outputs[0].token_ids) for o in outputs)
+
+    cache = llm.llm_engine.vllm_config.cache_config
+    return generate, cache.num_gpu_blocks * cache.block_size, llm
+
+
+def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
+    import sglang
+
+    ended("imports")
+    settings: dict[str, Any] = {
+        "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
+        "context_length": options["max_model_len"], "max_running_requests": options["max_num_seqs"],
+        "max_total_tokens": options["kv_tokens"], "tp_size": options["tensor_parallel"],
+    }  # fmt: skip
+    if options["gpu"] and options["gpu_share"]:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        # SGLang's share is of what is free when it starts, and other hosts are there already.
+        settings["mem_fraction_static"] = round(min(0.9, options["gpu_share"] * total / free), 3)
+    elif not options["gpu"]:
+        settings |= {
+            "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+        }  # fmt: skip
+    engine = sglang.Engine(model_path=options["model"], **given(settings, options["engine_args"]))
+    ended("engine")
+
+    def generate(prompts: list[list[int]], output_len: int) -> int:
+        params = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
+        outputs = engine.generate(input_ids=prompts, sampling_params=params)
+        return sum(o["meta_info"]["completion_tokens"] for o in outputs)
+
+    return generate, int(engine.get_server_info()["max_total_num_tokens"]), engine
+
+
+def patched(engine: Any, candidates: str) -> Any:
+    """The report of a patch with the candidates of a folder, and with nothing else of ours."""
+    import fastkernels as library
+    from fastkernels.core.candidate import from_directory
+
+    files = from_directory(candidates)
+    return library.patch(engine, ops=list(files), candidates=files)
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # hosts print on standard output
+    hosts = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}
+    generate, kv_tokens, engine = hosts[options["host"]](options)
+    report = patched(engine, options["candidate"]) if options.get("candidate") else None
+    first: dict[str, Any] = {"kv_tokens": kv_tokens, "ends": ENDS}
+    if options["host"] == "fastkernels":
+        phases = engine.llm_engine.phases
+        first["engine"] = {"phases": phases.seconds, "kernels": phases.kernels}
+    print(json.dumps(first), file=answers, flush=True)
+    for line in sys.stdin:
+        work = json.loads(line)
+        start = time.perf_counter()
+        tokens = generate(work["prompts"], work["output_len"])
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - start, "output_tokens": tokens}
+        if report is not None:
+            answer["live"] = report.refresh().candidates
+            report.reset()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

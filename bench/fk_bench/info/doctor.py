@@ -1,0 +1,284 @@
+"""`fk-bench doctor`: the machine, the versions, the hosts, the seam of each op in each, and what is off and why.
+
+Nothing of a host is imported: its version comes from its metadata, its classes from its source.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastkernels.core import registry
+from fastkernels.core.env import Environment
+from fastkernels.core.spec import OpSpec, Target
+from fk_bench.core import machine
+from fk_bench.core.output import fail, last_line, table
+from fk_bench.serving.config import ConfigError, per_lane
+
+HOSTS = ("vllm", "sglang", "transformers")
+PLUGIN = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+BESIDE = {"vllm": ".venv-vllm", "sglang": ".venv-sglang"}  # environments that `make setup` makes
+_LOCATE = """
+import importlib.util, sys
+found = importlib.util.find_spec(sys.argv[1])
+print(list(found.submodule_search_locations)[0] if found and found.submodule_search_locations else "")
+"""
+
+
+@dataclass
+class Found:
+    """What doctor reports. `problems` are broken and make the exit status 1; `notes` are worth knowing."""
+
+    rows: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A host in a Python environment; `source` is the folder that holds its package."""
+
+    host: str
+    version: str
+    python: str
+    source: Path
+    plugins: tuple[str, ...]
+
+
+def machine_row() -> dict[str, Any]:
+    """CPU, cores, memory in GiB, GPUs and driver."""
+    base = machine.machine()
+    row: dict[str, Any] = {
+        "cpu": base.cpu,
+        "cores": base.cores,
+        "memory_gib": _memory(),
+        "gpus": list(machine.gpu_names()),
+    }
+    row["driver"] = _driver() if row["gpus"] else None
+    return row
+
+
+def _memory() -> float | None:
+    """What this process may use, in GiB: the machine's memory, or its control group's limit if that is less."""
+    sizes = []
+    try:
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no control group, or 'max'
+        pass
+    return round(min(sizes) / 2**30, 1) if sizes else None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.strip().partition("\n")[0] or None
+
+
+def interpreters(given: list[str]) -> dict[str, str]:
+    """{name: interpreter}: this one, those given as LANE=PATH, and the environments beside the project."""
+    found = {"this": sys.executable, **per_lane("--python", given)}
+    for folder in (Path.cwd(), Path(__file__).resolve().parents[3]):
+        for host, name in BESIDE.items():
+            python = folder / name / "bin" / "python"
+            if host not in found and python.is_file():
+                found[host] = str(python)
+    return found
+
+
+def installed_hosts(pythons: dict[str, str], found: Found) -> Iterator[Installed]:
+    """The hosts in each environment; an interpreter that does not run is a problem."""
+    for name, python in pythons.items():
+        try:
+            there = machine.interpreter(python)
+        except ValueError as error:
+            found.problems.append(f"--python {name}: {error}")
+            continue
+        hosts = [h for h in HOSTS if h in there.versions and (name == "this" or h != "transformers")]
+        if name in BESIDE and name not in hosts:
+            found.problems.append(f"{name} is not installed in {python}")
+        for host in hosts:
+            out = subprocess.run(
+                [python, "-c", _LOCATE, host], capture_output=True, text=True, timeout=120, cwd="/"
+            )
+            if not out.stdout.strip():
+                found.problems.append(
+                    f"{host} {there.versions[host]} is in {python}'s metadata, but its package is not there"
+                )
+                continue
+            source = Path(out.stdout.strip().splitlines()[-1]).parent
+            yield Installed(host, there.versions[host], python, source, there.plugins)
+            if host in PLUGIN and PLUGIN[host] not in there.plugins:
+                install = f"{python} -m pip install fastkernels"
+                found.notes.append(
+                    f"{host} in {python} cannot load FastKernels: install it there ({install})"
+                )
+
+
+def seam_rows(installed: Installed, specs: list[OpSpec], env: Environment) -> Iterator[dict[str, Any]]:
+    """[{op, host, version, class, seam, state, reason}]: 'on', 'asked' (only when named in ops=) or 'off'."""
+    from fk_integrations.core.signature_recorder import Sources
+
+    sources = Sources(installed.source)
+    for spec in specs:
+        for target in spec.targets_for(installed.host, installed.version):
+            state, reason = _state(spec, target, installed, sources, env)
+            cls = target.path.partition(":")[2]
+            yield {"op": spec.name, "host": installed.host, "version": installed.version, "class": cls,
+                   "seam": target.seam, "state": state, "reason": reason}  # fmt: skip
+
+
+def _state(
+    spec: OpSpec, target: Target, installed: Installed, sources: Any, env: Environment
+) -> tuple[str, str]:
+    from fk_integrations.core import versions as compat
+    from fk_integrations.core.signature_recorder import describe
+
+    if spec.name in env.disable:
+        return "off", "FASTKERNELS_DISABLE"
+    if target.seam == "standalone":
+        return "off", target.note or "for forks and our engine only"
+    if env.ops is not None and spec.name not in env.ops:
+        return "off", "not in FASTKERNELS_OPS"
+    there = describe(sources, target.path)
+    if there is None:
+        return "off", f"{installed.host} {installed.version} has no {target.path}"
+    reason = compat.unknown_source(installed.host, installed.version, target.path, there["fingerprint"])
+    if reason:
+        return "off", reason
+    if not target.default and env.ops is None:
+        return "asked", target.note or f"only when named: ops=[{spec.name!r}]"
+    return "on", target.note
+
+
+def provider_rows(specs: list[OpSpec], found: Found) -> list[dict[str, Any]]:
+    """[{op, device, provider, there, reason}], in order of preference, for the device types of this machine."""
+    rows = []
+    for spec in specs:
+        op, name = spec.op, spec.name
+        if op is None:
+            continue
+        for device in ("cuda", "cpu") if machine.gpu_names() else ("cpu",):
+            try:
+                order = op.order(device)
+            except ValueError as error:  # FASTKERNELS_PROVIDER names one that does not exist
+                found.problems.append(str(error))
+                break
+            rows += [
+                {
+                    "op": name,
+                    "device": device,
+                    "provider": p.name,
+                    "there": reason is None,
+                    "reason": reason or "",
+                }
+                for p, reason in order
+            ]
+    return rows
+
+
+def _environment(found: Found) -> Environment:
+    try:
+        env = Environment.read()
+        registry.check_names([*env.disable, *(env.ops or ()), *env.candidates, *env.provider])
+    except ValueError as error:
+        found.problems.append(str(error))
+        return Environment()
+    except registry.UnknownName as error:
+        found.problems.append(f"environment: {error}")
+    for name, path in env.candidates.items():
+        if not Path(path).expanduser().is_file():
+            found.problems.append(f"FASTKERNELS_CANDIDATES: there is no file {path} (for {name})")
+    return env
+
+
+def _specs(found: Found) -> Iterator[OpSpec]:
+    for name in registry.op_names():
+        try:
+            yield registry.get(name)
+        except Exception as error:  # whatever it is, the other ops are reported
+            found.problems.append(f"op {name} does not import: {type(error).__name__}: {error}")
+
+
+def examine(python: list[str]) -> Found:
+    """Everything that doctor reports. Raises ConfigError for a --python that is not LANE=PATH."""
+    found = Found()
+    pythons = interpreters(python)
+    env = _environment(found)
+    specs = list(_specs(found))
+    hosts = list(installed_hosts(pythons, found))
+    names = sorted(k for k in os.environ if k.partition("_")[0] == "FASTKERNELS" or k == "TRITON_INTERPRET")
+    found.rows = {
+        "machine": machine_row(),
+        "versions": {n: machine.interpreter(p).versions for n, p in pythons.items() if _runs(p)},
+        "hosts": [{"host": h.host, "version": h.version, "python": h.python} for h in hosts],
+        "seams": [row for h in hosts for row in seam_rows(h, specs, env)],
+        "providers": provider_rows(specs, found),
+        "environment": {name: os.environ[name] for name in names},
+    }
+    return found
+
+
+def _runs(python: str) -> bool:
+    try:
+        machine.interpreter(python)
+    except ValueError:
+        return False
+    return True
+
+
+def _show(found: Found) -> None:
+    rows = found.rows
+    if rows:
+        table("Machine", ["", ""], [[k, v or "none"] for k, v in rows["machine"].items()])
+        versions = [[k, *(f"{n} {v}" for n, v in vs.items())] for k, vs in rows["versions"].items()]
+        table("Versions", ["environment", ""], [[name, ", ".join(rest)] for name, *rest in versions])
+        table("Hosts", ["host", "version", "python"], [list(h.values()) for h in rows["hosts"]])
+        for title, key in (("Ops in the hosts", "seams"), ("Providers, in order", "providers")):
+            columns = list(rows[key][0]) if rows[key] else []
+            table(title, columns, [list(row.values()) for row in rows[key]])
+        table("Environment variables in force", ["variable", "value"], list(rows["environment"].items()))
+    for note in found.notes:
+        print(f"note: {note}")
+    for problem in found.problems:
+        print(f"problem: {problem}")
+
+
+def doctor_command(
+    python: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LANE=PATH", help="an interpreter to look into; may be repeated"),
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
+) -> None:
+    """Show the machine, versions, hosts, the seam of each op, providers, and what is off and why.
+
+    Exit status 1 when something is broken: an interpreter that does not run, a variable that cannot be read.
+    """
+    try:
+        found = examine(python or [])
+    except ConfigError as error:
+        fail(str(error))
+    if not json_only:
+        _show(found)
+    last_line(
+        {
+            "command": "doctor",
+            "ok": not found.problems,
+            **found.rows,
+            "notes": found.notes,
+            "problems": found.problems,
+        }
+    )
+    if found.problems:
+        raise SystemExit(1)

@@ -1,0 +1,37 @@
+"""`fk-bench export OP --host HOST`: one self-contained file for a fork, on standard output and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from fastkernels.core import registry
+from fastkernels.export.file import ExportError, export
+from fk_bench.core.output import fail
+
+
+def newest(host: str, version: str | None) -> str:
+    """The version to export for: the one asked for, or the newest recorded. Raises ExportError, UnknownName."""
+    from fk_integrations.core.signature_diff import hosts, versions
+
+    if host not in hosts():
+        raise registry.UnknownName("host", host, hosts())
+    known = versions(host)
+    if version is not None and version not in known:
+        raise ExportError(f"unknown {host} version {version!r}. Recorded: {', '.join(known)}.")
+    return version or known[-1]
+
+
+def export_command(
+    op: Annotated[str, typer.Argument(help="an op; `fk-bench list ops` has them")],
+    host: Annotated[str, typer.Option(help="vllm, sglang or transformers")] = "vllm",
+    host_version: Annotated[str | None, typer.Option(help="a recorded version; default: the newest")] = None,
+) -> None:
+    """Print the op's classes under the host's own names, with all that they need, as one file for a fork."""
+    try:
+        text = export(op, host, newest(host, host_version))
+    except (registry.UnknownName, ExportError) as error:
+        fail(str(error))
+    sys.stdout.write(text)

@@ -1,0 +1,353 @@
+"""The text of a candidate file to start from: an op's function and its classes, exact in name and signature.
+
+Nothing is written by hand for an op: the function is made of its schema, the docstring of what `reference` says and of
+a case, the classes of the source of ours.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, GenericAlias, ModuleType
+from typing import Any
+
+import torch
+
+from fastkernels.core import registry
+from fastkernels.core.dispatch import Op
+from fastkernels.core.spec import Case, OpSpec
+
+WIDTH = 110
+_TYPES = {
+    "Tensor": "torch.Tensor", "int": "int", "SymInt": "int", "float": "float", "bool": "bool", "str": "str",
+    "ScalarType": "torch.dtype", "Device": "torch.device",
+}  # fmt: skip
+
+
+def annotation(kind: Any) -> str:
+    """A schema's type as Python writes it: 'Optional[Tensor]' is 'torch.Tensor | None'."""
+    text = str(kind)
+    for generic, pattern in (("Optional", "{} | None"), ("List", "list[{}]")):
+        if text.startswith(f"{generic}["):
+            return pattern.format(annotation(text[len(generic) + 1 : -1]))
+    return _TYPES.get(text, "Any")
+
+
+def fold(head: str, items: Sequence[str], tail: str, indent: str = "") -> str:
+    """head(items)tail in one line, or with the items in a line of their own, or each in its own."""
+    one = f"{indent}{head}{', '.join(items)}{tail}"
+    if len(one) <= WIDTH or not items:
+        return one
+    inner = f"{indent}    {', '.join(items)}"
+    if len(inner) <= WIDTH:
+        return f"{indent}{head}\n{inner}\n{indent}{tail}"
+    return "\n".join([f"{indent}{head}", *(f"{indent}    {item}," for item in items), f"{indent}{tail}"])
+
+
+@dataclass
+class Stub:
+    """A file that is being put together. `imports`: name in the file -> the line that binds it."""
+
+    spec: OpSpec
+    module: ModuleType
+    imports: dict[str, str] = field(default_factory=dict)
+    helpers: dict[str, str] = field(default_factory=dict)  # functions of ours that the classes' source calls
+    constants: dict[str, str] = field(default_factory=dict)
+
+    def text(self, classes: Iterable[type], judge: str) -> str:
+        """The whole file. judge: the folder that `fk-bench kernels --candidate` is told."""
+        name = self.spec.name
+        parts = [] if self.spec.op is None else [self.function()]
+        made = [self.cls(c) for c in classes]
+        parts += [*self.helpers.values(), *made]
+        if self.constants:
+            parts.insert(0, "\n".join(self.constants.values()))
+        about = (self.module.__doc__ or name).partition("\n")[0].strip()
+        runs = ["The function runs wherever the op does."] if self.spec.op is not None else []
+        runs += ["A class runs where a model has a module of its name."] if made else []
+        lines = [
+            about,
+            "",
+            f"A candidate for the op {name}; judge it with:",
+            f"    fk-bench kernels {name} --candidate {judge}",
+            "It is right as it stands, and slow.",
+            " ".join(runs),
+            "Change the bodies; names, arguments, shapes and dtypes stay as they are.",
+        ]
+        doc = _docstring(lines, "")
+        return (
+            f"{doc}\n\nfrom __future__ import annotations\n{self._imports(parts)}\n\n"
+            + "\n\n\n".join(parts)
+            + "\n"
+        )
+
+    def function(self) -> str:
+        """The op's function: its schema as Python, and a body that calls the reference."""
+        op: Op = self.spec.op
+        schema = op.overload._schema
+        params = [_parameter(a) for a in schema.arguments]
+        first_keyword = next((i for i, a in enumerate(schema.arguments) if a.kwarg_only), None)
+        if first_keyword is not None:
+            params.insert(first_keyword, "*")
+        returns = ["torch.Tensor" if str(r.type) == "Tensor" else annotation(r.type) for r in schema.returns]
+        result = (
+            "None" if not returns else returns[0] if len(returns) == 1 else f"tuple[{', '.join(returns)}]"
+        )
+        head = fold(f"def {op.name}(", params, f") -> {result}:")
+        return "\n".join([head, _docstring(self._function_doc(), "    "), *self._body(schema)])
+
+    def _body(self, schema: Any) -> list[str]:
+        arguments = [a.name for a in schema.arguments]
+        mutated = [a for a in schema.arguments if _is_mutated(a)]
+        self.imports["ours"] = _import_module(self.module.__name__, "ours")
+        if not mutated:
+            return [fold("return ours.reference(", arguments, ")", "    ")]
+        outs = ["out"] if len(schema.returns) == 1 else [f"out{i}" for i in range(len(schema.returns))]
+        news = [f"new_{a.name}" for a in mutated]
+        left = ", ".join([*outs, *news])
+        lines = [fold(f"{left} = ours.reference(", arguments, ")", "    ")]
+        for argument, new in zip(mutated, news, strict=True):
+            copy = f"{argument.name}.copy_({new})"
+            if str(argument.type).startswith("Optional"):
+                lines += [f"    if {argument.name} is not None:", f"        {copy}"]
+            else:
+                lines.append(f"    {copy}")
+        return [*lines, *([f"    return {', '.join(outs)}"] if outs else [])]
+
+    def _function_doc(self) -> list[str]:
+        schema = self.spec.op.overload._schema
+        doc = (inspect.getdoc(self.spec.reference) or "").splitlines()
+        mutated = [a.name for a in schema.arguments if _is_mutated(a)]
+        case, arguments, outs = worked_case(self.spec)
+        lines = [f"What `reference` says of it:{'' if doc else ' nothing.'}", "", *doc, ""]
+        if mutated:
+            news = " and ".join(mutated)
+            lines += [f"Here, the new values of {news} are written in place, and not returned.", ""]
+        dims = ", ".join(f"{k}={v!r}" for k, v in case.dims.items())
+        lines += textwrap.wrap(f"In the case {case.name} ({dims}):", WIDTH - 4)
+        width = max(len(name) for name in ("returns", *(a.name for a in schema.arguments))) + 2
+        given = [*arguments, *(a.default_value for a in schema.arguments[len(arguments) :])]
+        for argument, value in zip(schema.arguments, given, strict=True):
+            mark = ", written in place" if _is_mutated(argument) and value is not None else ""
+            lines.append(f"    {argument.name:<{width}}{describe(value)}{mark}")
+        lines.append(f"    {'returns':<{width}}{', '.join(map(describe, outs)) or 'None'}")
+        return lines
+
+    def cls(self, ours: type) -> str:
+        """A subclass of our class, with its weights and loaders; what it computes is here."""
+        self.imports["ours"] = _import_module(self.module.__name__, "ours")
+        doc = _docstring((inspect.getdoc(ours) or ours.__name__).splitlines(), "    ")
+        methods = [self._constructor(ours), *(self._method(ours, name) for name in _calls(ours))]
+        return f"class {ours.__name__}(ours.{ours.__name__}):\n{doc}\n\n" + "\n\n".join(filter(None, methods))
+
+    def _constructor(self, ours: type) -> str:
+        owner = _owner(ours, "__init__")
+        if owner is None:
+            return ""
+        function = vars(owner)["__init__"]
+        source = _Source(function)
+        self._bind(source.signature_names(), function)
+        call = fold("super().__init__(", source.passed()[1:], ")", "        ")
+        return f"{textwrap.indent(source.head, '    ')}\n{call}"
+
+    def _method(self, ours: type, name: str) -> str:
+        owner = _owner(ours, name)
+        assert owner is not None, f"{ours.__name__} has no {name}"
+        found = vars(owner)[name]
+        function: Any = found.__func__ if isinstance(found, staticmethod) else found
+        source = _Source(function)
+        if function.__code__.co_freevars:  # super(), which a subclass would not reach as it stands
+            self._bind(source.signature_names(), function)
+            call = fold(f"return ours.{ours.__name__}.{name}(", source.passed(), ")", "        ")
+            return f"{textwrap.indent(source.head, '    ')}\n{call}"
+        self._bind(source.names(), function)
+        return textwrap.indent(self._own(source.text), "    ")
+
+    def _own(self, text: str) -> str:
+        """The text with the op's function of this file in the place of the dispatched op."""
+        return text.replace(f"torch.ops.fastkernels.{self.spec.name}(", f"{self.spec.name}(")
+
+    def _bind(self, names: Iterable[str], function: FunctionType) -> None:
+        """Import the globals that a copied function uses, and copy those that are the op's own.
+
+        The file of an op with a kernel is what a candidate replaces: nothing but `reference` and the classes that
+        the candidate's are made of is taken from there.
+        """
+        for name in names:
+            if name not in function.__globals__ or name in self.helpers:
+                continue
+            value = function.__globals__[name]
+            own = function.__module__ == self.module.__name__ and self.spec.op is not None
+            if isinstance(value, Op) and value is self.spec.op:
+                continue
+            if own and isinstance(value, (int, float, str, GenericAlias)):
+                self.constants[name] = f"{name} = {_quoted(value) if isinstance(value, str) else repr(value)}"
+            elif own and isinstance(value, type) and issubclass(value, tuple):
+                self.helpers[name] = textwrap.dedent(inspect.getsource(value)).rstrip("\n")
+                self.imports["NamedTuple"] = "from typing import NamedTuple"
+            elif isinstance(value, FunctionType) and self._is_own(value):
+                self.helpers[name] = ""  # it may call itself
+                source = _Source(value)
+                self._bind(source.names(), value)
+                self.helpers[name] = self._own(source.text)
+            else:
+                self.imports[name] = _import_line(name, value, function.__module__)
+
+    def _is_own(self, function: FunctionType) -> bool:
+        """Whether a function has to be in the file: it calls the op by name, or is a part of its file."""
+        if self.spec.op is None:
+            return False
+        calls = any(function.__globals__.get(name) is self.spec.op for name in function.__code__.co_names)
+        return calls or function.__module__ == self.module.__name__
+
+    def _imports(self, parts: list[str]) -> str:
+        used = {node.id for node in ast.walk(ast.parse("\n\n".join(parts))) if isinstance(node, ast.Name)}
+        lines = {line for name, line in self.imports.items() if name in used}
+        if "torch" in used:
+            lines.add("import torch")
+        if "Any" in used:
+            lines.add("from typing import Any")
+        groups: list[list[str]] = [[], [], []]
+        for line in sorted(lines, key=lambda line: (line.startswith("from"), line)):
+            root = line.split()[1].partition(".")[0]
+            groups[
+                0 if root in ("collections", "types", "typing", "math") else 2 if root == "fastkernels" else 1
+            ] += [line]
+        return "".join("\n" + "\n".join(_joined(group)) + "\n" for group in groups if group)
+
+
+class _Source:
+    """A function's source: all of it, its head up to the colon, its parameters as a call passes them on."""
+
+    def __init__(self, function: FunctionType):
+        self.text = textwrap.dedent(inspect.getsource(function)).rstrip("\n")
+        node = ast.parse(self.text).body[0]
+        assert isinstance(node, ast.FunctionDef), self.text
+        self.node = node
+        self.head = "\n".join(self.text.splitlines()[: node.body[0].lineno - 1])
+
+    def passed(self) -> list[str]:
+        a = self.node.args
+        positional = [p.arg for p in (*a.posonlyargs, *a.args)]
+        star = [f"*{a.vararg.arg}"] if a.vararg else []
+        keywords = [f"{p.arg}={p.arg}" for p in a.kwonlyargs]
+        return [*positional, *star, *keywords, *([f"**{a.kwarg.arg}"] if a.kwarg else [])]
+
+    def signature_names(self) -> list[str]:
+        nodes: list[ast.AST] = [self.node.args, *self.node.decorator_list]
+        return _names([*nodes, self.node.returns] if self.node.returns else nodes)
+
+    def names(self) -> list[str]:
+        return _names([self.node])
+
+
+def _names(nodes: Iterable[ast.AST]) -> list[str]:
+    found = (n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name))
+    return [name for name in dict.fromkeys(found) if not hasattr(builtins, name)]
+
+
+def _owner(cls: type, method: str) -> type | None:
+    """The class of ours that defines a method; None if it is torch's or object's."""
+    for base in cls.__mro__:
+        if method in vars(base):
+            return base if base.__module__.startswith("fastkernels.") else None
+    return None
+
+
+def _calls(cls: type) -> tuple[str, ...]:
+    """The methods that state the call: forward, or what a method object has instead of it."""
+    return ("forward",) if _owner(cls, "forward") is not None else tuple(getattr(cls, "live_methods", ()))
+
+
+def _is_mutated(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _parameter(argument: Any) -> str:
+    text = f"{argument.name}: {annotation(argument.real_type)}"
+    if not argument.has_default_value():
+        return text
+    value = argument.default_value
+    return f"{text} = {_quoted(value) if isinstance(value, str) else repr(value)}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _import_module(path: str, alias: str) -> str:
+    parent, _, name = path.rpartition(".")
+    if not parent:
+        return f"import {name}" if name == alias else f"import {name} as {alias}"
+    if path.startswith("torch.") and alias != name:
+        return f"import {path} as {alias}"  # import torch.nn.functional as F
+    return f"from {parent} import {name}" if name == alias else f"from {parent} import {name} as {alias}"
+
+
+def _import_line(name: str, value: Any, where: str) -> str:
+    """The line that binds a global of the module `where`."""
+    if isinstance(value, ModuleType):
+        return _import_module(value.__name__, name)
+    if isinstance(value, Op):
+        source, real = registry.op_modules()[value.name], value.name
+    else:
+        source, real = getattr(value, "__module__", None) or where, getattr(value, "__name__", name)
+        source = "typing" if value is Any else source
+        if not isinstance(value, (type, FunctionType)):
+            source, real = ("typing" if source == "typing" else where), name
+    return f"from {source} import {real}" if real == name else f"from {source} import {real} as {name}"
+
+
+def _joined(lines: list[str]) -> list[str]:
+    """Imports from one module in one line."""
+    modules: dict[str, list[str]] = {}
+    for line in lines:
+        head, found, name = line.partition(" import ")
+        modules.setdefault(head if found else line, []).extend([name] if found else [])
+    return [fold_import(head, names) if names else head for head, names in modules.items()]
+
+
+def fold_import(head: str, names: list[str]) -> str:
+    names = sorted(names)
+    line = f"{head} import {', '.join(names)}"
+    return line if len(line) <= WIDTH else fold(f"{head} import (", names, ")")
+
+
+def _docstring(lines: Sequence[str], indent: str) -> str:
+    lines = [line.rstrip() for line in lines]
+    prefix = "r" if any("\\" in line for line in lines) else ""
+    text = "\n".join([lines[0], *(f"{indent}{line}".rstrip() for line in lines[1:])])
+    end = f"\n{indent}" if len(lines) > 1 else ""
+    return f'{indent}{prefix}"""{text}{end}"""'
+
+
+def describe(value: Any) -> str:
+    """A tensor as 'bfloat16 [32, 4096]', anything else by its repr."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return repr(value)
+
+
+def worked_case(spec: OpSpec) -> tuple[Case, list[Any], list[Any]]:
+    """(case, arguments, outputs): a case that production makes, without memory where the input maker allows it.
+
+    Otherwise the first odd case, which is small, computed.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    chosen = [c for tag in ("model", "odd") for c in spec.cases if tag in c.tags]
+    try:
+        with FakeTensorMode():
+            arguments = spec.inputs(chosen[0], "cpu", torch.Generator().manual_seed(0))
+            out = spec.op(*arguments)
+        case = chosen[0]
+    except Exception:  # the inputs depend on the values of tensors
+        case = next(c for c in chosen if "odd" in c.tags)
+        arguments = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
+        out = spec.op(*arguments)
+    outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
+    return case, arguments, outs

@@ -1,0 +1,108 @@
+"""`fk-bench stubs`: for each op a candidate file that works, with the exact names and signatures, to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastkernels.core import registry
+from fastkernels.models.common.ops import ops_of_model
+from fk_bench.core.output import fail, last_line, table
+
+COMMAND = "stubs"
+
+
+def host_classes(name: str, host: str | None = None) -> tuple[str, list[type]]:
+    """(host, our classes for it): of `host`, else of vLLM, else of the op's first target; of its newest version.
+
+    What runs a host's experts is left out: it is built of a host's own parts, and only hands its call on to the op.
+    Raises UnknownName for a host of which nothing is recorded. ('', []) for an op without classes there.
+    """
+    from fk_integrations.core import signature_diff as compare
+
+    spec = registry.get(name)
+    if host is not None and host not in compare.hosts():
+        raise registry.UnknownName("host", host, compare.hosts())
+    there = dict.fromkeys(t.host for t in spec.targets)
+    chosen = host or ("vllm" if "vllm" in there else next(iter(there), ""))
+    if chosen not in there:
+        return "", []
+    module = registry.op_module(name)
+    targets = spec.targets_for(chosen, compare.versions(chosen)[-1])
+    found = dict.fromkeys(getattr(module, t.cls) for t in targets if t.seam != "experts")
+    return chosen, [c for c in found if isinstance(c, type)]
+
+
+def source(name: str, host: str | None = None, judge: str = "candidates/") -> str:
+    """The text of the op's candidate file. Raises UnknownName for the op or host."""
+    from fk_bench.info.stub_source import Stub
+
+    _, classes = host_classes(name, host)
+    return Stub(registry.get(name), registry.op_module(name)).text(classes, judge)
+
+
+def chosen_ops(ops: Sequence[str], level: int | None, model: str | None) -> list[str]:
+    """The ops that are named, of that level, on that model's path; all where nothing is said. Raises UnknownName."""
+    names = list(dict.fromkeys(registry.check_names(ops))) if ops else registry.op_names()
+    if model is not None:
+        path = ops_of_model(model)
+        names = [n for n in names if n in path]
+    if level is not None:
+        levels = sorted({registry.get(n).level for n in registry.op_names()})
+        if level not in levels:
+            raise registry.UnknownName("level", str(level), map(str, levels))
+        names = [n for n in names if registry.get(n).level == level]
+    return names
+
+
+def stubs_command(
+    level: Annotated[int | None, typer.Option(help="only ops of this level: 1, 2 or 3")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="only this op; may be repeated")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="only ops that this model uses: llama, qwen3, mixtral")
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="whose classes (default: vLLM's, where it has them)", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder of the files; made if it is not there")] = Path(
+        "candidates"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="write over files that are there")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
+) -> None:
+    """Write a candidate file for each op: right as it stands (it calls the reference), to be made fast."""
+    try:
+        names = chosen_ops(op or (), level, model)
+        if host is not None:
+            names = [n for n in names if registry.get(n).op is not None or host_classes(n, host)[1]]
+        if not names:
+            fail("no op is left: --op, --level, --model and --host together exclude all")
+        texts = {name: source(name, host, f"{out}/") for name in names}
+    except registry.UnknownName as error:
+        fail(str(error))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {out}: {error.strerror}")
+    kept = 0
+    rows = []
+    for name, text in texts.items():
+        file = out / f"{name}.py"
+        keep = file.exists() and not force
+        if not keep:
+            file.write_text(text, encoding="utf-8")
+        kept += keep
+        spec, (from_host, classes) = registry.get(name), host_classes(name, host)
+        function = f"{name}()" if spec.op is not None else ""
+        offered = [c.__name__ for c in classes]
+        rows.append([name, spec.level, function, from_host, offered, "kept" if keep else "written"])
+    if not json_only:
+        table(f"Candidates in {out}", ["op", "level", "function", "host", "classes", "file"], rows)
+        if kept:
+            were = "1 file was there and is" if kept == 1 else f"{kept} files were there and are"
+            print(f"{were} kept as before; --force writes over what is there\n")
+    last_line({"command": COMMAND, "ok": True, "files": len(rows) - kept, "kept": kept, "out": str(out)})

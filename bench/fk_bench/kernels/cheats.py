@@ -1,0 +1,187 @@
+"""The judge judged: every known cheat is caught, and an honest kernel that looks like it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fk_bench.core import rows as rows_module
+from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.kernels.judge.rows.judging import Judge, Options
+from fk_bench.kernels.judge.scan.scan import REJECT, scan
+
+FOLDER = Path(__file__).resolve().parents[3] / "tests" / "cheats"
+NO_GAIN = "no-gain"  # it is right, and no faster for its cheat than its honest twin
+# For a twin whose times are invalid: a machine that others load, too, may do that to an honest kernel
+TRIES = 3
+NOISE = 0.25  # a gain below this is not told from the machine's noise in the few rounds that are timed
+
+
+@dataclass(frozen=True)
+class Cheat:
+    """One line of catalogue.json.
+
+    name     of the candidate NAME.py and of its honest twin honest/NAME.py
+    op, case, sources   what it is judged on; case None: all of these sources
+    device   where it works
+    pattern, seen_in    what it does, and who met it
+    scan     the pattern for which the static scan rejects it, None where no scan can
+    caught   what the judge may say without the scan: statuses, or 'no-gain'
+    """
+
+    name: str
+    op: str
+    case: str | None
+    sources: tuple[str, ...]
+    device: str
+    pattern: str
+    seen_in: str
+    scan: str | None
+    caught: tuple[str, ...]
+
+    def file(self, honest: bool = False, folder: Path = FOLDER) -> Path:
+        return folder / "honest" / f"{self.name}.py" if honest else folder / f"{self.name}.py"
+
+
+def catalogue(folder: Path = FOLDER) -> list[Cheat]:
+    """All cheats. Raises FileNotFoundError where there are none, as in an installation without the tests."""
+    path = folder / "catalogue.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no {path}: the cheats are in a checkout of FastKernels, not in its package"
+        )
+    entries = json.loads(path.read_text())
+    return [Cheat(**{**e, "sources": tuple(e["sources"]), "caught": tuple(e["caught"])}) for e in entries]
+
+
+@dataclass
+class Verdict:
+    """What was said of a cheat (without the scan) and of its twin (with it), and what is wrong with that, or ''."""
+
+    cheat: Cheat
+    said: str = ""
+    problem: str = ""
+    twin_said: str = ""
+    twin_problem: str = ""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path = FOLDER) -> Verdict:
+    """Judge the twin with the scan, the cheat without it, and scan the cheat."""
+    verdict = Verdict(cheat)
+    for _ in range(TRIES):
+        honest = _rows(judge, cheat, cheat.file(True, folder), dataclasses.replace(options, scan=True))
+        if not any(r.status is Status.INVALID for r in honest):
+            break
+    bad = [r for r in honest if r.status is not Status.OK]
+    verdict.twin_said = _said(honest)
+    verdict.twin_problem = f"the honest twin is {bad[0].status.value}: {bad[0].reason}" if bad else ""
+    if not honest:
+        verdict.twin_problem = "no case was judged"
+    rows = _rows(judge, cheat, cheat.file(False, folder), dataclasses.replace(options, scan=False))
+    verdict.said = _said(rows)
+    found = {r.status.value for r in rows if r.status is not Status.OK}
+    if found:
+        verdict.problem = "" if found & set(cheat.caught) else f"caught as {', '.join(sorted(found))}"
+    elif NO_GAIN not in cheat.caught:
+        verdict.problem = "it was found right"
+    else:
+        verdict.problem = _gain(rows, honest)
+    for name, of in (("speedup", rows), ("twin_speedup", honest)):
+        if values := [r.metrics["speedup"] for r in of if "speedup" in r.metrics]:
+            verdict.metrics[name] = values[0]
+    patterns = {f.pattern for f in scan(cheat.file(False, folder), cheat.op) if f.severity == REJECT}
+    if (cheat.scan is None and patterns) or (cheat.scan is not None and cheat.scan not in patterns):
+        verdict.problem += f"; the scan finds {sorted(patterns) or 'nothing'}, not {cheat.scan or 'nothing'}"
+    verdict.problem = verdict.problem.removeprefix("; ")
+    return verdict
+
+
+def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]:
+    names = () if cheat.case is None else (cheat.case,)
+    judge.candidates = {cheat.op: file}
+    judge.options = dataclasses.replace(options, cases=cheat.sources, names=names)
+    before = len(judge.rows)
+    judge.op(cheat.op)
+    return [r for r in judge.rows[before:] if r.kind == "case" and r.status is not Status.SKIPPED]
+
+
+def _gain(rows: list[Row], honest: list[Row]) -> str:
+    """Why the cheat seems to pay; '' if it does not. Times too unsteady to be shown are no gain."""
+    twins = {r.case["name"]: r for r in honest}
+    for row in rows:
+        twin = twins.get(row.case["name"])
+        if "speedup" not in row.metrics:
+            continue
+        best = max(1.0, twin.ci95["speedup"][1] if twin is not None and "speedup" in twin.ci95 else 1.0)
+        if row.ci95["speedup"][0] > best * (1 + NOISE):
+            return (
+                f"it gains: {row.metrics['speedup']:.2f} (from {row.ci95['speedup'][0]:.2f} on), "
+                f"where its honest twin has {best:.2f} at best"
+            )
+    return ""
+
+
+def _said(rows: list[Row]) -> str:
+    row = next((r for r in rows if r.status is not Status.OK), rows[0] if rows else None)
+    return "" if row is None else f"{row.status.value}: {row.reason}" if row.reason else row.status.value
+
+
+def run_cheats(options: Options, out: Path, quiet: bool = False, folder: Path = FOLDER) -> dict[str, Any]:
+    """Judge all cheats of this device; a row of each and of each twin goes to `out`, a line to standard error.
+
+    Returns {ok, cheats, caught, twins, passed, not_run}; not_run are those for another device.
+    """
+    found = catalogue(folder)
+    here = [c for c in found if c.device == options.device]
+    verdicts = []
+    with Judge({}, options) as judge:
+        for cheat in here:
+            verdict = try_cheat(judge, cheat, options, folder)
+            verdicts.append(verdict)
+            rows_module.append(out, _result(judge, verdict))
+            if not quiet:
+                print(line(verdict), file=sys.stderr, flush=True)
+    caught = sum(not v.problem for v in verdicts)
+    passed = sum(not v.twin_problem for v in verdicts)
+    return {
+        "ok": bool(here) and caught == passed == len(here),
+        "cheats": len(here), "caught": caught, "twins": len(here), "passed": passed,
+        "not_run": len(found) - len(here),
+    }  # fmt: skip
+
+
+def line(verdict: Verdict) -> str:
+    """One line for people."""
+    name = f"{verdict.cheat.name:20s} {verdict.cheat.op:14s}"
+    cheat = f"NOT CAUGHT ({verdict.problem})" if verdict.problem else "caught"
+    twin = f"REFUSED ({verdict.twin_problem})" if verdict.twin_problem else "passed"
+    return f"{name} {cheat}: {verdict.said[:100]} | twin {twin}"
+
+
+def _result(judge: Judge, verdict: Verdict) -> Iterable[Row]:
+    cheat = verdict.cheat
+    template = judge.rows[-1]
+    for twin, problem, said in (
+        (False, verdict.problem, verdict.said),
+        (True, verdict.twin_problem, verdict.twin_said),
+    ):
+        yield template.model_copy(
+            update={
+                "status": Status.FAILED if problem else Status.OK,
+                "reason": problem or said,
+                "subject": Subject(op=cheat.op, provider="twin" if twin else "cheat", candidate=cheat.name),
+                "case": {
+                    "kind": "cheat", "pattern": cheat.pattern, "seen_in": cheat.seen_in, "scan": cheat.scan,
+                    "expected": list(cheat.caught), "twin": twin,
+                },
+                "metrics": {} if twin else verdict.metrics,
+                "ci95": {},
+                "baseline": None,
+            }
+        )  # fmt: skip

@@ -1,0 +1,157 @@
+"""Which calls an op is judged on: captured from real runs, the op's own, shapes nobody has seen, hard values."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkernels.core.spec import Case, OpSpec
+from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.memory.slots import scalable
+
+SOURCES = ("captured", "random", "held-out", "extreme")
+CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # what a CPU does in milliseconds; larger cases are for a GPU
+CPU_ARGUMENTS = 16 << 20  # bytes of a call's arguments, all of which the judge makes anew for every batch
+HELD_OUT = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One case to be judged.
+
+    make    make(device, generator) -> arguments with values of that generator
+    edit    changes the arguments in place (extreme values)
+    timed   extreme values are checked, and not timed
+    """
+
+    source: str
+    case: Case
+    make: Callable[[str, torch.Generator], list[Any]]
+    edit: Callable[[list[Any]], None] | None = None
+
+    @property
+    def timed(self) -> bool:
+        return self.edit is None
+
+    def gpu_only(self, spec: OpSpec) -> str | None:
+        """Why a CPU does not run it, if it does not."""
+        size, work = spec.bytes_moved(self.case), spec.flops(self.case)
+        if size > CPU_BYTES or work > CPU_FLOPS:
+            return (
+                f"GPU only: {size / 1e6:.2f} MB and {work / 1e6:.1f} MFLOP a call, "
+                f"more than {CPU_BYTES / 1e6:.2f} MB or {CPU_FLOPS / 1e6:.0f} MFLOP; not run"
+            )
+        if (size := self._argument_bytes()) > CPU_ARGUMENTS:
+            return f"GPU only: {size / 1e6:.0f} MB of arguments; not run"
+        return None
+
+    def _argument_bytes(self) -> int:
+        """Bytes of the arguments, which may be far more than a call moves; 0 where only making them would tell."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return sum(t.nbytes for t in layout.tensors(self.make("cpu", torch.Generator())))
+        except Exception:  # inputs that depend on other inputs' values; no such op has a large table
+            return 0
+
+
+def trials(
+    spec: OpSpec,
+    sources: tuple[str, ...],
+    device: str,
+    names: tuple[str, ...] = (),
+    captures: Path | None = None,
+) -> list[Trial]:
+    """The cases of an op from these sources; of `names` only, if any are given. captures: None, the shipped ones."""
+    found: list[Trial] = []
+    if "captured" in sources:
+        found += _captured(spec, captures)
+    own = [Trial("random", c, _own(spec, c)) for c in spec.cases]
+    if "random" in sources:
+        found += own
+    here = [t for t in own if device == "cuda" or t.gpu_only(spec) is None]
+    if "held-out" in sources:
+        found += _held_out(spec, [t.case for t in here])
+    if "extreme" in sources:
+        found += _extremes(spec, here, device)
+    return [t for t in found if not names or t.case.name in names]
+
+
+def _own(spec: OpSpec, case: Case) -> Callable[[str, torch.Generator], list[Any]]:
+    return lambda device, generator: spec.inputs(case, device, generator)
+
+
+def _captured(spec: OpSpec, folder: Path | None) -> list[Trial]:
+    from fk_bench.capture.replay import captured_cases
+
+    return [Trial("captured", c.case, c.make_args) for c in captured_cases(spec.name, folder)]
+
+
+def _held_out(spec: OpSpec, cases: list[Case]) -> list[Trial]:
+    if spec.vary is None or not cases:
+        return []
+    rng = random.Random(secrets.randbits(128))
+    models = [c for c in cases if "model" in c.tags]
+    chosen = [*rng.sample(models, min(HELD_OUT // 2, len(models)))]
+    others = [c for c in cases if c not in chosen]
+    chosen += rng.sample(others, min(HELD_OUT - len(chosen), len(others)))
+    varied = [spec.vary(c, rng) for c in chosen]
+    return [Trial("held-out", c, _own(spec, c)) for c in varied]
+
+
+def _extremes(spec: OpSpec, here: list[Trial], device: str) -> list[Trial]:
+    """Every kind of hard value on the smallest case but one of each dtype that is not a single element."""
+    usable = [t for t in here if spec.bytes_moved(t.case) > 64] or here
+    if not usable:
+        return []
+    usable = sorted(usable, key=lambda t: spec.bytes_moved(t.case))
+    base = usable[len(usable) // 3]
+    kinds = {**(_VALUES if spec.activations else {}), **spec.extremes}
+    found = []
+    for name, change in kinds.items():
+        edit = _on_activations(spec, change) if name in _VALUES and name not in spec.extremes else change
+        case = Case(f"{base.case.name}:{name}", base.case.dims, base.case.dtype, 0.0, base.case.tags)
+        found.append(Trial("extreme", case, base.make, edit))
+    return found
+
+
+def _on_activations(spec: OpSpec, change: Callable[[torch.Tensor], None]) -> Callable[[list[Any]], None]:
+    def edit(args: list[Any]) -> None:
+        for i in spec.activations:
+            t = args[i] if i < len(args) else None
+            if isinstance(t, torch.Tensor) and scalable(t) and t.numel():
+                change(t)
+
+    return edit
+
+
+def _large(t: torch.Tensor) -> None:
+    t.mul_(64)
+
+
+def _tiny(t: torch.Tensor) -> None:
+    t.mul_(2.0**-12)
+
+
+def _equal(t: torch.Tensor) -> None:
+    t.fill_(0.75)
+
+
+def _zero(t: torch.Tensor) -> None:
+    t.zero_()
+
+
+def _outlier(t: torch.Tensor) -> None:
+    t[tuple(n // 2 for n in t.shape)] = 1000.0
+
+
+_VALUES: dict[str, Callable[[Any], None]] = {
+    "large": _large, "tiny": _tiny, "equal": _equal, "zero": _zero, "outlier": _outlier,
+}  # fmt: skip

@@ -1,0 +1,141 @@
+"""Whether outputs are right: against the reference in float64, and against the errors that others make."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastkernels.core.spec import Case, OpSpec
+from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.memory.slots import split
+
+LARGE, LARGE_FLOPS = 1 << 27, 10**11  # elements, operations; beyond, the oracle is computed in float32
+# A candidate may err so much more than the reference does at worst, and, root mean square, than the worse of that and
+# the baseline.
+FACTOR = 2.0
+FEW = 4.0  # by so much over the root of their number may the mean square of honest errors differ
+
+
+@dataclass
+class Expected:
+    """What a call must give: outputs and new values of written arguments, as float64 (or exact integers).
+
+    native  the same by the reference in the arguments' own dtypes: an honest kernel's error
+    """
+
+    outputs: list[torch.Tensor]
+    written: dict[int, torch.Tensor]
+    native: list[torch.Tensor]
+
+    def all(self) -> list[torch.Tensor]:
+        return [*self.outputs, *self.written.values()]
+
+
+def expect(spec: OpSpec, case: Case, args: list[Any], mode: str) -> Expected:
+    """The oracle's answer. The arguments are private copies, and are not written."""
+    size = sum(t.numel() for t in layout.tensors(args))
+    large = size >= LARGE or spec.flops(case) >= LARGE_FLOPS
+    wide = torch.float32 if large else torch.float64
+    precise = layout.mapped(args, lambda t: t.to(wide) if t.is_floating_point() else t.clone())
+    outputs, written = split(spec, spec.reference(*precise), args, mode)
+    native_out, native_written = split(spec, spec.reference(*layout.mapped(args, torch.clone)), args, mode)
+    return Expected(outputs, written, [*native_out, *native_written.values()])
+
+
+@dataclass
+class Errors:
+    """How far outputs are from the oracle; `problem` is empty if they are right."""
+
+    problem: str = ""
+    rms: float = 0.0  # of the error, relative to the rms of what is expected; the largest of all outputs
+    max: float = 0.0  # largest |error| of all outputs
+
+    def worse(self, other: Errors) -> Errors:
+        return Errors(self.problem or other.problem, max(self.rms, other.rms), max(self.max, other.max))
+
+
+def compare(
+    spec: OpSpec,
+    case: Case,
+    got: list[torch.Tensor],
+    want: Expected,
+    allowed: float | None = None,
+    unchecked: Container[int] = (),
+) -> Errors:
+    """Compare outputs (and written arguments behind them) with the oracle.
+
+    unchecked  positions that are not compared (a baseline's that is right in its own way)
+    allowed    the baseline's own rms error, which a candidate may exceed by FACTOR; None: the reference's alone
+    """
+    total = Errors()
+    for i, (a, b, n) in enumerate(zip(got, want.all(), want.native, strict=True)):
+        if i in unchecked:
+            continue
+        label = f"output {i}" if i < len(want.outputs) else "a written argument"
+        total = total.worse(_compare(spec, case, label, a, b, n, allowed))
+    return total
+
+
+def _compare(
+    spec: OpSpec,
+    case: Case,
+    label: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    native: torch.Tensor,
+    allowed: float | None,
+) -> Errors:
+    if got.shape != want.shape:
+        return Errors(f"{label} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+    if got.dtype != native.dtype:
+        return Errors(f"{label} is {got.dtype}, not {native.dtype}")
+    if not got.numel():
+        return Errors()
+    if not got.is_floating_point():
+        wrong = int((got != want).sum())
+        return Errors(
+            f"{label}: {wrong} of {got.numel()} values differ, and all must be exact" if wrong else ""
+        )
+    tolerance = spec.tolerance_for(case, got.dtype)
+    count, wide = got.numel(), torch.float64 if got.numel() < LARGE else torch.float32
+    w = want.to(wide)
+    scale = float(torch.where(w.isfinite(), w, 0.0).pow(2).mean().sqrt())
+    # A cache is compared whole, and little of it is written
+    errs = (got.to(wide) != w) | (native.to(wide) != w)
+    g, w, n = got[errs].to(wide), w[errs], native[errs].to(wide)
+    if not len(w):
+        return Errors()
+    # Beyond the dtype's range there is infinity, and what comes of it, for the reference too.
+    same = (g == w) | (g.isnan() & (w.isnan() | n.isnan())) | (n.isinf() & (g == n))
+    error = torch.where(same, 0.0, (g - w).abs())
+    own = torch.where((n == w) | (n.isnan() & w.isnan()), 0.0, (n - w).abs())
+    finite = w.isfinite()
+    bound = tolerance.atol + tolerance.rtol * torch.where(finite, w.abs(), 0.0)
+    factor = FACTOR * spec.level  # parts of a module round their results
+    bound = torch.maximum(bound, factor * torch.where(own.isfinite(), own, 0.0).max())
+    bad = ~same & ~(error <= bound)
+    largest = float(torch.where(error.isfinite(), error, 0.0).max())
+    if bool(bad.any()):
+        nan = int((g.isnan() & ~w.isnan()).sum())
+        why = f"{nan} of them not written or NaN" if nan else f"the largest error is {largest:.3g}"
+        return Errors(f"{label}: {int(bad.sum())} of {count} values wrong, {why}", max=largest)
+    if not scale:
+        return Errors(max=largest)
+    rms, rms_own = (
+        (float(torch.where(e.isfinite(), e, 0.0).pow(2).sum()) / count) ** 0.5 / scale for e in (error, own)
+    )
+    # Nobody's error: one rounding of the result, uniform over a unit in the last place; float32 kernels approximate
+    # square roots and exponentials to a few units. And the mean over a handful of values says little.
+    floor = torch.finfo(got.dtype).eps / 12**0.5 * (4 if got.dtype is torch.float32 else 1)
+    factor *= 1 + FEW / count**0.5
+    limit = factor * max(rms_own, allowed or 0.0, floor)
+    problem = ""
+    if rms > limit:
+        problem = (
+            f"{label}: relative rms error {rms:.3g}, over {factor:.3g} times what the baseline "
+            f"({allowed or 0.0:.3g}), the reference ({rms_own:.3g}) or one rounding ({floor:.3g}) has"
+        )
+    return Errors(problem, rms, largest)

@@ -1,0 +1,68 @@
+"""Values moved as their op allows (OpSpec.moves): the rows and the columns of each slot rolled in their own way."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import torch
+
+from fastkernels.core.spec import Moves
+from fk_bench.kernels.judge.memory import layout
+
+
+class Mover:
+    """Of one case's arguments; `free` says of each tensor whether every slot has it in memory of its own.
+
+    Raises ValueError where the op's Moves do not fit the arguments.
+    """
+
+    def __init__(self, args: list[Any], moves: Moves, free: list[bool]):
+        positions = [p for p, a in enumerate(args) for _ in layout.tensors([a])]
+        tensors = layout.tensors(args)
+        self._rows = self._found(positions, moves.rows, free)
+        self._columns = self._found(positions, moves.columns, free)
+        rows, columns = {len(tensors[i]) for i in self._rows}, {tensors[i].shape[-1] for i in self._columns}
+        if len(rows) > 1 or len(columns) > 1 or (moves.group and max(columns, default=0) % moves.group):
+            raise ValueError(
+                f"{moves} does not fit: there are {sorted(rows)} rows and {sorted(columns)} columns"
+            )
+        self._sizes = max(rows | {1}), max(columns | {1})  # without a row there are columns to roll
+        self._group = moves.group or self._sizes[1]
+
+    @staticmethod
+    def _found(positions: list[int], wanted: tuple[int, ...], free: list[bool]) -> set[int]:
+        """The tensors at these positions; none if one of them cannot be moved, since they belong together."""
+        found = {i for i, p in enumerate(positions) if p in wanted}
+        return found if all(free[i] for i in found) else set()
+
+    def moves(self, i: int) -> bool:
+        return i in self._rows or i in self._columns
+
+    def draw(self, origin: list[int]) -> list[int]:
+        """How each slot is moved, as a number; slots of one master differ as long as there are ways left."""
+        ways = self._sizes[0] * self._sizes[1]
+        codes = [0] * len(origin)
+        for master in set(origin):
+            slots = [s for s, m in enumerate(origin) if m == master]
+            turns = -(-len(slots) // ways)
+            drawn = secrets.SystemRandom().sample(range(ways * turns), len(slots))
+            for s, code in zip(slots, drawn, strict=True):
+                codes[s] = code % ways
+        return codes
+
+    def apply(self, i: int, value: torch.Tensor, codes: list[int]) -> torch.Tensor:
+        """Tensor i of a master in as many slots as there are codes: [slots, *value.shape]."""
+        if not value.numel() or not self.moves(i):
+            return value.expand(len(codes), *value.shape)
+        code = torch.tensor(codes, device=value.device)[:, None]
+        (rows, columns), group = self._sizes, self._group
+        at = torch.arange(rows, device=value.device)
+        row = (at + code % rows) % rows
+        at, code = torch.arange(columns, device=value.device), code // rows
+        column = (at // group * group + code // group * group) % columns + (at + code) % group
+        if i not in self._columns:
+            return value[row]
+        if i not in self._rows:
+            return value[..., column].movedim(-2, 0)
+        return value[row[:, :, None], column[:, None, :]]

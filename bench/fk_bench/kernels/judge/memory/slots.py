@@ -1,0 +1,289 @@
+"""The judge's own memory: slots of inputs with secret values, fresh for every batch, and places for outputs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastkernels.core.spec import OpSpec
+from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.memory.permutations import Mover
+
+# Sets of values that the slots of a batch are made of: where slots are scaled, and where they are moved alone.
+MASTERS, MASTERS_EXACT = 4, 32
+FLUSH_BYTES = 256 << 20
+
+
+def outputs_of(spec: OpSpec, args: list[Any], mode: str) -> list[torch.Tensor]:
+    """What the call returns on these arguments, by the reference in their own dtypes (arguments are not written)."""
+    return split(spec, spec.reference(*layout.mapped(args, torch.clone)), args, mode)[0]
+
+
+def split(
+    spec: OpSpec, result: Any, args: list[Any], mode: str
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """The reference's result as (what the call returns, {position: new value of an argument that is written})."""
+    values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if v is not None]
+    if mode == "module":
+        return values, {}
+    written = [i for i in written_arguments(spec) if i < len(args) and args[i] is not None]
+    if not written:
+        return values, {}
+    return values[: -len(written)], dict(zip(written, values[-len(written) :], strict=True))
+
+
+def written_arguments(spec: OpSpec) -> list[int]:
+    """Positions of the arguments that the op writes to, by its schema."""
+    if spec.op is None:
+        return []
+    arguments = enumerate(spec.op.overload._schema.arguments)
+    return [i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+@dataclass
+class Out:
+    """One output of the call: where it lies in an output slot."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        n = self.dtype.itemsize
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return -(-max(self.bytes, 1) // layout.ALIGN) * layout.ALIGN
+
+    def to_json(self) -> dict[str, Any]:
+        name = str(self.dtype).removeprefix("torch.")
+        return {"dtype": name, "shape": list(self.shape), "bytes": self.bytes, "nbytes": self.nbytes}
+
+
+@dataclass
+class Slots:
+    """`count` slots of one case in memory of the judge's (a memfd on the CPU, device memory on a GPU).
+
+    make   make(generator) -> the arguments of a call with other values; called with secret seeds
+    fd     CPU: the memfd that both sides have
+    rolls  whether values may be rolled and moved: not extreme ones, whose places matter
+    """
+
+    spec: OpSpec
+    make: Callable[[torch.Generator], list[Any]]
+    device: str
+    count: int
+    mode: str
+    out_slots: int
+    fd: int
+    rolls: bool = False
+    masters: list[list[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.masters = [self.make(self._generator())]
+        first = self.masters[0]
+        written = set(written_arguments(self.spec)) if self.mode == "op" else set(range(len(first)))
+        if self.mode == "module":  # what a module may write to: its activations and caches, never its weights
+            written = {*self.spec.activations, *self.spec.mutates}
+        self.may_change = written
+        # What is larger than the cache is cold in every call, in one place as in many.
+        self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
+        self.outs = [Out(o.dtype, tuple(o.shape)) for o in outputs_of(self.spec, first, self.mode)]
+        # Integers that are computed from floats (chosen experts) depend on how near those are to a tie: values stay
+        # as the op's own maker made them.
+        floats = any(scalable(t) for t in layout.tensors(first))
+        self.scales = floats and all(o.dtype.is_floating_point for o in self.outs)
+        self.out_start = self.layout.arena_bytes(self.count)
+        self.out_bytes = sum(o.nbytes for o in self.outs)
+        total = max(self.out_start + self.out_slots * self.out_bytes, layout.ALIGN)
+        if self.device == "cuda":
+            self.arena = torch.zeros(total, dtype=torch.uint8, device="cuda")
+            shared = ipc.share(self.arena)
+        else:
+            if os.fstat(self.fd).st_size < total:  # it only grows: the other side may have it mapped
+                os.ftruncate(self.fd, total)
+            self.arena = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
+            shared = {"nbytes": total}
+        self.place = {**shared, "outputs": self.out_start, "out_slots": self.out_slots}
+        self._plan = self.layout.to_json()
+        self._bound: dict[int, list[Any]] = {}
+        self.factors: list[float] = []
+        self.origin: list[int] = []
+        self.shifts: list[int] = []
+        self.codes: list[int] = []
+        self._alone = self._alone_in_their_regions()
+        self._mover = None
+        if self.rolls and self.spec.moves is not None:
+            free = [a and not r["shared"] for a, r in zip(self._alone, self._regions(), strict=True)]
+            self._mover = Mover(first, self.spec.moves(*first), free)
+        self._numel = [t.numel() for t in layout.tensors(first)]
+
+    def args_of(self, slot: int) -> list[Any]:
+        """A slot's arguments, in the memory that the other processes see."""
+        if slot not in self._bound:
+            self._bound[slot] = layout.bind(self._plan, self.arena, slot, self.count)
+        return self._bound[slot]
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(secrets.randbits(62))
+
+    # -- inputs
+
+    def refresh(self) -> None:
+        """New values everywhere: a new set of masters in part, and which slot has which, each as often."""
+        wanted = min(MASTERS if self.scales else MASTERS_EXACT, self.count)
+        kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
+        self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
+        self.fill(secrets.SystemRandom().sample([s % wanted for s in range(self.count)], self.count))
+
+    def fill(self, origin: list[int]) -> None:
+        """Slot s gets the values of master origin[s], its floats times a secret factor in (0.8, 1], and rolled; or
+        moved as the op allows. Its results are then no other slot's.
+
+        Without the roll, whoever remembers a master's output has that of its multiple: norms and products keep factors.
+        """
+        self.origin = origin
+        self.codes = self._mover.draw(origin) if self._mover is not None else []
+        self.shifts = [secrets.randbits(40) for _ in origin]
+        span = 0.2 if self.scales else 0.0
+        self.factors = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
+        if len(origin) == 1 or self.device == "cpu":
+            for s in range(self.count):
+                for into, value in zip(layout.tensors(self.args_of(s)), self.expected(s), strict=True):
+                    into.copy_(value)
+            return
+        self._fill_at_once()
+
+    def _fill_at_once(self) -> None:
+        index = torch.tensor(self.origin, device=self.device)
+        factor = torch.tensor(self.factors, device=self.device, dtype=torch.float32)
+        per_slot = [layout.tensors(m) for m in self.masters]
+        shared = [r["shared"] for r in self._regions()]
+        for i, first in enumerate(layout.tensors(self.args_of(0))):
+            if not first.numel():
+                continue
+            if shared[i]:
+                first.copy_(self._value(0, i, per_slot[self.origin[0]][i]))
+                continue
+            step = self.layout.stride // first.element_size()
+            pool = first.as_strided(
+                (self.count, *first.shape), (step, *first.stride()), first.storage_offset()
+            )
+            rolled = scalable(first) and self._rolled(i)
+            for m, value in enumerate([p[i] for p in per_slot]):
+                rows = (index == m).nonzero().flatten()
+                if not len(rows):
+                    continue
+                chunk = max(1, (256 << 20) // max(first.nbytes * 2, 1))
+                turns = value.flatten().repeat(2).unfold(0, value.numel(), 1) if rolled else None
+                for at in range(0, len(rows), chunk):
+                    part = rows[at : at + chunk]
+                    made = value
+                    if self._mover is not None and self._mover.moves(i):
+                        made = self._mover.apply(i, value, [self.codes[s] for s in part.tolist()])
+                    elif turns is not None:
+                        from_ = [self._shift(s, i) for s in part.tolist()]
+                        made = turns[torch.tensor(from_, device=self.device)].view(len(part), *value.shape)
+                    if scalable(first):
+                        made = made * factor[part].view(-1, *([1] * first.dim())).to(value.dtype)
+                    pool[part] = made
+        torch.cuda.synchronize()
+
+    def expected(self, slot: int) -> list[torch.Tensor]:
+        """The tensors that a slot was filled with, from memory that no other process sees."""
+        master = self.masters[self.origin[slot]]
+        tensors = layout.tensors(master)
+        shared = [r["shared"] for r in self._regions()]
+        return [
+            self._value(0 if s else slot, i, self._tensor(0, i) if s else t)
+            for i, (t, s) in enumerate(zip(tensors, shared, strict=True))
+        ]
+
+    def _value(self, slot: int, i: int, value: torch.Tensor) -> torch.Tensor:
+        """What slot has for its tensor i, made of the master's."""
+        if self._mover is not None:
+            value = self._mover.apply(i, value, [self.codes[slot]])[0]
+        if not scalable(value):
+            return value
+        if self._rolled(i):
+            value = value.flatten().roll(-self._shift(slot, i)).view(value.shape)
+        return self.scaled(value, self.factors[slot])
+
+    def _rolled(self, i: int) -> bool:
+        return self.rolls and self.scales and not self.spec.chooses and self._alone[i]
+
+    def _shift(self, slot: int, i: int) -> int:
+        """By how many elements: another for each tensor."""
+        return (self.shifts[slot] >> i % 8) % max(self._numel[i], 1)
+
+    def _alone_in_their_regions(self) -> list[bool]:
+        """Whether a tensor shares no memory with another: views that overlap must agree."""
+        regions = [id(r) for r in self._regions()]
+        return [regions.count(r) == 1 for r in regions]
+
+    def _regions(self) -> list[dict[str, Any]]:
+        """The region of each tensor, in order."""
+        found: list[dict[str, Any]] = []
+
+        def walk(value: Any) -> None:
+            if isinstance(value, dict) and "tensor" in value:
+                found.append(self.layout.regions[value["tensor"]["region"]])
+            elif isinstance(value, dict) and ("dict" in value or "list" in value):
+                inner = value["dict"] if "dict" in value else value["list"]
+                for v in inner.values() if isinstance(inner, dict) else inner:
+                    walk(v)
+
+        for a in self.layout.args:
+            walk(a)
+        return found
+
+    def _tensor(self, slot: int, i: int) -> torch.Tensor:
+        return layout.tensors(self.masters[self.origin[slot]])[i]
+
+    def private_args(self, slot: int) -> list[Any]:
+        """A private copy of a slot's arguments as they were before the call: what the oracle is given."""
+        return layout.replaced(self.masters[self.origin[slot]], [t.clone() for t in self.expected(slot)])
+
+    def scaled(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        return value * torch.tensor(factor, dtype=torch.float32).to(value) if scalable(value) else value
+
+    # -- outputs
+
+    def output_views(self, slot: int) -> list[torch.Tensor]:
+        """An output slot of the arena."""
+        at, views = self.out_start + slot * self.out_bytes, []
+        for o in self.outs:
+            views.append(self.arena[at:][: o.bytes].view(o.dtype).view(o.shape))
+            at += o.nbytes
+        return views
+
+    def poison(self) -> None:
+        """Output slots full of NaN (floats) or of a byte that nobody knows (integers)."""
+        for s in range(self.out_slots):
+            poison(self.output_views(s))
+
+
+def scalable(t: torch.Tensor) -> bool:
+    """Whether values may be multiplied: not integers, and not 8-bit floats, which have no arithmetic."""
+    return t.is_floating_point() and t.element_size() > 1
+
+
+def poison(views: list[torch.Tensor]) -> None:
+    """NaN for floats, for integers a value that nobody knows; views may have any strides."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for v in views:
+        if v.dtype is torch.bool:
+            v.fill_(secrets.randbelow(2))
+        elif v.is_floating_point():
+            v.view(kinds[v.element_size()]).fill_(255 if v.element_size() == 1 else -1)
+        else:
+            v.fill_(1 + secrets.randbelow(120))

@@ -1,0 +1,98 @@
+"""What a side says of what it ran: the failures with their statuses, and what can be told of functions and tensors."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fk_bench.kernels.judge.memory import layout
+
+
+class Failure(Exception):
+    """Something went wrong on this side. `status` is a value of rows.Status."""
+
+    def __init__(self, status: str, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+def said(error: BaseException) -> str:
+    """An error in a line or two: its type, its text and the candidate's own line that raised it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "fk_bench" not in f.filename]
+    where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:600]}{where}"
+
+
+# What the dispatcher says of outputs that are not tensors
+_OTHER_OUTPUTS = ("PythonKernelHolder", "Unable to cast Python", "is not an instance of 'sequence'")
+
+
+def _no_memory(text: str) -> bool:
+    return "not enough memory" in text or "can't allocate memory" in text
+
+
+def status_of(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or _no_memory(text):
+        return "oom"
+    if isinstance(error, TypeError) and "argument" in text:
+        return "signature_mismatch"
+    if any(words in text for words in _OTHER_OUTPUTS):
+        return "signature_mismatch"
+    return "compile_error"
+
+
+def remembered(supports: Callable[..., str | None]) -> Callable[..., str | None]:
+    """`supports`, asked once for arguments of the same shapes: it may synchronize, which a capture must not."""
+    known: dict[str, str | None] = {}
+
+    def asked(*args: Any) -> str | None:
+        shapes = [[(t.shape, t.stride(), t.dtype) for t in layout.tensors(a)] or a for a in args]
+        key = str(shapes)
+        if key not in known:
+            known[key] = supports(*args)
+        return known[key]
+
+    return asked
+
+
+def wrong_signature(function: Callable[..., Any], op: Any) -> str | None:
+    """None if the function can be called with the op's arguments, by position, else why not."""
+    arguments = op.overload._schema.arguments
+    try:
+        signature = inspect.signature(function)
+        required = [a for a in arguments if not a.has_default_value()]
+        for given in (arguments, required):
+            signature.bind(*([None] * len(given)))
+    except TypeError as error:
+        names = ", ".join(a.name for a in arguments)
+        return f"does not take the op's arguments ({names}): {error}"
+    except ValueError:
+        return None  # a builtin without a signature: the first call shows
+    return None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def meta(t: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": name_of(t.dtype), "shape": list(t.shape)}
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share a storage (views of one arena are told apart by address)."""
+
+    a0, b0 = a.data_ptr(), b.data_ptr()
+    return a.numel() > 0 and b.numel() > 0 and a0 < b0 + span(b) and b0 < a0 + span(a)
+
+
+def span(t: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()

@@ -1,0 +1,123 @@
+"""What one side calls: a candidate, one provider of ours, or a baseline, put into the ops of its own process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from fastkernels.core import candidate, registry
+from fastkernels.core.dispatch import OPS
+from fastkernels.core.spec import OpSpec
+from fk_bench.kernels.judge.processes.answers import Failure, remembered, wrong_signature
+
+
+class Chosen:
+    """spec: the op; cls: the class whose module is called, or None for the op's function."""
+
+    def __init__(self) -> None:
+        self.spec: OpSpec
+        self.cls: type | None = None
+        self.baselines: dict[str, Any] = {}
+        self.made: dict[str, Callable[..., Any]] = {}
+        self.changed: set[str] = set()  # ops that have a candidate or a baseline in them
+        self.device = "cpu"
+
+    def choose(
+        self, op: str, device: str, candidates: dict[str, str], against: str | None, mode: str | None,
+        choice: tuple[str, dict[str, Any]] | None,
+    ) -> dict[str, str]:  # fmt: skip
+        """Import the op, and the candidates or (against) the baselines. Returns the kind of each candidate.
+
+        choice  (provider, parameters) of ours: that one alone
+        """
+        for name in self.changed:  # of the op before, in a process that serves several
+            OPS[name].set_candidate(None)
+        self.cls, self.baselines, self.made, self.changed = None, {}, {}, set()
+        self.device, self.spec = device, registry.get(op)
+        found = {name: self._candidate(name, path) for name, path in candidates.items()}
+        if choice is not None:
+            self._only(op, *choice)
+        own = found.get(op)
+        if own is not None and (own.function is None or self.spec.op is None):
+            self.cls = next((own.classes[t.cls] for t in self.spec.targets if t.cls in own.classes), None)
+        if mode == "module" or (self.cls is None and self.spec.op is None):
+            self.cls = self.cls or getattr(registry.op_module(op), self.spec.targets[0].cls)
+        if self.cls is not None and self.spec.build is None:
+            raise Failure("unsupported", f"{op}: its classes cannot be built from a case; offer the function")
+        if against is not None:
+            self._find_baselines(against)
+        return {n: c.kind for n, c in found.items()}
+
+    def _candidate(self, name: str, path: str) -> candidate.Candidate:
+        try:
+            found = candidate.load(name, path)
+        except candidate.CandidateError as error:
+            status = "signature_mismatch" if "offers neither" in str(error) else "compile_error"
+            raise Failure(status, str(error)) from None
+        if found.function is not None and (op := OPS.get(name)) is not None:
+            if (problem := wrong_signature(found.function, op)) is not None:
+                raise Failure("signature_mismatch", f"{name}(...) {problem}")
+            self._put(name, found.function, "candidate")
+        return found
+
+    def _only(self, op: str, name: str, params: dict[str, Any]) -> None:
+        """Run this provider of ours, with these parameters; what it does not support is nobody else's."""
+        provider = next(p for p in OPS[op].providers if p.name == name).bound(params)
+
+        def fn(*args: Any) -> Any:
+            if provider.supports is not None and (reason := provider.supports(*args)) is not None:
+                raise Failure("unsupported", f"{name}: {reason}")
+            return provider.fn(*args)
+
+        self._put(op, fn, name)
+
+    def _find_baselines(self, against: str) -> None:
+        """Baselines of the op; of a module, of the ops that it calls, each with the first there is."""
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # a library that tunes each shape does it once
+        from fk_bench.kernels.judge.baselines.baselines import baselines
+
+        def there(name: str) -> list[Any]:
+            return [
+                b for b in baselines(name, against, self.device)
+                if b.available() is None and (b.graph or self.device == "cpu")
+            ]  # fmt: skip
+
+        if self.cls is None:
+            self.baselines = {b.name: b for b in there(self.spec.name)}
+            return
+        names = []
+        own = self.spec.op is not None
+        for name in [self.spec.name] if own else sorted(registry.reached(self.spec.name, parts=True)):
+            for b in there(name) if name in OPS else ():
+                if self._made(name, b):
+                    names.append(f"{name}={b.name}")
+                    break
+        self.baselines = {"our module on " + ", ".join(names): None}
+
+    def _made(self, op: str, baseline: Any) -> bool:
+        """Whether a baseline could be made and put in."""
+        try:
+            fn = baseline.make()
+        except Exception:  # another version of the library: the next one is asked
+            return False
+        self._put(op, fn, baseline.name, remembered(baseline.supports))
+        return True
+
+    def use(self, baseline: str, args: list[Any] | None) -> dict[str, Any]:
+        """Call this baseline from now on. Says why it cannot serve a case, if it cannot: `args` are the case's."""
+        chosen = self.baselines.get(baseline)
+        if chosen is None:  # a module on baselines that are put in already, or another candidate
+            return {}
+        if args is not None and (reason := chosen.supports(*args)) is not None:
+            return {"unsupported": reason}
+        if baseline not in self.made:
+            self.made[baseline] = chosen.make()
+        self._put(self.spec.name, self.made[baseline], baseline)
+        return {"unchecked": chosen.unchecked}
+
+    def _put(
+        self, op: str, fn: Callable[..., Any], label: str, supports: Callable[..., str | None] | None = None
+    ) -> None:
+        OPS[op].set_candidate(fn, label, supports)
+        self.changed.add(op)

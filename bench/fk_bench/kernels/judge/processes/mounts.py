@@ -1,0 +1,162 @@
+"""A root of its own for a caged process: the system and the interpreter read-only, a private /tmp, nothing else.
+
+The new root is an allow-list. What is not bound is not there: home directories, other candidates, captures, results.
+It also makes an interpreter under /root usable by an unprivileged user, since the directories above are new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterable
+
+from fk_bench.kernels.judge.processes import linux
+
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "nix", "gnu", "sys")
+LIBRARY_VARIABLES = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "TRITON_PTXAS_PATH", "TRITON_LIBCUDA_PATH")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+_FILE_LIMIT = 64 << 20
+
+
+def needed(packages: Iterable[str], extra: Iterable[str]) -> list[str]:
+    """The directories and files that this interpreter needs to import what it has imported, and `packages`."""
+    found = [sys.prefix, sys.base_prefix, sys.exec_prefix]
+    found += [p for p in sys.path if os.path.basename(p.rstrip("/")) in ("site-packages", "dist-packages")]
+    found += [str(p) for m in list(sys.modules.values()) for p in _package_paths(m)]
+    for name in packages:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            found += list(spec.submodule_search_locations or ()) if spec else []
+    for variable in LIBRARY_VARIABLES:
+        found += os.environ.get(variable, "").split(":")
+    found += [*glob.glob("/opt/nvidia*"), *glob.glob("/opt/cuda*"), *extra]
+    return [p for p in dict.fromkeys(found) if os.path.isabs(p) and p != "/" and os.path.exists(p)]
+
+
+def _package_paths(module: object) -> list[str]:
+    """Of a top-level package its directories, of a top-level module its file."""
+    name, file = getattr(module, "__name__", "."), getattr(module, "__file__", None)
+    if "." in name or name == "__main__":
+        return []
+    paths = getattr(module, "__path__", None)
+    return [str(p) for p in paths] if paths else [file] if isinstance(file, str) else []
+
+
+def unreachable(paths: Iterable[str]) -> str | None:
+    """The first of the directories at and above `paths` that other users cannot enter."""
+    for path in paths:
+        part = os.path.realpath(path)
+        while part != "/":
+            mode = os.stat(part).st_mode
+            if not mode & (stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH):
+                return part
+            part = os.path.dirname(part)
+    return None
+
+
+def targets(paths: Iterable[str]) -> dict[str, str]:
+    """{where: what}, shortest first, with both the path as it is written and the real one, none below another."""
+    wanted: dict[str, str] = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        wanted[real] = real
+        first = "/" + path.split("/")[1]
+        if not os.path.islink(first):  # such links, /lib to usr/lib, are in the new root too
+            wanted[os.path.normpath(path)] = real
+    kept: dict[str, str] = {}
+    for where in sorted(wanted, key=len):
+        if not any(where.startswith(above + "/") for above in kept):
+            kept[where] = wanted[where]
+    return kept
+
+
+def build(root: str, paths: Iterable[str], tmp_bytes: int, shm_bytes: int) -> str:
+    """Make `root` (an empty directory; this process has a mount namespace of its own) the root directory.
+
+    Returns "" or what was left open. Raises OSError when the machine does not allow it; the old root is then still
+    in place.
+    """
+    linux.mount(None, "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("fk", root, "tmpfs", linux.MS_NOSUID, "mode=0755,size=64m")
+    try:
+        _tmpfs(f"{root}/tmp", tmp_bytes)
+        system = _system(root)
+        for where, what in targets([*system, *paths]).items():
+            _bind(what, root + where)
+        _devices(root, shm_bytes)
+        left_open = _proc(root)
+        linux.mount(None, root, None, linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID)
+    except OSError:
+        linux.detach(root)
+        raise
+    linux.enter_root(root)
+    return left_open
+
+
+def _system(root: str) -> list[str]:
+    there = []
+    for name in SYSTEM:
+        path = f"/{name}"
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            there.append(path)
+    return there
+
+
+def _bind(what: str, where: str) -> None:
+    if os.path.isdir(what):
+        os.makedirs(where, exist_ok=True)
+        linux.mount(what, where, None, linux.MS_BIND | linux.MS_REC)
+        linux.read_only(where)
+        return
+    if os.stat(what).st_size > _FILE_LIMIT:
+        raise OSError(f"{what} has more than {_FILE_LIMIT >> 20} MiB")
+    os.makedirs(os.path.dirname(where), exist_ok=True)
+    shutil.copyfile(what, where)  # a copy can be read whatever the mode of the original
+    os.chmod(where, 0o444)
+
+
+def _tmpfs(where: str, size: int) -> None:
+    os.makedirs(where, exist_ok=True)
+    linux.mount("fk", where, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"mode=1777,size={size}")
+
+
+def _devices(root: str, shm_bytes: int) -> None:
+    dev = f"{root}/dev"
+    os.makedirs(dev)
+    names = [f"/dev/{name}" for name in DEVICES]
+    names += [p for p in glob.glob("/dev/nvidia*") if not os.path.isdir(p)]
+    for path in names:
+        if os.path.exists(path):
+            os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
+            linux.mount(path, root + path, None, linux.MS_BIND)
+    if os.path.isdir("/dev/nvidia-caps"):
+        os.makedirs(f"{dev}/nvidia-caps")
+        linux.mount("/dev/nvidia-caps", f"{dev}/nvidia-caps", None, linux.MS_BIND)
+    for link, to in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{to}", f"{dev}/{link}")
+    _tmpfs(f"{dev}/shm", shm_bytes)
+
+
+def _proc(root: str) -> str:
+    proc = f"{root}/proc"
+    os.makedirs(proc)
+    left_open = ""
+    try:
+        linux.mount("proc", proc, "proc", linux.MS_NOSUID | linux.MS_NODEV)
+    except OSError as error:  # a container that covers parts of its /proc allows no new one
+        linux.mount("/proc", proc, None, linux.MS_BIND | linux.MS_REC)
+        left_open = f"/proc is the machine's ({error.strerror})"
+    for name in ("sys", "sysrq-trigger", "irq", "bus"):  # root without capabilities could still write there
+        path = f"{proc}/{name}"
+        if os.path.exists(path):
+            with contextlib.suppress(OSError):
+                linux.mount(path, path, None, linux.MS_BIND)
+                linux.read_only(path)
+    return left_open

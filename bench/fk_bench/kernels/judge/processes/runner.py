@@ -1,0 +1,322 @@
+"""The process of one side: it imports the candidate (or the baseline), and calls it when the judge says so.
+
+Nothing here is trusted by the judge: there is no oracle, no expected output and no clock of record in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastkernels.core.dispatch import OPS
+from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.processes.answers import Failure, meta, name_of, overlap, said, span, status_of
+from fk_bench.kernels.judge.processes.implementation import Chosen
+from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed
+
+# Taken before any candidate is imported; one that patches torch patches what it calls itself.
+ESTIMATES = 20  # replays
+GRAPH_CALLS = 64
+# Slots: where so many or fewer are called eagerly or compiled, arguments have storages of their own
+APART = 32
+_clock, _synchronize = time.perf_counter, torch.cuda.synchronize
+_Tensor, _copy = torch.Tensor, torch.Tensor.copy_
+
+
+def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
+    """Answer the judge until it hangs up."""
+    channel.send({"hello": hello})
+    runner = Runner(channel, fds)
+    with contextlib.suppress(ChannelClosed):
+        while (message := channel.receive())["do"] != "bye":
+            nonce = message.pop("nonce")
+            try:
+                answer = getattr(runner, f"do_{message.pop('do')}")(**message)
+            except Failure as error:
+                answer = {"error": error.status, "reason": str(error)}
+            except BaseException as error:  # a candidate's SystemExit too
+                answer = {"error": status_of(error), "reason": said(error)}
+            channel.send({**answer, "nonce": nonce})
+
+
+class Runner(Chosen):
+    """The state of one side: what it calls, and the slots of the case at hand."""
+
+    def __init__(self, channel: Channel, fds: dict[str, int]):
+        super().__init__()
+        self.channel, self.fds = channel, fds
+        self.mapping = ipc.Mapping()
+        self.free()
+
+    # -- what to run
+
+    def do_load(
+        self,
+        op: str,
+        device: str,
+        candidates: dict[str, str],
+        against: str | None,
+        mode: str | None,
+        threads: int,
+        core: int | None = None,
+        choice: tuple[str, dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Import the op, and the candidates or (against) the baselines. Says how the op will be called.
+
+        choice  (provider, parameters) of ours: that one alone
+        """
+        start = _clock()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        if device == "cuda":
+            self.channel.spin_s = 0.05
+            torch.zeros(1, device="cuda")  # the context, which the driver's calls need
+        self.free()
+        offers = self.choose(op, device, candidates, against, mode, choice)
+        return {
+            "import_s": _clock() - start, "baselines": list(self.baselines),
+            "compilers": [n for n, b in self.baselines.items() if b is not None and b.kind == "compiler"],
+            "mode": "op" if self.cls is None else "module", "offers": offers,
+        }  # fmt: skip
+
+    def do_use(self, baseline: str) -> dict[str, Any]:
+        """Call this baseline from now on. Says why it cannot serve the case at hand, if it cannot."""
+        return self.use(baseline, self.args[0] if self.args else None)
+
+    # -- a case
+
+    def do_case(
+        self, plan: dict[str, Any], slots: int, arena: dict[str, Any], outs: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Map the judge's memory and build the call of every slot; nothing of this is timed by the score."""
+        start = _clock()
+        self.free()
+        self.memory = memory = self._map(arena)
+        self.out_metas = outs
+        self.args = [layout.bind(plan, memory, s, slots, slots <= APART) for s in range(slots)]
+        self.calls = [self._call(a) for a in self.args]
+        out_start = arena["outputs"]
+        size = sum(o["nbytes"] for o in outs)
+        self.out_slots = []
+        for s in range(arena["out_slots"]):
+            offset, views = out_start + s * size, []
+            for o in outs:
+                raw = memory[offset:][: o["bytes"]].view(getattr(torch, o["dtype"]))
+                views.append(raw.view(o["shape"]))
+                offset += o["nbytes"]
+            self.out_slots.append(views)
+        return {"prepare_s": _clock() - start}
+
+    def free(self) -> None:
+        """Forget the last case."""
+        self.args, self.calls, self.out_slots = [], [], []
+        self.graphs: list[Any] = []
+        self.kept: list[list[torch.Tensor]] = []
+        self.held: dict[int, list[torch.Tensor]] = {}
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def do_free(self) -> dict[str, Any]:
+        self.free()
+        return {}
+
+    def _map(self, arena: dict[str, Any]) -> torch.Tensor:
+        if self.device == "cuda":
+            self.mapping.close()
+            return self.mapping.bytes_at(arena)
+        return torch.frombuffer(mmap.mmap(self.fds["arena"], arena["nbytes"]), dtype=torch.uint8)
+
+    def _call(self, args: list[Any]) -> Callable[[], Any]:
+        if self.cls is not None:
+            if self.spec.build is None:
+                raise Failure("unsupported", f"{self.spec.name}: its modules cannot be built from a case yet")
+            return self.spec.build(self.cls, args)
+        op = self.spec.op.overload
+        return lambda: op(*args)
+
+    def _outputs(self, result: Any) -> list[torch.Tensor]:
+        values = list(result) if isinstance(result, (tuple, list)) else [result]
+        values = [v for v in values if v is not None]
+        for v in values:
+            if type(v) is not _Tensor:
+                raise Failure(
+                    "signature_mismatch", f"an output is {type(v).__name__}, not a plain torch.Tensor"
+                )
+        return values
+
+    def do_call(self, slot: int, out: int, again: int | None = None) -> dict[str, Any]:
+        """One eager call into an output slot. Counters show which ops ran.
+
+        again  an output slot that gets its call's outputs once more: are they what they were, now that this one ran?
+        """
+        before = {name: op.calls for name, op in OPS.items()}
+        refused_before = {name: dict(op.fallbacks) for name, op in OPS.items()}
+        start = _clock()
+        result = self._outputs(self.calls[slot]())
+        self._sync()
+        seconds = _clock() - start
+        self.metas(result)
+        self.held[out] = result
+        for at in (out,) if again is None else (out, again):
+            for view, value in zip(self.out_slots[at], self.held[at], strict=False):
+                _copy(view, value)
+        self._sync()
+        live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
+        inputs = layout.tensors(self.args[slot])
+        aliases = [i for i, r in enumerate(result) if r.numel() and any(overlap(r, t) for t in inputs)]
+        refused = {
+            name: reason for name, op in OPS.items() for reason, times in op.fallbacks.items()
+            if times > refused_before.get(name, {}).get(reason, 0)
+        }  # fmt: skip
+        return {
+            "seconds": seconds, "outputs": [meta(r) for r in result], "aliases": aliases, "live": live,
+            "refused": refused,
+        }  # fmt: skip
+
+    def metas(self, result: list[torch.Tensor]) -> None:
+        """Raises Failure unless the outputs are as many and of the shapes and dtypes that the op has."""
+        if len(result) != len(self.out_metas):
+            raise Failure("signature_mismatch", f"{len(result)} outputs, the op has {len(self.out_metas)}")
+        for i, (r, o) in enumerate(zip(result, self.out_metas, strict=True)):
+            if list(r.shape) != o["shape"] or name_of(r.dtype) != o["dtype"] or r.device.type != self.device:
+                raise Failure(
+                    "signature_mismatch",
+                    f"output {i} is {name_of(r.dtype)} {list(r.shape)} on {r.device.type}, "
+                    f"the op's is {o['dtype']} {o['shape']} on {self.device}",
+                )
+
+    def do_estimate(self, calls: int) -> dict[str, Any]:
+        """Seconds of a call, roughly: how many the judge puts into a batch."""
+        picked = self.calls[:calls]
+        for call in picked[:2]:
+            call()
+        self._sync()
+        if self.device == "cuda":
+            graph, _ = self._capture(picked)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for i in range(ESTIMATES + 1):
+                if i == 1:
+                    begin.record()
+                graph.replay()
+            end.record()
+            self._sync()
+            return {"seconds": begin.elapsed_time(end) / 1e3 / ESTIMATES / len(picked)}
+        start = _clock()
+        for call in picked:
+            call()
+        return {"seconds": (_clock() - start) / len(picked)}
+
+    # -- timed batches
+
+    def do_capture(self, n: int) -> dict[str, Any]:
+        """GPU: graphs of a few calls each, for two halves of n calls. Says where every call's outputs will be.
+
+        Small graphs, because the launch of a large one takes a time of its own before anything runs.
+        """
+        self.graphs, self.kept = [], []
+        for start in (*range(0, n, GRAPH_CALLS), *range(n, 2 * n, GRAPH_CALLS)):
+            end = min(start + GRAPH_CALLS, n if start < n else 2 * n)
+            graph, results = self._capture(self.calls[start:end])
+            self.graphs.append((start, graph))
+            self.kept += results
+        return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}
+
+    def _shared(self, t: torch.Tensor) -> dict[str, Any]:
+        """Where an output is: in the judge's own memory (a written argument), or in ours."""
+        strides = list(t.stride())
+        if not t.numel():
+            return {"nbytes": 0, "stride": strides}
+        at = t.data_ptr() - self.memory.data_ptr()
+        reach = span(t)
+        if 0 <= at < self.memory.nbytes:
+            return {"arena": at, "nbytes": reach, "stride": strides}
+        return {**ipc.share(t), "nbytes": reach, "stride": strides}
+
+    def _capture(self, calls: list[Callable[[], Any]]) -> tuple[Any, list[list[torch.Tensor]]]:
+        graph = torch.cuda.CUDAGraph()
+        self._sync()
+        try:
+            # The outer one is left also where the capture fails, and torch's own graph() is not.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                results = [self._outputs(call()) for call in calls]
+        except Failure:
+            raise
+        except Exception as error:
+            raise Failure(status_of(error), f"cannot be captured in a CUDA graph: {said(error)}") from None
+        for result in results:
+            self.metas(result)
+        return graph, results
+
+    def do_run(self, start: int, count: int) -> dict[str, Any]:
+        """Call the slots start .. start + count, each once; on a GPU, replay their graphs."""
+        if self.device == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for first, graph in self.graphs:
+                if start <= first < start + count:
+                    graph.replay()
+            end.record()
+            _synchronize()
+            return {"events_s": begin.elapsed_time(end) / 1e3}
+        for call, views in zip(
+            self.calls[start : start + count], self.out_slots[start : start + count], strict=True
+        ):
+            result = call()
+            if views:
+                for view, value in zip(
+                    views, result if isinstance(result, (tuple, list)) else (result,), strict=False
+                ):
+                    if value is not None:
+                        _copy(view, value)
+        return {}
+
+    def do_ready(self) -> dict[str, Any]:
+        return {}
+
+    def do_trace(self, calls: int) -> dict[str, Any]:
+        """GPU: CUPTI over a replay of so many calls, all streams: {call_s: time in which any kernel ran, kernels}."""
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        graph, _ = self._capture(self.calls[:calls])
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as prof:
+                graph.replay()
+                _synchronize()
+            events = [e for e in prof.events() if e.device_type == DeviceType.CUDA]
+        except RuntimeError as error:
+            return {"trace": said(error)}
+        spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+        busy, reached = 0.0, float("-inf")
+        for start, end in spans:
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        names = dict.fromkeys(e.name[:120] for e in events)
+        return {"call_s": 1e-6 * busy / calls, "launches": len(events) / calls, "kernels": list(names)[:12]}
+
+    def do_compiled(self, slot: int, out: int) -> dict[str, Any]:
+        """The call under torch.compile(fullgraph=True), into an output slot."""
+        torch.compiler.reset()  # this process serves many ops, and compiles of one function are limited
+        if self.cls is None:
+            op, args = self.spec.op.overload, self.args[slot]
+            result = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*args)
+        else:
+            result = torch.compile(self.calls[slot], fullgraph=True, backend="aot_eager")()
+        result = self._outputs(result)
+        self.metas(result)
+        for view, value in zip(self.out_slots[out], result, strict=True):
+            _copy(view, value)
+        self._sync()
+        return {}
+
+    def _sync(self) -> None:
+        if self.device == "cuda":
+            _synchronize()

@@ -1,0 +1,310 @@
+"""Runner processes for the judge: forked from a clean interpreter, caged, watched, and ended with all they started.
+
+with Zygote() as zygote, zygote.spawn({"op": "rms_norm"}, CageOptions(), fds={"slots": fd}) as child:
+    child.channel.sendall(...)
+    print(child.wait(10.0), child.output_tail())
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fk_bench.kernels.judge.processes import forkserver
+from fk_bench.kernels.judge.processes.cage import CageOptions
+
+log = logging.getLogger("fastkernels")
+
+OUTPUT_KEPT = 64 << 10
+_KEPT = (
+    "PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX", "FASTKERNELS_PROVIDER", "FASTKERNELS_TUNED",
+)  # fmt: skip
+_KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "CUDA", "NVIDIA_", "TRITON_", "TORCH", "PYTORCH_", "NCCL_")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+class ZygoteError(RuntimeError):
+    """No runner process can be made; the message has the end of the zygote's output."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a child ended. One of `code`, `signal` is set, unless its supervisor was lost.
+
+    killed    the judge did it (`Child.kill`)
+    oom       its supervisor did it: more than `CageOptions.memory`
+    peak_rss  bytes of the runner itself at its highest; of the whole tree if that was seen to be more
+    """
+
+    code: int | None = None
+    signal: int | None = None
+    killed: bool = False
+    oom: bool = False
+    peak_rss: int = 0
+
+    def __str__(self) -> str:
+        if self.oom:
+            return f"used too much memory ({self.peak_rss / 2**30:.1f} GiB)"
+        if self.killed:
+            return "ended by the judge"
+        if self.signal is not None:
+            return f"signal {signal.Signals(self.signal).name}"
+        return "its supervisor was lost" if self.code is None else f"exit status {self.code}"
+
+
+class Child:
+    """One runner. `channel` is the judge's end of a private socket pair."""
+
+    def __init__(self, pid: int, channel: socket.socket, output: int, status: int, room: Path):
+        self.pid, self.channel, self.room = pid, channel, room
+        self.exit: Exit | None = None
+        self.output_bytes = 0
+        self._status = status
+        self._tail = bytearray()
+        self._pump = threading.Thread(target=self._read_output, args=(output,), daemon=True)
+        self._pump.start()
+
+    def _read_output(self, output: int) -> None:
+        """To the end, so that a child that prints without end never waits and fills nothing."""
+        with open(output, "rb", buffering=0) as file:
+            while part := file.read(1 << 16):
+                self.output_bytes += len(part)
+                self._tail += part
+                del self._tail[:-OUTPUT_KEPT]
+
+    def wait(self, timeout: float | None = None) -> Exit | None:
+        """How it ended; None if it has not within `timeout` seconds."""
+        if self.exit is None and select.select([self._status], [], [], timeout)[0]:
+            text = os.read(self._status, 1 << 16)
+            self.exit = _ended(json.loads(text)) if text else Exit()
+            if not text:  # the supervisor was killed: its session is all that is known of the child
+                with contextlib.suppress(OSError):
+                    os.killpg(self.pid, signal.SIGKILL)
+        return self.exit
+
+    @property
+    def peak_rss(self) -> int:
+        return self.exit.peak_rss if self.exit else 0
+
+    def kill(self) -> Exit:
+        """End the child and everything that it started; how it had ended, if it had."""
+        if self.wait(0.0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            if self.wait(3.0) is None:  # its supervisor gets no time: the kernel ends the tree after it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                self.wait(10.0)
+        self.exit = self.exit or Exit(killed=True)
+        return self.exit
+
+    def pause(self) -> None:
+        """Stop the child and all that it started, so that nothing of it runs beside another's batch."""
+        self._each(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._each(signal.SIGCONT)
+
+    def _each(self, number: signal.Signals) -> None:
+        """To the whole tree but its supervisor: the reaper ignores it; again until there is nobody new."""
+        seen: set[int] = set()
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            while new := set(forkserver.descendants(self.pid, proc)) - seen:
+                for pid in new:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                seen |= new
+        finally:
+            os.close(proc)
+
+    def output_tail(self, limit: int = OUTPUT_KEPT) -> str:
+        """The last `limit` bytes of its standard output and error."""
+        if self.exit is not None:
+            self._pump.join(1.0)
+        return bytes(self._tail[-limit:]).decode(errors="replace")
+
+    def close(self) -> None:
+        """Kill it, and remove its files."""
+        self.kill()
+        self._pump.join(5.0)
+        self.channel.close()
+        if self._status >= 0:
+            os.close(self._status)
+            self._status = -1
+        shutil.rmtree(self.room, ignore_errors=True)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ended(end: dict[str, Any]) -> Exit:
+    code, number, status = None, None, end["status"]
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+    else:
+        code = os.WEXITSTATUS(status)
+    peak = max(end["maxrss"], end["peak"])
+    return Exit(code, number, bool(end.get("killed")), bool(end.get("oom")), peak)
+
+
+class Zygote:
+    """A fork server in an interpreter of its own, started at the first `spawn` and again when it is lost.
+
+    python   may be another environment's: it needs the modules of `preload` and our package
+    env      set beside the variables that are kept of os.environ
+    notes    what went wrong, for the report: a lost zygote
+    """
+
+    def __init__(
+        self,
+        python: str = sys.executable,
+        preload: Sequence[str] = ("torch", "triton", "fastkernels"),
+        env: Mapping[str, str] | None = None,
+        entry: str = "fk_bench.kernels.judge.processes.entry:main",
+        start_timeout_s: float = 180.0,
+    ):
+        self.python, self.preload, self.entry = python, tuple(preload), entry
+        self.env, self.start_timeout_s = dict(env or {}), start_timeout_s
+        self.notes: list[str] = []
+        self.info: dict[str, Any] = {}
+        self.dir = Path(tempfile.mkdtemp(prefix="fk-judge-"))
+        self.dir.chmod(0o711)  # children of another user find their own directory in it, and see no other
+        self._count = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def _environment(self) -> dict[str, str]:
+        kept = {
+            k: v
+            for k, v in {**os.environ, **self.env}.items()
+            if k in self.env
+            or ((k in _KEPT or k.startswith(_KEPT_PREFIXES)) and not any(s in k for s in _SECRET))
+        }
+        if tables := kept.get("FASTKERNELS_TUNED"):
+            kept["FASTKERNELS_TUNED"] = str(Path(tables).expanduser().resolve())
+        roots = []
+        for name in ("fk_bench", "fastkernels", "fk_integrations"):
+            spec = importlib.util.find_spec(name)
+            roots += [str(Path(p).parent) for p in (spec.submodule_search_locations or ())] if spec else []
+        roots = [p for p in roots if Path(p).name not in ("site-packages", "dist-packages")]
+        paths = dict.fromkeys([*roots, *kept.get("PYTHONPATH", "").split(os.pathsep)])
+        kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+        return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "OPENBLAS_NUM_THREADS": "1"}
+
+    def start(self) -> None:
+        """Raises ZygoteError when a module of `preload` does not import, or that takes too long."""
+        self._stop()
+        python = shutil.which(self.python)
+        if python is None:
+            raise ZygoteError(f"there is no interpreter {self.python}")
+        ours, theirs = socket.socketpair()
+        name = self.dir / "zygote.log"
+        with theirs, open(name, "wb") as out:
+            self._process = subprocess.Popen(
+                [os.path.abspath(python), "-m", "fk_bench.kernels.judge.processes.forkserver", str(theirs.fileno()),
+                 str(os.getpid()), ",".join(self.preload), str(self.dir)],
+                env=self._environment(), cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        self._control = ours
+        ours.settimeout(self.start_timeout_s)
+        try:
+            self.info, _ = forkserver.receive(ours)
+        except (OSError, EOFError) as error:
+            self.info = {
+                "error": f"{type(error).__name__}: {error}\n{name.read_text(errors='replace')[-4000:]}"
+            }
+        if "error" in self.info:
+            self._stop()
+            raise ZygoteError(f"{self.python} cannot serve as a runner: {self.info['error'].strip()}")
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # its supervisors die with it, and their cages with them
+            self._process.wait()
+            self._process = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def spawn(
+        self, config: Mapping[str, Any], cage: CageOptions | None = None, fds: Mapping[str, int] | None = None
+    ) -> Child:
+        """Fork a runner: it cages itself and calls `entry(channel, {**config, "cage": report}, fds)`.
+
+        `config` is JSON. `fds` stay open here; the runner has copies, under their names. Raises ZygoteError.
+        """
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self.notes.append(f"the zygote was lost ({_how(self._process.returncode)}) and started again")
+                log.warning("%s", self.notes[-1])
+                self._stop()
+            if self._process is None:
+                self.start()
+            self._count += 1
+            return self._spawn(dict(config), cage or CageOptions(), dict(fds or {}))
+
+    def _spawn(self, config: dict[str, Any], cage: CageOptions, fds: dict[str, int]) -> Child:
+        assert self._control is not None
+        room = self.dir / f"{self._count}-{time.time_ns():x}"
+        room.mkdir(mode=0o711)
+        channel, theirs = socket.socketpair()
+        read, write = os.pipe()
+        status, status_write = os.pipe()
+        request = {
+            "config": config, "options": asdict(cage), "entry": self.entry, "fds": list(fds), "room": str(room),
+            "number": self._count,
+        }  # fmt: skip
+        try:
+            forkserver.send(self._control, request, [theirs.fileno(), write, status_write, *fds.values()])
+            pid = forkserver.receive(self._control)[0]["pid"]
+        except (OSError, EOFError) as error:
+            for fd in (read, status):
+                os.close(fd)
+            channel.close()
+            raise ZygoteError(f"the zygote was lost while it started a runner: {error}") from error
+        finally:
+            theirs.close()
+            os.close(write)
+            os.close(status_write)
+        return Child(pid, channel, read, status, room)
+
+    def close(self) -> None:
+        self._stop()
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _how(code: int | None) -> str:
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"

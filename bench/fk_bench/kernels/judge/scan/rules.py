@@ -1,0 +1,159 @@
+"""What the static scan looks for by name: imports, uses, calls, attributes and strings, each with its reason."""
+
+from __future__ import annotations
+
+REASONS = {
+    "baseline-library": "{} is what a candidate is compared with, or a part of it",
+    "capture-dependent": "{}: it may do something else in a graph than it does when it is called alone",
+    "clock": "{}: a kernel neither waits nor looks at the clock (triton.autotune measures for those that tune)",
+    "device-settings": "{} changes or reads the device behind the judge's back",
+    "dynamic-code": "{} can hide code from whoever reads the file",
+    "files": "{} is not among the tensors that the kernel was given",
+    "global-setting": "{} changes what everybody else in a server computes",
+    "inspection": "{} looks at the process around the kernel, not at its inputs",
+    "judge": "{} runs or judges kernels; a kernel has nothing to ask it",
+    "lazy-tensor": "{} lets a tensor decide what is done with it, and when",
+    "library-call": "{} is the library's kernel, not the candidate's",
+    "native-code": "{}: the C++ in it is not scanned",
+    "native-library": "{} calls libraries that the judge cannot see into",
+    "network": "{} talks to other processes or machines",
+    "own-op": "{} gives the op that the candidate replaces",
+    "patching": "{} replaces what others rely on",
+    "process": "{} starts, ends or steers processes; a kernel runs in the one that calls it",
+    "streams": "{}: the caller times and waits for its own stream only",
+    "threads": "{} lets work go on outside the call, or on more cores than each side has",
+    "value-cache": "{} fingerprints values: a kernel computes from them, it does not recognize them",
+}
+
+
+def _table(entries: dict[str, str]) -> dict[str, str]:
+    """{name: pattern} of {pattern: names}."""
+    return {name: pattern for pattern, names in entries.items() for name in names.split()}
+
+
+# An entry covers what is in it, so that 'torch.hub' is 'torch.hub.load' too; of several the longest counts.
+IMPORTS = _table(
+    {
+        "inspection": "gc inspect traceback tracemalloc linecache dis pdb bdb faulthandler",
+        "native-library": "ctypes cffi _ctypes pybind11 cppyy",
+        "process": "subprocess multiprocessing torch.multiprocessing atexit signal pty resource psutil",
+        "threads": "threading _thread concurrent asyncio trio anyio joblib greenlet",
+        "network": """
+            socket socketserver ssl http urllib urllib3 requests httpx aiohttp ftplib smtplib xmlrpc select selectors
+            zmq grpc huggingface_hub""",
+        "files": "io mmap shutil tempfile glob fileinput fcntl posix nt sqlite3 shelve",
+        "dynamic-code": """
+            importlib imp runpy pkgutil zipimport marshal pickle _pickle dill cloudpickle base64 binascii codecs zlib
+            bz2 lzma code codeop builtins""",
+        "value-cache": "hashlib xxhash _hashlib",
+        "device-settings": "pynvml amdsmi",
+        "baseline-library": """
+            vllm sglang sgl_kernel flashinfer flash_attn flash_attn_interface flash_attn_2_cuda flash_mla deep_gemm
+            deep_ep aiter fla xformers liger_kernel transformers transformer_engine apex flag_gems mamba_ssm
+            causal_conv1d bitsandbytes kernels quack""",
+        "patching": "unittest.mock fastkernels.patch",
+        "judge": "fk_bench fk_integrations",
+        "own-op": "fastkernels.core.dispatch.OPS",
+        "lazy-tensor": "torch._lazy torch._subclasses torch.overrides torch.utils._python_dispatch",
+    }
+)
+NAMES = _table(
+    {
+        "inspection": """
+            sys._getframe sys._current_frames sys.settrace sys.setprofile sys.modules sys.meta_path sys.path
+            sys.path_hooks sys.argv sys.addaudithook sys.monitoring globals""",
+        "process": """
+            os.fork os.forkpty os._exit os.kill os.killpg os.abort os.system os.popen os.execv os.execve os.execvp
+            os.execl os.posix_spawn os.posix_spawnp os.spawnv os.spawnl os.register_at_fork os.nice os.setpriority
+            os.sched_setaffinity os.sched_setscheduler os.getppid os.wait os.waitpid os.setsid sys.exit exit quit
+            SystemExit KeyboardInterrupt""",
+        "threads": "torch.set_num_threads torch.set_num_interop_threads torch.jit.fork torch.jit._fork",
+        "files": """
+            open breakpoint os.open os.read os.write os.pread os.pwrite os.pipe os.dup os.dup2 os.fdopen os.close
+            os.closerange os.listdir os.scandir os.walk os.remove os.unlink os.rename os.replace os.mkdir os.makedirs
+            os.chmod os.chdir os.getcwd os.memfd_create os.sendfile os.mkfifo os.symlink os.link os.readlink os.stat
+            os.putenv torch.load torch.save torch.from_file numpy.load numpy.save numpy.fromfile numpy.memmap
+            numpy.loadtxt numpy.savez sys.stdout sys.stderr sys.stdin sys.__stdout__ sys.__stderr__""",
+        "dynamic-code": """
+            eval exec compile __import__ __builtins__ __loader__ types.FunctionType types.CodeType torch.package
+            torch.hub""",
+        "native-library": "torch.ops.load_library torch.classes.load_library sys.setdlopenflags",
+        "clock": """
+            time.sleep time.time time.time_ns time.perf_counter time.perf_counter_ns time.monotonic time.monotonic_ns
+            time.process_time time.process_time_ns time.thread_time datetime.datetime.now torch.cuda.Event torch.Event
+            torch.cuda._sleep""",
+        "lazy-tensor": "torch.Tensor._make_subclass torch.Tensor._make_wrapper_subclass torch.Tensor.as_subclass",
+        "baseline-library": """
+            torch.ops._C torch.ops._moe_C torch.ops._C_cache_ops torch.ops._vllm_fa2_C torch.ops._vllm_fa3_C
+            torch.ops.vllm torch.ops.sglang torch.ops.sgl_kernel torch.ops.flashinfer""",
+        "own-op": "fastkernels.core.dispatch.OPS",
+        "patching": "fastkernels.patch",
+    }
+)
+# The same names are harmless as annotations.
+CALLS = _table(
+    {
+        "streams": """
+            torch.cuda.Stream torch.cuda.ExternalStream torch.Stream torch.cuda.stream torch.cuda.set_stream
+            torch.cuda.streams.Stream""",
+        "device-settings": """
+            torch.cuda.cudart torch.cuda.memory.change_current_allocator torch.cuda.set_device
+            torch.cuda.set_per_process_memory_fraction torch.cuda.caching_allocator_alloc""",
+    }
+)
+# Of any object.
+ATTRIBUTES = _table(
+    {
+        "inspection": "f_back f_locals f_globals tb_frame gi_frame __globals__ __subclasses__ __code__ __closure__",
+        "files": "read_text read_bytes write_text write_bytes iterdir rglob",
+        "lazy-tensor": "as_subclass",
+        "value-cache": "tobytes",
+        "native-library": "load_library dlopen CDLL",
+        "streams": "record_stream wait_stream",
+    }
+)
+# Parts of strings and of attributes: a library's functions are looked up by their names.
+SUBSTRINGS = _table(
+    {
+        "device-settings": """
+            cudaDeviceSetLimit cudaCtxResetPersistingL2Cache cuCtxSetLimit cuCtxResetPersistingL2Cache
+            accessPolicyWindow cudaStreamSetAttribute cuStreamSetAttribute""",
+        "native-library": "libcudart libcuda.so libc.so",
+        "files": "/proc/ /dev/shm /dev/fd /sys/class /sys/fs",
+    }
+)
+# Warnings, shown beside the result.
+WARN_CALLS = _table(
+    {
+        "library-call": """
+            torch.matmul torch.mm torch.bmm torch.addmm torch.baddbmm torch.einsum torch.nn.functional""",
+        "global-setting": """
+            torch.set_default_dtype torch.set_default_device torch.set_float32_matmul_precision
+            torch.use_deterministic_algorithms""",
+        "native-code": """
+            torch.utils.cpp_extension.load torch.utils.cpp_extension.load_inline torch.cuda._compile_kernel""",
+        "capture-dependent": """
+            torch.cuda.is_current_stream_capturing torch.compiler.is_compiling torch.compiler.is_dynamo_compiling
+            torch.jit.is_tracing""",
+    }
+)
+
+# What nobody but its owner assigns to; SETTINGS are flags, a warning.
+PROTECTED = (
+    *("torch", "time", "statistics", "numpy", "builtins", "triton", "sys", "os", "math", "functools"),
+    *("fastkernels", "fk_bench", "fk_integrations"),
+)
+SETTINGS = ("torch.backends", "torch._inductor.config", "torch._dynamo.config", "triton.knobs")
+LOW_PRECISION = ("float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8e4nv", "float8e5")
+EMPTY = ("torch.empty", "torch.empty_like", "torch.empty_strided")
+ENVIRONMENT = ("TRITON_", "CUDA_VISIBLE_DEVICES")  # variables that a kernel may read
+
+
+def find(table: dict[str, str], name: str) -> tuple[str, str] | None:
+    """(pattern, reason) of the longest entry that is `name` or that it is in."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        pattern = table.get(".".join(parts[:n]))
+        if pattern is not None:
+            return pattern, REASONS[pattern].format(name)
+    return None

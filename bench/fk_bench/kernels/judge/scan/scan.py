@@ -1,0 +1,349 @@
+"""A static look at a candidate's file, before any of it runs: the first filter, never the only one.
+
+What it finds is what no kernel needs: other processes and threads, the files and frames around it, patched clocks,
+caches of results, the library that it is compared with. Names are followed through imports and plain assignments,
+not further: who wants to hide can, and then meets the judge itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastkernels.core import registry
+from fk_bench.kernels.judge.scan import memory as scan_memory
+from fk_bench.kernels.judge.scan import rules
+from fk_bench.kernels.judge.scan.memory import targets
+
+REJECT, WARN = "reject", "warn"
+_MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
+# the methods that are a module's call
+_CALLS = {"forward", "apply", "apply_scaled_mm", "apply_weights", "embedding", "__call__"}
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One thing in the file. `severity` is 'reject' (the candidate is not run) or 'warn' (shown with its result)."""
+
+    line: int
+    pattern: str
+    reason: str
+    severity: str = REJECT
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.reason} ({self.pattern})"
+
+
+def scan(path: Path, op: str) -> list[Finding]:
+    """What is in the candidate's file for that op, by line. A file that is no Python gives nothing: it will not load.
+
+    Raises OSError for a file that cannot be read.
+    """
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+        visitor = _Visitor(op, tree)
+        visitor.visit(tree)
+    except (SyntaxError, ValueError):
+        return []
+    except (RecursionError, MemoryError):
+        return [Finding(1, "unreadable", "the file is nested too deeply to be read")]
+    return sorted(visitor.found)
+
+
+def rejections(findings: list[Finding]) -> str:
+    """The reasons not to run the candidate, in one line; empty if there are none."""
+    return "; ".join(str(f) for f in findings if f.severity == REJECT)
+
+
+class _Visitor(ast.NodeVisitor):
+    def __init__(self, op: str, tree: ast.Module):
+        self.op = op
+        self.found: set[Finding] = set()
+        self.in_function = 0
+        # A module of several ops has no kernel of its own: what it calls is judged with it.
+        self.composed = op in registry.op_modules() and registry.get(op).op is None
+        self.inherits = False
+        self.bound = _bound(tree)
+        self.names: dict[str, str] = {}  # a name of the file: the dotted name that it stands for
+        self._aliases(tree)
+        heads = [n.body[0] for n in ast.walk(tree) if isinstance(n, _WITH_DOCSTRING) and n.body]
+        self.docstrings = {id(n.value) for n in heads if isinstance(n, ast.Expr)}
+        for node, pattern, reason in scan_memory.counters(tree, self.dotted):
+            self.note(node, pattern, reason)
+
+    def note(self, node: ast.AST, pattern: str, reason: str, severity: str = REJECT) -> None:
+        self.found.add(Finding(getattr(node, "lineno", 1), pattern, reason, severity))
+
+    def look_up(self, node: ast.AST, table: dict[str, str], name: str, severity: str = REJECT) -> bool:
+        hit = rules.find(table, name)
+        if hit is not None:
+            self.note(node, *hit, severity)
+        return hit is not None
+
+    # names
+
+    def _aliases(self, tree: ast.Module) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for a in node.names:
+                    self.names[a.asname or a.name.split(".")[0]] = (
+                        a.name if a.asname else a.name.split(".")[0]
+                    )
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                for a in node.names:
+                    self.names[a.asname or a.name] = f"{node.module}.{a.name}"
+        for _ in range(3):  # a = torch; b = a.cuda; c = b.Event
+            for node in ast.walk(tree):
+                dotted = (
+                    self.dotted(getattr(node, "value", None)) if next(targets(node), None) is not None else ""
+                )
+                for target in targets(node):
+                    if dotted and isinstance(target, ast.Name):
+                        self.names.setdefault(target.id, dotted)
+
+    def dotted(self, node: ast.AST | None) -> str:
+        """What an expression of names and attributes stands for, as far as it can be told; else ''."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, "" if node.id in self.bound else node.id)
+        if isinstance(node, ast.Attribute):
+            inner = self.dotted(node.value)
+            return f"{inner}.{node.attr}" if inner else ""
+        if isinstance(node, ast.Call) and self.dotted(node.func) == "getattr" and len(node.args) >= 2:
+            inner, name = self.dotted(node.args[0]), node.args[1]
+            if inner and isinstance(name, ast.Constant) and isinstance(name.value, str):
+                return f"{inner}.{name.value}"
+        return ""
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._import(node, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            self._import(node, f"{node.module or ''}.{alias.name}")
+
+    def _import(self, node: ast.AST, name: str) -> None:
+        if name == "inspect.signature":
+            return
+        if not self.look_up(node, rules.IMPORTS, name):
+            self.look_up(node, rules.NAMES, name)
+        parts = name.split(".")
+        if parts[:2] != ["fastkernels", "overrides"]:
+            return
+        if parts[-1] == "*" or (self.op in parts[2:-1] and self._is_ours(parts)):
+            self.note(node, "own-op", f"{name} has the kernel that the candidate is compared with")
+        elif any(p.startswith("_") for p in parts[2:]):
+            self.note(node, "own-helper", f"{name} is a part of our own kernels", WARN)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._use(node, self.dotted(node))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = self.dotted(node)
+        self._use(node, name)
+        self.look_up(node, rules.ATTRIBUTES, node.attr)
+        self._strings(node, node.attr)
+        if not name:
+            self.visit(node.value)
+
+    def _use(self, node: ast.AST, name: str) -> None:
+        self.look_up(node, rules.NAMES, name)
+        parts = name.split(".")
+        if self._is_ours(parts) or parts[:4] == ["torch", "ops", "fastkernels", self.op]:
+            self.note(node, "own-op", f"{name} is the op that the candidate replaces")
+
+    def _is_ours(self, parts: list[str]) -> bool:
+        """Whether a dotted name is what the candidate replaces: the op's kernel, or a class that calls it."""
+        found = parts[:2] == ["fastkernels", "overrides"] and self.op in parts[2:]
+        return found and not self.composed and parts[-1] != "reference" and not _is_record(parts)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, (str, bytes)) and id(node) not in self.docstrings:
+            self._strings(node, str(node.value))
+            if len(node.value) > 4096:
+                self.note(node, "big-constant", f"a constant of {len(node.value)} characters", WARN)
+
+    def _strings(self, node: ast.AST, text: str) -> None:
+        for part, pattern in rules.SUBSTRINGS.items():
+            if part in text:
+                self.note(node, pattern, rules.REASONS[pattern].format(repr(text[:60])))
+
+    # calls
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = self.dotted(node.func)
+        self.look_up(node, rules.CALLS, name)
+        self.look_up(node, rules.WARN_CALLS, name, WARN)
+        if name in ("setattr", "delattr", "vars", "object.__setattr__") and node.args:
+            owner = self.dotted(node.args[0])
+            self._assigned(node, owner, f"{name}({owner}, ...)")
+        elif name == "getattr" and len(node.args) > 1:
+            self._getattr(node)
+        elif name == "os.getenv" or name.startswith("os.environ."):
+            reads = name in ("os.getenv", "os.environ.get") and bool(node.args)
+            self._environment(node, node.args[0] if reads else None)
+        elif name.startswith("fastkernels.core.registry."):
+            first = node.args[0] if node.args else None
+            if not isinstance(first, ast.Constant) or first.value == self.op:
+                self.note(
+                    node, "own-op", f"{ast.unparse(node)[:60]} gives the op that the candidate replaces"
+                )
+        method = node.func if isinstance(node.func, ast.Attribute) else None
+        if self.inherits and method is not None and method.attr in _CALLS and _is_super(method.value):
+            self.note(node, "own-op", f"super().{method.attr} is what the candidate replaces")
+        self._downcast(node)
+        self.generic_visit(node)
+
+    def _getattr(self, node: ast.Call) -> None:
+        self._use(node, self.dotted(node))
+        owner, name = self.dotted(node.args[0]).split(".")[0], node.args[1]
+        made = (
+            isinstance(name, ast.Call)
+            and isinstance(name.func, ast.Attribute)
+            and name.func.attr in _MAKE_TEXT
+        )
+        computed = made or isinstance(name, (ast.BinOp, ast.JoinedStr))
+        if owner in ("os", "sys", "builtins", "time"):
+            computed = computed or not isinstance(name, ast.Constant)
+        if owner in rules.PROTECTED and computed:
+            self.note(node, "dynamic-code", f"getattr({owner}, ...) of a name put together hides what it is")
+
+    def _downcast(self, node: ast.Call) -> None:
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        types = {
+            a.attr for a in (*node.args, *(k.value for k in node.keywords)) if isinstance(a, ast.Attribute)
+        }
+        cast = method in ("to", "type", "empty", "zeros") and types & set(rules.LOW_PRECISION)
+        if cast or method in ("half", "bfloat16"):
+            self.note(
+                node, "downcast", f"{ast.unparse(node.func)[:40]}(...) may compute in a smaller type", WARN
+            )
+
+    def _environment(self, node: ast.AST, key: ast.AST | None) -> None:
+        name = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
+        if not name.startswith(rules.ENVIRONMENT):
+            self.note(node, "files", f"os.environ[{name or '...'}] is not among what the kernel was given")
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if self.dotted(node.value) == "os.environ":
+            self._environment(node, node.slice if isinstance(node.ctx, ast.Load) else None)
+        self.generic_visit(node)
+
+    # assignments
+
+    def _assign(self, node: ast.AST) -> None:
+        for target in targets(node):
+            if isinstance(target, (ast.Attribute, ast.Subscript)):
+                owner = target if isinstance(target, ast.Attribute) else target.value
+                self._assigned(node, self.dotted(owner), ast.unparse(target)[:60])
+        self.generic_visit(node)
+
+    visit_Assign = visit_AugAssign = visit_AnnAssign = visit_Delete = _assign
+
+    def _assigned(self, node: ast.AST, name: str, text: str) -> None:
+        if name.startswith(rules.SETTINGS):
+            self.note(node, "global-setting", rules.REASONS["global-setting"].format(text), WARN)
+        elif name.split(".")[0] in rules.PROTECTED and not name.startswith("os.environ"):
+            self.note(node, "patching", rules.REASONS["patching"].format(text))
+
+    # functions, classes, errors
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if node.name in ("__torch_function__", "__torch_dispatch__"):
+            self.note(node, "lazy-tensor", rules.REASONS["lazy-tensor"].format(node.name))
+        cached = {self.dotted(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
+        for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            if cached & {"functools.cache", "functools.lru_cache"} and "Tensor" in ast.unparse(
+                arg.annotation or arg
+            ):
+                self.note(
+                    node, "pointer-cache", f"{node.name} is cached by the tensor {arg.arg}, not by its values"
+                )
+        for where, pattern, reason in scan_memory.keys(node):
+            self.note(where, pattern, reason)
+        for where in scan_memory.uninitialized(node, lambda n: self.dotted(n) in rules.EMPTY):
+            self.note(where, "uninitialized", "memory that torch.empty made is returned as it is", WARN)
+        self.in_function += 1
+        self.generic_visit(node)
+        self.in_function -= 1
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for base in map(self.dotted, node.bases):
+            if base in ("torch.Tensor", "torch._tensor.Tensor") or base.endswith(
+                ("DispatchMode", "FunctionMode")
+            ):
+                self.note(node, "lazy-tensor", rules.REASONS["lazy-tensor"].format(f"{node.name}({base})"))
+        own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)} & _CALLS
+        for part in ast.iter_child_nodes(node):
+            # A subclass of ours for its weights and loaders, with a call of its own.
+            if own and part in node.bases and self._is_ours(self.dotted(part).split(".")):
+                self.inherits = True
+            else:
+                self.visit(part)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        broad = any(k is None or self.dotted(k) in ("Exception", "BaseException") for k in kinds)
+        if broad and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
+            what = f"`except {ast.unparse(node.type)}`" if node.type is not None else "a bare `except`"
+            reason = f"{what} goes on with something else where the kernel fails"
+            self.note(node, "fallback", reason, REJECT if self.in_function else WARN)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        sides = [node.left, *node.comparators]
+        sized = any(_is_size(n) for side in sides for n in ast.walk(side))
+        if (
+            sized
+            and any(map(_literal, sides))
+            and isinstance(node.ops[0], (ast.Eq, ast.In, ast.NotEq, ast.NotIn))
+        ):
+            self.note(node, "literal-shape", f"`{ast.unparse(node)[:60]}`: other sizes go another way", WARN)
+        self.generic_visit(node)
+
+    def _container(self, node: ast.List | ast.Tuple | ast.Dict) -> None:
+        size = len(node.values if isinstance(node, ast.Dict) else node.elts)
+        if size > 256:
+            self.note(node, "big-constant", f"a table of {size} constants", WARN)
+        self.generic_visit(node)
+
+    visit_List = visit_Tuple = visit_Dict = _container
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names of parameters, functions, classes and loops: not the builtins of the same name."""
+    found = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    found |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    loops = [n.target for n in ast.walk(tree) if isinstance(n, (ast.For, ast.comprehension))]
+    return found | {t.id for loop in loops for t in ast.walk(loop) if isinstance(t, ast.Name)}
+
+
+def _is_record(parts: list[str]) -> bool:
+    """Whether a dotted name is a dataclass of an op's module, such as what a host's class returns."""
+    module = registry.op_module(parts[-2]) if parts[-2] in registry.op_modules() else None
+    found = getattr(module, parts[-1], None)
+    return isinstance(found, type) and dataclasses.is_dataclass(found)
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+
+def _is_size(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr == "shape"
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("size", "numel")
+    )
+
+
+def _literal(node: ast.AST) -> bool:
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return bool(node.elts) and all(map(_literal, node.elts))
+    return isinstance(node, ast.Constant) and type(node.value) is int and node.value > 1

@@ -1,0 +1,238 @@
+"""Kernel runs for people, from their rows only: tables, RUN/report.html, and two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fk_bench.core import rows, stats
+from fk_bench.core.output import table
+from fk_bench.core.rows import Row, Status
+from fk_bench.serving.config import ConfigError
+
+CPU_MARK = "CPU timer: harness check, not a speed claim"
+COLUMNS = (
+    "op", "case", "source", "status", "baseline", "time us [p20-p80]", "baseline us", "speed-up (95%)", "signif.",
+    "GB/s", "TFLOP/s", "% roof",
+)  # fmt: skip
+FAILED = tuple(s for s in Status if s not in (Status.OK, Status.SKIPPED, Status.UNSUPPORTED))
+
+
+@dataclass(frozen=True)
+class Score:
+    """The geometric mean of an op's speed-ups, or of a run's, weighted by how often production makes each call."""
+
+    op: str
+    speedup: float | None
+    ci95: tuple[float, float] | None
+    timed: int
+    cases: int
+    failed: int
+    not_run: int
+
+
+def key(row: Row) -> tuple[str, str, str, str]:
+    """What makes two rows results of the same case."""
+    name = str(row.case.get("name", ""))
+    return str(row.subject.op), name, str(row.case.get("source", "")), str(row.case.get("dtype", ""))
+
+
+def latest(found: Sequence[Row]) -> list[Row]:
+    """The last row of each case, in the order in which the cases came first."""
+    return list({key(r): r for r in found if r.command == "kernels" and r.kind == "case"}.values())
+
+
+def score(op: str, cases: Sequence[Row]) -> Score:
+    """Of these cases; those that failed or were not timed have no part in the mean, and are counted."""
+    timed = [r for r in cases if r.status is Status.OK and r.metrics.get("speedup", 0.0) > 0]
+    mean, interval = None, None
+    if timed:
+        mean, interval = stats.geometric_mean(
+            [r.metrics["speedup"] for r in timed],
+            [float(r.case.get("weight") or 1.0) for r in timed],
+            [r.ci95.get("speedup") for r in timed],
+        )
+    failed = sum(r.status in FAILED for r in cases)
+    not_run = sum(r.status in (Status.SKIPPED, Status.UNSUPPORTED) for r in cases)
+    return Score(op, mean, interval, len(timed), len(cases), failed, not_run)
+
+
+def scores(found: Sequence[Row]) -> tuple[list[Score], Score]:
+    """(one of each op, that of all cases together)."""
+    cases = latest(found)
+    ops = dict.fromkeys(str(r.subject.op) for r in cases)
+    return [score(op, [r for r in cases if r.subject.op == op]) for op in ops], score("all", cases)
+
+
+def on_cpu(found: Sequence[Row]) -> bool:
+    return any(r.case.get("timer") == "cpu" for r in found)
+
+
+def live(found: Sequence[Row], candidates: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{op: {calls, in}}: in which ops' cases each candidate ran, and how often in one call of each case together."""
+    said: dict[str, dict[str, Any]] = {op: {"calls": 0, "in": []} for op in candidates}
+    for row in latest(found):
+        for op, calls in row.case.get("candidates", {}).items():
+            if calls and op in said:
+                said[op]["calls"] += calls
+                said[op]["in"] = list(dict.fromkeys([*said[op]["in"], row.subject.op]))
+    return said
+
+
+def live_lines(found: Sequence[Row]) -> list[list[str]]:
+    """`live` as cells: the candidates in the order in which the rows name them."""
+    named = dict.fromkeys(op for r in latest(found) for op in r.case.get("candidates", {}))
+    return [[op, str(n["calls"]), ", ".join(n["in"]) or "nowhere"] for op, n in live(found, named).items()]
+
+
+def noise(cases: Sequence[Row]) -> float | None:
+    """The largest distance from 1 that the baseline showed against itself: differences below it say nothing."""
+    return max((r.metrics["noise"] for r in cases if "noise" in r.metrics), default=None)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def span(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+
+
+def speedup(value: float | None, interval: tuple[float, float] | None) -> str:
+    return "" if value is None else f"{value:.3f}" + (f" ({span(interval)})" if interval else "")
+
+
+def cells(row: Row) -> list[str]:
+    """A case as cells of COLUMNS."""
+    m = row.metrics
+    # Batches too noisy to tell a time from may give any number; it stays in the drill-down.
+    steady = "speedup" in m or m.get("time_us_p20", 0.0) > 0 < m.get("baseline_us_p50", 0.0)
+    times = [number(m.get(f"time_us_p{p}")) if steady else "" for p in (50, 20, 80)]
+    known = row.case.get("significant")
+    significant = "" if known is None else "yes" if known else "no"
+    return [
+        str(row.subject.op), str(row.case.get("name", "")), str(row.case.get("source", "")), row.status.value,
+        row.baseline or "", f"{times[0]} [{times[1]}-{times[2]}]" if times[0] else "",
+        number(m.get("baseline_us_p50")) if steady else "",
+        speedup(m.get("speedup"), row.ci95.get("speedup")), significant,
+        number(m.get("gb_per_s")), number(m.get("tflops")), number(m.get("roofline_pct")),
+    ]  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """A case in one line, for those who watch it run."""
+    op, name, source, status, baseline, time, _, ratio, significant, *_ = cells(row)
+    said = f"{op:<20} {name:<16} {source:<9} {status:<8}"
+    if time:
+        said += f" {time} us, {ratio or 'no speed-up'} over {baseline}" + (
+            ", significant" if significant == "yes" else ""
+        )
+    return said + (f" {_first_line(row.reason)}" if row.reason else "")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def show(found: Sequence[Row]) -> None:
+    """Print the cases, what went wrong, and the means."""
+    cases = latest(found)
+    note = f" ({CPU_MARK})" if on_cpu(cases) else ""
+    table(f"kernels{note}", COLUMNS, [cells(r) for r in cases])
+    for row in cases:
+        if row.reason:
+            print(
+                f"{row.subject.op} {row.case.get('name', '')}: {row.status.value}: {_first_line(row.reason)}"
+            )
+    if lines := live_lines(found):
+        table("candidates that ran", LIVE_COLUMNS, lines)
+    ops, all_cases = scores(found)
+    lines = [score_cells(s) for s in (*ops, *([all_cases] if len(ops) > 1 else []))]
+    table(f"speed-up, geometric mean weighted by production's calls{note}", SCORE_COLUMNS, lines)
+
+
+LIVE_COLUMNS = ("candidate", "calls", "inside")
+SCORE_COLUMNS = ("op", "speed-up (95%)", "timed", "cases", "failed", "not run")
+
+
+def score_cells(s: Score) -> list[str]:
+    return [s.op, speedup(s.speedup, s.ci95), str(s.timed), str(s.cases), str(s.failed), str(s.not_run)]
+
+
+# -- the page
+
+
+def render(run: Path, found: Sequence[Row] | None = None, warnings: Sequence[str] = ()) -> Path:
+    """Write RUN/report.html from RUN/rows.jsonl. Raises ConfigError when there is no case to show."""
+    if found is None:
+        file = run / "rows.jsonl"
+        if not file.is_file():
+            raise ConfigError(f"no such run: {run} (it has no rows.jsonl)")
+        found, warnings = rows.read(file)
+    if not latest(found):
+        raise ConfigError(f"{run / 'rows.jsonl'} has no judged case")
+    return write(run, found, warnings)
+
+
+def write(run: Path, found: Sequence[Row], warnings: Sequence[str] = ()) -> Path:
+    """Write RUN/report.html from these rows, one or more."""
+    path = run / "report.html"
+    partial = path.with_suffix(".partial")
+    partial.write_text(html(found, warnings, run))
+    partial.replace(path)
+    return path
+
+
+def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None) -> str:
+    """The page. Everything in it is escaped; it loads nothing from anywhere."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    from fk_bench.kernels import plots as kernels_plots
+
+    environment = Environment(
+        loader=PackageLoader("fk_bench.core"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    cases = latest(found)
+    ops, total = scores(found)
+    return environment.get_template("kernels.html").render(
+        first=found[0], last=found[-1], warnings=warnings, cpu=CPU_MARK if on_cpu(cases) else "",
+        noise=number(None if (n := noise(cases)) is None else 100 * n), columns=COLUMNS, score_columns=SCORE_COLUMNS,
+        ops=[score_cells(s) for s in ops], total=score_cells(total), figures=kernels_plots.all_figures(cases, ops),
+        cases=[_case(r) for r in cases], sources=_sources(found, run),
+        bad=[r for r in cases if r.status in FAILED], live=live_lines(found), live_columns=LIVE_COLUMNS,
+    )  # fmt: skip
+
+
+def _case(row: Row) -> dict[str, Any]:
+    """A case for the table and its drill-down: every number, and the distribution of both sides."""
+    from fk_bench.kernels import plots as kernels_plots
+
+    shown = ("kind", "name", "source", "times_us", "baseline_times_us")
+    numbers = {k: f"{v:.6g}" for k, v in sorted(row.metrics.items())}
+    numbers |= {f"{k}, 95%": span(v) for k, v in row.ci95.items()}
+    return {
+        "cells": cells(row), "ok": row.status is Status.OK, "failed": row.status in FAILED, "status": row.status.value,
+        "reason": row.reason, "numbers": numbers, "case": {k: v for k, v in row.case.items() if k not in shown},
+        "subject": row.subject.candidate or row.subject.provider or "", "baseline": row.baseline or "",
+        "box": kernels_plots.boxes(row), "id": "-".join(key(row)),
+    }  # fmt: skip
+
+
+def _sources(found: Sequence[Row], run: Path | None) -> list[dict[str, Any]]:
+    """Each candidate file with what the static scan said: the copy that the run has, or the file where it was."""
+    scans: dict[str, list[str]] = {}
+    for row in found:
+        if row.subject.candidate:
+            said = row.case.get("scan") or []
+            kept = scans.setdefault(row.subject.candidate, [])
+            kept += [str(s) for s in (said if isinstance(said, list) else [said]) if str(s) not in kept]
+    sources = []
+    for name, said in scans.items():
+        places = [Path(name)] if run is None else [run / "candidates" / Path(name).name, Path(name)]
+        place = next((p for p in places if p.is_file()), None)
+        text = f"{name} is not there any more" if place is None else place.read_text(errors="replace")
+        sources.append({"name": name, "text": text, "scan": said})
+    return sources

@@ -1,0 +1,282 @@
+"""The flags of `serve-compare`, `diff` and `report`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from fk_bench.core.output import last_line, table
+from fk_bench.serving import config as options
+from fk_bench.serving.config import CompareConfig, ConfigError
+
+DEFAULT = CompareConfig()
+_JSON = Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")]
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT, SIGTERM or SIGHUP: raised in the main thread, so that every `finally` runs."""
+
+    def __init__(self, number: int):
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Turn the signals that end a command into Interrupted; a second one does not disturb the clearing up."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def handler(number: int, frame: FrameType | None) -> NoReturn:
+        for n in numbers:
+            signal.signal(n, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {n: signal.signal(n, handler) for n in numbers}
+    try:
+        yield
+    finally:
+        for n, old in before.items():
+            signal.signal(n, old)
+
+
+def _fail(command: str, message: str, status: int = 2, **more: Any) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    last_line({"command": command, "ok": False, "error": message.splitlines()[0], **more})
+    raise SystemExit(status)
+
+
+def _comma(values: tuple[Any, ...]) -> str:
+    return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
+
+
+def serve_compare_command(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="a directory, or a model of the hub; default: a tiny random Llama")
+    ] = "",
+    lanes: Annotated[str, typer.Option(help="vllm, vllm+fk, sglang, sglang+fk, fastkernels")] = _comma(
+        DEFAULT.lanes
+    ),
+    python: Annotated[
+        list[str] | None, typer.Option(help="LANE=PATH of its interpreter (a +fk lane has its host's)")
+    ] = None,
+    env: Annotated[list[str] | None, typer.Option(help="LANE:KEY=VALUE in its server's environment")] = None,
+    server_args: Annotated[list[str] | None, typer.Option(help='LANE="more arguments of its server"')] = None,
+    attach: Annotated[list[str] | None, typer.Option(help="LANE=URL of a server that runs already")] = None,
+    concurrency: Annotated[str, typer.Option(help="closed loops, requests in flight")] = _comma(
+        DEFAULT.concurrency
+    ),
+    rate: Annotated[str, typer.Option(help="open loops, requests a second, Poisson arrivals")] = "",
+    loads: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--load",
+            help="c=8,in=2048,out=8,prompts=100: one more load, of lengths of its own; or rate=4 for c=8 (in, out: "
+            "default --input-len, --output-len)",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="interleaved over the lanes")] = DEFAULT.rounds,
+    input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = DEFAULT.input_len,
+    output_len: Annotated[int, typer.Option(help="tokens of an answer")] = DEFAULT.output_len,
+    num_prompts: Annotated[
+        str,
+        typer.Option(
+            help="a round; one number, or one for each of --concurrency and --rate (default: by the load)"
+        ),
+    ] = "",
+    dataset: Annotated[str, typer.Option(help="random, sharegpt or prompts")] = DEFAULT.dataset,
+    dataset_path: Annotated[str | None, typer.Option(help="the file of sharegpt or prompts")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="answers of a file's prompts are as long as asked for")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="round r draws its prompts from seed + r")] = DEFAULT.seed,
+    base: Annotated[
+        str | None, typer.Option(help="the lane others are compared with (default: the first)")
+    ] = None,
+    slo: Annotated[str, typer.Option(help="ttft:500,tpot:50,e2el:5000 in ms, for goodput")] = "",
+    agreement_prompts: Annotated[int, typer.Option(help="0: no agreement phase")] = DEFAULT.agreement_prompts,
+    agreement_len: Annotated[int, typer.Option(help="tokens compared, at most")] = DEFAULT.agreement_len,
+    min_agreement: Annotated[
+        float, typer.Option(help="a +fk lane is wrong below this share of its host's self-agreement")
+    ] = DEFAULT.min_agreement,
+    resident: Annotated[int | None, typer.Option(help="servers up at once (default: what fits)")] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="start those at once, sooner; ready_s is no start's time then")
+    ] = DEFAULT.together,
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="KV-cache tokens of every server (default: by the loads)")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="default: the longest request")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")
+    ] = DEFAULT.dtype,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs a server")] = DEFAULT.tensor_parallel,
+    ready_timeout: Annotated[
+        float, typer.Option(help="seconds until a server must answer")
+    ] = DEFAULT.ready_timeout,
+    request_timeout: Annotated[float, typer.Option(help="seconds without a byte that end a request")] = 600.0,
+    port: Annotated[
+        int | None, typer.Option(help="of the first lane, the next ones follow (default: free ones)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/TIME)")] = None,
+    resume: Annotated[Path | None, typer.Option(help="go on with this run; what is done is skipped")] = None,
+    json_only: _JSON = False,
+) -> None:
+    """Compare real servers on the same prompts: interleaved rounds, confidence intervals, token agreement, a report."""
+
+    def given(name: str) -> bool:
+        source = ctx.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    values: dict[str, Callable[[], Any]] = {
+        "model": lambda: model,
+        "lanes": lambda: options.comma_list("--lanes", lanes, str),
+        "python": lambda: options.per_lane("--python", python or ()),
+        "env": lambda: options.per_lane_env(env or ()),
+        "server_args": lambda: options.per_lane_args(server_args or ()),
+        "attach": lambda: options.per_lane("--attach", attach or ()),
+        "concurrency": lambda: options.comma_list("--concurrency", concurrency, int),
+        "rate": lambda: options.comma_list("--rate", rate, float),
+        "loads": lambda: tuple(loads or ()),
+        "num_prompts": lambda: options.comma_list("--num-prompts", num_prompts, int),
+        "slo": lambda: options.slo(slo),
+    }
+    plain = {
+        "rounds": rounds, "input_len": input_len, "output_len": output_len, "dataset": dataset, "seed": seed,
+        "dataset_path": dataset_path, "ignore_eos": ignore_eos, "base": base, "agreement_prompts": agreement_prompts,
+        "agreement_len": agreement_len, "min_agreement": min_agreement, "resident": resident, "kv_tokens": kv_tokens,
+        "together": together, "max_model_len": max_model_len, "tensor_parallel": tensor_parallel, "dtype": dtype,
+        "ready_timeout": ready_timeout,
+        "request_timeout": request_timeout, "port": port,
+    }  # fmt: skip
+    try:
+        chosen = {k: v() for k, v in values.items() if given(k)} | {
+            k: v for k, v in plain.items() if given(k)
+        }
+        if "rate" in chosen and "concurrency" not in chosen and resume is None:
+            chosen["concurrency"] = ()
+        config, folder = _configured(chosen, out, resume)
+    except ConfigError as error:
+        _fail("serve-compare", str(error))
+    _compare(config, folder, resume is not None, json_only)
+
+
+def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -> tuple[CompareConfig, Path]:
+    if resume is not None:
+        if out is not None and out.resolve() != resume.resolve():
+            raise ConfigError("--resume goes on in its own folder: leave --out away")
+        recorded = CompareConfig.load(resume / "run.json")
+        if chosen.get("model") and Path(chosen["model"]).is_dir():
+            chosen["model"] = str(Path(chosen["model"]).absolute())
+        return options.resumed(recorded, chosen), resume
+    if not chosen.get("model"):
+        from fk_bench.serving.small_model import small_model
+
+        chosen["model"] = str(small_model())
+    folder = out or Path("fk-bench-runs") / time.strftime("serve-compare-%Y%m%d-%H%M%S")
+    return CompareConfig(**chosen), folder
+
+
+def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool) -> None:
+    from rich.console import Console
+
+    from fk_bench.serving import lanes as lane_module
+    from fk_bench.serving.datasets import DatasetError
+    from fk_bench.serving.process import ServerError, check_port
+    from fk_bench.serving.serve_compare import Compare, prepare
+
+    command = "serve-compare"
+    try:
+        with signals_raise():
+            found = lane_module.parse(
+                config.lanes, config.python, config.env, config.server_args, config.attach
+            )
+            if config.port is not None:
+                for i, lane in enumerate(found):
+                    if lane.url is None:
+                        check_port(config.port + i)
+            config = prepare(config, folder, resume)
+            compare = Compare(config, found, folder, Console(stderr=True))
+            result = compare.run()
+    except (ConfigError, DatasetError, lane_module.LaneError, ServerError) as error:
+        _fail(command, str(error))
+    except Interrupted as error:
+        _fail(
+            command,
+            f"{error}; go on with it by: fk-bench serve-compare --resume {folder}",
+            128 + error.number,
+        )
+    if not json_only:
+        _print_lanes(result)
+    last_line(result)
+    if not result["ok"]:
+        raise SystemExit(1)
+
+
+def _print_lanes(result: dict[str, Any]) -> None:
+    columns = ["lane", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "agreement", "with", "with itself"]
+    columns += ["modules", "calls", "status"]
+    keys = ["lane", "output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "token_agreement", "base", "self_agreement",
+            "patched_modules", "patched_calls", "status"]  # fmt: skip
+    table(
+        f"serve-compare at {result['at']}",
+        columns,
+        [["" if x[k] is None else x[k] for k in keys] for x in result["lanes"]],
+    )
+    for line in result["lanes"]:
+        if line.get("reason"):
+            print(f"{line['lane']}: {line['reason']}")
+    print(f"report: {result['report']}\n")
+
+
+def diff_command(
+    run_a: Annotated[Path, typer.Argument(help="the run to compare with: its folder or its rows.jsonl")],
+    run_b: Annotated[Path, typer.Argument(help="the run to judge")],
+    fail_under: Annotated[
+        float, typer.Option(help="exit status 1 when a ratio is below (1.0: as good as RUN_A)")
+    ] = 0.0,
+    metrics: Annotated[str, typer.Option(help="comma-separated, default: the headline metrics")] = "",
+    json_only: _JSON = False,
+) -> None:
+    """The ratio of two runs per lane, load and metric, or per kernel case, with its confidence interval; above 1 is
+    better."""
+    from fk_bench.serving import diff
+
+    try:
+        names = options.comma_list("--metrics", metrics, str) or diff.METRICS
+        result = diff.compare(run_a, run_b, names, fail_under)
+    except ConfigError as error:
+        _fail("diff", str(error))
+    if not json_only:
+        table(f"{run_b} against {run_a}; above 1 is better", *diff.shown(result))
+        if result.get("mark"):
+            print(result["mark"])
+        for problem in result["problems"]:
+            print(problem)
+    last_line(result)
+    if not result["ok"]:
+        raise SystemExit(1)
+
+
+def report_command(
+    run: Annotated[Path, typer.Argument(help="the folder of a run, or its rows.jsonl")],
+    json_only: _JSON = False,
+) -> None:
+    """Make RUN/report.html anew from RUN/rows.jsonl."""
+    from fk_bench.serving import report
+
+    try:
+        path = report.render(run if run.is_dir() else run.parent)
+    except ConfigError as error:
+        _fail("report", str(error))
+    if not json_only:
+        print(f"report: {path}")
+    last_line({"command": "report", "ok": True, "report": str(path)})

@@ -1,0 +1,228 @@
+"""Prompts: 'random' ids of exact lengths, a ShareGPT file, or a file of prompts.
+
+A Dataset deals disjoint hands: draw(part, round, count) never gives the same prompt twice in a run, and gives the same
+prompts to every lane.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fk_bench.serving.client import Prompt
+
+NAMES = ("random", "sharegpt", "prompts")
+# For the agreement phase: fixed, of several lengths and kinds, where a real model has clear preferences.
+AGREEMENT_TEXTS = (
+    "The capital of France is",
+    "Water boils at 100 degrees Celsius because",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "Once upon a time, in a village at the foot of a mountain, there lived a clockmaker who",
+    "List the planets of the solar system in order: Mercury, Venus,",
+    "Q: What is 12 times 12?\nA:",
+    "The three states of matter are",
+    "In a shared meadow each shepherd gains by adding one more sheep, but the grass is everybody's. The result is that",
+    "1, 2, 4, 8, 16, 32,",
+    "To make bread you need flour, water, salt and yeast. First,",
+    "Bonjour, je m'appelle",
+    "SELECT name, COUNT(*) FROM orders GROUP BY",
+    "Photosynthesis is the process by which plants",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "A bicycle has two wheels, a tricycle has three, and a car has",
+    "The opposite of hot is cold. The opposite of up is down. The opposite of left is",
+)
+
+
+class DatasetError(ValueError):
+    """The data set cannot be read or cannot give what was asked for."""
+
+
+@dataclass
+class Vocabulary:
+    """What the data sets need of a model's tokenizer: `encode`, and the ids that ordinary text may contain."""
+
+    size: int
+    special: frozenset[int] = frozenset()
+    tokenizer: Any = None
+
+    def encode(self, text: str) -> list[int] | str:
+        """The ids, or the text itself without a tokenizer.json (the server tokenizes then)."""
+        return text if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
+
+    @property
+    def ordinary(self) -> list[int]:
+        return [i for i in range(self.size) if i not in self.special]
+
+
+def load_vocabulary(model: str) -> Vocabulary:
+    """From config.json and tokenizer.json of a local directory or of a model of the hub. Raises DatasetError."""
+    files = {name: _model_file(model, name) for name in ("config.json", "tokenizer.json")}
+    if files["config.json"] is None:
+        raise DatasetError(
+            f"model {model!r} has no config.json (neither a local directory nor a model of the hub)"
+        )
+    config = json.loads(files["config.json"].read_text())
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if not size:
+        raise DatasetError(f"{files['config.json']} has no vocab_size")
+    if files["tokenizer.json"] is None:
+        return Vocabulary(int(size))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(files["tokenizer.json"]))
+    added = json.loads(files["tokenizer.json"].read_text()).get("added_tokens") or []
+    special = frozenset(int(t["id"]) for t in added)
+    return Vocabulary(min(int(size), tokenizer.get_vocab_size()), special, tokenizer)
+
+
+def _model_file(model: str, name: str) -> Path | None:
+    folder = Path(model)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    if folder.is_absolute() or model.startswith("."):
+        return None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, name))
+    except Exception:  # the hub's client has a dozen kinds of "not there"
+        return None
+
+
+@dataclass
+class Dataset:
+    """Prompts for every (part, round). `texts` is empty for random ids.
+
+    seed         round r of a random data set is drawn from seed + r
+    input_len    tokens of a random prompt, exactly; longer file prompts are cut to it only by `max_input_len`
+    """
+
+    vocabulary: Vocabulary
+    seed: int
+    input_len: int
+    output_len: int
+    texts: Sequence[tuple[str, int | None]] = ()
+    ignore_eos: bool = True
+    repeated: bool = False
+    _seen: set[tuple[int, ...]] = field(default_factory=set)
+    _dealt: int = 0
+    _hands: dict[tuple[str, int, int, int, int], list[Prompt]] = field(default_factory=dict)
+
+    def draw(
+        self, part: str, round_: int, count: int, lengths: tuple[int, int] | None = None
+    ) -> list[Prompt]:
+        """`count` prompts for this part of the run (a level, or a warm-up) and round: the same on every call.
+
+        lengths  tokens of a prompt and of its answer, of random prompts only; None: the data set's
+        """
+        key = (part, round_, count, *(lengths or (self.input_len, self.output_len)))
+        if key not in self._hands:
+            self._hands[key] = self._deal(count) if self.texts else self._random(*key)
+        return self._hands[key]
+
+    def _random(self, part: str, round_: int, count: int, input_len: int, output_len: int) -> list[Prompt]:
+        rng = random.Random(f"{self.seed + round_}/{part}")
+        ordinary = self.vocabulary.ordinary
+        prompts: list[Prompt] = []
+        attempts = 0
+        while len(prompts) < count:
+            ids = tuple(rng.choices(ordinary, k=input_len))
+            attempts += 1
+            if ids in self._seen and attempts < 100 * count:
+                continue
+            self.repeated |= ids in self._seen
+            self._seen.add(ids)
+            prompts.append(Prompt(list(ids), output_len, True))
+        return prompts
+
+    def _deal(self, count: int) -> list[Prompt]:
+        order = list(range(len(self.texts)))
+        random.Random(self.seed).shuffle(order)
+        prompts = []
+        for _ in range(count):
+            self.repeated |= self._dealt >= len(order)
+            text, output_len = self.texts[order[self._dealt % len(order)]]
+            self._dealt += 1
+            prompts.append(
+                Prompt(self.vocabulary.encode(text), output_len or self.output_len, self.ignore_eos)
+            )
+        return prompts
+
+    def agreement(self, count: int, output_len: int) -> list[Prompt]:
+        """Fixed prompts; eos ends them as it would for a user."""
+        texts = [AGREEMENT_TEXTS[i % len(AGREEMENT_TEXTS)] for i in range(count)]
+        texts = [t if i < len(AGREEMENT_TEXTS) else f"{i}. {t}" for i, t in enumerate(texts)]
+        return [Prompt(self.vocabulary.encode(t), output_len, False) for t in texts]
+
+
+def load(
+    name: str,
+    model: str,
+    seed: int,
+    input_len: int,
+    output_len: int,
+    path: str | None = None,
+    ignore_eos: bool = True,
+) -> Dataset:
+    """A data set by name. Raises DatasetError, which says what is wrong with which file."""
+    if name not in NAMES:
+        raise DatasetError(f"--dataset: unknown data set {name!r}. Known: {', '.join(NAMES)}.")
+    vocabulary = load_vocabulary(model)
+    if name == "random":
+        return Dataset(vocabulary, seed, input_len, output_len)
+    if path is None:
+        raise DatasetError(f"--dataset {name} reads a file: give --dataset-path FILE")
+    file = Path(path)
+    if not file.is_file():
+        raise DatasetError(f"--dataset-path: no such file: {path}")
+    texts = _sharegpt(file, vocabulary) if name == "sharegpt" else _prompts(file)
+    return Dataset(vocabulary, seed, input_len, output_len, texts, ignore_eos)
+
+
+def _sharegpt(file: Path, vocabulary: Vocabulary) -> list[tuple[str, int | None]]:
+    """First human turn, and the length of the first answer (between 4 and 1024 tokens, as vLLM and SGLang filter)."""
+    try:
+        talks = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{file} is not JSON: {error}") from None
+    found: list[tuple[str, int | None]] = []
+    for talk in talks if isinstance(talks, list) else []:
+        turns: list[Any] = []
+        if isinstance(talk, dict):
+            turns = talk.get("conversations") or talk.get("conversation") or []
+        if len(turns) < 2 or not all(isinstance(t, dict) and t.get("value") for t in turns[:2]):
+            continue
+        ids = vocabulary.encode(turns[1]["value"])
+        length = len(ids) if isinstance(ids, list) else len(ids.split())
+        if 4 <= length <= 1024:
+            found.append((turns[0]["value"], length))
+    if not found:
+        raise DatasetError(
+            f"{file} has no conversation of two turns (a list of {{'conversations': [{{'value': ...}}]}})"
+        )
+    return found
+
+
+def _prompts(file: Path) -> list[tuple[str, int | None]]:
+    """One prompt a line: plain text, or JSON {"prompt": ..., "output_len": N} when the file ends in .jsonl."""
+    found: list[tuple[str, int | None]] = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        if file.suffix != ".jsonl":
+            found.append((line, None))
+            continue
+        try:
+            item = json.loads(line)
+            found.append((str(item["prompt"]), int(item["output_len"]) if item.get("output_len") else None))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+            raise DatasetError(
+                f'{file}:{number}: expected {{"prompt": "...", "output_len": N}}, got {line[:80]!r}'
+            ) from None
+    if not found:
+        raise DatasetError(f"{file} has no prompt")
+    return found

@@ -1,0 +1,37 @@
+"""How long a serve-compare run will take, roughly, before anything has run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fk_bench.serving.config import CompareConfig
+from fk_bench.serving.lanes import START_S, Lane
+
+# SmolLM2-135M (270 MB of bf16), vLLM eager and SGLang, 2 cores, 2026-11-21: 20 to 31 tokens/s one by one, 5 to 6
+# times that at concurrency 8. Decoding one by one reads the weights once a token, so time grows with their size.
+_CPU_TOKEN_S, _CPU_BYTES, _CPU_BATCHING = 0.040, 270e6, 5.5
+_GPU_TOKEN_S, _GPU_BYTES, _GPU_BATCHING = 0.006, 16e9, 200.0
+_GPU_START_S = 75.0
+
+
+def estimate_s(config: CompareConfig, lanes: Sequence[Lane], weight_bytes: int, gpu: bool) -> float:
+    """Seconds for the starts, the warm-ups, all rounds and the agreement phase of these lanes."""
+    token_s, size, batching = (
+        (_GPU_TOKEN_S, _GPU_BYTES, _GPU_BATCHING) if gpu else (_CPU_TOKEN_S, _CPU_BYTES, _CPU_BATCHING)
+    )
+    token_s *= max(0.1, (weight_bytes or size) / size)
+    total = 0.0
+    for lane in lanes:
+        if lane.url is None:
+            total += _GPU_START_S if gpu else START_S[lane.host] + 4
+        for level in config.levels:
+            requests = level.warmup + config.rounds * config.prompts_at(level)
+            input_len, output_len = config.lengths(level)
+            # a prompt token costs about a twentieth of a generated one
+            busy = requests * (output_len + input_len / 20) * token_s
+            if level.kind == "concurrency":
+                total += busy / min(batching, level.value)
+            else:
+                total += max(requests / level.value, busy / batching)
+        total += 2 * config.agreement_prompts * config.agreement_len * token_s
+    return total

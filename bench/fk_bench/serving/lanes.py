@@ -1,0 +1,291 @@
+"""Lanes: which server each name means, in which interpreter, with which command and environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fk_bench.core import machine
+
+HOSTS = ("vllm", "sglang", "fastkernels")
+LANES = ("vllm", "vllm+fk", "sglang", "sglang+fk", "fastkernels")
+_PLUGIN_GROUP = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+# Seen with SmolLM2-135M on 2 cores, 2026-11-21; for the estimate
+START_S = {"vllm": 20, "sglang": 17, "fastkernels": 12}
+
+
+class LaneError(ValueError):
+    """A lane that cannot be started as asked for; one line says why."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One server configuration. `url` is set for a server that already runs (--attach)."""
+
+    name: str
+    host: str
+    patched: bool
+    python: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    url: str | None = None
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What the servers must hold: the same number of KV-cache tokens in every lane, this share of a GPU each.
+
+    together  they start at once: none may take what is free on the GPU meanwhile for its own
+    kv_bytes  of a token's keys and values, on all GPUs; None: not known
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    kv_tokens: int
+    residents: int
+    tensor_parallel: int = 1
+    dtype: str = "bfloat16"
+    together: bool = False
+    kv_bytes: int | None = None
+
+
+def parse(
+    names: Sequence[str],
+    python: Mapping[str, str] | None = None,
+    env: Mapping[str, Mapping[str, str]] | None = None,
+    args: Mapping[str, Sequence[str]] | None = None,
+    attach: Mapping[str, str] | None = None,
+) -> list[Lane]:
+    """Lanes by name, checked. A '+fk' lane takes its host's interpreter, environment and arguments, and adds its own.
+
+    Raises LaneError for an unknown lane, an interpreter that does not run, or a host that is not installed in it.
+    """
+    python, env, args, attach = python or {}, env or {}, args or {}, attach or {}
+    if not names:
+        raise LaneError(f"--lanes: no lane given. Known: {', '.join(LANES)}.")
+    known = {*names, *(n.partition("+")[0] for n in names)}
+    for flag, given in (("--python", python), ("--env", env), ("--server-args", args), ("--attach", attach)):
+        for name in given:
+            if name not in LANES:
+                raise LaneError(f"{flag}: unknown lane {name!r}. Known: {', '.join(LANES)}.")
+            if name not in known and flag == "--attach":
+                raise LaneError(f"{flag}: lane {name!r} is not one of --lanes {','.join(names)}")
+    lanes = []
+    for name in names:
+        if name not in LANES:
+            raise LaneError(f"--lanes: unknown lane {name!r}. Known: {', '.join(LANES)}.")
+        if names.count(name) > 1:
+            raise LaneError(f"--lanes: lane {name!r} is given twice")
+        host, _, suffix = name.partition("+")
+        if name in attach:
+            lanes.append(Lane(name, host, bool(suffix), url=attach[name].rstrip("/")))
+            continue
+        path = python.get(name) or python.get(host) or sys.executable
+        path = absolute(path)
+        merged_env = {**env.get(host, {}), **env.get(name, {})}
+        merged_args = [*args.get(host, ())] + ([*args.get(name, ())] if suffix else [])
+        lane = Lane(name, host, bool(suffix), path, merged_env, tuple(merged_args))
+        if problem := not_installed(lane, f"--python {lane.host}=PATH"):
+            raise LaneError(f"lane {lane.name}: {problem}")
+        lanes.append(lane)
+    return lanes
+
+
+def absolute(python: str) -> str:
+    """The path of an interpreter from any folder; a name that is looked up in PATH stays one."""
+    return os.path.abspath(os.path.expanduser(python)) if os.sep in python else python
+
+
+def not_installed(lane: Lane, option: str) -> str | None:
+    """What its interpreter has not that the lane needs, and what to do; `option` gives another interpreter."""
+    try:
+        found = machine.interpreter(lane.python)
+    except ValueError as error:
+        return f"{error}. Give one with {option}."
+    needed = "fk_bench" if lane.host == "fastkernels" else lane.host
+    if needed not in found.modules:
+        package = "fastkernels[bench]" if lane.host == "fastkernels" else lane.host
+        return (
+            f"{needed} is not installed in {lane.python}. "
+            f"Install {package} there, or give another interpreter with {option}."
+        )
+    if lane.patched and _PLUGIN_GROUP[lane.host] not in found.plugins:
+        return (
+            f"fastkernels is not installed in {lane.python}, so {lane.host} cannot load it. "
+            f"Install it there: {lane.python} -m pip install fastkernels"
+        )
+    return None
+
+
+def base_of(lane: str, lanes: Sequence[str], base: str | None = None) -> str:
+    """What `lane` is compared with: '+fk' with its host where that runs too, others with `base` or the first lane."""
+    host, _, suffix = lane.partition("+")
+    if suffix and host in lanes:
+        return host
+    return base or lanes[0]
+
+
+def groups(lanes: Sequence[Lane], resident: int) -> list[list[Lane]]:
+    """Lanes that are up at the same time, at most `resident`; a host and its '+fk' stay together where they can."""
+    families: dict[str, list[Lane]] = {}
+    for lane in lanes:
+        families.setdefault(lane.host, []).append(lane)
+    made: list[list[Lane]] = []
+    for family in families.values():
+        parts = [family[i : i + resident] for i in range(0, len(family), resident)]
+        for part in parts:
+            if made and len(made[-1]) + len(part) <= resident:
+                made[-1].extend(part)
+            else:
+                made.append(list(part))
+    return made
+
+
+def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing) -> list[str]:
+    """The server's command line. The caller's own arguments come last, so they win."""
+    gpu = machine.machine().gpus > 0
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    if lane.host == "vllm":
+        made = [lane.python, "-m", "vllm.entrypoints.cli.main", "serve", model, *where]
+        made += [
+            "--served-model-name",
+            served_name,
+            "--dtype",
+            sizing.dtype,
+            "--max-model-len",
+            str(sizing.max_model_len),
+        ]
+        made += (
+            _vllm_on_gpu(sizing) if gpu else ["--max-num-seqs", str(sizing.max_num_seqs), "--enforce-eager"]
+        )
+    elif lane.host == "sglang":
+        made = [lane.python, "-m", "sglang.launch_server", "--model-path", model, *where]
+        made += [
+            "--served-model-name",
+            served_name,
+            "--dtype",
+            sizing.dtype,
+            "--context-length",
+            str(sizing.max_model_len),
+        ]
+        made += ["--max-total-tokens", str(sizing.kv_tokens)]
+        made += (
+            _sglang_on_gpu(sizing)
+            if gpu
+            else [*_SGLANG_CPU, "--max-running-requests", str(sizing.max_num_seqs)]
+        )
+    else:
+        made = [lane.python, "-m", "fk_bench.cli", "serve", model, *where, "--served-model-name", served_name]
+        made += ["--max-model-len", str(sizing.max_model_len), "--dtype", sizing.dtype]
+        # 16 tokens a block, our default too; one block is kept for padding
+        made += ["--num-blocks", str(sizing.kv_tokens // 16 + 1), "--max-num-seqs", str(sizing.max_num_seqs)]
+        made += ["--tensor-parallel-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else []
+    return [*made, *lane.args]
+
+
+_SGLANG_CPU = (
+    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
+    "--sleep-on-idle",
+)  # fmt: skip
+
+
+def _share(sizing: Sizing) -> str:
+    return f"{0.88 / sizing.residents:.2f}"
+
+
+def _vllm_on_gpu(sizing: Sizing) -> list[str]:
+    blocks = max(1, sizing.kv_tokens // 16)  # 16 tokens a block, vLLM's default
+    made = ["--gpu-memory-utilization", _share(sizing), "--num-gpu-blocks-override", str(blocks)]
+    # else it takes what others load meanwhile for its own activations
+    if sizing.together and sizing.kv_bytes:
+        made += ["--kv-cache-memory-bytes", str(blocks * 16 * sizing.kv_bytes // sizing.tensor_parallel)]
+    return made + (
+        ["--tensor-parallel-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else []
+    )
+
+
+def _sglang_on_gpu(sizing: Sizing) -> list[str]:
+    # --max-total-tokens says how much; the share is of what was free when it started, others' included
+    made = ["--mem-fraction-static", "0.85" if sizing.together else _share(sizing)]
+    return made + (["--tp-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else [])
+
+
+def kv_bytes(config: Mapping[str, Any]) -> int | None:
+    """Bytes of a token's keys and values in 16 bits, of a Hugging Face config.json; None where it does not say."""
+    try:
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return 2 * 2 * int(config["num_hidden_layers"]) * int(heads) * int(size)
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
+
+
+def environment(lane: Lane, model: str, report: Path, together: bool = False) -> dict[str, str]:
+    """What is added to (or, as '', taken out of) this process's environment for the lane's server."""
+    made = {name: "" for name in os.environ if name.startswith("FASTKERNELS") and name != "FASTKERNELS_CACHE"}
+    made.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"})
+    if Path(model).is_dir():
+        made.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+    if not machine.machine().gpus and lane.host != "vllm":
+        # vLLM leaves one core to its front end by itself. With a compute thread on every core, the front end and the
+        # client keep threads waiting for each other: SGLang at 610 ms a token on 2 busy cores, 2026-11-21.
+        made["OMP_NUM_THREADS"] = str(max(1, machine.machine().cores - 1))
+    if lane.host == "sglang" and together:  # others load meanwhile, not evenly
+        made["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    if lane.host == "vllm":
+        made.update({"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"})
+        if not machine.machine().gpus:
+            made["VLLM_CPU_KVCACHE_SPACE"] = (
+                "1"  # GiB; two lanes of it fit beside the others on a small machine
+            )
+    if lane.patched:
+        made["FASTKERNELS"] = "1"
+    made["FASTKERNELS_REPORT"] = str(report)
+    return {**made, **lane.env}
+
+
+def shell_line(env: Mapping[str, str], argv: Sequence[str]) -> str:
+    """The command as one would type it."""
+    unset = "".join(f"-u {k} " for k, v in env.items() if v == "")
+    pairs = " ".join(f"{k}={shlex.quote(v)}" for k, v in env.items() if v != "")
+    return f"env {unset}{pairs} {shlex.join(argv)}"
+
+
+def read_reports(folder: Path) -> dict[str, Any]:
+    """What the patched processes wrote: {'patched_modules', 'patched_calls', 'processes', 'ops', 'fallbacks'}.
+
+    A counter is per op, not per host class, so each op counts once a process; ranks are added up.
+    """
+    modules = calls = processes = 0
+    ops: dict[str, int] = {}
+    notes: list[str] = []
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            report = json.loads(file.read_text())
+        except (json.JSONDecodeError, OSError):
+            continue
+        processes += 1
+        if report.get("error"):
+            notes.append(str(report["error"]))
+        here: dict[str, int] = {}
+        for row in report.get("rows") or ():
+            if row.get("state") == "active":
+                modules += int(row.get("modules", 0))
+                here[row["op"]] = max(here.get(row["op"], 0), int(row.get("calls", 0)))
+            notes += [f"{row['op']} fell back {n}x: {why}" for why, n in (row.get("fallbacks") or {}).items()]
+        for op, n in here.items():
+            ops[op] = ops.get(op, 0) + n
+        calls += sum(here.values())
+    return {
+        "patched_modules": modules,
+        "patched_calls": calls,
+        "processes": processes,
+        "ops": ops,
+        "notes": notes,
+    }

@@ -1,0 +1,128 @@
+"""`fk-bench serve MODEL`: an OpenAI-compatible streaming server on our own engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.http.config import ServerConfig
+
+DEFAULT = EngineConfig(model="")
+SERVER = ServerConfig()
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="folder of a Hugging Face checkpoint, or a hub id")],
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="what clients call it (default: MODEL)")
+    ] = SERVER.served_model_name,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="FASTKERNELS_API_KEY", help="what clients must send", show_default=False),
+    ] = SERVER.api_key,
+    max_body_size: Annotated[
+        int, typer.Option(min=1, help="bytes of a request's body")
+    ] = SERVER.max_body_size,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="seconds that running requests have after SIGTERM")
+    ] = SERVER.drain_timeout,
+    stall_timeout: Annotated[
+        float, typer.Option(min=0.1, help="seconds after which a client that does not read is dropped")
+    ] = SERVER.stall_timeout,
+    timeout_keep_alive: Annotated[
+        int, typer.Option(min=0, help="seconds that an idle connection is kept")
+    ] = SERVER.timeout_keep_alive,
+    tokenizer: Annotated[str | None, typer.Option(help="default: the model's")] = DEFAULT.tokenizer,
+    skip_tokenizer_init: Annotated[
+        bool, typer.Option("--skip-tokenizer-init", help="token ids in, token ids out")
+    ] = DEFAULT.skip_tokenizer_init,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu (default: cuda if there is one)")
+    ] = DEFAULT.device,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16")] = DEFAULT.dtype,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="tokens of a sequence (default: the model's)")
+    ] = DEFAULT.max_model_len,
+    max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = DEFAULT.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="tokens of one step, decodes and chunks of prompts together")
+    ] = DEFAULT.max_num_batched_tokens,
+    max_waiting: Annotated[
+        int, typer.Option(help="sequences that may wait (a request has n); more get 429")
+    ] = DEFAULT.max_waiting,
+    block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks (default: what fits)")
+    ] = DEFAULT.num_blocks,
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(help="bytes of the KV cache (default: what fits)")
+    ] = DEFAULT.kv_cache_memory,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="part of the GPU's memory that may be in use, other processes' included")
+    ] = DEFAULT.gpu_memory_utilization,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto (the model's), bfloat16 or fp8")
+    ] = DEFAULT.kv_cache_dtype,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="share the KV blocks of prompts that begin alike")
+    ] = DEFAULT.enable_prefix_caching,
+    async_scheduling: Annotated[
+        bool | None, typer.Option(help="schedule a step while the one before runs (default: on CUDA)")
+    ] = DEFAULT.async_scheduling,
+    attention_backend: Annotated[
+        str | None,
+        typer.Option(
+            help="fa3, triton, flashinfer or reference (default: the first that serves the model here)"
+        ),
+    ] = DEFAULT.attention_backend,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="GPUs (on the CPU: processes) that share each layer")
+    ] = DEFAULT.tensor_parallel_size,
+    max_logprobs: Annotated[
+        int, typer.Option(help="the most logprobs that a request may ask for")
+    ] = DEFAULT.max_logprobs,
+    seed: Annotated[
+        int, typer.Option(help="of dummy weights, and for requests that have none")
+    ] = DEFAULT.seed,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = DEFAULT.load_format,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="no CUDA graphs")
+    ] = DEFAULT.enforce_eager,
+) -> None:
+    """Serve MODEL over OpenAI's API, until SIGTERM (requests may finish) or Ctrl-C; docs/server.md has the routes."""
+    from fastkernels.core.registry import UnknownName
+    from fastkernels.engine.http import process as serving
+    from fastkernels.models.common.weights import CheckpointError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("httpx", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    server_config = ServerConfig(
+        served_model_name=served_model_name, api_key=api_key, max_body_size=max_body_size, drain_timeout=drain_timeout,
+        stall_timeout=stall_timeout, timeout_keep_alive=timeout_keep_alive,
+    )  # fmt: skip
+    try:
+        config = EngineConfig(
+            model=model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, device=device, dtype=dtype,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=max_waiting, block_size=block_size, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization, kv_cache_dtype=kv_cache_dtype,
+            enable_prefix_caching=enable_prefix_caching, async_scheduling=async_scheduling,
+            attention_backend=attention_backend, tensor_parallel_size=tensor_parallel_size,
+            max_logprobs=max_logprobs, seed=seed, load_format=load_format, enforce_eager=enforce_eager,
+        )  # fmt: skip
+        with serving.bind(host, port) as sock:
+            status = serving.serve(config, sock, server_config)
+    except (CheckpointError, UnknownName, ValueError, OSError) as error:
+        typer.echo(f"fk-bench serve: {error}", err=True)
+        raise typer.Exit(1) from error
+    if status:
+        raise typer.Exit(status)
+
+
+serve_command = serve

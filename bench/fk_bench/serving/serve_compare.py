@@ -1,0 +1,348 @@
+"""serve-compare: every lane a real server in its own process and environment, loaded in interleaved rounds.
+
+RUN/run.json       options            RUN/rows.jsonl      the results
+RUN/report.html    the report         RUN/servers/LANE/   log, command, environment, reports of patched processes
+RUN/requests/      every request      RUN/agreement/      the tokens of the agreement phase
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from fk_bench.core import machine
+from fk_bench.core.progress import Display, minutes
+from fk_bench.core.rows import Status
+from fk_bench.serving import agreement, client, datasets, lanes, metrics, summary
+from fk_bench.serving.client import Client, Prompt
+from fk_bench.serving.config import CompareConfig, ConfigError, Level
+from fk_bench.serving.estimate import estimate_s
+from fk_bench.serving.fleet import Fleet, Running
+from fk_bench.serving.lanes import Lane
+from fk_bench.serving.process import ServerError
+from fk_bench.serving.run_record import Record
+
+COMMAND = "serve-compare"
+WARM_UP = -1  # the number of the round whose prompts warm a load up
+
+
+class Compare:
+    """One run. `lane_list` is checked already; `out` may hold an earlier, unfinished run of the same options."""
+
+    def __init__(self, config: CompareConfig, lane_list: Sequence[Lane], out: Path, console: Console):
+        self.config, self.lanes, self.out, self.console = config, list(lane_list), out, console
+        self.names = [lane.name for lane in self.lanes]
+        self.data = datasets.load(
+            config.dataset, config.model, config.seed, config.input_len, config.output_len,
+            config.dataset_path, config.ignore_eos,
+        )  # fmt: skip
+        self.hands = self._deal()
+        self.fixed = self.data.agreement(config.agreement_prompts, config.agreement_len)
+        self.record = Record(out, COMMAND, config.model)
+        self.done = self.record.finished()
+        self.fleet = Fleet(config, self.lanes, self._sizing(), out, self.record)
+
+    def _deal(self) -> dict[tuple[Level, int], list[Prompt]]:
+        """All prompts, dealt before anything runs, so that every lane, and a resumed run, gets the same."""
+        levels, of = self.config.levels, self.config.lengths
+        hands = {
+            (lv, WARM_UP): self.data.draw(f"warm-up {lv.label}", WARM_UP, lv.warmup, of(lv)) for lv in levels
+        }
+        for r in range(self.config.rounds):
+            for level in levels:
+                prompts = self.config.prompts_at(level)
+                hands[level, r] = self.data.draw(level.label, r, prompts, of(level))
+        return hands
+
+    def _sizing(self) -> lanes.Sizing:
+        config = self.config
+        hands = [(level.in_flight, hand) for (level, _), hand in self.hands.items()]
+        hands += [(1, self.fixed)] if self.fixed else []
+        needs = [(together, longest(hand)) for together, hand in hands]
+        held = max(together * tokens for together, tokens in needs)
+        floor = 65536 if machine.machine().gpus else 8192
+        kv_tokens = config.kv_tokens or max(floor, -(-held * 5 // 4 // 1024) * 1024)
+        return lanes.Sizing(
+            max_model_len=config.max_model_len or max(tokens for _, tokens in needs),
+            max_num_seqs=max(16, *(together for together, _ in needs)),
+            kv_tokens=kv_tokens,
+            residents=self._residents(),
+            tensor_parallel=config.tensor_parallel,
+            dtype=machine.fast_dtype() if config.dtype == "auto" else config.dtype,
+            together=config.together,
+            kv_bytes=self._kv_bytes() if config.together else None,
+        )
+
+    def _kv_bytes(self) -> int | None:
+        file = Path(self.config.model) / "config.json"
+        half = self.config.dtype != "float32"
+        return lanes.kv_bytes(json.loads(file.read_text())) if half and file.is_file() else None
+
+    def _residents(self) -> int:
+        """Servers that are up at once: on a GPU a host and its '+fk', on a CPU as many as the memory holds."""
+        if self.config.resident:
+            return self.config.resident
+        if machine.machine().gpus:
+            return min(2, len(self.lanes))
+        # vLLM, SmolLM2-135M, 2 CPU cores: 3.5 GB, 2026-11-21
+        each = 3.5e9 + 1.2 * weight_bytes(self.config.model)
+        return max(1, min(len(self.lanes), int(0.9 * psutil.virtual_memory().available / each)))
+
+    def run(self) -> dict[str, Any]:
+        """Measure what is not measured yet; returns the one-line summary. Servers are ended whatever happens."""
+        config = self.config
+        todo = [lane for lane in self.lanes if self._pending(lane)]
+        steps = sum(len(self._left(lane, level)) for lane in todo for level in config.levels)
+        steps += len(todo) + sum(self._agreement_left(lane) for lane in todo)
+        estimate = estimate_s(config, todo, weight_bytes(config.model), bool(machine.machine().gpus))
+        with Display(self.console, steps) as display:
+            for warning in self.record.warnings:
+                display.line(f"warning: {warning}")
+            sizing = self.fleet.sizing
+            display.line(
+                f"serve-compare of {config.model}: {len(todo)} of {len(self.lanes)} lanes to measure, at "
+                f"{', '.join(level.label for level in config.levels)}, {config.rounds} rounds, {sizing.dtype}, "
+                f"{sizing.residents} servers up at a time; about {minutes(estimate)}; results in {self.out}"
+            )
+            try:
+                for group in lanes.groups(todo, self.fleet.sizing.residents):
+                    self._group(group, display)
+            finally:
+                self.fleet.stop_all()
+        self._agreement_rows()
+        return self._finish()
+
+    def _pending(self, lane: Lane) -> bool:
+        rounds = any(self._left(lane, level) for level in self.config.levels)
+        return rounds or self._agreement_left(lane) or not self.record.lane_ok(lane.name)
+
+    def _left(self, lane: Lane, level: Level) -> list[int]:
+        return [r for r in range(self.config.rounds) if (lane.name, level, r) not in self.done]
+
+    def _agreement_left(self, lane: Lane) -> bool:
+        return bool(self.fixed) and agreement.Outputs.load(self._agreement_file(lane.name)) is None
+
+    def _agreement_file(self, name: str) -> Path:
+        return self.out / "agreement" / f"{name}.json"
+
+    def _group(self, group: Sequence[Lane], display: Display) -> None:
+        self.fleet.start(group, display)
+        for level in self.config.levels:
+            waiting = [running for running in self.fleet.running if self._left(running.lane, level)]
+            for running in waiting:
+                self._guarded(running, display, level, WARM_UP)
+            for r in range(self.config.rounds):
+                for running in waiting:
+                    if running in self.fleet.running and r in self._left(running.lane, level):
+                        self._guarded(running, display, level, r)
+        for running in [running for running in self.fleet.running if self._agreement_left(running.lane)]:
+            self._guarded(running, display, None, 0)
+        for running in list(self.fleet.running):
+            display.doing(f"{running.lane.name} stops")
+            self.fleet.stop(running)
+
+    def _guarded(self, running: Running, display: Display, level: Level | None, r: int) -> None:
+        """One step of a lane. A server that ends is a failed row and a lane less, not the end of the run."""
+        name = running.lane.name
+        what = (
+            "agreement"
+            if level is None
+            else level.label + (" warm-up" if r == WARM_UP else f" round {r + 1}")
+        )
+        display.doing(f"{name} {what}")
+        try:
+            if level is None:
+                self._agree(running)
+            elif r == WARM_UP:
+                self._warm_up(running, display, level)
+            else:
+                self._measure(running, display, level, r)
+        except (ServerError, agreement.AgreementError) as error:
+            status = Status(error.status) if isinstance(error, ServerError) else Status.FAILED
+            display.line(f"{name} {what}: {error}")
+            case = {"kind": "agreement"} if level is None else self._case(level, r)
+            row = self.record.row(running.lane, status, str(error), case)
+            row.round = None if level is None else max(0, r)
+            self.record.add(row)
+            if isinstance(error, ServerError):
+                self.fleet.drop(running, status, str(error))
+        if r != WARM_UP:
+            display.advance()
+
+    def _warm_up(self, running: Running, display: Display, level: Level) -> None:
+        traces = asyncio.run(self._load(running, self.hands[level, WARM_UP], level, self.config.seed))
+        failed = [t.error for t in traces if not t.ok]
+        if failed:
+            display.line(
+                f"{running.lane.name} {level.label} warm-up: {len(failed)} requests failed: {failed[0]}"
+            )
+
+    def _measure(self, running: Running, display: Display, level: Level, r: int) -> None:
+        prompts = self.hands[level, r]
+        traces = asyncio.run(self._load(running, prompts, level, self.config.seed + r))
+        row = self.record.row(running.lane, *judge(traces, prompts), self._case(level, r))
+        row.round = r
+        gpus = self.config.tensor_parallel if machine.machine().gpus else 0
+        found = metrics.summarize(traces, gpus, self.config.slo)
+        row.metrics = {k: v for k, v in found.items() if math.isfinite(v)}
+        self._save_requests(running.lane.name, level, r, traces)
+        self.record.add(row)
+        if row.status is Status.OK:
+            self.done.add((running.lane.name, level, r))
+        shown = [row.metrics.get(k, math.nan) for k in ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50")]
+        text = "{:8.1f} tok/s  TTFT {:7.1f} ms  TPOT {:6.1f} ms".format(*shown)
+        bad = "" if row.status is Status.OK else f"  {row.status.value}: {row.reason}"
+        display.line(
+            f"{running.lane.name:<12} {level.label:<6} round {r + 1}/{self.config.rounds}  {text}{bad}"
+        )
+
+    async def _load(
+        self, running: Running, prompts: Sequence[Prompt], level: Level, seed: int
+    ) -> list[metrics.Trace]:
+        async with Client(running.url, running.model, self.config.request_timeout) as http:
+            work: Coroutine[Any, Any, list[metrics.Trace]]
+            if level.kind == "concurrency":
+                await http.connect(min(int(level.value), len(prompts)))
+                work = client.closed_loop(http, prompts, int(level.value))
+            else:
+                await http.connect(16)
+                work = client.poisson(http, prompts, level.value, seed)
+            return await _watched(running, work)
+
+    def _agree(self, running: Running) -> None:
+        async def collect() -> agreement.Outputs:
+            async with Client(running.url, running.model, self.config.request_timeout) as http:
+                return await _watched(running, agreement.collect(http, self.fixed))
+
+        asyncio.run(collect()).save(self._agreement_file(running.lane.name))
+
+    def _agreement_rows(self) -> None:
+        """Compared at the end: a lane's base may have run in a later group."""
+        outputs = {
+            name: agreement.Outputs.load(self._agreement_file(name)) for name in self.names if self.fixed
+        }
+        for lane in self.lanes:
+            mine = outputs.get(lane.name)
+            if mine is not None:
+                base = lanes.base_of(lane.name, self.names, self.config.base)
+                case = {
+                    "kind": "agreement",
+                    "prompts": len(self.fixed),
+                    "output_len": self.config.agreement_len,
+                }
+                row = self.record.row(lane, Status.OK, "", case)
+                agreement.fill(
+                    row, mine, base, outputs.get(base), self.config.min_agreement if lane.patched else 0.0
+                )
+                self.record.add(row)
+
+    def _finish(self) -> dict[str, Any]:
+        """Summary rows, the HTML report, and the one-line JSON."""
+        from fk_bench.serving import report
+
+        known = {lane.name: lane for lane in self.lanes}
+        for cell in summary.cells(self.record.rows):
+            if cell.lane in known:
+                case = {**self._case(cell.level, 0), "kind": "summary", "rounds_done": sorted(cell.rounds)}
+                row = self.record.row(known[cell.lane], Status.OK, "", case)
+                row.metrics, row.ci95 = cell.mean, cell.ci95
+                row.baseline = lanes.base_of(cell.lane, self.names, self.config.base)
+                self.record.add(row)
+        results = summary.lanes(self.record.rows, self.names)
+        top = summary.highest(self.config.levels)
+        complete = all(not self._left(lane, level) for lane in self.lanes for level in self.config.levels)
+        return {
+            "command": COMMAND,
+            "ok": complete and all(not result.problems for result in results),
+            "report": str(report.render(self.out)),
+            "rows": str(self.record.path),
+            "at": top.label,
+            "lanes": [summary.lane_line(result, top) for result in results],
+        }
+
+    def _case(self, level: Level, r: int) -> dict[str, Any]:
+        config = self.config
+        input_len, output_len = config.lengths(level)
+        case = {
+            "kind": "round", "load": level.kind, "value": level.value, "dataset": config.dataset,
+            "input_len": input_len, "output_len": output_len, "num_prompts": config.prompts_at(level),
+            "seed": config.seed + max(0, r), "dtype": self.fleet.sizing.dtype,
+        }  # fmt: skip
+        if not level.own_lengths:
+            case[summary.RUN_LENGTHS] = [config.input_len, config.output_len]
+        if config.slo:
+            case["slo_ms"] = dict(config.slo)
+        if self.data.repeated:
+            case["prompts_repeated"] = True
+        return case
+
+    def _save_requests(self, lane: str, level: Level, r: int, traces: Sequence[metrics.Trace]) -> None:
+        file = self.out / "requests" / f"{lane}.{level.label}.r{r}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        start = min(t.sent for t in traces)
+        file.write_text("".join(json.dumps(t.to_dict(start)) + "\n" for t in traces))
+
+
+async def _watched(running: Running, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`; ServerError at once when the server ends meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=0.25)
+            running.check()
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def judge(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> tuple[Status, str]:
+    """Whether a load may be used: no failed request, and the lengths that were asked for."""
+    failed = [t.error for t in traces if not t.ok]
+    if failed:
+        return Status.FAILED, f"{len(failed)} of {len(traces)} requests failed: {failed[0]}"
+    for trace, prompt in zip(traces, prompts):  # noqa: B905
+        if prompt.ignore_eos and trace.output_tokens != prompt.output_len:
+            return (
+                Status.INVALID,
+                f"a request got {trace.output_tokens} tokens, {prompt.output_len} were asked for",
+            )
+        if isinstance(prompt.tokens, list) and trace.prompt_tokens not in (None, len(prompt.tokens)):
+            return (
+                Status.INVALID,
+                f"a prompt of {len(prompt.tokens)} tokens was counted as {trace.prompt_tokens}",
+            )
+    return Status.OK, ""
+
+
+def longest(prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt with its answer, and room for a server's own; 2048 of a prompt that is text."""
+    lengths = [(len(p.tokens) if isinstance(p.tokens, list) else 2048) + p.output_len for p in prompts]
+    return -(-(max(lengths) + 64) // 64) * 64
+
+
+def weight_bytes(model: str) -> int:
+    """Size of a local model's safetensors; 0 when it is not local."""
+    folder = Path(model)
+    return sum(f.stat().st_size for f in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def prepare(config: CompareConfig, out: Path, resume: bool) -> CompareConfig:
+    """Make the run's folder, or check it; writes run.json. Raises ConfigError."""
+    if not resume and (out / "rows.jsonl").exists():
+        raise ConfigError(
+            f"--out: {out} holds a run already. Go on with it by --resume {out}, or choose another folder."
+        )
+    if Path(config.model).is_dir():
+        config = replace(config, model=str(Path(config.model).absolute()))
+    out.mkdir(parents=True, exist_ok=True)
+    config.save(out / "run.json")
+    return config

@@ -1,0 +1,152 @@
+"""From rows to the numbers that tables, plots and the JSON line show: one place, so that all of them say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fk_bench.core import stats
+from fk_bench.core.rows import Row, Status
+from fk_bench.serving.config import Level
+
+FAILURES = (Status.FAILED, Status.DIED, Status.TIMEOUT, Status.INVALID, Status.WRONG)
+# Shown in tables, in this order; the first metric that is better when larger is marked.
+HEADLINE = (
+    "output_tokens_per_s",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "tpot_ms_p50",
+    "tpot_ms_p99",
+    "itl_ms_p99",
+    "e2el_ms_p50",
+)
+HIGHER_IS_BETTER = (
+    "output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", "tokens_per_s_per_user",
+    "output_tokens_per_s_per_gpu",
+)  # fmt: skip
+
+
+@dataclass
+class Cell:
+    """One (lane, level): the rounds that succeeded, the mean of every metric over them, and its 95% interval."""
+
+    lane: str
+    level: Level
+    rounds: dict[int, dict[str, float]] = field(default_factory=dict)
+    mean: dict[str, float] = field(default_factory=dict)
+    ci95: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def values(self, metric: str) -> list[float]:
+        return [m[metric] for _, m in sorted(self.rounds.items()) if metric in m]
+
+
+@dataclass
+class LaneResult:
+    """What became of a lane: its last 'lane' and 'agreement' rows, and its cells."""
+
+    lane: str
+    row: Row | None = None
+    agreement: Row | None = None
+    cells: list[Cell] = field(default_factory=list)
+    problems: list[Row] = field(default_factory=list)
+
+    @property
+    def status(self) -> Status:
+        return self.problems[0].status if self.problems else Status.OK
+
+    @property
+    def reason(self) -> str:
+        return self.problems[0].reason if self.problems else ""
+
+
+# In the case of a row whose lengths are not the run's: the run's, [input_len, output_len]. Older rows, and all others,
+# have none, and are of the run's lengths.
+RUN_LENGTHS = "run_lengths"
+
+
+def level_of(row: Row) -> Level:
+    """The level of a 'round' or 'summary' row, equal to the level of the run's options."""
+    case = row.case
+    other = (int(case["input_len"]), int(case["output_len"])) if RUN_LENGTHS in case else ()
+    return Level(str(case["load"]), float(case["value"]), *other)
+
+
+def run_case(rows: Sequence[Row]) -> dict[str, Any]:
+    """The case of the first round, with the run's own lengths; {} without a round."""
+    case = dict(next((r.case for r in rows if r.kind == "round"), {}))
+    if RUN_LENGTHS in case:
+        case["input_len"], case["output_len"] = case.pop(RUN_LENGTHS)
+    return case
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of every (kind, lane, level, round): a later attempt replaces an earlier one."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        level = level_of(row) if "load" in row.case else None
+        key = (row.kind, row.subject.lane, level, row.round)
+        found.pop(key, None)
+        found[key] = row
+    return list(found.values())
+
+
+def cells(rows: Sequence[Row]) -> list[Cell]:
+    """Cells of all 'round' rows that are ok, in the order of their first row."""
+    made: dict[tuple[str, Level], Cell] = {}
+    for row in latest(rows):
+        if row.kind == "round" and row.status is Status.OK and row.round is not None:
+            key = (str(row.subject.lane), level_of(row))
+            made.setdefault(key, Cell(*key)).rounds[row.round] = row.metrics
+    for cell in made.values():
+        for metric in sorted({name for m in cell.rounds.values() for name in m}):
+            mean, interval = stats.mean_ci(cell.values(metric))
+            cell.mean[metric] = mean
+            if interval is not None:
+                cell.ci95[metric] = interval
+    return list(made.values())
+
+
+def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
+    """One result a lane, in the order of `names`."""
+    last, made = latest(rows), cells(rows)
+    results = []
+    for name in names:
+        mine = [r for r in last if r.subject.lane == name]
+        result = LaneResult(
+            name, cells=sorted((c for c in made if c.lane == name), key=lambda c: c.level.order)
+        )
+        for row in mine:
+            if row.kind == "lane":
+                result.row = row
+            elif row.kind == "agreement":
+                result.agreement = row
+        result.problems = [r for r in mine if r.status in FAILURES]
+        result.problems.sort(key=lambda r: r.kind != "lane")  # what became of the server says most
+        results.append(result)
+    return results
+
+
+def highest(levels: Sequence[Level]) -> Level:
+    """The level that the one-line summary speaks of: the highest concurrency, else the highest rate; of the run's
+    lengths where there is one."""
+    return max(levels, key=lambda level: (level.own_lengths, level.kind == "concurrency", level.value))
+
+
+def lane_line(result: LaneResult, level: Level) -> dict[str, object]:
+    """A lane in the one-line JSON; numbers at `level`, None where there is none."""
+    cell = next((c for c in result.cells if c.level == level), None)
+    mean = cell.mean if cell else {}
+    row = result.row.metrics if result.row else {}
+    agree = result.agreement.metrics if result.agreement else {}
+    line: dict[str, object] = {"lane": result.lane, "status": result.status.value}
+    for name in ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50"):
+        line[name] = round(mean[name], 3) if name in mean else None
+    for name in ("token_agreement", "self_agreement"):
+        line[name] = round(agree[name], 4) if name in agree else None
+    line["base"] = result.agreement.baseline if result.agreement else None
+    for name in ("patched_modules", "patched_calls"):
+        line[name] = int(row.get(name, 0))
+    if result.reason:
+        line["reason"] = result.reason.splitlines()[0]
+    return line

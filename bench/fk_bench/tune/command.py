@@ -1,0 +1,274 @@
+"""`fk-bench tune`: measure every provider of an op at a model's shapes, and write the table that dispatch reads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastkernels.core import tuning as tuned
+from fastkernels.core.registry import UnknownName
+from fastkernels.core.tuning import Entry, Table, TableError
+from fk_bench.core import rows
+from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.kernels import report as kernels_report
+from fk_bench.tune import tuner as tuning
+
+BATCHES = "1,2,4,8,16,32,64,128,256"
+ROUND_S = 0.1  # of the timed batches of a round, about
+CONTEXTS = "512,2048,8192,32768"
+# A set of parameters that this chip has no room for, and a time that the judge doubts: not chosen, and no failure.
+NOT_CHOSEN = (Status.COMPILE_ERROR, Status.OOM, Status.INVALID)
+FAILED = tuple(s for s in kernels_report.FAILED if s not in NOT_CHOSEN)
+
+
+def tune_command(
+    ops: Annotated[
+        list[str] | None, typer.Argument(help="ops by name (default: all that are dispatched by shape)")
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="shapes of this model: llama, qwen3, mixtral, or a folder with config.json"),
+    ] = "",
+    tp: Annotated[str, typer.Option(help="numbers of ranks that the model is shared by")] = "1",
+    dtype: Annotated[str, typer.Option(help="of the model")] = "bfloat16",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="a shape as tables have it, N=4096,K=4096,dtype=bfloat16; repeat for more"),
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(help="tokens, or sequences, of a call; default on a GPU " + BATCHES)
+    ] = "",
+    context: Annotated[str, typer.Option(help="lengths, for ops that depend on them")] = CONTEXTS,
+    provider: Annotated[list[str] | None, typer.Option(help="only these providers (default: all)")] = None,
+    against: Annotated[
+        str, typer.Option(help="production, or host: what vLLM or SGLang itself calls")
+    ] = "production",
+    finalists: Annotated[int, typer.Option(help="how many of the ranked choices are judged in full")] = 2,
+    rounds: Annotated[int, typer.Option(help="interleaved rounds of those, three or more")] = 20,
+    timeout: Annotated[float, typer.Option(help="seconds for any one step (compiling)")] = 120.0,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="only what the table of --out does not have")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(help="begin nothing new after so long; 0: no limit. --missing goes on")
+    ] = 0.0,
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="the table, a new one or one to add to (default: RUN/CHIP.json)")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="directory of the run (default: fk-bench-runs/tune-TIME)")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
+) -> int:
+    """Measure which provider, with which parameters, is fastest at each shape, and write the table that is read where
+    FASTKERNELS_TUNED names it. Only what is right and measured faster than production is written as ours.
+
+    The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
+    """
+    from fk_bench.kernels.command import _device
+    from fk_bench.kernels.judge import Options
+    from fk_bench.kernels.judge.processes.zygote import ZygoteError
+
+    start, where = time.perf_counter(), _device(device)
+    chip = tuned.chip_of(where)
+    if against not in ("production", "host"):
+        fail(f"--against {against!r} is not production or host")
+    if rounds < 3 or finalists < 1 or not timeout > 0:
+        fail("--rounds is three or more, --finalists one or more, --timeout seconds")
+    try:
+        sizes = (
+            _numbers("--batch", batch or (BATCHES if where == "cuda" else "1,4")),
+            _numbers("--context", context),
+        )
+        asked = _asked(tuple(ops or ()), model, _numbers("--tp", tp), dtype, shape or [], where)
+        several = {name: tuning.choices(tuning.key_of(name)[1], where, provider or ()) for name in asked}
+        folder = _run(run)
+        path = _out(out, folder, chip)
+        old = tuned.read(path) if path.exists() else Table(chip, {}, ())
+        if old.chip != chip:
+            raise TableError(f"--out {path} is a table of {old.chip}, this is {chip}")
+    except (UnknownName, ValueError) as error:
+        fail(str(error))
+    options = Options(device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout)
+    there = {e.point for e in old.entries} if missing else set()
+    points = [
+        (name, its, at, low)
+        for name, shapes in asked.items() for its in shapes for at, low in tuning.grid(tuning.key_of(name)[2], sizes)
+        if Entry(name, its, at, None, "", "").point not in there
+    ]  # fmt: skip
+    state = _State(folder / "rows.jsonl", len(points), chip, old, path)
+    state.all_there = missing and bool(there) and not points
+    try:
+        with tuning.Tuner(options, finalists, state.run, state.on_row) as tuner:
+            for name, its, at, low in points:
+                if seconds and time.perf_counter() - start > seconds:
+                    break
+                state.on_entry(tuner.point(name, its, at, low, several[name]))
+    except ZygoteError as error:
+        fail(" ".join(str(error).split()))
+    if not json:
+        state.show(where)
+    last_line(state.result(where, start))
+    return 0 if state.ok else 1
+
+
+class _State:
+    """What is known so far; the table is written after each point, so that a run that is ended loses one at most."""
+
+    def __init__(self, file: Path, points: int, chip: str, old: Table, path: Path):
+        self.file, self.points, self.chip, self.table, self.path = file, points, chip, old, path
+        self.run = time.strftime("%Y%m%d-%H%M%S")
+        self.judged: list[Row] = []
+        self.found: list[Entry] = []
+        self.done = 0
+        self.all_there = False  # --missing, and nothing is
+
+    def on_row(self, row: Row) -> None:
+        self.judged.append(row)
+        rows.append(self.file, [row])
+        said = tuning.Choice(str(row.subject.provider), row.case["params"])
+        head = f"[{self.done + 1}/{self.points}] {row.case['stage']:<7}"
+        print(f"{head} {said}: {kernels_report.line(row)}", file=sys.stderr, flush=True)
+
+    def on_entry(self, entry: Entry | None) -> None:
+        """Write the table with this entry in it."""
+        self.done += 1
+        if entry is None:
+            return
+        self.found.append(entry)
+        last = self.judged[-1]
+        info = {
+            "date": time.strftime("%Y-%m-%d"), "commit": last.commit, "versions": last.versions,
+            "machine": last.machine.model_dump(),
+        }  # fmt: skip
+        self.table = self.table.merged(Table(self.chip, {self.run: info}, (entry,)))
+        tuning.written(self.path, self.table.to_json())
+        rows.append(self.file, [self._row(entry, last)])
+
+    def _row(self, entry: Entry, like: Row) -> Row:
+        case = {
+            "kind": "entry",
+            "shape": dict(entry.shape),
+            "sizes": dict(entry.sizes),
+            "params": dict(entry.params),
+        }
+        metrics = {"speedup": entry.speedup} if entry.faster else {}
+        return Row(
+            run_id=like.run_id, command="tune", commit=like.commit, machine=like.machine, versions=like.versions,
+            subject=Subject(op=entry.op, provider=entry.provider), case=case, metrics=metrics, baseline=entry.baseline,
+            ci95={"speedup": entry.ci95} if entry.faster else {},
+        )  # fmt: skip
+
+    @property
+    def failed(self) -> int:
+        return sum(r.status in FAILED for r in self.judged)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and (bool(self.found) or self.all_there)
+
+    def show(self, device: str) -> None:
+        note = f" ({kernels_report.CPU_MARK})" if device == "cpu" else ""
+        cells = [
+            (
+                e.op, *(" ".join(f"{n}={v}" for n, v in d.items()) for d in (e.shape, e.sizes)),
+                tuning.Choice(e.provider, e.params) if e.provider else "the op's own list", e.baseline,
+                kernels_report.speedup(e.speedup, e.ci95) if e.faster else "",
+            )
+            for e in self.found
+        ]  # fmt: skip
+        columns = ("op", "shape", "up to", "provider", "production", "speed-up (95%)")
+        table(f"tuned for {self.chip}{note}", columns, cells)
+        for row in self.judged:
+            if row.status in kernels_report.FAILED:
+                which = f"{row.subject.op} {row.subject.provider} {row.case['name']}"
+                print(f"{which}: {row.status.value}: {row.reason[:200]}")
+
+    def result(self, device: str, start: float) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "command": "tune", "ok": self.ok, "device": device, "chip": self.chip,
+            "ops": len({e.op for e in self.found}), "points": len(self.found), "left": self.points - self.done,
+            "faster": sum(e.faster for e in self.found), "judged": len(self.judged), "failed": self.failed,
+            "seconds": round(time.perf_counter() - start, 1), "rows": str(self.file),
+            "table": str(self.path) if self.found else None,
+        }  # fmt: skip
+        if not self.found and not self.all_there:
+            reasons = dict.fromkeys(r.reason for r in self.judged if r.reason)
+            found["error"] = "nothing was judged: " + (
+                "; ".join(reasons) or "no time, no shape or no provider is left"
+            )
+            print(f"error: {found['error']}", file=sys.stderr)
+        return found
+
+
+def _asked(
+    ops: tuple[str, ...], model: str, tp: tuple[int, ...], dtype: str, given: list[str], device: str
+) -> dict[str, list[dict[str, Any]]]:
+    """{op: shapes}. Raises UnknownName, ValueError."""
+    import torch
+
+    if not tuning.is_dtype(dtype):
+        raise ValueError(f"--dtype {dtype!r} is no torch dtype")
+    found = {}
+    for name in dict.fromkeys(ops or tuning.tunable()):
+        spec, _, key = tuning.key_of(name)
+        shapes = [_shape(text, name, key) for text in given]
+        for size in tp if model else ():
+            of_model = tuning.shapes_of_model(name, key, model, getattr(torch, dtype), size)
+            shapes += [s for s in of_model if s not in shapes]
+        found[name] = shapes or tuning.shapes_of_cases(spec, key, device)
+    return found
+
+
+def _shape(text: str, name: str, key: tuned.Key) -> dict[str, Any]:
+    parts = dict(part.partition("=")[::2] for part in text.split(","))
+    if set(parts) != set(key.shape):
+        raise ValueError(f"--shape {text!r}: the shape of {name} is {', '.join(f'{n}=' for n in key.shape)}")
+    found: dict[str, Any] = {}
+    for n in key.shape:
+        is_dtype = n.endswith("dtype")
+        if not (tuning.is_dtype(parts[n]) if is_dtype else parts[n].isdigit()):
+            raise ValueError(
+                f"--shape {text!r}: {n} is {parts[n]!r}, not a {'torch dtype' if is_dtype else 'number'}"
+            )
+        found[n] = parts[n] if is_dtype else int(parts[n])
+    return found
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = [p.strip() for p in text.split(",") if p.strip()]
+    if not parts or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"{option} {text!r}: numbers from 1, separated by commas")
+    return tuple(map(int, parts))
+
+
+def _run(asked: Path | None) -> Path:
+    folder = asked or Path("fk-bench-runs") / time.strftime("tune-%Y%m%d-%H%M%S")
+    if (folder / "rows.jsonl").exists():
+        raise ValueError(f"--run {folder}: there is a run already; name another directory")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--run {folder}: {error.strerror}") from None
+    return folder
+
+
+def _out(asked: Path | None, folder: Path, chip: str) -> Path:
+    """Where the table goes. Raises ValueError for one that must not be shipped."""
+    path = asked or folder / f"{tuned.slug(chip)}.json"
+    shipped = path.resolve().is_relative_to(tuned.SHIPPED.resolve())
+    if shipped and chip == "cpu":
+        raise ValueError(
+            f"--out {path}: a CPU's times are no claim about speed, and no table of them is shipped"
+        )
+    if shipped and path.name != f"{tuned.slug(chip)}.json":
+        raise ValueError(f"--out {path}: the shipped table of {chip} is {tuned.slug(chip)}.json")
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder, not a file")
+    return path

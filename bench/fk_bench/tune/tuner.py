@@ -1,0 +1,284 @@
+"""Which provider is fastest at which shape, by the judge of `fk-bench kernels`: the entries of tuned tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkernels.core import parallel, registry
+from fastkernels.core.dispatch import Op
+from fastkernels.core.shapes import dtype_name
+from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.tuning import REACH, Entry, Key
+from fk_bench.core.rows import Row, Status
+from fk_bench.kernels.judge import Judge, Options
+from fk_bench.kernels.judge.baselines.baselines import baselines
+from fk_bench.kernels.judge.correctness.cases import Trial
+
+SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; what is written is judged in full
+STAGES = ("screen", "final", "control", "low end")
+NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A provider with one of its sets of parameters; {} is the kernel's own choice."""
+
+    provider: str
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return " ".join([self.provider, *(f"{name}={value}" for name, value in self.params.items())])
+
+
+def key_of(name: str) -> tuple[OpSpec, Op, Key]:
+    """The op and its key. Raises UnknownName, and ValueError for an op that is dispatched without tables."""
+    spec = registry.get(name)
+    if spec.op is None or spec.op.key is None:
+        raise ValueError(
+            f"{name} is not dispatched by shape (it has no key); those that are: {', '.join(tunable())}"
+        )
+    return spec, spec.op, spec.op.key
+
+
+def is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def tunable() -> list[str]:
+    return [n for n in registry.op_names() if getattr(registry.get(n).op, "key", None) is not None]
+
+
+# -- what is judged
+
+
+def shapes_of_cases(spec: OpSpec, key: Key, device: str) -> list[dict[str, Any]]:
+    """The shapes of the op's model cases; on a CPU those of the first two that it can do."""
+    if device == "cpu":
+        found = [c for c in spec.cases if _trial(spec, c).gpu_only(spec) is None and spec.flops(c) > 1000][:2]
+    else:
+        found = [c for c in spec.cases if "model" in c.tags]
+    return _distinct(_shape_of_case(spec, key, c) for c in found)
+
+
+def _shape_of_case(spec: OpSpec, key: Key, case: Case) -> dict[str, Any]:
+    return _named(key, key.of(*_arguments(spec, case))[0])
+
+
+def _arguments(spec: OpSpec, case: Case) -> list[Any]:
+    """Of a case, without memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return spec.inputs(case, "cpu", torch.Generator())
+
+
+def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int = 1) -> list[dict[str, Any]]:
+    """The shapes that the op has in a model on each of `tp` ranks; [] if there is no telling from its modules.
+
+    model: a short name ('llama': its config's default sizes), or a folder with config.json. Raises UnknownName, and
+    ValueError for a model that so many ranks cannot share.
+    """
+    from fastkernels.models.common.ops import one_layer
+
+    if key.module is None:
+        return []
+    with parallel.build_as(0, tp):
+        modules = list(one_layer(model, dtype).modules())
+    where = registry.op_modules()[name]
+    shapes = [
+        key.module(m) for m in modules
+        if any(base.__module__ == where for p in (m, getattr(m, "quant_method", None)) for base in type(p).__mro__)
+    ]  # fmt: skip
+    return _distinct(_named(key, shape) for shape in shapes if shape is not None)
+
+
+def _named(key: Key, shape: Sequence[Any]) -> dict[str, Any]:
+    """As in a table: dtypes by name."""
+    values = [dtype_name(v) if isinstance(v, torch.dtype) else v for v in shape]
+    return dict(zip(key.shape, values, strict=True))
+
+
+def _distinct(shapes: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({tuple(s.items()): s for s in shapes}.values())
+
+
+def grid(key: Key, sizes: Sequence[Sequence[int]]) -> list[tuple[dict[str, int], dict[str, int] | None]]:
+    """[(sizes, the smallest sizes for which that entry will speak, None if there are no smaller ones)]."""
+    found = []
+    ordered = [sorted(set(several)) for several in sizes[: len(key.sizes)]]
+    for values in itertools.product(*ordered):
+        low = []
+        for value, several in zip(values, ordered, strict=True):
+            at = several.index(value)
+            least = several[at - 1] + 1 if at else 0
+            low.append(max(least, -(-value // REACH)))
+        here = dict(zip(key.sizes, values, strict=True))
+        found.append((here, None if tuple(low) == values else dict(zip(key.sizes, low, strict=True))))
+    return found
+
+
+def choices(op: Op, device: str, only: Sequence[str] = ()) -> list[Choice]:
+    """Every provider that runs on that device, with every one of its sets of parameters.
+
+    On a GPU not the plain reference, nor what the judge has as a baseline of that name. Raises UnknownName for a
+    provider in `only` that the op does not have.
+    """
+    names = [p.name for p in op.providers]
+    if unknown := [n for n in only if n not in names]:
+        raise registry.UnknownName(f"provider of {op.name}", unknown[0], names)
+    known = (
+        {b.name for b in baselines(op.name, "production", device)} if device == "cuda" and not only else set()
+    )
+    found = []
+    for provider in op.providers:
+        if (
+            provider.unavailable(device) is None
+            and provider.name not in known
+            and (not only or provider.name in only)
+        ):
+            sets = [NOTHING, *(p for p in provider.params if p)]
+            found += [Choice(provider.name, dict(params)) for params in sets]
+    return found
+
+
+def fitting(several: Sequence[Choice], spec: OpSpec, case: Case) -> list[Choice]:
+    """Those whose parameters are meant for calls like this case."""
+    args, fits = _arguments(spec, case), {p.name: p.fits for p in spec.op.providers}
+
+    def meant(choice: Choice) -> bool:
+        asked = fits.get(choice.provider)
+        return asked is None or not choice.params or asked(choice.params, *args)
+
+    return [c for c in several if meant(c)]
+
+
+def trial_of(spec: OpSpec, key: Key, shape: Mapping[str, Any], sizes: Mapping[str, int], tag: str) -> Trial:
+    """The case of a shape at these sizes."""
+    typed = {n: getattr(torch, v) if n.endswith("dtype") else v for n, v in shape.items()}
+    dims = key.dims(**typed, **sizes)
+    name = " ".join(f"{n}={v}" for n, v in {**shape, **sizes}.items())
+    return _trial(spec, Case(name, dims, str(shape.get("dtype", spec.cases[0].dtype)), tags=(tag,)))
+
+
+def _trial(spec: OpSpec, case: Case) -> Trial:
+    return Trial("random", case, lambda device, generator: spec.inputs(case, device, generator))
+
+
+# -- what is written
+
+
+def beats(row: Row) -> bool:
+    """Whether a row says right, and faster: its whole interval above 1, by more than the baseline against itself.
+
+    A provider that is the baseline itself, under another roof, is never faster than that.
+    """
+    if row.baseline == row.subject.provider:
+        return False
+    interval = row.ci95.get("speedup")
+    faster = interval is not None and interval[0] > 1 and row.metrics["speedup"] > 1
+    return row.status is Status.OK and faster and bool(row.case.get("significant"))
+
+
+def ranked(rows: Sequence[tuple[Choice, Row]]) -> list[Choice]:
+    """The choices that are right, the fastest first; a time that the judge doubts will do to rank it."""
+    timed = (Status.OK, Status.INVALID)
+    right = [(c, r) for c, r in rows if r.status in timed and r.metrics.get("time_us_p50", 0.0) > 0]
+    return [c for c, _ in sorted(right, key=lambda found: found[1].metrics["time_us_p50"])]
+
+
+class Tuner:
+    """Judges points, a shape at sizes, one after the other; a context manager, because its judge owns processes.
+
+    on_row  called with each judged row; row.case has the `stage`, one of STAGES, shape and sizes
+    """
+
+    def __init__(self, options: Options, finalists: int, run: str, on_row: Callable[[Row], None]) -> None:
+        self.final, self.finalists, self.run, self._on_row = options, finalists, run, on_row
+        self.screen = dataclasses.replace(options, rounds=SCREEN_ROUNDS, seconds=SCREEN_S)
+        self.judge = Judge({}, options, self._row)
+        self._about: dict[str, Any] = {}
+
+    def __enter__(self) -> Tuner:
+        self.judge.__enter__()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.judge.__exit__(*problem)
+
+    def _row(self, row: Row) -> None:
+        row.command, row.case = "tune", {**row.case, **self._about}
+        self._on_row(row)
+
+    def point(
+        self,
+        name: str,
+        shape: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        low: Mapping[str, int] | None,
+        several: Sequence[Choice],
+    ) -> Entry | None:
+        """The entry of one point; None if nothing could be judged there.
+
+        All choices are ranked in few rounds, the best judged in full. The fastest that beats production here, and at
+        the smallest sizes that the entry will speak for, is written; else production by its name if it is one of the
+        op's providers; else that there is nothing. Production has been in the choices' place, too: what it gains there
+        over itself is no gain of theirs.
+        """
+        spec, _, key = key_of(name)
+        several = fitting(several, spec, trial_of(spec, key, shape, sizes, "tune").case)
+        rows, best = [], list(several)
+        if len(several) > self.finalists:
+            rows = [(c, self._judged(name, c, shape, sizes, "screen")) for c in several]
+            best = ranked(rows)[: self.finalists]
+        finals = [(c, self._judged(name, c, shape, sizes, "final")) for c in best]
+        entry = self._lost(name, shape, sizes, [r for _, r in finals] or [r for _, r in rows])
+        faster = sorted((f for f in finals if beats(f[1])), key=lambda f: -f[1].metrics["speedup"])
+        bar = 1.0
+        if faster and entry is not None and entry.provider is not None:
+            control = self._judged(name, Choice(entry.provider), shape, sizes, "control")
+            bar = max(bar, control.metrics.get("speedup", 1.0))
+        for choice, row in (f for f in faster if f[1].ci95["speedup"][0] > bar):
+            low_end = [] if low is None else [self._judged(name, choice, shape, low, "low end")]
+            if all(map(beats, low_end)):
+                return Entry(
+                    name, shape, sizes, choice.provider, str(row.baseline), self.run, choice.params,
+                    round(row.metrics["speedup"], 4), tuple(round(v, 4) for v in row.ci95["speedup"]),  # type: ignore[arg-type]
+                )  # fmt: skip
+        return entry
+
+    def _judged(
+        self, name: str, choice: Choice, shape: Mapping[str, Any], sizes: Mapping[str, int], stage: str
+    ) -> Row:
+        spec, _, key = key_of(name)
+        self.judge.options = self.screen if stage == "screen" else self.final
+        self._about = {"stage": stage, "shape": dict(shape), "sizes": dict(sizes)}
+        # Compilers are asked about model shapes only: they take seconds for each.
+        trial = trial_of(spec, key, shape, sizes, "tune" if stage == "screen" else "model")
+        return self.judge.provider(name, [trial], choice.provider, choice.params)[0]
+
+    def _lost(
+        self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], rows: Sequence[Row]
+    ) -> Entry | None:
+        if all(r.status is Status.SKIPPED for r in rows):
+            return None
+        known = Counter(r.baseline for r in rows if r.baseline)
+        baseline = known.most_common(1)[0][0] if known else ""
+        op = registry.get(name).op
+        there = [p.name for p in op.providers if p.unavailable(self.final.device) is None]
+        return Entry(name, shape, sizes, baseline if baseline in there else None, baseline, self.run)
+
+
+def written(path: Path, text: str) -> None:
+    """Write a file so that no reader sees half of it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,136 @@
+"""A user's kernel: one file that offers the op's function, a module class with our class's name, or both.
+
+A folder of such files, each with the name of its op, is a set of candidates that are used together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fastkernels.core import registry
+
+
+class CandidateError(ValueError):
+    """The candidate file cannot be used; the message says why and what it must offer."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a candidate file offers for an op: `function` is live everywhere, `classes` at module positions."""
+
+    op: str
+    path: str
+    function: Callable[..., Any] | None
+    classes: dict[str, type]
+    module: ModuleType
+
+    @property
+    def kind(self) -> str:
+        return "+".join(k for k, v in (("function", self.function), ("class", self.classes)) if v)
+
+
+def load(op: str, path: str) -> Candidate:
+    """Import the file at `path` (its code runs) and find what it offers for `op`.
+
+    Raises UnknownName for the op, CandidateError for a file that is missing, does not import or offers nothing.
+    """
+    spec = registry.get(op)
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise CandidateError(f"candidate for {op}: there is no file {path}")
+    module = _import(op, file)
+    function = _functions.setdefault(module.__name__, getattr(module, op, None))
+    if function is not None and not callable(function):
+        raise CandidateError(f"candidate {path}: {op} is {type(function).__name__}, not a function")
+    names = {t.cls for t in spec.targets}
+    classes = {n: getattr(module, n) for n in names if isinstance(getattr(module, n, None), type)}
+    if function is None and not classes:
+        offers = ", ".join(sorted(names)) or "no class"
+        raise CandidateError(f"candidate {path} offers neither a function {op}(...) nor a class ({offers})")
+    return Candidate(op, str(file), function, classes, module)
+
+
+_functions: dict[str, Any] = {}  # of the modules loaded, as they were: `install` puts another in their place
+
+
+def install(found: Candidate) -> Callable[[], None] | None:
+    """Run the candidate's function wherever the op is called, its own file's classes included. Returns the undo.
+
+    The classes' calls go through the op, too: there they are counted, and compilers see one operator. None, and
+    nothing is changed, for a candidate or an op without function.
+    """
+    op, function = registry.get(found.op).op, found.function
+    if op is None or function is None:
+        return None
+    previous = op.candidate
+    names = vars(found.module)
+    before = names[found.op]
+    op.set_candidate(function, f"candidate {found.path}")
+    names[found.op] = lambda *args, **kwargs: op.overload(*args, **kwargs)
+
+    def undo() -> None:
+        names[found.op] = before
+        op.set_candidate(*((None,) if previous is None else (previous.fn, previous.name)))
+
+    return undo
+
+
+def from_directory(path: str | os.PathLike[str]) -> dict[str, str]:
+    """{op: file} of a folder: every .py file in it whose name does not begin with '_' is named after an op.
+
+    Nothing is imported. Raises CandidateError for a folder that is not there or has none, and for other .py files.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CandidateError(f"candidates: there is no folder {path}")
+    files = sorted(f for f in folder.glob("*.py") if not f.name.startswith("_"))
+    if not files:
+        raise CandidateError(f"candidates: the folder {path} has no file OP.py; `fk-bench stubs` makes some")
+    wrong = [_unknown(f.stem) for f in files if f.stem not in registry.op_modules()]
+    if wrong:
+        raise CandidateError(
+            f"candidates: not named after an op in {path}: {', '.join(wrong)}. Rename them, or begin the names of"
+            " helpers with '_'"
+        )
+    return {f.stem: str(f) for f in files}
+
+
+def _unknown(stem: str) -> str:
+    close = difflib.get_close_matches(stem, registry.op_modules(), n=1)
+    return f"{stem}.py" + (f" (did you mean {close[0]}.py?)" if close else "")
+
+
+def resolve(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, str]:
+    """{op: file} of a mapping, or of a folder. Raises UnknownName for an op, CandidateError for a folder."""
+    if candidates is None:
+        return {}
+    if isinstance(candidates, Mapping):
+        registry.check_names(candidates)
+        return {op: str(path) for op, path in candidates.items()}
+    return from_directory(candidates)
+
+
+def _import(op: str, file: Path) -> ModuleType:
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    name = f"fastkernels_candidate_{op}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise CandidateError(f"candidate {file} does not import: {type(error).__name__}: {error}") from error
+    return module

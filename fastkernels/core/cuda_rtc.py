@@ -1,0 +1,229 @@
+"""CUDA C++ kernels without nvcc: NVRTC compiles, a folder keeps the machine code, the driver launches it.
+
+Uses cuda-bindings, NVIDIA's own package, which torch's CUDA wheels bring along with NVRTC. Nothing is imported or
+compiled before it is needed, and the first call must not be inside a CUDA graph's capture: it loads the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastkernels.core import compile_cache
+
+log = logging.getLogger("fastkernels")
+
+
+# Of this process: cubins, and seconds of the compiler
+counts = {"cached": 0, "compiled": 0, "compile_s": 0.0}
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel; the message is its log."""
+
+
+@lru_cache
+def unavailable() -> str | None:
+    """Why no CUDA C++ kernel can be compiled here; None if one can."""
+    try:
+        nvrtc_version()
+    except Exception as error:  # of the import, of the library's loading, or of NVRTC
+        return (
+            f"NVRTC cannot be used ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
+            " CUDA C++ kernels are off and others run instead: pip install cuda-bindings nvidia-cuda-nvrtc"
+        )
+    return None
+
+
+@lru_cache
+def nvrtc_version() -> str:
+    """'13.0'. Raises what the import of cuda-bindings, or the loading of NVRTC, raises."""
+    from cuda.bindings import nvrtc
+
+    return "{}.{}".format(*_checked(nvrtc.nvrtcVersion()))
+
+
+def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values after the status. Raises RuntimeError with its name."""
+    if result[0].value:
+        raise RuntimeError(f"{type(result[0]).__name__}: {result[0].name}")
+    return result[1:]
+
+
+def nvrtc_compile(source: str, options: Sequence[str]) -> bytes:
+    """The cubin of a source for the --gpu-architecture=sm_.. among the options. Raises CompileError."""
+    from cuda.bindings import nvrtc
+
+    (program,) = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
+        if status.value:
+            (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            text = b" " * size
+            _checked(nvrtc.nvrtcGetProgramLog(program, text))
+            said = text.rstrip(b"\0 \n").decode(errors="replace")
+            raise CompileError(f"NVRTC {nvrtc_version()}, {' '.join(options)}: {said}")
+        (size,) = _checked(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = b" " * size
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def cubin(
+    source: str,
+    options: Sequence[str],
+    compiler: Callable[[str, Sequence[str]], bytes] = nvrtc_compile,
+    version: Callable[[], str] = nvrtc_version,
+) -> bytes:
+    """The machine code of a source, from the folder (compile_cache.py) if it is there.
+
+    The key is everything that it depends on: source, options (with the architecture) and NVRTC's version. Any number
+    of processes may do this at once: each writes a file of its own and renames it, and a half-written file is no file.
+    Where no folder can be written it is compiled every time.
+    """
+    key = hashlib.sha256("\0".join((version(), *options, source)).encode()).hexdigest()[:32]
+    if (found := _kept(compile_cache.asked_for("nvrtc"), key)) is not None:
+        return found
+    folder = compile_cache.folder("nvrtc")
+    if folder is not None and (found := _kept(folder, key)) is not None:
+        return found
+    start = time.monotonic()
+    code = compiler(source, options)
+    counts["compiled"] += 1
+    counts["compile_s"] += time.monotonic() - start
+    if folder is not None:
+        _keep(code, folder / f"{key}.cubin")
+    return code
+
+
+def _kept(folder: Path, key: str) -> bytes | None:
+    try:
+        code = (folder / f"{key}.cubin").read_bytes()
+    except OSError:
+        return None
+    if code[:4] != b"\x7fELF":
+        return None
+    counts["cached"] += 1
+    return code
+
+
+def _keep(code: bytes, path: Path) -> None:
+    name = None
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        os.replace(name, path)
+    except OSError as error:
+        log.warning("a compiled kernel is not kept, the next process compiles it again: %s: %s", path, error)
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+
+
+class TensorMap(ctypes.Structure):
+    """A tensor map of the driver (CUtensorMap): a kernel's parameter that says how tiles of a matrix are read."""
+
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+@lru_cache(maxsize=1 << 14)
+def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> TensorMap:
+    """Of a matrix of 16-bit numbers: boxes of 64 columns, 128-byte swizzle, zeros past its ends.
+
+    address    of the first number, a multiple of 16
+    stride     numbers from one row to the next, a multiple of 8, no less than columns
+    box_rows   1 to 256
+
+    It holds nothing but these values, so a map that is kept is never out of date. Raises RuntimeError.
+    """
+    from cuda.bindings import driver
+
+    # Not through cuda-bindings: its object is not at a multiple of 64 bytes, which the driver wants (13.0).
+    memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 128)
+    made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)
+    status = _encode()(
+        ctypes.byref(made), int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16), 2, address,
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride), (ctypes.c_uint32 * 2)(64, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1), int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
+        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled: {driver.CUresult(status).name} for [{rows}, {columns}] at {address:#x}, rows"
+            f" {stride} apart, boxes of {box_rows} rows"
+        )
+    return made
+
+
+@lru_cache
+def _encode() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    pointer, number = ctypes.c_void_p, ctypes.c_uint32
+    function.argtypes = (
+        pointer, number, number, pointer, pointer, pointer, pointer, pointer, number, number, number, number,
+    )  # fmt: skip
+    function.restype = ctypes.c_int
+    return function
+
+
+class Kernel:
+    """A kernel of a source on one device.
+
+    types        ctypes of the kernel's parameters, in order
+    shared       bytes of dynamic shared memory
+    """
+
+    def __init__(
+        self, source: str, name: str, options: Sequence[str], device: int, types: Sequence[Any], shared: int
+    ) -> None:
+        import torch
+        from cuda.bindings import driver
+
+        self.driver, self.types, self.shared = driver, tuple(types), shared
+        self.configs: dict[tuple[int, int, int, bool], Any] = {}
+        with torch.cuda.device(device):
+            torch.cuda.mem_get_info(device)  # makes the device's context, if nothing has
+            major, minor = torch.cuda.get_device_capability(device)
+            target = f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}"
+            code = cubin(source, (target, *options))
+            (self.module,) = _checked(driver.cuModuleLoadData(code))
+            (self.function,) = _checked(driver.cuModuleGetFunction(self.module, name.encode()))
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(self.function, limit, shared))
+
+    def launch(self, grid: int, block: int, stream: int, args: Sequence[Any], overlap: bool = False) -> None:
+        """Launch `grid` blocks on the stream. overlap: before the kernel before has ended (griddepcontrol.wait)."""
+        key = (grid, block, stream, overlap)
+        config = self.configs.get(key)
+        if config is None:  # making one costs more than a launch
+            config = self.configs[key] = self._config(*key)
+        values = [a if isinstance(a, t) else t(a) for t, a in zip(self.types, args, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        _checked(self.driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+
+    def _config(self, grid: int, block: int, stream: int, overlap: bool) -> Any:
+        driver = self.driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes, config.hStream, config.numAttrs = self.shared, stream, 0
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        return config

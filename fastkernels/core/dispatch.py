@@ -1,0 +1,383 @@
+"""Functional ops and their providers: torch.ops.fastkernels.NAME and which implementation runs it.
+
+Order: candidate, FASTKERNELS_PROVIDER=op:name, the chip's tuned table (tuned.py), the op's own list. A provider that
+is not there for this device is passed over; one that does not support the case is passed over, counted and logged once
+(FASTKERNELS_STRICT=1: an error). A call is one run of the op's body: a replayed CUDA graph runs none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.machinery import PathFinder
+from typing import Any
+
+import torch
+
+from fastkernels.core import tuning as tuned
+from fastkernels.core.env import Environment
+from fastkernels.core.tuning import Key
+
+log = logging.getLogger("fastkernels")
+LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
+OPS: dict[str, Op] = {}
+_around: Callable[[Op, Provider], Provider] | None = None
+
+
+class UnsupportedCase(RuntimeError):
+    """FASTKERNELS_STRICT=1 and a provider refused a case."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of an op.
+
+    fn        called with the op's arguments; mutates what the op mutates, returns what the op returns
+    devices   device types it runs on ('triton' also runs on 'cpu' under TRITON_INTERPRET=1)
+    module    an importable module that it needs, e.g. 'flash_attn_interface'; of a tuple, any one
+    supports  supports(*args) -> None if this case is supported, else the reason; must not synchronize
+    params    sets of keyword arguments that `fn` may be given after the op's own (tile sizes, splits): what
+              `fk-bench tune` chooses from. A call without any is the kernel's own choice
+    fits      fits(params, *args) -> whether this set is meant for calls like this one; others are not measured there
+    out       whether `fn` takes `out`: contiguous memory for the result, which it returns where it has written there;
+              of an op that changes its arguments, a tuple for their new values
+    twin      the provider that runs much the same out of another library: where that one is not there and a tuned
+              table names it, the table means this one
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    devices: tuple[str, ...] = ("cuda",)
+    module: str | tuple[str, ...] | None = None
+    supports: Callable[..., str | None] | None = None
+    params: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    fits: Callable[..., bool] | None = None
+    out: bool = False
+    twin: str | None = None
+
+    def bound(self, params: Mapping[str, Any] | None) -> Provider:
+        """This provider with these of its parameters in every call."""
+        return replace(self, fn=partial(self.fn, **params)) if params else self
+
+    def unavailable(self, device: str) -> str | None:
+        """Why this provider cannot run on that device type here; None if it can."""
+        interpreted = self.name == "triton" and device == "cpu" and Environment.read().interpret
+        if device not in self.devices and not interpreted:
+            return f"{self.name} runs on {', '.join(self.devices)}, not on {device}"
+        wanted = (self.module,) if isinstance(self.module, str) else self.module or ()
+        if wanted and not any(map(installed, wanted)):
+            return f"{self.name} needs {' or '.join(wanted)}, which is not installed"
+        return None
+
+
+def installed(module: str) -> bool:
+    """Whether a module is there, without importing it or, as importlib.util.find_spec does, its parents.
+
+    A folder of that name without an __init__.py is not the library.
+    """
+    path: Sequence[str] | None = None
+    for i, name in enumerate(parts := module.split("."), start=1):
+        spec = PathFinder.find_spec(".".join(parts[:i]) if path is None else name, path)
+        if spec is None or (i == len(parts) and spec.origin is None):
+            return False
+        path = spec.submodule_search_locations or ()
+    return True
+
+
+@dataclass
+class Op:
+    """A functional op: schema, fake, providers, and the counters that prove it ran.
+
+    key   how a tuned table is asked which provider runs a call; None: this op has none
+    functional  of an op that changes its arguments, the torch op that returns their new values instead
+    left  {reason: calls} that a seam has left to the host by this op's table: no fall-backs
+    """
+
+    name: str
+    providers: tuple[Provider, ...]
+    key: Key | None = None
+    overload: Any = None
+    calls: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    candidate: Provider | None = None
+    functional: Callable[..., Any] | None = None
+    _order: dict[str, list[Provider]] = field(default_factory=dict)
+    _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
+    _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)
+    _strict: bool = False
+    _asked: str | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        return self.overload(*args)
+
+    def body(self, device: str) -> Callable[..., Any]:
+        """What torch.ops.fastkernels.NAME calls for tensors of that device type: picks the provider and runs it."""
+        pick = self._pick  # no look-up that can be made once: this is paid on every call
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return pick(device, args, kwargs).fn(*args, **kwargs)
+
+        return run
+
+    def run(self, *args: Any) -> Any:
+        """The body, without torch's dispatcher; the first argument's device counts."""
+        return self._pick(args[0].device.type, args, {}).fn(*args)
+
+    def into(self, out: torch.Tensor, *args: Any) -> None:
+        """`run`, with the result in `out`: memory that the caller has, of the result's shape and dtype.
+
+        A provider that can write there does so if `out` is contiguous; the result of others is copied. Only for code
+        that torch.compile does not look into, as the hosts' attention is: a tracer would not see it as one op.
+        Raises ValueError if the result is not one tensor of that shape, dtype and device.
+        """
+        provider = self._pick(args[0].device.type, args, {})
+        found = provider.fn(*args, out=out) if provider.out and out.is_contiguous() else provider.fn(*args)
+        if found is out:
+            return
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(
+                f"{self.name}: {provider.name} returns {type(found).__name__}, not one tensor for `out`"
+            )
+        if (found.shape, found.dtype, found.device) != (out.shape, out.dtype, out.device):
+            raise ValueError(
+                f"{self.name}: out is {_said(out)}, the result of {provider.name} is {_said(found)}"
+            )
+        out.copy_(found)
+
+    def onto(self, new: tuple[torch.Tensor, ...], changed: tuple[int, ...], *args: Any) -> None:
+        """`run` of an op that changes the arguments at `changed`: they stay, and `new` gets their new values."""
+        provider = self._pick(args[0].device.type, args, {})
+        if provider.out:
+            provider.fn(*args, out=new)
+            return
+        given = list(args)
+        for i, tensor in zip(changed, new, strict=True):
+            given[i] = tensor.copy_(args[i])
+        provider.fn(*given)
+
+    def faster(self, *args: Any) -> bool:
+        """Whether the chip's table has a provider for this call that is faster than production, is there, and takes it.
+
+        Nothing is run or counted, and what somebody asked for by name is not looked at. Raises TableError.
+        """
+        if self.key is None:
+            return False
+        provider = self.winner(args[0].device.type, *self.key.of(*args))
+        return provider is not None and (provider.supports is None or provider.supports(*args) is None)
+
+    def winner(self, device: str, shape: tuple[Any, ...], sizes: tuple[int, ...]) -> Provider | None:
+        """The provider for calls of that key that the chip's table says is faster than production, if it is there.
+
+        For a seam that knows the key before it has the op's arguments. It reads no tensor. Raises TableError.
+        """
+        found = self._faster.get(device)
+        if found is None:
+            assert self.key is not None
+            table = tuned.entries(self.name, tuned.chip_of(device))
+            found = tuned.lookup(self.key, table).map(lambda entry: self._winner(entry, device))
+            self._faster[device] = found
+        return found.find(shape, sizes)
+
+    def _winner(self, entry: tuned.Entry, device: str) -> Provider | None:
+        provider = self._provider_of(entry) if entry.faster else None
+        return provider if provider is not None and provider.unavailable(device) is None else None
+
+    def _pick(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Provider:
+        """The provider that runs this call, which is counted. Raises UnsupportedCase."""
+        self.calls += 1
+        order = self._order.get(device) or self._resolve(device)
+        if device in self._tuned:
+            order = self._chosen(device, args, kwargs) or order
+        for provider in order:
+            supports = provider.supports
+            if supports is None:
+                return provider
+            reason = supports(*args, **kwargs)
+            if reason is None:
+                return provider
+            self.note(f"{provider.name}: {reason}")
+        raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
+
+    def order(self, device: str) -> list[tuple[Provider, str | None]]:
+        """All providers in order of preference, each with the reason why it is not there (None: it is)."""
+        wanted = Environment.read().provider.get(self.name)
+        names = [p.name for p in self.providers]
+        if wanted is not None and wanted not in names:
+            raise ValueError(
+                f"FASTKERNELS_PROVIDER: {self.name} has no provider {wanted!r}, it has {', '.join(names)}"
+            )
+        first = [p for p in (self.candidate,) if p is not None]
+        chosen = [p for p in self.providers if p.name == wanted]
+        rest = [p for p in self.providers if p.name != wanted]
+        return [(p, p.unavailable(device)) for p in (*first, *chosen, *rest)]
+
+    def set_candidate(
+        self,
+        fn: Callable[..., Any] | None,
+        label: str = "candidate",
+        supports: Callable[..., str | None] | None = None,
+    ) -> None:
+        """Run `fn` instead of our providers (None: back to ours), for all calls or those that `supports` takes."""
+        devices = ("cuda", "cpu")
+        self.candidate = None if fn is None else Provider(label, fn, devices, supports=supports)
+        self.forget()
+
+    def reset(self) -> None:
+        """Counters to zero, and the order of providers read from the environment again."""
+        self.calls = 0
+        self.fallbacks = {}
+        self.left = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Find the providers, and what the tuned tables say, anew at the next call."""
+        self._order.clear()
+        self._tuned.clear()
+        self._faster.clear()
+        self._asked = None
+
+    @property
+    def asked(self) -> str:
+        """What somebody asked for here by name: 'off' (FASTKERNELS_DISABLE), 'named' (a candidate, a provider, or all
+        ops are being recorded), or ''. A fusion stands in only for ops that nobody asked for.
+        """
+        if self._asked is None:
+            env = Environment.read()
+            named = self.candidate is not None or self.name in env.provider or _around is not None
+            self._asked = "off" if self.name in env.disable else "named" if named else ""
+        return self._asked
+
+    def _resolve(self, device: str) -> list[Provider]:
+        self._strict = Environment.read().strict
+        order = self.order(device)
+        wanted = Environment.read().provider.get(self.name)
+        for provider, reason in order:
+            if provider.name == wanted and reason is not None:
+                self.note(reason)
+        found = [provider for provider, reason in order if reason is None]
+        if not found:
+            raise UnsupportedCase(
+                f"{self.name}: no provider on {device}: " + "; ".join(r or "" for _, r in order)
+            )
+        around = _around
+        run = found if around is None else [around(self, provider) for provider in found]
+        asked = sum(p is self.candidate or p.name == wanted for p in found)  # these come before any table
+        if self.key is not None and not (asked and found[0].supports is None):
+            self._read_tuned(device, found, run, asked)
+        self._order[device] = run
+        return run
+
+    def _read_tuned(self, device: str, found: list[Provider], run: list[Provider], asked: int) -> None:
+        """For each entry of the chip's table the order of providers that it makes. Raises TableError."""
+        assert self.key is not None
+        table = tuned.entries(self.name, tuned.chip_of(device))
+        if not table:
+            return
+        around, absent = _around, set()
+
+        def order(entry: tuned.Entry) -> list[Provider] | None:
+            chosen = self._provider_of(entry)
+            if chosen is None:
+                return None
+            if chosen not in found and (other := [p for p in found if p.twin == entry.provider]):
+                chosen = other[0]
+            if chosen not in found:
+                absent.add(chosen.unavailable(device))
+                return None
+            bound = chosen.bound(entry.params)
+            first = bound if around is None else around(self, bound)
+            rest = [r for p, r in zip(found[asked:], run[asked:], strict=True) if p is not chosen]
+            return [*run[:asked], first, *rest]
+
+        self._tuned[device] = tuned.lookup(self.key, table).map(order)
+        for reason in absent:
+            log.warning("%s: a tuned table names a provider that is not there: %s", self.name, reason)
+
+    def _provider_of(self, entry: tuned.Entry) -> Provider | None:
+        if entry.provider is None:
+            return None
+        provider = next((p for p in self.providers if p.name == entry.provider), None)
+        known = {name for params in (provider.params if provider else ()) for name in params}
+        if provider is None or not known.issuperset(entry.params):
+            names = ", ".join(p.name for p in self.providers)
+            takes = (
+                f"takes {', '.join(sorted(known)) or 'no parameters'}"
+                if provider
+                else f"is not one of {names}"
+            )
+            raise tuned.TableError(
+                f"{entry.source}: {entry}: {entry.provider} {takes}; `fk-bench tune {self.name}` makes the table anew"
+            )
+        return provider
+
+    def _chosen(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Provider] | None:
+        """The providers in the order that the table makes for this call; None where it has nothing."""
+        assert self.key is not None
+        return self._tuned[device].find(*self.key.of(*args, **kwargs))
+
+    def note(self, reason: str) -> None:
+        """Count a fall-back and log it once. Raises UnsupportedCase under FASTKERNELS_STRICT=1."""
+        if self._strict:
+            raise UnsupportedCase(f"{self.name}: {reason} (FASTKERNELS_STRICT=1)")
+        if reason not in self.fallbacks:
+            log.warning("%s falls back in pid %d: %s", self.name, os.getpid(), reason)
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+    def leave(self, reason: str) -> None:
+        """Count a call that stays the host's because no table says that ours is faster."""
+        self.left[reason] = self.left.get(reason, 0) + 1
+
+
+def _said(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def define(
+    schema: str, fake: Callable[..., Any], providers: Sequence[Provider], key: Key | None = None
+) -> Op:
+    """Define torch.ops.fastkernels.NAME for CPU and CUDA.
+
+    schema     'name(Tensor x, ...) -> Tensor'; mutated arguments are marked (a!), and are never returned
+    fake       shape function for torch.compile
+    providers  in order of preference; the last one supports every case
+    key        how tuned tables are asked, for an op whose fastest provider depends on the shape
+    """
+    name = schema.partition("(")[0].strip()
+    op = Op(name, tuple(providers), key)
+    LIBRARY.define(schema)
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, op.body(device.lower()), device)
+    torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
+    op.overload = getattr(torch.ops.fastkernels, name).default
+    OPS[name] = op
+    return op
+
+
+def functional(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define torch.ops.fastkernels.NAME, which has no providers: it calls an op in another way (`Op.onto`)."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, fn, device)
+    torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.fastkernels, name).default
+
+
+def observe(around: Callable[[Op, Provider], Provider] | None) -> None:
+    """Run `around(op, provider)` in place of every provider, of all ops, from here on; None: the providers themselves.
+
+    For fastkernels.capture. It is asked when an op finds its providers, so nothing is paid where it is not used.
+    """
+    global _around
+    _around = around
+    for op in OPS.values():
+        op.forget()
+
+
+def counters() -> dict[str, dict[str, Any]]:
+    """{op: {'calls': n, 'fallbacks': {reason: n}}} of this process."""
+    return {name: {"calls": op.calls, "fallbacks": dict(op.fallbacks)} for name, op in OPS.items()}

@@ -1,0 +1,102 @@
+"""Every environment variable that FastKernels reads, in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+def _flag(value: str | None) -> bool:
+    return (value or "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _names(value: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (value or "").split(",") if part.strip())
+
+
+def _pairs(variable: str, value: str | None, separator: str) -> dict[str, str]:
+    pairs = {}
+    for item in _names(value):
+        key, found, rest = item.partition(separator)
+        if not found or not key or not rest:
+            raise ValueError(f"{variable}: expected OP{separator}VALUE[,OP{separator}VALUE], got {item!r}")
+        pairs[key] = rest
+    return pairs
+
+
+def _count(variable: str, value: str | None) -> int | None:
+    if value is None or not value.strip():
+        return None
+    if not value.strip().isdecimal():
+        raise ValueError(f"{variable}: expected a number of 0 or more, got {value!r}")
+    return int(value)
+
+
+def _candidates(variable: str, value: str | None) -> dict[str, str]:
+    folder = (value or "").strip()
+    if not folder or "=" in folder:
+        return _pairs(variable, value, "=")
+    from fastkernels.core.candidate import from_directory
+
+    try:
+        return from_directory(folder)
+    except ValueError as error:
+        raise ValueError(f"{variable}: {error}; expected a folder or OP=FILE[,OP=FILE]") from error
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The process environment, parsed. `read()` parses it anew; nothing is cached here. `fk-bench serve` takes its
+    --api-key from FASTKERNELS_API_KEY, too.
+
+    enabled     FASTKERNELS=1            the host plugins patch the model that is being built
+    ops         FASTKERNELS_OPS          only these ops, comma-separated (default: all that the host has)
+    candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE], or a folder of OP.py files: a user's kernels
+    provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: which implementation an op uses
+    tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json: before the shipped ones (tuned.py)
+    disable     FASTKERNELS_DISABLE      ops that are off
+    strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
+    report      FASTKERNELS_REPORT       folder that every patched process writes its report to
+    overlap     FASTKERNELS_OVERLAP=0    no kernel starts before the one before it has ended (overrides/kit/overlap.py)
+    graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM; 0: as vLLM has it;
+                default (None): by the size of the layers, 2048 at most and 4096 with 8-bit linear layers
+    capture     FASTKERNELS_CAPTURE=1    hosts note how their modules are constructed, for `fk-bench capture`
+    cache       FASTKERNELS_CACHE        folder for compiled kernels, converted models and environments
+    interpret   TRITON_INTERPRET=1       Triton's own: run Triton kernels on the CPU
+    """
+
+    enabled: bool = False
+    ops: tuple[str, ...] | None = None
+    candidates: Mapping[str, str] = field(default_factory=dict)
+    provider: Mapping[str, str] = field(default_factory=dict)
+    tuned: str | None = None
+    disable: tuple[str, ...] = ()
+    strict: bool = False
+    report: str | None = None
+    overlap: bool = True
+    graph_tokens: int | None = None
+    capture: bool = False
+    cache: str = ""
+    interpret: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
+        """Parse `environ` (default: os.environ). Raises ValueError that names the variable."""
+        e = os.environ if environ is None else environ
+        default_cache = os.path.join(e.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fastkernels")
+        return cls(
+            enabled=_flag(e.get("FASTKERNELS")),
+            ops=_names(e.get("FASTKERNELS_OPS")) or None,
+            candidates=_candidates("FASTKERNELS_CANDIDATES", e.get("FASTKERNELS_CANDIDATES")),
+            provider=_pairs("FASTKERNELS_PROVIDER", e.get("FASTKERNELS_PROVIDER"), ":"),
+            tuned=e.get("FASTKERNELS_TUNED") or None,
+            disable=_names(e.get("FASTKERNELS_DISABLE")),
+            strict=_flag(e.get("FASTKERNELS_STRICT")),
+            report=e.get("FASTKERNELS_REPORT") or None,
+            overlap=_flag(e.get("FASTKERNELS_OVERLAP") or "1"),
+            graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS")),
+            capture=_flag(e.get("FASTKERNELS_CAPTURE")),
+            cache=e.get("FASTKERNELS_CACHE") or default_cache,
+            interpret=_flag(e.get("TRITON_INTERPRET")),
+        )

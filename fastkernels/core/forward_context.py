@@ -1,0 +1,66 @@
+"""What a forward pass of our engine needs beside its inputs: attention metadata, set by the runner for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One step's batch of B sequences with T tokens in all; a sequence's tokens are contiguous.
+
+    slot_mapping   [T] int64: block * block_size + offset where each token's key and value go; -1: nowhere (padding)
+    cu_seqlens_q   [B + 1] int32: where each sequence's queries start
+    seq_lens       [B] int32: keys of each sequence, this step's included
+    block_table    [B, max_blocks] int32
+    max_seqlen_q, max_seqlen_k: largest of the batch (host integers: no synchronization)
+    num_decodes    sequences of one query, which come first, where the step's maker counted them
+    max_decode_seqlen_k  the largest seq_len of those
+    backend        an AttentionBackend (fastkernels.engine.execution.attention.base); None: the layer calls the ops
+    plan           the backend's own
+    padded         whether there may be tokens behind the last sequence's
+
+    `decode_only`: every sequence has exactly one query.
+    """
+
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_decodes: int = 0
+    max_decode_seqlen_k: int = 0
+    backend: Any = None
+    plan: Any = None
+    padded: bool = True
+
+    @property
+    def decode_only(self) -> bool:
+        return self.max_seqlen_q == 1
+
+
+_current: AttentionMetadata | None = None
+
+
+@contextmanager
+def forward_context(metadata: AttentionMetadata) -> Iterator[None]:
+    """Make `metadata` the current step's."""
+    global _current
+    previous, _current = _current, metadata
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+def get_forward_context() -> AttentionMetadata:
+    """The current step's metadata. Raises RuntimeError outside `forward_context`."""
+    if _current is None:
+        raise RuntimeError("no forward context: call the model inside `with forward_context(metadata)`")
+    return _current

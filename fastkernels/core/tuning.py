@@ -1,0 +1,333 @@
+"""Tuned tables: which provider an op runs on this chip, by shape, as `fk-bench tune` measured it.
+
+A table is a JSON file, one a chip: fastkernels/tuned/CHIP.json is shipped, FASTKERNELS_TUNED names a user's own, whose
+shapes come before the shipped ones. Nothing is read before an op that has a `Key` looks for its providers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from fastkernels.core.env import Environment
+
+log = logging.getLogger("fastkernels")
+SCHEMA = "fastkernels.tuned/1"
+SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
+REACH = 4  # an entry speaks for sizes from its own down to a quarter of it, or to the next smaller one that was tuned
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class TableError(ValueError):
+    """A table cannot be used; the message names the file and the entry."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """How the calls of an op are found in a table; an argument of `dispatch.define`.
+
+    shape   names of what must be equal; one that ends with 'dtype' is a torch dtype
+    sizes   names of the sizes of which the smallest tuned one that is at least as large is taken, one after the other
+    of      of(*args) -> (values of shape, values of sizes), both tuples. Paid on every call: it reads sizes and dtypes,
+            no values of tensors
+    dims    dims(**shape, **sizes) -> the dims of the SPEC's case of such a call, for `fk-bench tune`
+    module  module(m) -> values of shape of a module's calls, None if there is no telling. An op with it replaces a
+            host's modules without being named where a table says that it is faster, and only there
+    """
+
+    shape: tuple[str, ...]
+    sizes: tuple[str, ...]
+    of: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
+    dims: Callable[..., dict[str, Any]]
+    module: Callable[[Any], tuple[Any, ...] | None] | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was found for one shape at one size of each kind.
+
+    provider  what is fastest there, None: nothing that the op has. Either is known: the op's own list is not asked
+              for the one, and is for the other
+    params    one of the provider's sets, {} for the kernel's own choice
+    speedup   over `baseline`, what production runs there, with its 95% interval; 1 where the provider is the baseline
+    run       key of Table.runs: when, on what and from which commit this was measured
+    source    where it was read, for messages; not part of the file
+    """
+
+    op: str
+    shape: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    provider: str | None
+    baseline: str
+    run: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    speedup: float = 1.0
+    ci95: tuple[float, float] = (1.0, 1.0)
+    source: str = field(default="a tuned table", compare=False)
+
+    def to_json(self) -> str:
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "source"})
+
+    @property
+    def place(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """Op and shape: a user's table has it with all its sizes, or leaves it to the shipped one."""
+        return self.op, tuple(sorted(self.shape.items()))
+
+    @property
+    def point(self) -> tuple[Any, ...]:
+        """Op, shape and sizes: a table has one entry for it."""
+        return *self.place, tuple(sorted(self.sizes.items()))
+
+    @property
+    def faster(self) -> bool:
+        """Whether ours is faster than what production runs."""
+        return self.provider is not None and self.provider != self.baseline
+
+    def __str__(self) -> str:
+        sizes = {**self.shape, **self.sizes}
+        return f"{self.op} " + " ".join(f"{name}={value}" for name, value in sizes.items())
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file: `runs` is {run: {date, commit, versions, ...}}."""
+
+    chip: str
+    runs: Mapping[str, Mapping[str, Any]]
+    entries: tuple[Entry, ...]
+
+    def merged(self, newer: Table) -> Table:
+        """With the entries of `newer`, in the place of older ones of the same point; runs of which nothing is left go.
+
+        An entry was measured down to the next smaller size of its own run: others between them only shorten its reach.
+        """
+        if newer.chip != self.chip:
+            raise TableError(f"a table of {newer.chip} does not go into one of {self.chip}")
+        points = {e.point for e in newer.entries}
+        entries = (*(e for e in self.entries if e.point not in points), *newer.entries)
+        used = {e.run for e in entries}
+        runs = {**self.runs, **newer.runs}
+        return Table(self.chip, {name: runs[name] for name in sorted(used)}, entries)
+
+    def to_json(self) -> str:
+        """The file's text: a line an entry, so that two tables can be compared by line."""
+        entries = sorted(
+            self.entries, key=lambda e: (e.op, json.dumps(dict(e.shape)), tuple(e.sizes.values()))
+        )
+        lines = ",\n".join(f"    {e.to_json()}" for e in entries)
+        runs = ",\n".join(f"    {json.dumps(n)}: {json.dumps(dict(r))}" for n, r in self.runs.items())
+        head = f'{{\n  "schema": "{SCHEMA}",\n  "chip": {json.dumps(self.chip)},\n'
+        return head + f'  "runs": {{\n{runs}\n  }},\n  "entries": [\n{lines}\n  ]\n}}\n'
+
+
+def read(path: Path) -> Table:
+    """The table of a file. Raises TableError, which names the file and the entry."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TableError(f"tuned table {path}: {error}") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise TableError(
+            f"tuned table {path}: it is not of the schema {SCHEMA}; `fk-bench tune` makes one that is"
+        )
+    chip, runs, entries = (data.get(name) for name in ("chip", "runs", "entries"))
+    if not isinstance(chip, str) or not isinstance(runs, dict) or not isinstance(entries, list):
+        raise TableError(
+            f"tuned table {path}: it needs `chip` (a name), `runs` (an object) and `entries` (a list)"
+        )
+    seen: dict[Any, int] = {}
+    found = []
+    for i, raw in enumerate(entries):
+        entry = replace(
+            _entry(raw, f"tuned table {path}: entry {i}", runs), source=f"tuned table {path}: entry {i}"
+        )
+        if (first := seen.setdefault(entry.point, i)) != i:
+            raise TableError(f"tuned table {path}: entry {i} is for {entry}, and so is entry {first}")
+        found.append(entry)
+    return Table(chip, runs, tuple(found))
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "op": (str,), "shape": (dict,), "sizes": (dict,), "provider": (str, type(None)), "baseline": (str,),
+    "run": (str,), "params": (dict,), "speedup": (int, float), "ci95": (list,),
+}  # fmt: skip
+
+
+def _entry(raw: Any, where: str, runs: Mapping[str, Any]) -> Entry:
+    if not isinstance(raw, dict):
+        raise TableError(f"{where} is {raw!r}, not an object")
+    where += f" ({raw.get('op')} {raw.get('shape')} {raw.get('sizes')})"
+    if wrong := [name for name in raw if name not in _KINDS]:
+        raise TableError(f"{where} has {wrong[0]!r}; it may have {', '.join(_KINDS)}")
+    for name, kinds in _KINDS.items():
+        if name not in raw and name not in ("params", "speedup", "ci95"):
+            raise TableError(f"{where} has no {name!r}")
+        if name in raw and (not isinstance(raw[name], kinds) or isinstance(raw[name], bool)):
+            raise TableError(
+                f"{where}: {name} is {raw[name]!r}, not {' or '.join(k.__name__ for k in kinds)}"
+            )
+    if wrong := [
+        n for n, v in raw["sizes"].items() if not isinstance(v, int) or isinstance(v, bool) or v < 0
+    ]:
+        raise TableError(f"{where}: {wrong[0]} is {raw['sizes'][wrong[0]]!r}, not a size")
+    if raw["run"] not in runs:
+        raise TableError(f"{where}: its run {raw['run']!r} is not among `runs`")
+    low, *high = raw.get("ci95", [1.0, 1.0]) or [0.0]
+    if len(high) != 1 or not all(isinstance(v, (int, float)) for v in (low, *high)):
+        raise TableError(f"{where}: ci95 is {raw['ci95']!r}, not [low, high]")
+    entry = Entry(**{**raw, "ci95": (low, high[0])})
+    if entry.faster and not (entry.speedup > 1 and low > 1):
+        raise TableError(
+            f"{where}: speedup {entry.speedup} ({low} to {high[0]}) of {entry.provider} over {entry.baseline}: a table"
+            " has only what is faster; FASTKERNELS_PROVIDER=OP:NAME uses a provider in any case"
+        )
+    return entry
+
+
+# -- the tables of this process
+
+
+def untuned(op: str, device: str) -> str | None:
+    """The line for an op that was never tuned on this chip; None where it was. Raises TableError."""
+    chip = chip_of(device)
+    return None if entries(op, chip) else f"not tuned on {chip}: `fk-bench tune {op}` would measure it"
+
+
+def not_faster(op: str, key: Key, shape: tuple[Any, ...] | None, device: str) -> str | None:
+    """Why the host keeps a module, as far as tables go; None where ours is faster at some size of the module's shape.
+
+    shape: values of key.shape, None among them for what is not known before the first call; None: there is no telling.
+    At the other sizes the op runs what production does, or its own first provider. Raises TableError.
+    """
+    if shape is None:
+        return "the shape of its calls is not known"
+    if (never := untuned(op, device)) is not None:
+        return never
+    chip = chip_of(device)
+    found = entries(op, chip)
+    known = {name: v for name, v in zip(key.shape, shape, strict=True) if v is not None}
+    of_shape = [e for e in found if all(_value(e, name) == v for name, v in known.items())]
+    said = " ".join(f"{name}={str(known.get(name, '?')).removeprefix('torch.')}" for name in key.shape)
+    if not of_shape:
+        return f"{said} is not tuned on {chip}: `fk-bench tune {op} --shape {said.replace(' ', ',')}` would measure it"
+    return None if any(e.faster for e in of_shape) else f"nothing of ours was faster at {said} on {chip}"
+
+
+def chip_of(device: str) -> str:
+    """The name of the chip that tensors of that device type are on: 'NVIDIA H200', 'cpu'."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
+def slug(chip: str) -> str:
+    """The stem of the chip's file: nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
+
+
+def entries(op: str, chip: str) -> list[Entry]:
+    """All entries for an op on a chip: those of FASTKERNELS_TUNED, and the shipped ones of other shapes.
+
+    Raises TableError for a file that cannot be used.
+    """
+    return list(_by_op(chip, Environment.read().tuned).get(op, ()))
+
+
+@lru_cache(maxsize=8)
+def _by_op(chip: str, own: str | None) -> dict[str, list[Entry]]:
+    found: dict[Any, list[Entry]] = {}
+    for path in _files(chip, own):
+        table = read(path)
+        if table.chip != chip:
+            log.warning("tuned table %s is of %s and is not used on %s", path, table.chip, chip)
+            continue
+        here: dict[Any, list[Entry]] = {}
+        for entry in table.entries:
+            here.setdefault(entry.place, []).append(entry)
+        found = {**here, **found}
+    by_op: dict[str, list[Entry]] = {}
+    for (op, _), several in found.items():
+        by_op.setdefault(op, []).extend(several)
+    return by_op
+
+
+def _files(chip: str, own: str | None) -> list[Path]:
+    """The user's table first."""
+    shipped = SHIPPED / f"{slug(chip)}.json"
+    files = [shipped] if shipped.is_file() else []
+    if own is None:
+        return files
+    path = Path(own).expanduser()
+    if path.is_dir():
+        path /= f"{slug(chip)}.json"
+        return [path, *files] if path.is_file() else files
+    if not path.is_file():
+        raise TableError(f"FASTKERNELS_TUNED: there is no file or folder {own}")
+    return [path, *files]
+
+
+@dataclass(frozen=True)
+class Lookup(Generic[T]):
+    """{shape: (sizes in order, what is below each)}; below the last kind of size is the value itself."""
+
+    shapes: Mapping[tuple[Any, ...], Any]
+    depth: int
+
+    def find(self, shape: tuple[Any, ...], sizes: tuple[int, ...]) -> T | None:
+        """The value at the smallest tuned size that is not below the call's, for each kind of size in turn."""
+        level = self.shapes.get(shape)
+        if level is None:
+            return None
+        for size in sizes:
+            bounds, below = level
+            at = bisect_left(bounds, size)
+            if at == len(bounds) or bounds[at] > REACH * size:
+                return None
+            level = below[at]
+        return level
+
+    def map(self, change: Callable[[T], U]) -> Lookup[U]:
+        def changed(level: Any, depth: int) -> Any:
+            return change(level) if not depth else (level[0], [changed(b, depth - 1) for b in level[1]])
+
+        return Lookup({s: changed(level, self.depth) for s, level in self.shapes.items()}, self.depth)
+
+
+def lookup(key: Key, found: Iterable[Entry]) -> Lookup[Entry]:
+    """Entries of one op by the op's key. Raises TableError for an entry with other names than the key's."""
+    shapes: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Entry]]] = {}
+    for entry in found:
+        if set(entry.shape) != set(key.shape) or set(entry.sizes) != set(key.sizes):
+            names = ", ".join((*key.shape, *key.sizes))
+            raise TableError(
+                f"{entry.source}: {entry}: the key of {entry.op} is {names}; `fk-bench tune` makes it anew"
+            )
+        shape = tuple(_value(entry, name) for name in key.shape)
+        shapes.setdefault(shape, []).append((tuple(entry.sizes[name] for name in key.sizes), entry))
+    depth = len(key.sizes)
+    return Lookup({shape: _tree(several, depth) for shape, several in shapes.items()}, depth)
+
+
+def _value(entry: Entry, name: str) -> Any:
+    value = entry.shape[name]
+    if not name.endswith("dtype"):
+        return value
+    if not isinstance(dtype := getattr(torch, str(value), None), torch.dtype):
+        raise TableError(f"{entry.source}: {entry}: {name} {value!r} is no torch dtype")
+    return dtype
+
+
+def _tree(several: list[tuple[tuple[int, ...], Any]], depth: int) -> Any:
+    if not depth:
+        return several[0][1]
+    bounds = sorted({sizes[0] for sizes, _ in several})
+    below = [[(sizes[1:], entry) for sizes, entry in several if sizes[0] == b] for b in bounds]
+    return bounds, [_tree(part, depth - 1) for part in below]

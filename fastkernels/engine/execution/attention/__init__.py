@@ -1,0 +1,24 @@
+"""Attention behind one interface (base.py); EngineConfig.attention_backend picks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture
+from fastkernels.engine.execution.attention.ops import OpsBackend
+
+__all__ = ["AttentionBackend", "CannotCapture", "make_backend"]
+
+
+def make_backend(
+    name: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    """The backend for these PagedAttention layers, whose KV cache is bound. Raises ValueError where it cannot run."""
+    if name == "flashinfer":
+        from fastkernels.engine.execution.attention.flashinfer import FlashInferBackend
+
+        return FlashInferBackend(layers, device, dtype)
+    return OpsBackend(name, layers, device, dtype)

@@ -1,0 +1,81 @@
+"""The one interface between the runner and what attends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.engine.execution.input_batch import Inputs
+from fastkernels.overrides.cache.store_kvcache import store_kvcache
+
+
+class CannotCapture(Exception):
+    """The backend cannot attend to this batch inside a CUDA graph; the message says why."""
+
+
+class AttentionBackend(ABC):
+    """What attends, of one runner. Five methods, none of which waits for the device:
+
+    plan             once a step that runs eagerly: its metadata
+    capture_buffers  once before graphs are captured: static buffers
+    plan_capture     once a graph: the metadata that it is captured with
+    plan_replay      once a step that runs as a graph: bring that metadata's buffers up to date
+    forward          once a layer: store keys and values, attend
+    """
+
+    name: str
+
+    @abstractmethod
+    def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        """block_table: [B, max_blocks] int32 of the step's rows."""
+
+    def capture_buffers(self, max_rows: int, max_blocks: int) -> None:  # noqa: B027
+        """Graphs of up to max_rows rows with max_blocks blocks each will be captured."""
+
+    @abstractmethod
+    def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        """Metadata for a graph over static tensors; its host numbers bound every replay's. Raises CannotCapture."""
+
+    def plan_replay(  # noqa: B027
+        self, metadata: AttentionMetadata, inputs: Inputs, block_tables: torch.Tensor
+    ) -> None:
+        """`inputs` lie in the static tensors of the graph that has this metadata. block_tables: of all slots."""
+
+    def takes_apart(self, num_decodes: int) -> bool:
+        """Whether a mixed batch with so many rows of one query runs faster outside a graph."""
+        return False
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Attention of a PagedAttention layer. q: [T, Hq, D]; k, v: [T, Hkv, D] to be stored. Returns [T, Hq, D]."""
+
+
+def metadata_of(
+    backend: AttentionBackend,
+    inputs: Inputs,
+    block_table: torch.Tensor,
+    plan: Any = None,
+    padded: bool = True,
+) -> AttentionMetadata:
+    """padded: whether a step that is run with it may have tokens behind the last row's, as a graph's replays have."""
+    return AttentionMetadata(
+        inputs.slot_mapping, inputs.cu_seqlens_q, inputs.seq_lens, block_table, inputs.max_seqlen_q,
+        inputs.max_seqlen_k, inputs.num_decodes, inputs.max_decode_seqlen_k, backend, plan, padded,
+    )  # fmt: skip
+
+
+def store(layer: Any, k: torch.Tensor | None, v: torch.Tensor | None, metadata: AttentionMetadata) -> None:
+    """Write keys and values into the layer's cache."""
+    if k is not None and v is not None:
+        key_cache, value_cache = layer.kv_cache
+        store_kvcache(k, v, key_cache, value_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)

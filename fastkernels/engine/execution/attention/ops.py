@@ -1,0 +1,138 @@
+"""Attention through our ops: in their own order of providers, or by one provider that the user chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fastkernels.core.dispatch import Op, Provider
+from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of, store
+from fastkernels.engine.execution.input_batch import Inputs
+from fastkernels.overrides.attention.attention_decode import attention_decode
+from fastkernels.overrides.attention.attention_prefill import attention_prefill
+
+DECODES_APART = 64  # rows of one query in a batch with others: from here on FA3 is faster in two calls
+
+
+class OpsBackend(AttentionBackend):
+    """attention_decode for rows of one query and attention_prefill for the rest.
+
+    provider  'fa3', 'triton' or 'reference'; None: the first of each op that is there and supports the layers.
+    A candidate of an op goes before both. Raises ValueError for a provider that cannot serve these layers here.
+
+    FA3's varlen kernel takes a mixed batch in one call, which fits into a graph. A row of one query costs 1.5 times
+    there what it does in a call of such rows alone: outside graphs, many of them get one.
+    """
+
+    def __init__(self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
+        self._wanted, self._layers, self._device, self._dtype = provider, layers, device, dtype
+        self._decode = _choose(attention_decode, provider, self._sample(prefill=False), device)
+        self._prefill = _choose(attention_prefill, provider, self._sample(prefill=True), device)
+        self.name = self._prefill.name
+        self._beside = self._decode  # of rows of one query in a batch with others
+        if self.name == "fa3" and provider is None:
+            # Not what a tuned table says: a kernel that is first needed here would be compiled in a step.
+            self._beside = _choose(attention_decode, "fa3", self._sample(prefill=False), device)
+
+    def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        padded = inputs.input_ids.shape[0] > int(inputs.host_query_lens.sum())
+        return metadata_of(self, inputs, block_table, padded=padded)
+
+    def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        kind = "reference: its memory grows with the longest possible context"
+        if "reference" in (self._decode.name, self._prefill.name):
+            raise CannotCapture(kind)
+        if not inputs.decode_only and not self._in_one(attention_prefill, self._prefill):
+            raise CannotCapture(
+                f"{self.name}: rows of one query run in a kernel of their own, and a graph would fix how many"
+            )
+        return metadata_of(self, inputs, block_table)
+
+    def takes_apart(self, num_decodes: int) -> bool:
+        return num_decodes >= DECODES_APART and self._in_one(attention_prefill, self._prefill)
+
+    def forward(
+        self,
+        layer: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        store(layer, k, v, metadata)
+        m, n = metadata, metadata.num_decodes
+        if m.decode_only:
+            return self._run_decode(layer, q, m.seq_lens, m.block_table, m.max_seqlen_k)
+        in_one = self._in_one(attention_prefill, self._prefill)
+        if n == 0 or (in_one and not self.takes_apart(n)):
+            return self._run_prefill(layer, q, m, 0)
+        out = self._run_prefill(layer, q, m, n)
+        provider = self._beside if in_one else None
+        rows = m.seq_lens[:n], m.block_table[:n], m.max_decode_seqlen_k
+        out[:n] = self._run_decode(layer, q[:n], *rows, provider)
+        return out
+
+    def _run_decode(
+        self, layer: Any, q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, longest: int,
+        wanted: Provider | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._call(attention_decode, self._decode, wanted)(
+            q, *layer.kv_cache, seq_lens, block_table, longest, layer.scale, layer.window_left, layer.softcap,
+            *_scales(layer),
+        )  # fmt: skip
+
+    def _run_prefill(self, layer: Any, q: torch.Tensor, m: AttentionMetadata, first: int) -> torch.Tensor:
+        """Rows from `first` on; the output has q's shape, and the tokens before those rows are not defined."""
+        more = _scales(layer) if m.padded else (layer.k_scale, layer.v_scale, False)
+        return self._call(attention_prefill, self._prefill)(
+            q, *layer.kv_cache, m.cu_seqlens_q[first:], m.seq_lens[first:], m.block_table[first:], m.max_seqlen_q,
+            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, *more,
+        )  # fmt: skip
+
+    def _call(
+        self, op: Op, provider: Provider, wanted: Provider | None = None
+    ) -> Callable[..., torch.Tensor]:
+        """What runs: a candidate; else `wanted`; else what the user asked for, or what the op chooses."""
+        if op.candidate is not None or (wanted is None and self._wanted is None):
+            return op
+        op.calls += 1
+        return (wanted or provider).fn
+
+    def _in_one(self, op: Op, provider: Provider) -> bool:
+        return provider.name == "fa3" and op.candidate is None
+
+    def _sample(self, prefill: bool) -> list[list[Any]]:
+        """Arguments of one call for each kind of layer, to ask providers whether they support it."""
+        made = []
+        for layer in {(m.num_heads, m.num_kv_heads, m.head_size): m for m in self._layers}.values():
+            q = torch.empty(1, layer.num_heads, layer.head_size, dtype=self._dtype, device=self._device)
+            one = torch.ones(2, dtype=torch.int32, device=self._device)
+            rest = [one[:1], one[:1].view(1, 1)]
+            args = [q, *layer.kv_cache, *([one, *rest, 1, 1] if prefill else [*rest, 1])]
+            made.append([*args, layer.scale, layer.window_left, layer.softcap, *_scales(layer)])
+        return made
+
+
+def _scales(layer: Any) -> tuple[float, ...]:
+    """Of an fp8 cache, where they are not 1: decode's providers and candidates without them serve all other layers."""
+    return () if layer.k_scale == layer.v_scale == 1.0 else (layer.k_scale, layer.v_scale)
+
+
+def _choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.device) -> Provider:
+    """The provider that will run: the wanted one, or the op's first for these layers."""
+    reasons = []
+    for provider, absent in op.order(device.type):
+        if wanted not in (None, provider.name):
+            continue
+        reason = absent
+        for args in samples:
+            reason = reason or (provider.supports(*args) if provider.supports is not None else None)
+        if reason is None:
+            return provider
+        reasons.append(reason)
+    raise ValueError(
+        f"attention_backend {wanted!r} cannot be used: {'; '.join(reasons)}; leave it out, or use another"
+    )

@@ -1,0 +1,210 @@
+"""CUDA graphs of steps: decode batches by rows, sampling included, small mixed batches by tokens, up to hidden states.
+
+All are in one memory pool.
+A batch runs in the smallest graph that holds it. Rows beyond it are padding: they belong to the dummy slot, whose
+block is block 0, which the block manager never gives out, and their tokens store nothing. A graph serves every
+context length: its metadata says max_model_len, and the kernels choose on the device by each row's own length.
+
+What a graph gives lies in the pool, where the next graph that runs may overwrite it: logits [256, 128256] of each of
+some forty graphs would take 1 GiB, were they kept apart.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.engine.execution.attention import AttentionBackend, CannotCapture
+from fastkernels.engine.execution.input_batch import InputBatch, Inputs, packed_words
+from fastkernels.engine.execution.step import SAMPLED, StepInput, even
+
+log = logging.getLogger("fastkernels")
+# Launched one by one, a step takes 20 ms of the CPU: as long as an H200 needs for 1000 tokens of an 8B model; and the
+# HTTP server, in the same process, waits for most of that.
+MAX_MIXED_TOKENS = 2048
+# A step of more hides its launches, and is launched where that lets attention run faster
+HIDDEN_TOKENS = 1024
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, then every 8 up to 256 and every 32 from there, up to max_num_seqs, which is always one."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs + 1, 32)]
+    return sorted({s for s in sizes if s < max_num_seqs} | {max_num_seqs})
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """2, 4, 8, 16, then every 32 up to 128, every 64 up to 1024 and every 128 from there, up to max_tokens or 2048."""
+    sizes = [2, 4, 8, 16, *range(32, 129, 32), *range(192, 1025, 64), *range(1152, MAX_MIXED_TOKENS + 1, 128)]
+    return [s for s in sizes if s <= max_tokens]
+
+
+class Outputs(NamedTuple):
+    """What a step's model gives.
+
+    hidden  [T, H] of all tokens
+    logits  [B, V] of rows of one query, where the graph goes so far; else None
+    tokens  [B] int64: what the rows sampled from them as they are; None without logits
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """replay() runs it; then `outputs` are the step's, until another graph runs."""
+
+    replay: Callable[[], None]
+    outputs: Outputs
+    inputs: Inputs
+    metadata: AttentionMetadata
+
+
+class Graphs:
+    """Captured when it is made: a model in its final state, with its KV cache bound.
+
+    forward(inputs, metadata) is what a graph does. It reads nothing but static tensors, and fills metadata.block_table.
+    `replays` counts steps that ran as a graph.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Inputs, AttentionMetadata], Outputs],
+        backend: AttentionBackend,
+        batch: InputBatch,
+        device: torch.device,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_tokens: int,
+    ):
+        self._forward, self._backend, self._batch = forward, backend, batch
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._decode, self._mixed = decode_sizes(max_num_seqs), mixed_sizes(max_tokens)
+        most = max([*self._decode, *self._mixed])
+        self._packed = torch.zeros(packed_words(most, max_num_seqs), dtype=torch.int64, device=device)
+        self._table = torch.zeros(max_num_seqs, batch.width, dtype=torch.int32, device=device)
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self._prepare()
+        self.replays = {"decode": 0, "mixed": 0}
+        with torch.inference_mode():
+            backend.capture_buffers(max_num_seqs, batch.width)
+            self._mixed = self._capture_all(self._mixed, decode=False)
+            self._decode = self._capture_all(self._decode, decode=True)
+            self._finish()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, step: StepInput) -> tuple[Inputs, Outputs] | None:
+        """The step's inputs and outputs, padding included, which the next run overwrites. None: no graph holds it."""
+        tokens = len(step.input_ids)
+        decode = tokens == len(step.slots)
+        sizes = self._decode if decode else self._mixed
+        at = bisect.bisect_left(sizes, tokens)
+        apart = not decode and tokens > HIDDEN_TOKENS and self._backend.takes_apart(step.num_decodes)
+        if at == len(sizes) or apart:
+            return None
+        key = self._key(sizes[at], decode)
+        found = self._graphs[key]
+        inputs = self._batch.load(step, key[0], key[1], self._packed, found.inputs)
+        self._backend.plan_replay(found.metadata, inputs, self._batch.block_table)
+        found.replay()
+        self.replays["decode" if decode else "mixed"] += 1
+        return inputs, found.outputs
+
+    def _key(self, tokens: int, decode: bool) -> tuple[int, int, bool]:
+        """(tokens, rows, decode) of a graph."""
+        return tokens, min(tokens, self._max_num_seqs), decode
+
+    def _capture_all(self, sizes: list[int], decode: bool) -> list[int]:
+        """Capture the largest first: smaller ones reuse its memory. Returns the sizes that there are graphs for."""
+        try:
+            for size in reversed(sizes):
+                self._capture(*self._key(size, decode))
+        except CannotCapture as reason:
+            log.info("no CUDA graphs for %s batches: %s", "decode" if decode else "mixed", reason)
+            return []
+        return sizes
+
+    def _capture(self, tokens: int, rows: int, decode: bool) -> None:
+        inputs = self._example(tokens, rows, decode)
+        metadata = self._backend.plan_capture(inputs, self._table[:rows])
+
+        def plan() -> None:
+            self._backend.plan_replay(metadata, inputs, self._batch.block_table)
+
+        recorded = self._record(plan, lambda: self._forward(inputs, metadata))
+        self._graphs[tokens, rows, decode] = _Graph(*recorded, inputs, metadata)
+
+    def _prepare(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # One of each for all graphs: cuBLAS keeps a workspace for every stream that it has seen.
+        self._eager, self._capturing = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def _record(
+        self, plan: Callable[[], None], run: Callable[[], Outputs]
+    ) -> tuple[Callable[[], None], Outputs]:
+        """(what replays `run`, what it gives)."""
+        self._eager.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._eager):  # compiles and loads kernels, which capture cannot
+            plan()
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: it gives the allocator's free memory back to the device before every capture.
+        with torch.cuda.stream(self._capturing):
+            graph.capture_begin(pool=self._pool)
+            try:
+                outputs = run()
+            finally:
+                graph.capture_end()
+        hidden, *sampled = outputs
+        return graph.replay, Outputs(
+            _not_owned(hidden), *(t if t is None else _not_owned(t) for t in sampled)
+        )
+
+    def _finish(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of the runs before each capture
+
+    def _example(self, tokens: int, rows: int, decode: bool) -> Inputs:
+        """Inputs of the dummy slot in the static buffer, with the host numbers that bound every replay's."""
+        lens = np.ones(rows, dtype=np.int32)
+        if not decode:
+            # A row has more than one query, and so there are fewer rows than tokens. None has more than a block table
+            # has room for: what is over is padding, as in a batch that is smaller than its graph.
+            lens = even(min(rows, tokens - 1), tokens, self._max_model_len)
+        n = len(lens)
+        step = StepInput(
+            np.full(n, self._batch.dummy, dtype=np.int64), lens, lens, np.zeros(n, dtype=np.int64),
+            np.full(lens.sum(), SAMPLED, dtype=np.int64), n if decode else 0, np.empty((0, 3), dtype=np.int32),
+        )  # fmt: skip
+        inputs = self._batch.load(step, tokens, rows, self._packed, unread=True)
+        longest = self._max_model_len
+        return dataclasses.replace(
+            inputs, max_seqlen_q=1 if decode else tokens, max_seqlen_k=longest, max_decode_seqlen_k=longest
+        )
+
+
+class _Memory:
+    """Device memory as others are told of it (numba's __cuda_array_interface__). Nobody owns it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        size = tensor.dtype.itemsize
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "strides": tuple(n * size for n in tensor.stride()),
+            "typestr": f"<i{size}", "data": (tensor.data_ptr(), False), "version": 2,
+        }  # fmt: skip
+
+
+def _not_owned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory of a graph's pool, which the graph keeps, but free for graphs that are captured later."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,0 +1,155 @@
+"""The worker processes of a tensor-parallel engine: how they start, how their deaths are noticed, how they end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastkernels.core import parallel
+from fastkernels.engine.execution.worker import Setup
+
+MAIN = "from fastkernels.engine.execution.worker import main; main()"
+GRACE = 5.0  # seconds that an idle worker gets to end by itself
+
+
+class WorkerTraceback(Exception):
+    """The traceback of another process, shown as the cause of a WorkerDied."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class WorkerDied(RuntimeError):
+    """A rank of a tensor-parallel engine has ended, or failed in a step; the engine has ended with it.
+
+    rank, traceback (text; empty if the process was killed). The message is one line.
+    """
+
+    fatal = True
+
+    def __init__(self, rank: int, reason: str, trace: str = ""):
+        super().__init__(f"rank {rank} {reason}")
+        self.rank, self.traceback = rank, trace
+        if trace:
+            self.__cause__ = WorkerTraceback(trace)
+
+
+class Worker:
+    """The process of one rank, and our ends of its two socket pairs (see worker.py)."""
+
+    def __init__(self, setup: Setup):
+        self.rank = setup.rank
+        (ours, theirs), (life, their_life) = socket.socketpair(), socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if setup.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(setup.threads)
+        fds = theirs.fileno(), their_life.fileno()
+        # Not multiprocessing: a script that makes an LLM needs no `if __name__ == "__main__"` this way.
+        command = [sys.executable, "-c", MAIN, *map(str, fds)]
+        self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+        theirs.close()
+        their_life.close()
+        self.commands, self.life = Connection(ours.detach()), Connection(life.detach())
+        self.commands.send_bytes(pickle.dumps(setup))
+
+    def receive(self) -> Any:
+        """The answer to a call. Raises EOFError if the worker ends instead."""
+        return self.commands.recv()
+
+    def death(self) -> WorkerDied:
+        """Why it ended; to be called when its end of `life` has something to say, or is closed."""
+        try:
+            reason, trace = self.life.recv()
+        except (EOFError, OSError):
+            reason = trace = ""
+        try:
+            code = self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        if trace:
+            return WorkerDied(self.rank, f"failed: {reason}", trace)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return WorkerDied(self.rank, f"(pid {self.process.pid}) {how}")
+
+
+class Ranks:
+    """The workers, and the thread that watches them. Knows nothing of the executor, so that that can be collected."""
+
+    def __init__(self, threads: int):
+        self.workers: list[Worker] = []
+        self.failure: WorkerDied | None = None
+        self.failed = threading.Event()
+        # A process group reads the file of its rendezvous as long as it lives.
+        self.scratch = tempfile.TemporaryDirectory(prefix="fastkernels-")
+        self._threads = threads  # of this process before
+        self._closing = False
+        self._watcher: threading.Thread | None = None
+
+    def start(self, setup: Setup) -> None:
+        self.workers.append(Worker(setup))
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """Wait for deaths from now on, and tell of the first."""
+        self._watcher = threading.Thread(
+            target=self._watch, args=(tell,), name="fastkernels-watch", daemon=True
+        )
+        self._watcher.start()
+
+    def _watch(self, tell: Callable[[], None]) -> None:
+        alive: dict[Any, Worker] = {worker.life: worker for worker in self.workers}
+        while alive:
+            for life in wait(list(alive)):
+                death = alive.pop(life).death()
+                life.close()  # type: ignore[union-attr]
+                if not self._closing:
+                    self._closing, self.failure = True, death
+                    self.kill()
+                    self.failed.set()
+                    _abort_nccl()
+                    tell()
+
+    def kill(self) -> None:
+        """End the workers at once: out of step, or in a collective that never ends. gloo's fail at this in rank 0."""
+        self._closing = True
+        for worker in self.workers:
+            worker.process.kill()
+
+    def close(self) -> None:
+        """End the workers, and leave the process group."""
+        self._closing = True
+        for worker in self.workers:
+            worker.commands.close()  # idle, it ends at this
+        for worker in self.workers:
+            try:
+                worker.process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(GRACE)
+        if self.workers and dist.is_initialized():
+            _abort_nccl()  # its peers are gone: there is nobody to agree with on an end
+            dist.destroy_process_group()
+        parallel.reset()
+        torch.set_num_threads(self._threads)
+        self.scratch.cleanup()
+        self.workers = []
+
+
+def _abort_nccl() -> None:
+    """End the NCCL collectives under way in this process, also those in a CUDA graph; any thread may call it."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._get_default_group().abort()

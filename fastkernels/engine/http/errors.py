@@ -1,0 +1,102 @@
+"""What a client that errs is told: OpenAI's error body, with what was wrong, where, and what is allowed."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from fastkernels.engine.async_llm import EngineError
+from fastkernels.engine.scheduling.scheduler import QueueFull
+
+log = logging.getLogger("fastkernels")
+RETRY_AFTER = 1  # seconds: about how long a full queue takes to have room again
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
+    503: "overloaded_error",
+}  # fmt: skip
+
+
+class ApiError(HTTPException):
+    """An answer with this status. param: the field of the request that it is about."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    ):
+        super().__init__(status, message, headers)
+        self.param = param
+
+
+def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error shape."""
+    kind = TYPES.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The answer to a request that ended with this exception."""
+    status, headers = _status(error)
+    message = str(error.detail) if isinstance(error, StarletteHTTPException) else str(error)
+    return JSONResponse(error_body(message, status, getattr(error, "param", None)), status, headers)
+
+
+def refused(error: ValueError) -> ApiError:
+    """The answer to values that the sampling parameters or the engine refuse: their messages begin with the field."""
+    from fastkernels.engine.http.protocol import FIELDS
+
+    word = str(error).replace("the prompt", "prompt", 1).split(" ", 1)[0].rstrip(":,")
+    return ApiError(400, str(error), word if word in FIELDS else None)
+
+
+def _status(error: Exception) -> tuple[int, dict[str, str]]:
+    if isinstance(error, StarletteHTTPException):
+        return error.status_code, dict(error.headers or {})
+    if isinstance(error, QueueFull):
+        return 429, {"Retry-After": str(RETRY_AFTER)}
+    if isinstance(error, EngineError) and error.stopped:
+        return 503, {"Retry-After": str(RETRY_AFTER)}
+    return 500, {}
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(RequestValidationError, _invalid)
+    for kind in (StarletteHTTPException, QueueFull, EngineError, Exception):
+        app.add_exception_handler(kind, _failed)
+
+
+async def _failed(raw: Request, error: Exception) -> JSONResponse:
+    answer = error_response(error)
+    if answer.status_code >= 500 and answer.status_code != 503:
+        log.error("%s %s: %s", raw.method, raw.url.path, error, exc_info=error)
+    return answer
+
+
+async def _invalid(raw: Request, error: Any) -> JSONResponse:
+    message, param = describe(error.errors()[0])
+    return JSONResponse(error_body(message, 400, param), 400)
+
+
+def describe(error: dict[str, Any]) -> tuple[str, str | None]:
+    """(message, field) of one of pydantic's errors: where, what is allowed, and what was given."""
+    if "param" in error.get("ctx", {}):  # an error of our own, with the whole sentence
+        return str(error["msg"]), error["ctx"]["param"]
+    where = ""
+    for part in error["loc"][1:]:
+        if part == "[key]":  # of a dict: the key itself is named already
+            continue
+        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
+    if error["type"] == "missing":
+        return (
+            f"{where} is required" if where else "the body is empty: it must be a JSON object"
+        ), where or None
+    message, given = str(error["msg"]).removeprefix("Value error, "), reprlib.repr(error.get("input"))
+    if error["type"] == "too_long":
+        limit, given = error["ctx"]["max_length"], str(len(error["input"]))
+        message = f"may have {limit} entries"
+    return f"{where or 'the body'}: {message}, got {given}", where or None

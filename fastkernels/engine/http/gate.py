@@ -1,0 +1,101 @@
+"""What every HTTP request passes first: draining, the API key, and the limits of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable
+from typing import Any
+
+from fastkernels.engine.http.errors import ApiError, error_response
+
+OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})  # no key needed, and answered while draining
+BODY_TIMEOUT = 60.0  # seconds without a byte of a body that was announced
+
+
+class Gate:
+    """ASGI middleware.
+
+    active      requests under way, those to OPEN paths not counted
+    refusal()   why no request is taken now, None if they are
+    """
+
+    def __init__(self, app: Any, api_key: str | None, max_body_size: int, refusal: Callable[[], str | None]):
+        self.app, self.max_body_size, self.refusal = app, max_body_size, refusal
+        self._key = _digest(api_key) if api_key else None
+        self.active = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        self.active += 1
+        try:
+            self._check(scope)
+            await self.app(scope, self._limited(receive), send)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+        finally:
+            self.active -= 1
+
+    def _check(self, scope: Any) -> None:
+        reason = self.refusal()
+        if reason is not None:
+            raise ApiError(503, reason, headers={"Retry-After": "1", "Connection": "close"})
+        headers = dict(scope["headers"])
+        if self._key is not None and not self._authorized(headers.get(b"authorization", b"")):
+            raise ApiError(401, "a wrong or no API key: send it as Authorization: Bearer KEY")
+        if scope["method"] != "POST":
+            return
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if not kind:
+            scope["headers"] = [*scope["headers"], (b"content-type", b"application/json")]
+        elif kind != b"application/json":
+            raise ApiError(415, f"content-type must be application/json, not {kind.decode('latin-1')!r}")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.max_body_size:
+            raise self._too_large(int(length))
+
+    def _authorized(self, header: bytes) -> bool:
+        scheme, _, key = header.partition(b" ")
+        assert self._key is not None
+        return (
+            hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._key)
+            and scheme.lower() == b"bearer"
+        )
+
+    def _too_large(self, size: int) -> ApiError:
+        # The rest of the body will not be read, so the connection is of no more use.
+        return ApiError(
+            413, f"the body has {size} bytes or more, {self.max_body_size} are allowed (--max-body-size)",
+            headers={"Connection": "close"},
+        )  # fmt: skip
+
+    def _limited(self, receive: Any) -> Any:
+        """`receive`, which counts a body while it comes and waits for it no longer than BODY_TIMEOUT."""
+        size, reading = 0, True
+
+        async def counted() -> Any:
+            nonlocal size, reading
+            if not reading:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), BODY_TIMEOUT)
+            except asyncio.TimeoutError:
+                raise ApiError(
+                    408,
+                    f"no more of the body came for {BODY_TIMEOUT:g} seconds",
+                    headers={"Connection": "close"},
+                ) from None
+            size += len(message.get("body", b""))
+            reading = message["type"] == "http.request" and message.get("more_body", False)
+            if size > self.max_body_size:
+                raise self._too_large(size)
+            return message
+
+        return counted
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

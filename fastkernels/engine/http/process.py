@@ -1,0 +1,115 @@
+"""The server as a process: its socket, its signals, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import signal
+import socket
+from typing import Any
+
+import uvicorn
+
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.startup import keep_objects
+from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.server import Server
+
+log = logging.getLogger("fastkernels")
+LAST_WORDS = 2.0  # seconds that answers have to leave once their requests have been ended
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, before the model is loaded. Raises OSError that says what to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        flag = (
+            "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
+        )
+        raise OSError(
+            f"{host}:{port} cannot be listened on: {error.strerror}; choose another {flag}"
+        ) from error
+    return sock
+
+
+def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig | None = None) -> int:
+    """Serve until a signal, or until the engine ends. Returns the exit status: 0, or 1 after the engine's end.
+
+    SIGTERM: no new requests (503); those that run have drain_timeout seconds, then they get an error. A second signal,
+    or SIGINT: they get it at once.
+    """
+    server = Server(config, server_config)
+    keep_objects()
+    host, port = sock.getsockname()[:2]
+    if not server.config.api_key and not _loopback(host):
+        log.warning("%s is open to the network and asks for no key: set --api-key", host)
+    options = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(LAST_WORDS),
+        timeout_keep_alive=server.config.timeout_keep_alive, server_header=False, lifespan="off",
+    )  # fmt: skip
+    process = Process(options, server)
+    address = f"[{host}]" if ":" in host else host
+    log.info("serving %s at http://%s:%d/v1", server.model_name, address, port)
+    process.run(sockets=[sock])
+    return 1 if server.llm.dead is not None else 0
+
+
+class Process(uvicorn.Server):
+    """uvicorn's server with our way to end. Signals are its own while it runs; none is raised again afterwards."""
+
+    def __init__(self, options: uvicorn.Config, server: Server):
+        super().__init__(options)
+        self.server = server
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self.server.close(timeout=1.0 if self.force_exit else 10.0)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.server.llm.on_death = self._end
+        await super().startup(sockets)
+        if self.server.llm.dead is not None:
+            self._end()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """In the main thread, between two bytecodes of whatever runs there."""
+        gently = sig == signal.SIGTERM and not self.server.draining
+        self.force_exit = self.should_exit
+        self.server.draining = True
+        if self._loop is None:  # it has not started yet
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._start_draining if gently else self._end)
+
+    def _end(self) -> None:
+        self.server.llm.fail_all("the server is shutting down")
+        self.should_exit = True
+
+    def _start_draining(self) -> None:
+        self._drain = asyncio.get_running_loop().create_task(self._wait_for_requests())
+
+    async def _wait_for_requests(self) -> None:
+        clock = asyncio.get_running_loop().time
+        until = clock() + self.server.config.drain_timeout
+        log.info(
+            "SIGTERM: %d requests have %g seconds", self.server.app.active, self.server.config.drain_timeout
+        )
+        while self.server.app.active and clock() < until and not self.should_exit:
+            await asyncio.sleep(0.05)
+        self._end()
+
+
+def _loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback

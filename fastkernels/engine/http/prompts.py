@@ -1,0 +1,104 @@
+"""Prompts to token ids: text, and conversations through the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.protocol import Conversation
+
+SMALL = 4096  # characters that are tokenized in the event loop (about 1 ms); more go to a thread
+T = TypeVar("T")
+
+
+class Prompts:
+    """Tokenizes for one model. One thread does what is long: a tokenizer's settings are not for several at once."""
+
+    def __init__(self, tokenizer: Any, max_model_len: int):
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastkernels-tokenizer")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @functools.cached_property
+    def max_characters(self) -> int:
+        """No shorter text than this has more than max_model_len tokens, however long the tokens are."""
+        longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+        return longest * self.max_model_len
+
+    @functools.cached_property
+    def _reserved(self) -> frozenset[str]:
+        """What chat_template_kwargs must not set: they are for the template, not for the tokenizer's method."""
+        return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+
+    async def text(self, text: str, special: bool = True, field: str = "prompt") -> list[int]:
+        """Token ids of a text. Raises ApiError where there is no tokenizer or the text is too long for the model."""
+        if self.tokenizer is None:
+            raise ApiError(400, f"{field} must be token ids: this server runs without a tokenizer", field)
+        if len(text) > self.max_characters:
+            raise ApiError(
+                400,
+                f"{field} has {len(text)} characters: more than {self.max_characters} cannot fit into the maximum"
+                f" context length of {self.max_model_len} tokens",
+                field,
+            )
+        encode = functools.partial(self.tokenizer, text, add_special_tokens=special)
+        return list((await self._run(len(text), encode)).input_ids)
+
+    async def chat(self, body: Conversation, special: bool | None = None, **more: Any) -> list[int]:
+        """Token ids of a conversation. `more` goes to the template. Raises ApiError for what the template refuses."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
+        kwargs = {**more, **(body.chat_template_kwargs or {})}
+        reserved = sorted(kwargs.keys() & self._reserved)
+        if reserved:
+            raise ApiError(400, f"chat_template_kwargs may not set {reserved[0]!r}", "chat_template_kwargs")
+        messages = [_for_template(i, m.model_dump(exclude_unset=True)) for i, m in enumerate(body.messages)]
+        tools = [t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None
+        render = functools.partial(
+            self.tokenizer.apply_chat_template, messages, tools=tools, documents=body.documents, tokenize=False,
+            add_generation_prompt=bool(body.add_generation_prompt) and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message), **kwargs,
+        )  # fmt: skip
+        try:
+            text = await self._run(sum(len(m["content"]) for m in messages), render)
+        except Exception as error:  # whatever the template raises is about what it was given
+            raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+        return await self.text(text, bool(special), "messages")
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of these tokens, special ones included. Raises ApiError for one that is not in the vocabulary."""
+        if self.tokenizer is None:
+            raise ApiError(400, "this server runs without a tokenizer")
+        size = len(self.tokenizer)
+        wrong = next((i for i in ids if i >= size), None)
+        if wrong is not None:
+            raise ApiError(400, f"token id {wrong} is not in the vocabulary (0 to {size - 1})", "tokens")
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        if size <= SMALL:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """The message as templates expect it: text as a string, arguments of tool calls as objects."""
+    message["content"] = message.get("content") or ""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError as error:
+                raise ApiError(
+                    400, f"messages[{index}]: the arguments of a tool call are not JSON: {error}", "messages"
+                ) from error
+    return message

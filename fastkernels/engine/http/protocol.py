@@ -1,0 +1,315 @@
+"""What the server takes: OpenAI's completions and chat completions with vLLM's extensions, tokenize and detokenize.
+
+Validation is strict: a number in a string or a boolean for a number is an error, and so is an unknown field.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+
+from fastkernels.engine.http import unserved
+from fastkernels.engine.http.unserved import field_error
+from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_N = 128
+MAX_PROMPTS = 1024
+MAX_STOP = 128
+INT64 = 2**63 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+
+
+def _prompt(value: Any) -> str | list[Any]:
+    """One prompt or a list of them. By hand: a union's errors would name four types and no field."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a text or a list of token ids that is not empty, or a list of such prompts")
+    if type(value[0]) is int:
+        _token_ids(value, "it")
+        return value
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"a batch may have {MAX_PROMPTS} prompts, this one has {len(value)}")
+    for i, prompt in enumerate(value):
+        if type(prompt) is not type(value[0]) or not isinstance(prompt, (str, list)):
+            raise ValueError(
+                f"prompt {i} of the list must be what the others are: texts, or lists of token ids"
+            )
+        if not prompt:
+            raise ValueError(f"prompt {i} of the list is empty")
+        if isinstance(prompt, list):
+            _token_ids(prompt, f"prompt {i}")
+    return value
+
+
+def _token_ids(ids: list[Any], name: str) -> None:
+    if set(map(type, ids)) != {int} or min(ids) < 0:
+        raise ValueError(f"{name} must hold token ids only: integers of at least 0")
+
+
+def _no_echo(value: Any) -> bool | None:
+    if value is not None and value is not False:  # 0 is equal to False
+        raise ValueError(f"a chat completion cannot echo its prompt, got {value!r}")
+    return value
+
+
+_NO_ECHO = {"anyOf": [{"type": "boolean", "const": False}, {"type": "null"}], "default": False}
+
+
+def _stop(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(s, str) and 0 < len(s) <= 1024 for s in strings):
+        raise ValueError("must be a string, or a list of strings, of 1 to 1024 characters each")
+    if len(strings) > MAX_STOP:
+        raise ValueError(f"may hold {MAX_STOP} strings, this one has {len(strings)}")
+    return strings
+
+
+def _content(value: Any) -> str | None:
+    """A message's text; parts are joined."""
+    if value is None or isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                'must be a text, or a list of {"type": "text", "text": ...}; nothing else is served'
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def _array(items: dict[str, Any], most: int, least: int = 0) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": 1024}
+_STOP_SCHEMA = {"anyOf": [_STOP_STRING, _array(_STOP_STRING, MAX_STOP), {"type": "null"}]}
+_PROMPT_SCHEMA = {"anyOf": [_TEXT, _TOKENS, _array(_TEXT, MAX_PROMPTS, 1), _array(_TOKENS, MAX_PROMPTS, 1)]}
+_PART = {
+    "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}  # fmt: skip
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Body(Strict):
+    """A request's body: a JSON object with fields that we serve, or that ask for nothing."""
+
+    model_config = ConfigDict(json_schema_extra=unserved.add_to_schema)
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise ValueError("must be a JSON object")
+        return unserved.check_and_drop(data, cls.model_fields)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False  # OpenAI's: never done here
+
+
+class GenerationRequest(Body):
+    """What both kinds of request share."""
+
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only as many as n.")
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6)
+    seed: int | None = Field(None, ge=-(2**63), le=INT64)
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = Field(None, max_length=1024, description="Token id to what is added to its logit.")
+    stop: Annotated[Any, PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)] = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    min_tokens: int | None = Field(0, ge=0, le=INT64)
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    prompt_logprobs: int | None = Field(None, ge=0, description="Not in a stream.")
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GenerationRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise field_error("best_of", f"best_of must be n, which is {self.n or 1}: it is {self.best_of}")
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "stream_options may only be set with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise field_error("prompt_logprobs", "prompt_logprobs are not available with stream=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Log-probabilities beside the sampled token's, None for none at all."""
+        raise NotImplementedError
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises ValueError for a value out of range."""
+        given = {
+            name: getattr(self, name)
+            for name in (
+                "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+                "n", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
+            )
+            if getattr(self, name) is not None
+        }  # fmt: skip
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        return SamplingParams(
+            **given,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            logit_bias=bias or None,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            max_tokens=self.token_limit,
+            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
+        )
+
+    @property
+    def token_limit(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: int | None = Field(16, ge=0, le=INT64, description="0 only with echo.")
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = False
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "max_tokens must be at least 1, or 0 with echo=true, got 0")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def token_limit(self) -> int | None:
+        # 0: what is generated is left out of the answer
+        return 1 if self.max_tokens == 0 else self.max_tokens
+
+
+class Message(BaseModel):
+    """Whatever else a message has (name, tool_call_id) goes to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str = Field(min_length=1, max_length=64)
+    content: Annotated[Any, PlainValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)] = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class Function(Strict):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class Conversation(Body):
+    """What is rendered by the chat template."""
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    tools: list[Tool] | None = Field(None, max_length=512)
+    documents: list[dict[str, str]] | None = Field(None, max_length=512)
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, Conversation):
+    max_tokens: int | None = Field(None, ge=1, le=INT64)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT64, description="Wins over max_tokens.")
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    echo: Annotated[Any, PlainValidator(_no_echo), WithJsonSchema(_NO_ECHO)] = False
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "top_logprobs needs logprobs=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class TokenizeRequest(Conversation):
+    """Of a prompt, or of messages."""
+
+    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)  # type: ignore[assignment]
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _either(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise field_error("prompt", "give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    tokens: list[TokenId]
+
+
+FIELDS: frozenset[str] = frozenset(
+    (
+        CompletionRequest.model_fields | ChatCompletionRequest.model_fields | TokenizeRequest.model_fields
+    ).keys()
+)

@@ -1,0 +1,92 @@
+"""Answers that stop work when the client goes away: streams of server-sent events, and whole bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from fastkernels.engine.async_llm import EngineError
+from fastkernels.engine.http.errors import error_body
+from fastkernels.engine.http.responses import Answer, event
+from fastkernels.engine.stream import OutputStream
+
+log = logging.getLogger("fastkernels")
+T = TypeVar("T")
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream(Response):
+    """An answer as it comes. It waits for a slow client (and joins what comes meanwhile), but no longer than
+    `stall_timeout` seconds for one write; then the requests are aborted and the connection is closed.
+    """
+
+    def __init__(self, answer: Answer, outputs: OutputStream, stall_timeout: float):
+        super().__init__(media_type="text/event-stream")
+        self.answer, self.outputs, self.stall_timeout = answer, outputs, stall_timeout
+        self._writing_since: float | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        sending = asyncio.create_task(self._send_all(send))
+        gone = asyncio.create_task(_disconnect(receive))
+        try:
+            while not sending.done() and not gone.done() and not self._stalled():
+                await asyncio.wait(
+                    {sending, gone}, timeout=self.stall_timeout / 4, return_when=asyncio.FIRST_COMPLETED
+                )
+            if self._stalled() and not sending.done():
+                log.warning("a client read nothing for %g seconds: its stream is ended", self.stall_timeout)
+        finally:
+            self.outputs.close()
+            await cancel(sending, gone)
+        # A stream that was cut off has not been completed: the server closes its connection.
+
+    def _stalled(self) -> bool:
+        since = self._writing_since
+        return since is not None and asyncio.get_running_loop().time() - since > self.stall_timeout
+
+    async def _send_all(self, send: Any) -> None:
+        clock = asyncio.get_running_loop().time
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        try:
+            while not self.outputs.finished:
+                body = self.answer.events(await self.outputs.get())
+                self._writing_since = clock()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._writing_since = None
+            last = self.answer.closing()
+        except Exception as error:  # the status has been sent: the error is an event
+            if not isinstance(error, EngineError):
+                log.exception("a stream ended with an error of ours")
+            status = 503 if getattr(error, "stopped", False) else 500
+            last = event(error_body(str(error), status)) + b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def unless_gone(raw: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`; None, and it is cancelled, when the client goes away first."""
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnect(raw.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await cancel(task, gone)
+
+
+async def _disconnect(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,205 @@
+"""Next tokens from logits, each row by its own request's parameters, without a host-device synchronization.
+
+What a request asks for lives on the device in its slot, a row number that it keeps while it runs. `set_rows` fills a
+slot; a step then needs only the slots of its rows and how many tokens each has generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan, SlotFlags
+from fastkernels.overrides.sampling.sampling import sampling
+
+# Rows of Sampler.floats and Sampler.ints.
+TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
+TOP_K, SEED, MIN_TOKENS = range(3)
+PROMPT_ROWS = 256  # positions whose float32 logits exist at once: 131 MB at a vocabulary of 128256
+
+
+class Drawing(NamedTuple):
+    """What rows draw by, [B] each, as the op `sampling` has it."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+
+
+class Sampler:
+    """Samples batches of up to max_num_seqs rows. Slot max_num_seqs is a dummy, greedy, for padding.
+
+    floats [6, slots], ints [3, slots]  the parameters, a kind a row
+    bias_ids, bias_values [slots, n]    logit_bias, padded with (0, 0.0)
+    end_ids [slots, n]                  tokens that may not come before min_tokens, padded with -1
+    prompt_mask, output_counts [slots, vocab_size]  tokens of the prompt (bool) and of the output (int32), made when
+                                        a request first asks for a penalty
+    """
+
+    def __init__(self, device: torch.device | str, vocab_size: int, max_num_seqs: int):
+        self.device, self.vocab_size = torch.device(device), vocab_size
+        self.num_slots = max_num_seqs + 1
+        self.flags = SlotFlags(self.num_slots, vocab_size)
+        neutral = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
+        self.floats = neutral[:, None].repeat(1, self.num_slots).to(self.device)
+        self.ints = torch.zeros(3, self.num_slots, dtype=torch.int64, device=self.device)
+        self.bias_ids = torch.zeros(self.num_slots, 0, dtype=torch.int64, device=self.device)
+        self.bias_values = torch.zeros(self.num_slots, 0, device=self.device)
+        self.end_ids = torch.full((self.num_slots, 0), -1, dtype=torch.int64, device=self.device)
+        self.prompt_mask: torch.Tensor | None = None
+        self.output_counts: torch.Tensor | None = None
+
+    def plan(self, slots: np.ndarray, offsets: np.ndarray) -> SamplePlan:
+        """What the rows with these slots [B] and offsets [B] need; for the call with the same on the device."""
+        return self.flags.plan(slots, offsets)
+
+    def set_rows(self, rows: Sequence[NewRow]) -> None:
+        """Requests enter slots, at admission or again after a preemption; what a slot held before is forgotten."""
+        if not rows:
+            return
+        for row in rows:
+            if not 0 <= row.slot < self.num_slots - 1:
+                raise ValueError(f"slot {row.slot} is not in 0 .. {self.num_slots - 2}")
+            self.flags.set(row)
+        params = [r.params for r in rows]
+        slots = self._tensor([r.slot for r in rows], torch.int64)
+        floats = [
+            [p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty]
+            for p in params
+        ]
+        top_k = [min(p.top_k, self.vocab_size) if p.top_k > 0 else 0 for p in params]
+        ints = [[k, r.seed, r.params.min_tokens] for k, r in zip(top_k, rows, strict=True)]
+        self.floats.index_copy_(1, slots, self._tensor(floats, torch.float32).T)
+        self.ints.index_copy_(1, slots, self._tensor(ints, torch.int64).T)
+        # Token ids that are not in the vocabulary cannot be sampled; as an index they would end the process.
+        biases = [{t: b for t, b in (p.logit_bias or {}).items() if t < self.vocab_size} for p in params]
+        self.bias_ids = self._fill(self.bias_ids, slots, [list(b) for b in biases], 0)
+        self.bias_values = self._fill(self.bias_values, slots, [list(b.values()) for b in biases], 0.0)
+        ends = [
+            sorted(t for t in r.end_token_ids if t < self.vocab_size) if r.params.min_tokens else []
+            for r in rows
+        ]
+        self.end_ids = self._fill(self.end_ids, slots, ends, -1)
+        for row in rows:
+            if row.params.needs_penalties:
+                self._count(row)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        plan: SamplePlan,
+        drawn: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Sample one token a row, and count it for the penalties.
+
+        logits   [B, vocab_size], not changed
+        slots    [B] int64 on the device; rows of the dummy slot give some token
+        offsets  [B] int64 on the device: how many tokens the request has generated before this one
+        plan     self.plan of the same slots and offsets
+        drawn    [B] int64: what `sampling` has given already for these logits and drawing(slots); only where
+                 plan.from_raw
+
+        Returns token ids [B] int64 and the log-probabilities that the plan asks for, both on the device.
+        """
+        raw = logits
+        if not plan.from_raw:
+            logits = logits.to(torch.float32, copy=True)
+        if plan.any_min_tokens:
+            self._ban_ends(logits, slots, offsets)
+        if plan.any_bias:
+            logits.scatter_add_(
+                1, self.bias_ids.index_select(0, slots), self.bias_values.index_select(0, slots)
+            )
+        if plan.any_penalties:
+            logits = self._penalize(logits, slots)
+        ids = sampling(logits, *self.drawing(slots), offsets) if drawn is None else drawn
+        if plan.any_penalties and self.output_counts is not None:
+            places = slots * self.vocab_size + ids
+            self.output_counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        if plan.num_logprobs < 0:
+            return ids, None
+        return ids, gather_logprobs(raw, ids, plan.num_logprobs)
+
+    def drawing(self, slots: torch.Tensor) -> Drawing:
+        """Of rows in these slots [B] int64."""
+        floats, ints = self.floats.index_select(1, slots), self.ints.index_select(1, slots)
+        return Drawing(floats[TEMPERATURE], ints[TOP_K].int(), floats[TOP_P], floats[MIN_P], ints[SEED])
+
+    @staticmethod
+    def prompt_logprobs(logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobsTensors:
+        """Log-probabilities of a prompt's tokens, targets [T] int64; logits [T, V] are of the positions before them.
+
+        k: most likely tokens beside each, 0 to V; -1: all.
+        """
+        k = logits.shape[1] if k < 0 else k
+        chunks = zip(logits.split(PROMPT_ROWS), targets.split(PROMPT_ROWS), strict=True)
+        parts = [gather_logprobs(x, ids, k) for x, ids in chunks]
+        return LogprobsTensors(*(torch.cat(t) for t in zip(*parts, strict=True)))
+
+    def _ban_ends(self, logits: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor) -> None:
+        ends = self.end_ids.index_select(0, slots)
+        banned = (ends >= 0) & (offsets < self.ints[MIN_TOKENS].index_select(0, slots))[:, None]
+        logits.scatter_add_(1, ends.clamp_min(0), torch.where(banned, -torch.inf, 0.0))
+
+    def _penalize(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """vLLM's order: repetition on what was seen, then frequency and presence on what was generated."""
+        assert self.prompt_mask is not None and self.output_counts is not None
+        floats = self.floats.index_select(1, slots)
+        counts = self.output_counts.index_select(0, slots)
+        generated = counts > 0
+        seen = self.prompt_mask.index_select(0, slots) | generated
+        repetition = floats[REPETITION][:, None]
+        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+        logits -= floats[FREQUENCY][:, None] * counts
+        logits -= floats[PRESENCE][:, None] * generated
+        return logits
+
+    def _count(self, row: NewRow) -> None:
+        """Fill a slot's table of tokens for the penalties."""
+        if self.prompt_mask is None or self.output_counts is None:
+            shape = (self.num_slots, self.vocab_size)
+            self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        prompt = self._tensor(row.prompt_token_ids, torch.int64)
+        output = self._tensor(row.output_token_ids, torch.int64)
+        self.prompt_mask[row.slot].zero_().index_fill_(0, prompt, True)
+        ones = torch.ones_like(output, dtype=torch.int32)
+        self.output_counts[row.slot].zero_().scatter_add_(0, output, ones)
+
+    def _fill(
+        self, table: torch.Tensor, slots: torch.Tensor, lists: Sequence[Sequence], pad: float
+    ) -> torch.Tensor:
+        """The table [slots, n] with these rows replaced, made wider where a list is longer than its rows."""
+        width = max(map(len, lists))
+        if width > table.shape[1]:
+            wide = table.new_full((self.num_slots, 1 << (width - 1).bit_length()), pad)
+            wide[:, : table.shape[1]] = table
+            table = wide
+        if table.shape[1]:
+            # In numpy: a wide table, which one request is enough for, must not slow down every later admission.
+            rows = np.full((len(lists), table.shape[1]), pad)
+            for row, entries in zip(rows, lists, strict=True):
+                row[: len(entries)] = entries
+            table.index_copy_(0, slots, self._tensor(rows, table.dtype))
+        return table
+
+    def _tensor(self, data: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        """On the device, by way of pinned memory, so that nothing waits."""
+        tensor = torch.as_tensor(data, dtype=dtype)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsTensors:
+    """logits: [R, V], any float dtype; token_ids: [R] int64. See LogprobsTensors."""
+    x = logits.float()
+    chosen = x.gather(1, token_ids[:, None])
+    values, ids = x.topk(k, dim=-1)
+    logprobs = torch.cat((chosen, values), dim=1) - x.logsumexp(dim=-1, keepdim=True)
+    return LogprobsTensors(torch.cat((token_ids[:, None], ids), dim=1), logprobs, (x >= chosen).sum(dim=-1))

@@ -1,0 +1,86 @@
+"""What the sampler is told and what it says: rows that enter, the plan of a batch, log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fastkernels.engine.execution.step import NewRow
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """What the rows of one batch need, known on the host, so that the device computes nothing that no row asks for.
+
+    all_greedy    no row draws: the tokens do not depend on seeds and offsets
+    num_logprobs  most likely tokens to report beside the sampled one, the largest of the rows; 0: the sampled one
+                  only, -1: no log-probabilities at all
+    """
+
+    all_greedy: bool
+    any_penalties: bool = False
+    any_bias: bool = False
+    any_min_tokens: bool = False
+    num_logprobs: int = -1
+
+    @property
+    def from_raw(self) -> bool:
+        """The rows sample from the model's logits as they are."""
+        return not (self.any_penalties or self.any_bias or self.any_min_tokens)
+
+
+_GREEDY, _DRAWN = SamplePlan(True), SamplePlan(False)
+
+
+class LogprobsTensors(NamedTuple):
+    """Log-probabilities of R rows, before temperature, bias, penalties and filters (vLLM's raw_logprobs).
+
+    token_ids  [R, K + 1] int64: the sampled (or prompt) token, then the K most likely, most likely first
+    logprobs   [R, K + 1] float32
+    ranks      [R] int64: tokens that are at least as likely as the first one, itself included
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+
+
+class SlotFlags:
+    """The slots' parameters as the host sees them, to plan a batch in O(B). Slot `num_slots - 1` is the dummy."""
+
+    def __init__(self, num_slots: int, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.greedy = np.ones(num_slots, dtype=bool)
+        self.penalties = np.zeros(num_slots, dtype=bool)
+        self.bias = np.zeros(num_slots, dtype=bool)
+        self.min_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.logprobs = np.full(num_slots, -1, dtype=np.int64)
+        self.special = np.zeros(num_slots, dtype=bool)  # anything but greedy differs from a free slot's
+
+    def set(self, row: NewRow) -> None:
+        slot, params = row.slot, row.params
+        self.greedy[slot] = params.greedy
+        self.penalties[slot] = params.needs_penalties
+        self.bias[slot] = bool(params.logit_bias)
+        self.min_tokens[slot] = params.min_tokens if row.end_token_ids else 0
+        wanted = params.logprobs
+        self.logprobs[slot] = -1 if wanted is None else self.vocab_size if wanted == -1 else wanted
+        self.special[slot] = (
+            self.penalties[slot] or self.bias[slot] or self.min_tokens[slot] > 0 or wanted is not None
+        )
+
+    def plan(self, slots: np.ndarray, offsets: np.ndarray) -> SamplePlan:
+        """slots, offsets: [B] integers, as in Sampler.__call__."""
+        greedy = bool(self.greedy[slots].all())
+        if not self.special[slots].any():
+            return _GREEDY if greedy else _DRAWN
+        return SamplePlan(
+            greedy,
+            bool(self.penalties[slots].any()),
+            bool(self.bias[slots].any()),
+            bool((offsets < self.min_tokens[slots]).any()),
+            int(self.logprobs[slots].max(initial=-1)),
+        )

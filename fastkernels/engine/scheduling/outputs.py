@@ -1,0 +1,162 @@
+"""What a step's tokens mean for its requests: text, log-probabilities, the end; and what the caller is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastkernels.engine.execution.step import TokenLogprobs
+from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduling.request import (
+    CompletionOutput,
+    Logprob,
+    PromptLogprobs,
+    Request,
+    RequestOutput,
+    Status,
+)
+
+
+@dataclass(eq=False)
+class RequestGroup:
+    """A caller's request: params.n sequences of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sequences: list[Request]
+
+    @property
+    def finished(self) -> bool:
+        return all(s.status is Status.FINISHED for s in self.sequences)
+
+
+@dataclass
+class News:
+    """Of one sequence in one step: its new tokens, and their log-probabilities."""
+
+    sequence: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+def append_token(request: Request, token: int) -> None:
+    """Add a generated token, and finish the request if it ends it: an end token, a stop string, or the length."""
+    request.output_token_ids.append(token)
+    params, text, length = request.params, request.detokenizer, len(request.output_token_ids)
+    if text is not None and _decodes_late(params):
+        text = None
+    enough = length >= params.min_tokens
+    if enough and token in request.end_token_ids:
+        if text is not None:
+            text.finish(look=False)  # the end token itself is no text
+        request.finish("stop", token if token in (params.stop_token_ids or ()) else None)
+        return
+    stop = text.append(token, look=enough) if text is not None else None
+    long = length >= request.max_tokens
+    if stop is None and long and text is not None:
+        stop = text.finish(look=enough)
+    if stop is not None:
+        request.finish("stop", stop)
+    elif long:
+        request.finish("length")
+
+
+def _decodes_late(params: SamplingParams) -> bool:
+    """Whether nobody needs the text before the end: all of it is decoded then."""
+    return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
+
+
+def _late_text(request: Request) -> None:
+    """The text of a sequence whose tokens were not decoded as they came."""
+    text = request.detokenizer
+    if text is None or not _decodes_late(request.params):
+        return
+    ids = request.output_token_ids
+    if request.finish_reason == "stop" and ids and ids[-1] in request.end_token_ids:
+        ids = ids[:-1]
+    for token in ids:
+        text.append(token, look=False)
+    text.finish(look=False)
+
+
+def read_logprobs(found: TokenLogprobs, row: int, num: int, tokenizer: Any) -> dict[int, Logprob]:
+    """{token id: Logprob} of a row: the token itself first, then the `num` most likely."""
+    ids, values = found.token_ids[row], found.logprobs[row]
+    entries: dict[int, Logprob] = {}
+    for i in range(num + 1 if num >= 0 else len(ids)):
+        token = int(ids[i])
+        if token not in entries:
+            rank = int(found.ranks[row]) if i == 0 else i
+            entries[token] = Logprob(float(values[i]), rank, _decoded(tokenizer, token))
+    return entries
+
+
+def add_logprobs(news: News, found: TokenLogprobs, row: int, tokenizer: Any) -> None:
+    """The new token's log-probabilities, added to the sequence's."""
+    request = news.sequence
+    entry = read_logprobs(found, row, request.params.logprobs or 0, tokenizer)
+    news.logprobs = [entry]
+    request.logprobs = request.logprobs or []
+    request.logprobs.append(entry)
+    request.cumulative_logprob += entry[news.token_ids[0]].logprob
+
+
+def _decoded(tokenizer: Any, token: int) -> str | None:
+    return None if tokenizer is None else tokenizer.decode([token])
+
+
+def fill_prompt_logprobs(request: Request, start: int, found: TokenLogprobs, tokenizer: Any) -> None:
+    """Log-probabilities of the prompt's tokens from position start + 1 on."""
+    assert request.prompt_logprobs is not None
+    wanted = request.params.prompt_logprobs or 0
+    for i in range(len(found.ranks)):
+        request.prompt_logprobs[start + 1 + i] = read_logprobs(found, i, wanted, tokenizer)
+
+
+def make_output(group: RequestGroup, news: Iterable[News]) -> RequestOutput | None:
+    """What the caller is told after a step; None if it wants to hear nothing yet."""
+    kind, finished = group.params.output_kind, group.finished
+    if kind is RequestOutputKind.FINAL_ONLY and not finished:
+        return None
+    if kind is RequestOutputKind.DELTA:
+        outputs = [_delta(n) for n in news]
+    else:
+        outputs = [_whole(s) for s in group.sequences]
+    first = group.sequences[0]
+    prompt_logprobs: PromptLogprobs | None = first.prompt_logprobs
+    return RequestOutput(
+        group.request_id, group.prompt, group.prompt_token_ids, outputs, finished, prompt_logprobs,
+        first.num_cached_tokens,
+    )  # fmt: skip
+
+
+def _delta(news: News) -> CompletionOutput:
+    request = news.sequence
+    text = "" if request.detokenizer is None else request.detokenizer.take(request.status is Status.FINISHED)
+    return _completion(request, text, news.token_ids, news.logprobs)
+
+
+def _whole(request: Request) -> CompletionOutput:
+    text = ""
+    if request.detokenizer is not None:
+        done = request.status is Status.FINISHED
+        if done:
+            _late_text(request)
+        request.num_sent_chars += len(request.detokenizer.take(done))
+        text = request.detokenizer.text[: request.num_sent_chars]
+    return _completion(request, text, list(request.output_token_ids), request.logprobs)
+
+
+def _completion(
+    request: Request, text: str, token_ids: Sequence[int], logprobs: list[dict[int, Logprob]] | None
+) -> CompletionOutput:
+    total = None
+    if request.logprobs is not None:
+        total = request.cumulative_logprob
+    return CompletionOutput(
+        request.index, text, token_ids, logprobs, total, request.finish_reason, request.stop_reason,
+        len(request.output_token_ids),
+    )  # fmt: skip

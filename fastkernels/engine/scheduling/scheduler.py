@@ -1,0 +1,288 @@
+"""Which requests run in the next step, and how many tokens of each.
+
+A step has a budget of tokens. Running requests that decode come first, then running ones with prompt left to compute,
+then waiting ones; a prompt longer than what is left of the budget is computed in chunks. Where several prompts are left
+and all would fit into a few steps, steps are cut short: prompts that are computed one after the other end sooner, on
+average, than together. Requests go by their key, arrival plus priority times AGING: a lower priority number goes
+first, but everybody is ahead of whoever arrives late enough, so that nobody starves. When blocks run out the last of
+the running is preempted: it loses its blocks, keeps its generated tokens and its key, and computes them again when it
+is admitted again (or finds them in the prefix cache).
+
+With two steps in flight a request may be scheduled while its last token is being sampled: `num_inflight` counts that.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fastkernels.engine.cache.blocks import BlockManager, hash_block
+from fastkernels.engine.scheduling.request import Request, Status
+
+AGING = 10.0  # seconds of waiting that one level of priority is worth
+LEAST_TOKENS = 2048  # of a step that is cut short: fewer would take a GPU nearly as long
+PARTS = 5  # steps, at most, that what is left of the prompts is to take where they are cut short
+
+
+class QueueFull(RuntimeError):
+    """The waiting queue is at its bound; try again later."""
+
+
+@dataclass
+class Batch:
+    """One step's requests, those that compute one token first. Lists of the same order, but for `admitted`.
+
+    starts   tokens of each that were computed before
+    counts   tokens that each computes
+    offsets  tokens that each has generated before the one that this step samples; -1: it samples none
+    admitted requests that have got their slot in this step
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    num_decodes: int = 0
+
+
+def _key(request: Request) -> tuple[float, str, int]:
+    return (request.arrival + request.priority * AGING, request.request_id, request.index)
+
+
+class Scheduler:
+    """Holds every unfinished request, in `running` or waiting, its slot and its blocks."""
+
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int
+    ):
+        self.blocks = blocks
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_waiting = max_waiting
+        self.running: list[Request] = []  # by key
+        # A heap; what has been removed stays in it until it comes to the top.
+        self._waiting: list[tuple[tuple[float, str, int], Request]] = []
+        self.num_waiting = 0
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._planned: dict[Request, int] = {}  # tokens of the step that is being scheduled, decodes first
+        self._preempted = False  # whether this step preempted anybody
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens looked up in the prefix cache
+        self.prefix_hits = 0  # tokens found there
+
+    def __len__(self) -> int:
+        return self.num_waiting + len(self.running)
+
+    def check_room(self, num: int = 1) -> None:
+        """Raises QueueFull if so many more requests may not wait."""
+        if self.num_waiting + num > self.max_waiting:
+            raise QueueFull(
+                f"{self.num_waiting} requests are waiting, and no more than {self.max_waiting} may"
+            )
+
+    def check_size(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises ValueError for a request that the KV cache could never hold."""
+        room = self.blocks.num_usable * self.blocks.block_size
+        if num_prompt_tokens + max_tokens - 1 > room:  # the last generated token is never computed
+            raise ValueError(
+                f"a prompt of {num_prompt_tokens} tokens with {max_tokens} to generate does not fit into the KV"
+                f" cache, which holds {room} tokens"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises QueueFull, ValueError for one that can never run."""
+        self.check_room()
+        self.check_size(len(request.prompt_token_ids), request.max_tokens)
+        self._wait(request)
+
+    def schedule(self) -> Batch | None:
+        """The next step's batch, with slots and blocks for it; None if there is nothing to run now.
+
+        Its tokens count as computed from here on: steps run in the order in which they are scheduled.
+        """
+        self._planned, self._preempted = {}, False
+        budget = self._plan_running()
+        admitted = [] if self._preempted else self._admit(budget)
+        planned, self._planned = self._planned, {}
+        if not planned:
+            return None
+        ones = [r for r, count in planned.items() if count == 1]
+        more = [r for r, count in planned.items() if count > 1]
+        requests = ones + more
+        counts = [planned[r] for r in requests]
+        starts = [r.num_computed_tokens for r in requests]
+        offsets = [self._advance(r, n) for r, n in zip(requests, counts, strict=True)]
+        return Batch(requests, starts, counts, offsets, admitted, len(ones))
+
+    def remove(self, requests: Iterable[Request]) -> None:
+        """Take unfinished requests out, wherever they are, and free their slots and blocks."""
+        gone = set()
+        for request in requests:
+            if request.status is Status.RUNNING:
+                gone.add(id(request))
+                self._release(request)
+            elif request.status is Status.WAITING:
+                self.num_waiting -= 1
+            request.status = Status.FINISHED
+        if gone:
+            self.running = [r for r in self.running if id(r) not in gone]
+        if len(self._waiting) > 2 * self.num_waiting + 64:
+            self._waiting = [item for item in self._waiting if item[1].status is Status.WAITING]
+            heapq.heapify(self._waiting)
+
+    def remove_all(self) -> None:
+        self.remove([*self.running, *(r for _, r in self._waiting)])
+        self._waiting.clear()
+
+    def _wait(self, request: Request) -> None:
+        request.status = Status.WAITING
+        heapq.heappush(self._waiting, (_key(request), request))
+        self.num_waiting += 1
+
+    def _first_waiting(self) -> Request | None:
+        while self._waiting and self._waiting[0][1].status is not Status.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _plan_running(self) -> int:
+        """Plan one token for each request that decodes, then chunks of the others. Returns the budget that is left."""
+        block_size, planned, prefills = self.blocks.block_size, self._planned, list[Request]()
+        for request in list(self.running):
+            generated = len(request.output_token_ids) + request.num_inflight
+            after = len(request.prompt_token_ids) + generated
+            if after - request.num_computed_tokens > 1:
+                prefills.append(request)
+                continue
+            if request.status is not Status.RUNNING or generated >= request.max_tokens:
+                continue  # preempted by an earlier one, or its last token is on its way
+            if after <= len(request.block_table) * block_size or self._make_room(request, after):
+                planned[request] = 1
+        budget = self._budget(prefills) - len(planned)
+        for request in prefills:
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            if count < 1 or request.status is not Status.RUNNING:
+                continue
+            if self._make_room(request, request.num_computed_tokens + count):
+                planned[request] = count
+                budget -= count
+        return budget
+
+    def _budget(self, prefills: list[Request]) -> int:
+        """Tokens of this step: `prefills`, and who waits, decide whether it is cut short."""
+        most, left, prompts = self.max_num_batched_tokens, 0, 0
+        if most < 2 * LEAST_TOKENS or len(self._planned) > LEAST_TOKENS // 2:
+            return most
+        for request in itertools.chain(prefills, (r for _, r in self._waiting if r.status is Status.WAITING)):
+            left += request.num_tokens - request.num_computed_tokens
+            prompts += 1
+            if left > PARTS * (most // 2):
+                return most
+        while prompts > 1 and most // 2 >= max(LEAST_TOKENS, left / PARTS):
+            most //= 2
+        return most
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Blocks for the first num_tokens tokens, at the cost of the last of the running where there are none left.
+
+        False: the request was the last itself, and is preempted.
+        """
+        need = self.blocks.blocks_for(num_tokens) - len(request.block_table)
+        while need > self.blocks.num_free:
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        self.blocks.grow(request.block_table, num_tokens)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        self._planned.pop(request, None)
+        request.num_computed_tokens = request.num_named_blocks = request.num_sent_blocks = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._preempted = True
+        self._wait(request)
+
+    def _release(self, request: Request) -> None:
+        self.blocks.free(request.block_table)
+        self._slots.append(request.slot)
+        request.slot = -1
+
+    def _admit(self, budget: int) -> list[Request]:
+        admitted: list[Request] = []
+        while budget > 0 and self._slots and (request := self._first_waiting()):
+            names = self._known_names(request)
+            found = self.blocks.find(names)
+            missing = self.blocks.blocks_for(request.num_tokens) - self.blocks.num_held(found)
+            # Whatever runs may need a block at its next token: without this reserve a request would be admitted
+            # only to be preempted a step later.
+            if missing + len(self.running) > self.blocks.num_free:
+                break
+            heapq.heappop(self._waiting)
+            self.num_waiting -= 1
+            self._start(request, found)
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            self.blocks.grow(request.block_table, request.num_tokens)
+            # Named at once: a layer stores a step's keys before it reads any, so that this very step can share them.
+            self._name_blocks(request, request.num_computed_tokens + count)
+            self._planned[request] = count
+            budget -= count
+            admitted.append(request)
+        return admitted
+
+    def _start(self, request: Request, found: list[int]) -> None:
+        self.blocks.hold(found)
+        request.block_table.extend(found)
+        cached = len(found) * self.blocks.block_size
+        request.num_computed_tokens, request.num_named_blocks = cached, len(found)
+        if not request.num_preemptions:
+            request.num_cached_tokens = cached
+            request.scheduled_time = time.monotonic()
+        if self.blocks.enable_caching:
+            self.prefix_queries += request.num_tokens
+            self.prefix_hits += cached
+        request.slot = self._slots.pop()
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_key)
+
+    def _advance(self, request: Request, count: int) -> int:
+        """Count the step's tokens as computed. Returns how many tokens were generated before the one that the step
+        samples, -1 if it samples none."""
+        computed = request.num_computed_tokens = request.num_computed_tokens + count
+        if computed >= (request.num_named_blocks + 1) * self.blocks.block_size:
+            self._name_blocks(request, computed)
+        generated = len(request.output_token_ids) + request.num_inflight
+        if computed < len(request.prompt_token_ids) + generated:
+            return -1
+        request.num_inflight += 1
+        return generated
+
+    def _known_names(self, request: Request) -> list[bytes]:
+        """Names of the blocks that could be found: at least one token must be computed, to sample the next from."""
+        if not self.blocks.enable_caching or request.needs_prompt_logprobs:
+            return []
+        full = (request.num_tokens - 1) // self.blocks.block_size
+        self._hash(request, full)
+        return request.block_hashes[:full]
+
+    def _name_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Name the blocks that the first num_computed_tokens tokens fill, as far as these are known."""
+        if not self.blocks.enable_caching:
+            return
+        size = self.blocks.block_size
+        full = min(num_computed_tokens, request.num_known_tokens) // size
+        self._hash(request, full)
+        for i in range(request.num_named_blocks, full):
+            self.blocks.name(request.block_table[i], request.block_hashes[i])
+        request.num_named_blocks = max(request.num_named_blocks, full)
+
+    def _hash(self, request: Request, num_blocks: int) -> None:
+        hashes, size = request.block_hashes, self.blocks.block_size
+        for i in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else b""
+            hashes.append(hash_block(parent, request.token_ids(i * size, (i + 1) * size)))

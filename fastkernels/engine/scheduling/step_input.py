@@ -1,0 +1,69 @@
+"""A scheduled batch as the ranks get it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastkernels.engine.execution.step import SAMPLED, NewRow, PromptTargets, StepInput
+from fastkernels.engine.scheduling.request import Request
+from fastkernels.engine.scheduling.scheduler import Batch
+
+
+def make_step(batch: Batch) -> StepInput:
+    """The batch's StepInput. The blocks that it sends count as sent."""
+    ids: list[int] = []
+    updates: list[tuple[int, int, int]] = []
+    for row, request in enumerate(batch.requests):
+        if row < batch.num_decodes:
+            ids.append(_last_token(request))
+        else:
+            ids += request.token_ids(batch.starts[row], batch.starts[row] + batch.counts[row])
+        table = request.block_table
+        if len(table) > request.num_sent_blocks:
+            new = range(request.num_sent_blocks, len(table))
+            updates += [(request.slot, column, table[column]) for column in new]
+            request.num_sent_blocks = len(table)
+    query_lens = np.array(batch.counts, np.int32)
+    return StepInput(
+        slots=np.array([r.slot for r in batch.requests], np.int64),
+        query_lens=query_lens,
+        seq_lens=np.array(batch.starts, np.int32) + query_lens,
+        offsets=np.array(batch.offsets, np.int64),
+        input_ids=np.array(ids, np.int64),
+        num_decodes=batch.num_decodes,
+        block_updates=np.array(updates, np.int32).reshape(-1, 3),
+        new_rows=[_new_row(r) for r in batch.admitted],
+        prompt_targets=_prompt_targets(batch),
+    )
+
+
+def _last_token(request: Request) -> int:
+    """The token at the request's last computed position: SAMPLED if it is not known yet."""
+    at = request.num_computed_tokens - 1 - len(request.prompt_token_ids)
+    if at < 0:
+        return request.prompt_token_ids[at]
+    return request.output_token_ids[at] if at < len(request.output_token_ids) else SAMPLED
+
+
+def _new_row(request: Request) -> NewRow:
+    counts = request.params.needs_penalties
+    return NewRow(
+        request.slot,
+        request.params,
+        request.seed,
+        request.end_token_ids,
+        tuple(request.prompt_token_ids) if counts else (),
+        tuple(request.output_token_ids) if counts else (),
+    )
+
+
+def _prompt_targets(batch: Batch) -> list[PromptTargets]:
+    found = []
+    for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
+        if request.params.prompt_logprobs is not None and request.needs_prompt_logprobs:
+            first = batch.starts[row] + 1
+            targets = request.prompt_token_ids[first : first + count]
+            if targets:
+                wanted = request.params.prompt_logprobs
+                found.append(PromptTargets(row, wanted, np.array(targets, np.int64)))
+    return found

@@ -1,0 +1,300 @@
+"""Reading this package's own source for export: its top-level statements, and what each use of a name means."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from fastkernels.core import registry
+
+PACKAGE = __name__.partition(".")[0]
+ROOT = Path(__file__).resolve().parents[1]
+Key = tuple[str, str]  # (module, name at its top level)
+
+
+class ExportError(ValueError):
+    """There is nothing to export for this op and host, or it cannot stand alone; the message says why."""
+
+
+@dataclass
+class Statement:
+    """A top-level statement of a module: the names it binds, and its bytes in the source with comments above it."""
+
+    node: ast.stmt
+    names: tuple[str, ...]
+    start: int
+    end: int
+
+
+@dataclass
+class Source:
+    """One of our modules, read but not imported."""
+
+    name: str
+    raw: bytes
+    lines: list[int]  # byte offset of each line's start
+    statements: list[Statement] = field(default_factory=list)
+    bound: dict[str, Statement] = field(default_factory=dict)
+    # Imported from this package: local name -> (module, name or "")
+    ours: dict[str, Key] = field(default_factory=dict)
+    external: dict[str, set[str]] = field(default_factory=dict)  # local name -> import lines
+
+    def at(self, line: int, column: int) -> int:
+        return self.lines[line - 1] + column
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        n: ast.expr = node  # type: ignore[assignment]
+        return self.at(n.lineno, n.col_offset), self.at(n.end_lineno or 0, n.end_col_offset or 0)
+
+
+def _file(module: str) -> Path | None:
+    base = ROOT.joinpath(*module.split(".")[1:])
+    for file in (base.with_suffix(".py"), base / "__init__.py"):
+        if file.is_file():
+            return file
+    return None
+
+
+@cache
+def read(module: str) -> Source:
+    file = _file(module)
+    if file is None:
+        raise ExportError(f"there is no module {module}")
+    raw = file.read_bytes()
+    pieces = raw.split(b"\n")
+    lines = [0]
+    for piece in pieces:
+        lines.append(lines[-1] + len(piece) + 1)
+    source = Source(module, raw, lines)
+    for node in ast.parse(raw).body:
+        _add(source, node, pieces)
+    return source
+
+
+def _add(source: Source, node: ast.stmt, pieces: list[bytes]) -> None:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        _imports(source.name, node, source.ours, source.external)
+        return
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    while first > 1 and pieces[first - 2].startswith(b"#"):
+        first -= 1
+    names = tuple(_bound_names(node))
+    end = source.lines[node.end_lineno or 0] - 1  # the whole last line, with its comment
+    statement = Statement(node, names, source.at(first, 0), end)
+    source.statements.append(statement)
+    source.bound.update(dict.fromkeys(names, statement))
+
+
+def _bound_names(node: ast.AST) -> list[str]:
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return [node.name]
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        stored = [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+        return [n.id for n in stored if isinstance(n.ctx, ast.Store)]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [a.asname or a.name.partition(".")[0] for a in node.names]
+    if isinstance(node, (ast.If, ast.Try, ast.With, ast.For, ast.ExceptHandler)):
+        return [name for child in ast.iter_child_nodes(node) for name in _bound_names(child)]
+    return []
+
+
+def _imports(
+    module: str, node: ast.Import | ast.ImportFrom, ours: dict[str, Key], external: dict[str, set[str]]
+) -> bool:
+    """Sort an import's names into ours and external; True if it is an import of this package."""
+    if isinstance(node, ast.Import):
+        for a in node.names:
+            line = f"import {a.name}" + (f" as {a.asname}" if a.asname else "")
+            external.setdefault(a.asname or a.name.partition(".")[0], set()).add(line)
+        return False
+    parts = module.split(".")
+    if node.level:
+        package = parts if (_file(module) or ROOT).name == "__init__.py" else parts[:-1]
+        parent = package[: len(package) - node.level + 1]
+        origin = ".".join([*parent, *([node.module] if node.module else [])])
+    else:
+        origin = node.module or ""
+    if origin.partition(".")[0] != PACKAGE:
+        if origin != "__future__":
+            for a in node.names:
+                line = f"from {origin} import {a.name}" + (f" as {a.asname}" if a.asname else "")
+                external.setdefault(a.asname or a.name, set()).add(line)
+        return False
+    for a in node.names:
+        inner = f"{origin}.{a.name}"
+        ours[a.asname or a.name] = (inner, "") if _file(inner) else (origin, a.name)
+    return True
+
+
+@dataclass
+class Use:
+    """A place in a statement that means something outside it: which bytes, and what they mean."""
+
+    start: int
+    end: int
+    key: Key | None  # None: an import of this package, which goes
+    eager: bool = True  # the module that it names must come before
+
+
+class Uses(ast.NodeVisitor):
+    """The uses of global names in a statement, with Python's scoping: a parameter or local hides a global."""
+
+    def __init__(self, source: Source):
+        self.source = source
+        self.uses: list[Use] = []
+        self.external: set[str] = set()
+        self.called: set[Key] = set()  # ops by torch.ops.fastkernels.NAME: needed, but not rewritten here
+        self.hidden: list[set[str]] = []
+        self.ours: list[dict[str, Key]] = [source.ours]
+
+    def add(self, node: ast.AST, key: Key) -> None:
+        self.uses.append(Use(*self.source.span(node), origin(*key), eager=not self.hidden))
+
+    def meaning(self, name: str) -> Key | None:
+        """What a name means here if it is one of this package."""
+        for inner in reversed(self.ours[1:]):
+            if name in inner:
+                return inner[name]
+        if any(name in scope for scope in self.hidden):
+            return None
+        if name in self.source.ours:
+            return self.source.ours[name]
+        return (self.source.name, name) if name in self.source.bound else None
+
+    def visit_Name(self, node: ast.Name) -> None:
+        key = self.meaning(node.id)
+        if key is not None and not key[1]:
+            raise ExportError(
+                f"{self.source.name}:{node.lineno}: the module {key[0]} is used as a value; export needs MODULE.NAME"
+            )
+        if key is not None:
+            self.add(node, key)
+        elif node.id in self.source.external and not any(node.id in scope for scope in self.hidden):
+            self.external.add(node.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        key = self._module_attribute(node)
+        if key is not None:
+            self.add(node, key)
+            return
+        module = registry.op_modules().get(node.attr)
+        if module is not None and ast.unparse(node.value) == f"torch.ops.{PACKAGE}":
+            self.called.add(origin(module, node.attr))
+        self.generic_visit(node)
+
+    def _module_attribute(self, node: ast.Attribute) -> Key | None:
+        """`module.NAME`, `registry.op_module("op").NAME` and `registry.get("op").op` as the name itself."""
+        value = node.value
+        if isinstance(value, ast.Name):
+            key = self.meaning(value.id)
+            return (key[0], node.attr) if key is not None and not key[1] else None
+        if not (
+            isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Constant)
+        ):
+            return None
+        called = self._called(value.func)
+        op = str(value.args[0].value)
+        if called == (f"{PACKAGE}.registry", "op_module"):
+            return registry.op_modules()[op], node.attr
+        if called == (f"{PACKAGE}.registry", "get") and node.attr in ("op", "reference"):
+            return registry.op_modules()[op], op if node.attr == "op" else "reference"
+        return None
+
+    def _called(self, node: ast.expr) -> Key | None:
+        if isinstance(node, ast.Name):
+            return self.meaning(node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            key = self.meaning(node.value.id)
+            return (key[0], node.attr) if key is not None and not key[1] else None
+        return None
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if _imports(self.source.name, node, self.ours[-1], {}):
+            self.uses.append(Use(*self.source.span(node), None))
+
+    def visit_Global(self, node: ast.Global) -> None:
+        start, end = self.source.span(node)
+        at = start + len("global ")
+        for name in node.names:  # names are separated by commas, in order
+            at = self.source.raw.index(name.encode(), at, end)
+            self.uses.append(Use(at, at + len(name.encode()), (self.source.name, name)))
+            at += len(name.encode())
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for outer in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)):
+            self.visit(outer)
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        arguments += [a for a in (node.args.vararg, node.args.kwarg) if a]
+        for annotation in (*(a.annotation for a in arguments), node.returns):
+            if annotation is not None:
+                self.visit(annotation)
+        self._inside({a.arg for a in arguments} | _locals(node.body), node.body)
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        for outer in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
+            self.visit(outer)
+        a = node.args
+        names = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if x}
+        self._inside(names, [node.body])
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for outer in (*node.decorator_list, *node.bases, *(k.value for k in node.keywords)):
+            self.visit(outer)
+        for item in node.body:  # a class body hides nothing inside its methods
+            if isinstance(item, ast.AnnAssign):
+                self.visit(item.annotation)
+                if item.value is not None:
+                    self.visit(item.value)
+            elif isinstance(item, ast.Assign):
+                self.visit(item.value)
+            else:
+                self.visit(item)
+
+    def _inside(self, names: set[str], body: list) -> None:
+        self.hidden.append(names)
+        self.ours.append({})
+        for item in body:
+            self.visit(item)
+        self.hidden.pop()
+        self.ours.pop()
+
+
+def _locals(body: list[ast.stmt]) -> set[str]:
+    """Names that a function's body binds itself (nested functions' own names left to them)."""
+    found: set[str] = set()
+    free: set[str] = set()
+    todo: list[ast.AST] = list(body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Global):
+            free.update(node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update(a.asname or a.name.partition(".")[0] for a in node.names)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            found.add(node.name)
+        if not isinstance(node, ast.Lambda):
+            todo.extend(ast.iter_child_nodes(node))
+    return found - free
+
+
+def origin(module: str, name: str) -> Key:
+    """Where a name of ours is defined, re-exports followed."""
+    source = read(module)
+    while name not in source.bound and name in source.ours and source.ours[name][1]:
+        module, name = source.ours[name]
+        source = read(module)
+    if name not in source.bound:
+        raise ExportError(f"{module} defines no {name!r}")
+    return module, name

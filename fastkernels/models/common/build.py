@@ -1,0 +1,115 @@
+"""A model from a checkpoint's config: on its device, in its dtype, with its weights."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.core import parallel
+from fastkernels.models.common import config as config_file
+from fastkernels.models.common import weights
+from fastkernels.models.common.registry import architectures, model_class
+
+
+def load_config(folder: Path) -> Any:
+    """The checkpoint's transformers config, or what has its fields. Raises CheckpointError that names the file."""
+    plain = config_file.read(folder)
+    if plain is not None:
+        return plain
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {error}") from error
+
+
+def architecture_of(config: Any, folder: Path) -> str:
+    """The first of the config's architectures. Raises CheckpointError if it has none."""
+    names = getattr(config, "architectures", None) or []
+    if not names:
+        raise weights.CheckpointError(
+            f"{folder / 'config.json'} has no `architectures`; known: {', '.join(architectures())}"
+        )
+    return names[0]
+
+
+@contextmanager
+def _defaults(dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def build(
+    folder: Path,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> nn.Module:
+    """The model (this rank's part of it) in eval mode. load_format: 'auto' (safetensors) or 'dummy'.
+
+    Raises UnknownName, CheckpointError, ValueError for sizes that the ranks cannot share, and for a device with less
+    memory than the weights need.
+    """
+    if load_format == "auto":
+        weights.weight_files(folder)
+    blank = skeleton(folder, config, dtype)
+    _check_room(blank, device)
+    with _defaults(dtype, device), torch.inference_mode(False), torch.no_grad():
+        model = type(blank)(config)
+        if load_format == "dummy":
+            with parallel.build_as(0, 1):
+                whole = skeleton(folder, config, dtype)
+            weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
+        else:
+            weights.load(model, folder)
+    return model.eval().requires_grad_(False)
+
+
+def skeleton(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    """This rank's part of the model without memory (device 'meta'): shapes and sizes only."""
+    cls = model_class(architecture_of(config, folder))
+    with _defaults(dtype, torch.device("meta")):
+        return cls(config)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the model's parameters and buffers; a tied one counts once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _check_room(model: nn.Module, device: torch.device) -> None:
+    needed, free = weight_bytes(model), _free_bytes(device)
+    if free is not None and needed > free:
+        size = parallel.get_tp_size()
+        each = f" on each of {size} ranks" if size > 1 else ""
+        raise ValueError(
+            f"the weights need {needed / 2**30:.1f} GiB{each}, and {device} has {free / 2**30:.1f} GiB free: take a"
+            " smaller model or dtype, a larger tensor_parallel_size, or end what else uses the memory"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,202 @@
+"""Gaussian error linear unit, y = x * Phi(x), exact or with tanh (Hendrycks and Gimpel, arXiv 1606.08415)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.overrides.kit import elementwise as _elementwise
+from fastkernels.overrides.kit.elementwise import normal_cdf
+from fastkernels.overrides.kit.overlap import follow
+from fastkernels.overrides.kit.rows import unsupported_rows
+
+
+def reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """x: [..., d]; approximate: 'none' (erf) or 'tanh'. Computed in at least float32; returns x's shape and dtype."""
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    # Written out: on the CPU, F.gelu rounds what is left of a row after its last vector in another way.
+    if approximate == "tanh":
+        cdf = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h * h * h)))
+    else:
+        cdf = 0.5 * (1 + torch.erf(h * math.sqrt(0.5)))
+    return (h * cdf).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["n_tiles"])
+def _gelu_kernel(
+    x_ptr, out_ptr, n_inner, stride0, stride1, D, n_tiles,
+    TANH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    pid = tl.program_id(0)
+    row = (pid // n_tiles).to(tl.int64)
+    cols = (pid % n_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+    x_at = x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols
+    x = tl.load(x_at, mask=cols < D, other=0.0).to(tl.float32)
+    if TANH:
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3)
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif x_ptr.dtype.element_ty == tl.float32:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = x * normal_cdf(x)
+    tl.store(out_ptr + row * D + cols, y.to(out_ptr.dtype.element_ty), mask=cols < D)
+
+
+def _check(approximate: str) -> None:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
+
+
+def _triton(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    _check(approximate)
+    return _elementwise.launch(_gelu_kernel, x, TANH=approximate == "tanh")
+
+
+def _reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    _check(approximate)
+    return reference(x, approximate).contiguous()
+
+
+gelu = define(
+    'gelu(Tensor x, str approximate="none") -> Tensor',
+    fake=_elementwise.like,
+    providers=(
+        Provider("triton", _triton, supports=lambda x, approximate="none": unsupported_rows(x)),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+class VllmGELU(nn.Module):
+    """vllm.model_executor.layers.activation.GELU: x [..., d] to the same, with erf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(x, "none")
+
+
+class VllmGELUTanh(nn.Module):
+    """vllm.model_executor.layers.activation.GELUTanh, NewGELU and FastGELU: x [..., d] to the same, with tanh.
+
+    The last two write the same formula out, and round to x's dtype after every step; here, only the result is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(x, "tanh")
+
+
+class SGLangNewGELU(VllmGELUTanh):
+    """sglang.srt.layers.activation.NewGELU: x [..., d] to the same, with tanh; see VllmGELUTanh."""
+
+
+class TransformersGELUActivation(nn.Module):
+    """transformers.activations.GELUActivation: input [..., d] to the same, with erf, however it is asked for."""
+
+    def __init__(self, use_gelu_python: bool = False) -> None:
+        super().__init__()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, "none")
+
+
+class TransformersGELUTanh(nn.Module):
+    """transformers.activations.GELUTanh: input [..., d] to the same, with tanh, however it is asked for."""
+
+    def __init__(self, use_gelu_tanh_python: bool = False) -> None:
+        super().__init__()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, "tanh")
+
+
+class TransformersNewGELUActivation(nn.Module):
+    """transformers.activations.NewGELUActivation and FastGELUActivation: input [..., d] to the same, with tanh."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, "tanh")
+
+
+class TransformersAccurateGELUActivation(nn.Module):
+    """transformers.activations.AccurateGELUActivation: input [..., d] to the same, with tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, "tanh")
+
+
+_WITH_ERF = ("VllmGELU", "TransformersGELUActivation")
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    """See OpSpec. Raises ValueError where this class computes the other of the two functions."""
+    computes = "none" if cls.__name__ in _WITH_ERF else "tanh"
+    if args[1] != computes:
+        raise ValueError(f"{cls.__name__} computes approximate={computes!r}, and this case has {args[1]!r}")
+    return _elementwise.build(cls, args)
+
+
+def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight: float, tag: str) -> Case:
+    return Case(name, {**dims, "approximate": approximate}, dtype, weight, (tag,))
+
+
+_VLLM, _HF = "vllm.model_executor.layers.activation", "transformers.activations"
+
+SPEC = OpSpec(
+    name="gelu",
+    level=1,
+    reference=reference,
+    op=gelu,
+    cases=(  # GPT-2 XL; Whisper large-v3's encoder, 1500 frames of 30 s; SigLIP so400m, 729 patches an image
+        _case("decode_1", {"tokens": 1, "d": 6400}, "tanh", "bfloat16", 48, "model"),
+        _case("decode_32", {"tokens": 32, "d": 6400}, "tanh", "bfloat16", 48, "model"),
+        _case("prefill_8k", {"tokens": 8192, "d": 6400}, "tanh", "bfloat16", 1, "model"),
+        _case("audio_8", {"tokens": 8, "inner": 1500, "d": 5120}, "none", "bfloat16", 32, "model"),
+        _case("images_16", {"tokens": 16, "inner": 729, "d": 4304}, "tanh", "bfloat16", 27, "model"),
+        _case("one", {"tokens": 1, "d": 1}, "none", "float32", 1, "odd"),
+        _case("tanh_one", {"tokens": 1, "d": 1}, "tanh", "float32", 1, "odd"),
+        _case("tanh_1000", {"tokens": 63, "d": 1000}, "tanh", "bfloat16", 1, "odd"),
+        _case("erf_1128", {"tokens": 3, "d": 1128}, "none", "float16", 1, "odd"),
+        _case("erf_1025", {"tokens": 1, "d": 1025}, "none", "bfloat16", 1, "odd"),
+        _case("tanh_batched", {"tokens": 2, "inner": 7, "d": 63}, "tanh", "float32", 1, "odd"),
+        _case("erf_batched", {"tokens": 2, "inner": 7, "d": 63}, "none", "float32", 1, "odd"),
+        _case("tanh_wide", {"tokens": 2, "d": 5001}, "tanh", "float16", 1, "odd"),
+    ),
+    inputs=lambda case, device, generator: [
+        *_elementwise.inputs(case, device, generator),
+        case.dims["approximate"],
+    ],
+    bytes_moved=_elementwise.bytes_moved,
+    flops=_elementwise.flops(9),
+    targets=(
+        Target("vllm", f"{_VLLM}:GELU", "VllmGELU", "leaf"),
+        Target("vllm", f"{_VLLM}:GELUTanh", "VllmGELUTanh", "leaf"),
+        Target("vllm", f"{_VLLM}:NewGELU", "VllmGELUTanh", "leaf"),
+        Target("vllm", f"{_VLLM}:FastGELU", "VllmGELUTanh", "leaf"),
+        Target("sglang", "sglang.srt.layers.activation:NewGELU", "SGLangNewGELU", "leaf"),
+        Target("transformers", f"{_HF}:GELUActivation", "TransformersGELUActivation", "leaf"),
+        Target("transformers", f"{_HF}:GELUTanh", "TransformersGELUTanh", "leaf"),
+        Target("transformers", f"{_HF}:NewGELUActivation", "TransformersNewGELUActivation", "leaf"),
+        Target("transformers", f"{_HF}:FastGELUActivation", "TransformersNewGELUActivation", "leaf"),
+        Target("transformers", f"{_HF}:AccurateGELUActivation", "TransformersAccurateGELUActivation", "leaf"),
+    ),
+    batch_invariant=True,  # elementwise
+    dims_of=lambda x, approximate="none": {**_elementwise.dims_of(x), "approximate": approximate},
+    vary=_elementwise.vary,
+    build=_build,
+)

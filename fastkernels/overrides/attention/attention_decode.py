@@ -1,0 +1,383 @@
+"""Attention of one query a sequence over a paged KV cache, split along the keys (Flash-Decoding, Dao et al. 2023)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.shapes import optional, unless
+from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.attention import attention_calls as calls
+from fastkernels.overrides.attention import attention_decode_cuda as cuda
+from fastkernels.overrides.attention import attention_decode_split as split
+from fastkernels.overrides.attention import flashinfer as _flashinfer
+from fastkernels.overrides.attention.attention_prefill import (
+    FA3_MODULES,
+    FP8_TOLERANCE,
+    check,
+    fa3,
+    memory,
+    supports_fa3,
+    supports_triton,
+    take_blocks,
+)
+from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, overlap
+
+
+def reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """q: [B, Hq, D], the last token of each sequence; caches: [blocks, block_size, Hkv, D]; seq_lens: [B] int32.
+
+    block_table: [B, max_blocks]; entries past seq_len are not read. max_seqlen_k: at least the largest seq_len.
+    The rest as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
+    """
+    check("attention_decode", q, key_cache, value_cache)
+    acc = torch.promote_types(q.dtype, torch.float32)
+    block_size, kv_heads, d = key_cache.shape[1:]
+    batch, n_blocks = q.shape[0], min(-(-max_seqlen_k // block_size), block_table.shape[1])
+    at = torch.arange(n_blocks * block_size, device=q.device)
+    seen = at < seq_lens[:, None]  # [B, K]
+    blocks = torch.where(seen[:, ::block_size], block_table[:, :n_blocks], 0).long()
+    if window_left >= 0:
+        seen = seen & (at >= seq_lens[:, None] - 1 - window_left)
+    absent = ~seen[:, :, None, None]  # what lies behind a sequence's end may be anything, also not a number
+    keys = (
+        take_blocks(key_cache, blocks).view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * k_scale
+    )
+    values = (
+        take_blocks(value_cache, blocks).view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * v_scale
+    )
+    grouped = q.to(acc).view(batch, kv_heads, -1, d)
+    scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.softmax(scores.masked_fill(~seen[:, None, None], float("-inf")), dim=-1).nan_to_num(0.0)
+    return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
+
+
+MIN_SPLIT = 256  # keys: below, a part costs more to combine than it saves
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attention_decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (sequence, key head, split): all query heads of the group share the keys it reads.
+    seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    n_k = tl.load(len_ptr + seq)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+    # The number of splits is for the longest sequence; a shorter one uses fewer, so that no part is under MIN_SPLIT.
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(n_k - first, BLOCK_N), SPLITS) * BLOCK_N, MIN_SPLIT)
+    low = first + split * per_split
+    high = tl.minimum(low + per_split, n_k)
+    dims = tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, BLOCK_G)
+    heads = kv_head * group + rows
+    q_mask = (rows < group)[:, None] & (dims < D)[None, :]
+    q = tl.load(
+        q_ptr + seq * q_stride_b + heads[:, None] * q_stride_h + dims[None, :], mask=q_mask, other=0.0
+    )
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for begin in range(low, high, BLOCK_N):
+        cols = begin + tl.arange(0, BLOCK_N)
+        inside = cols < high
+        page = tl.load(table_ptr + seq * table_stride + cols // block_size, mask=inside, other=0).to(tl.int64)
+        slot = (cols % block_size).to(tl.int64)
+        kv_mask = inside[:, None] & (dims < D)[None, :]
+        k_at = (page * k_stride_b + slot * k_stride_s)[:, None] + kv_head * k_stride_h + dims[None, :]
+        v_at = (page * v_stride_b + slot * v_stride_s)[:, None] + kv_head * v_stride_h + dims[None, :]
+        k = tl.load(k_ptr + k_at, mask=kv_mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+        seen = inside
+        if WINDOW:
+            seen = seen & (cols >= n_k - 1 - window_left)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp(scores - base[:, None])
+        decay = tl.exp(top - base)
+        v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0).to(q.dtype)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+    row = seq * n_heads + heads
+    if SPLITS == 1:
+        tl.store(out_ptr + row[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
+        tl.store(lse_ptr + row * SPLITS + split, lse, mask=rows < group)
+        used = q_mask & (low < high)
+        tl.store(part_ptr + (row * SPLITS + split)[:, None] * D + dims[None, :], acc, mask=used)
+
+
+@triton.jit
+def _combine_kernel(
+    part_ptr, lse_ptr, out_ptr, D, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (sequence, query head): the splits' results, weighted by their shares of the softmax.
+    row = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    top = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
+    mask = (lse > float("-inf"))[:, None] & (dims < D)[None, :]  # splits without keys wrote nothing else
+    part = tl.load(part_ptr + (row * SPLITS + splits)[:, None] * D + dims[None, :], mask=mask, other=0.0)
+    total = tl.sum(weight, 0)
+    out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * D + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _splits(device: torch.device, programs: int, max_seqlen_k: int) -> int:
+    """Most parts that keys are cut into: two programs a multiprocessor, no part under MIN_SPLIT, a power of two."""
+    wanted = min(-(-2 * _multiprocessors(device) // programs), -(-max_seqlen_k // MIN_SPLIT), 64)
+    return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def _triton(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    splits: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check("attention_decode", q, key_cache, value_cache)
+    batch, heads, d = q.shape
+    kv_heads = key_cache.shape[2]
+    out = memory("attention_decode", q, out)
+    if batch == 0:
+        return out
+    splits = splits or _splits(q.device, batch * kv_heads, max_seqlen_k)
+    part, lse = out, out  # not used with one split
+    if splits > 1:
+        part = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)
+        lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
+    group, block_d = heads // kv_heads, max(next_power_of_2(d), 16)
+    # In float32 a program multiplies for long. Programs that wait early come where others have just ended, several to
+    # one multiprocessor: six of them took 104 us, and 23 behind a kernel that lets nobody start early.
+    early = q.dtype != torch.float32
+    _attention_decode_kernel[(batch, kv_heads, splits)](
+        q, key_cache, value_cache, out, part, lse, seq_lens, block_table, *q.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), key_cache.shape[1], heads, group, d,
+        scale * k_scale, v_scale, window_left, softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
+        BLOCK_G=max(next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
+        num_warps=4, num_stages=2, **overlap(q.device, early=early),
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(batch * heads,)](
+            part, lse, out, d, SPLITS=splits, BLOCK_S=next_power_of_2(splits), BLOCK_D=block_d, num_warps=4,
+            **overlap(q.device, early=early),
+        )  # fmt: skip
+    return out
+
+
+_STARTS: dict[torch.device, torch.Tensor] = {}
+
+
+def _starts(batch: int, device: torch.device) -> torch.Tensor:
+    """Query starts of a decode, 0 .. batch, int32: made once, where each layer of each step would launch it."""
+    known = _STARTS.get(device)
+    if known is None or len(known) <= batch:
+        known = torch.arange(max(1025, 2 * batch), dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return known[: batch + 1]  # memory of that graph, and filled by its replays only
+            torch.cuda.current_stream(device).synchronize()  # other streams will read it
+        _STARTS[device] = known
+    return known[: batch + 1]
+
+
+def _fa3(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return fa3(
+        q, key_cache, value_cache, _starts(q.shape[0], q.device), seq_lens, block_table, 1, max_seqlen_k, scale,
+        window_left, softcap, k_scale, v_scale, memory("attention_decode", q, out),
+    )  # fmt: skip
+
+
+def _key(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    block_size, kv_heads, head_size = key_cache.shape[1:]
+    shape = q.shape[1], kv_heads, head_size, block_size, max(window_left + 1, 0), key_cache.dtype
+    return shape, (q.shape[0], max_seqlen_k)
+
+
+# Keys: a longer context is mostly what a CUDA graph was captured for, not what its sequences have
+TYPICAL = 4096
+
+
+def _key_dims(
+    heads: int, kv_heads: int, head_size: int, block_size: int, window: int, dtype: torch.dtype, batch: int,
+    context: int,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "seq_lens": [min(context, TYPICAL)] * batch, "max_seqlen_k": context, "heads": heads, "kv_heads": kv_heads,
+        "head_size": head_size, "block_size": block_size, **optional(window_left=unless(window - 1, -1)),
+    }  # fmt: skip
+
+
+attention_decode = define(
+    "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
+    " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0, float k_scale=1.0,"
+    " float v_scale=1.0) -> Tensor",
+    fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    providers=(
+        # Faster than FA3 and XQA, or level, at every batch and context that was measured; they take what it refuses.
+        Provider(
+            "cuda-split",
+            cuda.decode_cuda,
+            supports=cuda.supports_cuda,
+            params=cuda.PARAMS,
+            fits=cuda.fits,
+            out=True,
+        ),
+        Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3, out=True),
+        Provider("triton", _triton, supports=supports_triton, out=True),
+        Provider(
+            "triton-split",
+            split.decode_split,
+            supports=split.supports_split,
+            params=split.PARAMS,
+            fits=split.fits,
+            out=True,
+        ),
+        Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),
+        Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+    key=Key(
+        shape=("heads", "kv_heads", "head_size", "block_size", "window", "dtype"),
+        sizes=("batch", "context"),
+        of=_key,
+        dims=_key_dims,
+    ),
+)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    longest = case.dims.get("max_seqlen_k", max(case.dims["seq_lens"], default=0))
+    return [*calls.make_batch(case, device, generator), longest, *calls.scalars(case)]
+
+
+def _dims(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> dict[str, Any]:
+    dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
+    dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
+    return {**dims, "max_seqlen_k": max_seqlen_k}
+
+
+def _case(
+    name: str, seq_lens: list[int], tag: str, dtype: str = "bfloat16", weight: float = 1, **dims: Any
+) -> Case:
+    shape = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16, **dims}
+    return Case(name, {"seq_lens": seq_lens, **shape}, dtype, weight, tags=(tag,))
+
+
+_SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
+SPEC = OpSpec(
+    name="attention_decode",
+    level=1,
+    reference=reference,
+    op=attention_decode,
+    cases=(
+        _case("decode_1", [4096], "model", weight=32),
+        _case("decode_1_long", [131072], "model"),
+        _case("decode_32", [1024] * 32, "model", weight=32),
+        _case("one", [1], "odd", "float32", heads=1, kv_heads=1, head_size=2, block_size=1),
+        _case("smollm2", [5, 17, 131, 1], "odd", **_SMALL),
+        _case("head_96", [40, 7], "odd", "float16", heads=6, kv_heads=2, head_size=96, block_size=5),
+        _case("window", [70, 3], "odd", "float32", window_left=11, block_size=32, **_SMALL),
+        _case("softcap", [33], "odd", "float32", softcap=2.0, **_SMALL),
+        _case("empty_sequence", [4, 0, 19], "odd", **_SMALL),
+        _case("two_splits", [600, 63], "odd", "float32", **_SMALL),
+        _case("graph", [600, 63, 1], "odd", "float32", max_seqlen_k=4096, **_SMALL),
+        _case("fp8", [5, 17, 600], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
+    ),
+    inputs=_inputs,
+    bytes_moved=calls.bytes_moved,
+    flops=calls.flops,
+    dims_of=_dims,
+    vary=calls.vary,
+    extremes={**calls.EXTREMES, "one_key": lambda args: args[3].fill_(1)},
+    activations=(2,),  # of values, which the result is linear in
+    dtype_arg=1,  # the cache's
+    tolerance=FP8_TOLERANCE,
+    baseline="fa3",
+)

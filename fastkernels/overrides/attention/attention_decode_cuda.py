@@ -1,0 +1,282 @@
+"""attention_decode in CUDA C++ for Hopper: csrc/attention_decode.cu, compiled when it is first called.
+
+One launch of as many blocks as are at work at once, which share out all keys of a batch evenly by its lengths, on the
+device: nothing is planned on the host, and one CUDA graph serves all lengths.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.attention.attention_prefill import check, memory
+from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
+from fastkernels.overrides.kit.overlap import overlaps
+from fastkernels.overrides.linear.skinny_linear_cuda import no_hopper, text
+
+SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cu"
+LANES = SOURCE.with_name("attention_decode_lanes.cu")
+MAX_HEADS, MAX_BATCH = 16, 4096  # query heads of a key head; sequences, whose lengths are in shared memory
+SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of a block, and of a multiprocessor
+LOG2E = 1.4426950408889634
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I)
+
+
+def _set(
+    warps: int, keys: int, stages: int, per_sm: int, least: int, ahead: int, cluster: int = 1, whole: int = 0
+) -> dict[str, int]:
+    return {
+        "warps": warps, "keys": keys, "stages": stages, "per_sm": per_sm, "least": least, "ahead": ahead,
+        "cluster": cluster, **({"whole": whole} if whole else {}),
+    }  # fmt: skip
+
+
+# What may be chosen; any set is right for any shape that has room.
+#   warps    of a block
+#   keys     that a warp reads at once, 16 or 32
+#   stages   of a warp's ring, each so many keys and their values
+#   per_sm   blocks a multiprocessor
+#   least    keys of the smallest share: below, adding costs more than sharing saves
+#   ahead    reads of each warp that are asked for while the kernel before still runs, 0 to stages
+#   cluster  blocks of a worker, 1 to 8: what has one share together, and adds it in shared memory
+#   whole    where no sequence has more keys and each has a worker, none is cut: nothing is to add. Not there: cut any
+PARAMS: tuple[dict[str, int], ...] = (
+    _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 2, 64, 2), _set(4, 16, 3, 1, 512, 2, 8), _set(4, 16, 3, 1, 512, 2, 2),
+    _set(8, 16, 3, 1, 128, 2, whole=256),
+)  # fmt: skip
+# Without a table: {keys that a sequence may have at most: set}, the smallest that is not below a call's, if each of its
+# sequences gets a worker. Other calls have the first of PARAMS.
+FEW: dict[int, dict[str, int]] = {256: PARAMS[4]}
+
+
+class Plan(NamedTuple):
+    """A kernel: what it is compiled for."""
+
+    heads: int  # query heads of a key head
+    head_size: int
+    page: int
+    warps: int
+    keys: int
+    stages: int
+    ahead: int
+    cluster: int
+    whole: int
+    seqs: int
+    bf16: bool
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: the warps' rings and sums, those of a cluster, the sequences and the rest."""
+        stage = 2 * self.keys * 2 * self.head_size
+        gathered = self.heads * (4 * self.head_size + 8 * self.cluster) if self.cluster > 1 else 0
+        notes = 4 * (2 * self.seqs + self.warps + 3 + 2 * self.warps * self.heads)
+        return (
+            self.warps * (self.stages * stage + 4 * self.heads * (self.head_size + 4)) + 2 * gathered + notes
+        )
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor has room for, with 168 registers a thread: with 128 some would spill."""
+        room = SHARED_OF_ALL // (self.shared + 1024)
+        return max(min(room, 384 // (32 * self.warps)), 1)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What NVRTC is told, beside the architecture."""
+        return (
+            "--std=c++17", f"-DHEADS={self.heads}", f"-DD={self.head_size}", f"-DPAGE={self.page}",
+            f"-DWARPS={self.warps}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}", f"-DRESIDENT={self.resident}",
+            f"-DAHEAD={self.ahead}", f"-DCLUSTER={self.cluster}", f"-DWHOLE={self.whole}", f"-DSEQS={self.seqs}",
+            f"-DBF16={int(self.bf16)}",
+        )  # fmt: skip
+
+
+def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan:
+    """The kernel of these sizes for such a call."""
+    batch, heads, head_size = q.shape
+    return Plan(
+        heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"], p["ahead"],
+        p["cluster"], p.get("whole", 0), _room(batch), q.dtype == torch.bfloat16,
+    )  # fmt: skip
+
+
+def has_room(p: Plan) -> bool:
+    """Whether the rings go into a block's shared memory."""
+    return p.shared <= SHARED
+
+
+def fits(params: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
+    """Whether this set is meant for such a call: its rings have room."""
+    return has_room(plan(params, q, key_cache))
+
+
+def most_workers(kv_heads: int, p: Mapping[str, int], sms: int) -> int:
+    """Workers of each key head."""
+    return max(p["per_sm"] * sms // (kv_heads * p["cluster"]), 1)
+
+
+def supports_cuda(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> str | None:
+    """None if the kernel takes this call, else the reason why not."""
+    return (
+        no_hopper(SOURCE, q.device)
+        or no_hopper(LANES, q.device)
+        or refused(q, key_cache, value_cache, seq_lens, block_table, window_left, softcap)
+        or not_loaded(q, key_cache, max_seqlen_k)
+    )
+
+
+_loaded: set[tuple[Any, ...]] = set()
+
+
+def _kind(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> tuple[Any, ...]:
+    """What a kernel is compiled for, but for its sizes: of these whether they are for few keys."""
+    group, few_keys = q.shape[1] // key_cache.shape[2], few(q, key_cache, most)
+    return q.device, q.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys
+
+
+def not_loaded(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> str | None:
+    """Why such a call cannot be captured: code is not loaded while a graph is. None if it can, or none is captured."""
+    if not torch.cuda.is_current_stream_capturing() or _kind(q, key_cache, most) in _loaded:
+        return None
+    return "its kernel for this shape was not loaded by a call before a CUDA graph was captured"
+
+
+def _room(batch: int) -> int:
+    """Sequences that a kernel for this batch has room for."""
+    return max(next_power_of_2(max(batch, 1)), 256)
+
+
+def refused(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor,
+    block_table: torch.Tensor, window_left: int = -1, softcap: float = 0.0,
+) -> str | None:  # fmt: skip
+    """Why the kernel does not take such a call on any GPU; None if nothing is in its way."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is not bfloat16 or float16"
+    if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
+        return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
+    if window_left >= 0 or softcap > 0:
+        return f"window_left = {window_left}, softcap = {softcap}: it has neither a window nor a softcap"
+    if q.shape[2] not in (64, 128):
+        return f"head size {q.shape[2]} is not 64 or 128"
+    if (group := q.shape[1] // key_cache.shape[2]) > MAX_HEADS:
+        return f"{group} query heads on one key head are over {MAX_HEADS}"
+    if q.shape[0] > MAX_BATCH:
+        return f"{q.shape[0]} sequences are over {MAX_BATCH}"
+    if seq_lens.dtype != torch.int32 or block_table.dtype != torch.int32:
+        return f"seq_lens are {seq_lens.dtype} and the block table is {block_table.dtype}, not int32"
+    if seq_lens.stride(-1) != 1 or block_table.stride(-1) != 1:
+        return "seq_lens and the rows of the block table must be contiguous"
+    for name, t in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if (
+            t.data_ptr() % 16
+            or t.stride(-1) != 1
+            or any(stride % 8 for stride, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+        ):
+            return (
+                f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
+            )
+        if t.dim() == 4 and t.shape[0] * t.stride(0) >= 1 << 35:
+            return f"{name} has strides {tuple(t.stride())}: a cache of 64 GiB or more"
+    keys = q.shape[0] * max(block_table.shape[1] * key_cache.shape[1], 16)
+    if keys // 16 * 1024 >= 1 << 32:  # shares are computed in 32 bits
+        return f"a block table of {tuple(block_table.shape)} for blocks of {key_cache.shape[1]} is too large"
+    return None
+
+
+def source() -> str:
+    """All of the text that is compiled."""
+    return text(LANES, SOURCE)
+
+
+@lru_cache(maxsize=256)
+def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
+    return cuda_rtc.Kernel(source(), "attention_decode", p.options, device.index, TYPES, p.shared)
+
+
+def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
+    """Which of FEW such a call is; 0: none. most: keys that a sequence may have, as far as the host knows."""
+    of_most = min((keys for keys in FEW if keys >= most), default=0)
+    if not of_most:
+        return 0
+    workers = most_workers(key_cache.shape[2], FEW[of_most], multiprocessors(q.device))
+    return of_most if q.shape[0] <= workers and fits(FEW[of_most], q, key_cache) else 0
+
+
+def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int]:
+    """The default sizes: those for few keys, or the first set that has room. most: as for `few`."""
+    kind = few(q, key_cache, most)
+    return FEW[kind] if kind else next(p for p in PARAMS if fits(p, q, key_cache))
+
+
+def sizes(
+    p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_table: torch.Tensor
+) -> tuple[int, ...]:  # fmt: skip
+    """The kernel's integers, `batch` to `table_stride`."""
+    strides = (*q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
+    return (
+        q.shape[0], key_cache.shape[2], key_cache.shape[0], block_table.shape[1], max(p["least"] // p["keys"], 1),
+        *(stride // 8 for stride in strides), block_table.stride(0),
+    )  # fmt: skip
+
+
+def decode_cuda(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    **params: int,
+) -> torch.Tensor:
+    """The arguments of attention_decode.reference; params: one of PARAMS, or some of its keys.
+
+    out: contiguous memory for the result, as long as it is not q's.
+    """
+    check("attention_decode", q, key_cache, value_cache)
+    out = memory("attention_decode", q, out)
+    if out.numel() == 0:
+        return out
+    p = params if params.keys() >= PARAMS[0].keys() else {**choose(q, key_cache, max_seqlen_k), **params}
+    kv_heads = key_cache.shape[2]
+    workers = most_workers(kv_heads, p, multiprocessors(q.device))
+    # Of parts: sums, the maximum, and the sum of weights
+    rows = 2 * kv_heads * workers * (q.shape[1] // kv_heads)
+    parts = torch.empty(rows * (q.shape[2] + 2), dtype=torch.float32, device=q.device)
+    taken = tickets.get(q.device, kv_heads * workers * p["cluster"])
+    kernel = _kernel(q.device, plan(p, q, key_cache))
+    _loaded.add(_kind(q, key_cache, max_seqlen_k))
+    tensors = (q, key_cache, value_cache, out, parts, taken, seq_lens, block_table)
+    early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
+    args = (
+        *(t.data_ptr() for t in tensors), *sizes(p, q, key_cache, value_cache, block_table), scale * k_scale * LOG2E,
+        v_scale, int(early),
+    )  # fmt: skip
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    kernel.launch(kv_heads * workers * p["cluster"], 32 * p["warps"], stream, args, overlap=early)
+    return out

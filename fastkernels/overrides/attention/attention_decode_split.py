@@ -1,0 +1,261 @@
+"""attention_decode in one launch: keys are split over programs, and the last of a sequence to arrive adds its parts.
+
+How many parts there may be follows from shapes, how many there are from the sequences' lengths, on the device: nothing
+is planned on the host, and one CUDA graph serves all lengths. They are read behind the wait of an early start: whoever
+calls this may have written them just before, and early kernels go back as far as the last one that is not.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.overrides.attention.attention_decode_parts import one_part
+from fastkernels.overrides.attention.attention_prefill import check, memory
+from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
+from fastkernels.overrides.kit.overlap import follow, overlap
+
+MAX_SPLITS = 128
+SHARED = 216 * 1024  # bytes of shared memory that a program may have for tiles
+REGISTERS = 1 << 16  # of a multiprocessor
+COMBINED = 2048  # values of parts, in float32, that a warp adds at once, of four at most
+EACH, EVEN = 0, 1  # what `even` may be
+LOG2E = 1.4426950408889634
+
+
+def _set(
+    per_sm: int, block_n: int, num_warps: int, num_stages: int, min_split: int = 64, even: int = 0
+) -> dict[str, int]:
+    return {
+        "per_sm": per_sm, "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages,
+        "min_split": min_split, "even": even,
+    }  # fmt: skip
+
+
+# What may be chosen; any set is right for any shape.
+#   per_sm     programs a multiprocessor, which decides how many parts a sequence may have
+#   block_n    keys in a tile
+#   min_split  keys of the smallest part: below, a part costs more to add than it saves
+#   even       how keys are shared out. 0: each sequence's to as many programs; 1: those of all, so that no program
+#              has more than another
+PARAMS: tuple[dict[str, int], ...] = (
+    _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(6, 32, 2, 3),
+    _set(4, 32, 2, 4, 64, EVEN),
+)  # fmt: skip
+
+
+def has_room(params: dict[str, int], head_size: int, itemsize: int) -> bool:
+    """Whether tiles of keys and values of so many bytes a channel go into a multiprocessor's shared memory."""
+    width = max(next_power_of_2(head_size), 16) * itemsize
+    return 2 * params["block_n"] * width * (params["num_stages"] - 1) <= SHARED
+
+
+def fits(params: dict[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
+    """Whether this set is meant for such a call: its tiles have room."""
+    return has_room(params, q.shape[2], key_cache.element_size())
+
+
+@lru_cache(maxsize=64)
+def choose(head_size: int, itemsize: int) -> dict[str, int]:
+    """The default sizes: the first set whose tiles have room."""
+    return next(p for p in PARAMS if has_room(p, head_size, itemsize))
+
+
+def splits_of(programs: int, max_seqlen_k: int, per_sm: int, min_split: int, sms: int) -> int:
+    """Most parts that keys are cut into: `per_sm` programs a multiprocessor, and no part smaller than min_split."""
+    return max(min(per_sm * sms // programs, -(-max_seqlen_k // min_split), MAX_SPLITS), 1)
+
+
+@triton.jit(do_not_specialize=["splits", "table_stride", "min_split", "window_left"])
+def _decode_split_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    group, D, scale, v_scale, window_left, softcap, splits, min_split,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    SAME: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (key head, split, sequence): all query heads of the group share the keys it reads. Programs of one
+    # sequence's heads are neighbours, as are what they read.
+    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n_k = tl.load(len_ptr + seq)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+    # As many parts as the longest sequence may have, fewer where they would be under min_split; none is empty.
+    tiles = tl.cdiv(n_k - first, BLOCK_N)
+    parts = tl.minimum(tl.cdiv(n_k - first, min_split), splits)
+    per_part = tl.cdiv(tiles, tl.maximum(parts, 1))
+    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(per_part, 1)), 1)
+    if split >= parts:
+        return
+    low = first + split * per_part * BLOCK_N
+    high = tl.minimum(low + per_part * BLOCK_N, n_k)
+    ticket = seq * tl.num_programs(0) + kv_head
+    one_part(
+        q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, table_ptr, q_stride_b, q_stride_h,
+        k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+        group, D, scale, v_scale, window_left, softcap, tl.num_programs(0), kv_head, seq, low, high, n_k, parts,
+        ticket * splits + split, ticket * splits, 0, 1, ticket, PAGE, WINDOW, SOFTCAP, SPLIT, UPCAST, SAME, EVEN_D,
+        BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_P, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tiles_of(len_ptr, seqs, batch, window_left, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    # Tiles of each sequence, one for a sequence without keys, which writes zeros; 0 beyond the batch.
+    keys = tl.load(len_ptr + seqs, mask=seqs < batch, other=0)
+    if WINDOW:
+        keys -= tl.maximum(keys - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+    return tl.where(seqs < batch, tl.maximum(tl.cdiv(keys, BLOCK_N), 1), 0)
+
+
+@triton.jit(do_not_specialize=["batch", "table_stride", "min_tiles", "window_left"])
+def _decode_even_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    group, D, scale, v_scale, window_left, softcap, batch, min_tiles,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    SAME: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (key head, worker). The tiles of all sequences in a row are shared out evenly: a worker has the end
+    # of one sequence, some whole ones, and the beginning of another.
+    kv_head, worker = tl.program_id(0), tl.program_id(1)
+    seqs = tl.arange(0, BLOCK_B)
+    tiles = _tiles_of(len_ptr, seqs, batch, window_left, WINDOW, BLOCK_N)
+    ends = tl.cumsum(tiles, 0)
+    every = tl.sum(tiles, 0).to(tl.int64)
+    workers = tl.minimum(tl.maximum(every // min_tiles, 1), tl.num_programs(1))
+    if worker >= workers:
+        return
+    begin, last = (worker * every // workers).to(tl.int32), ((worker + 1) * every // workers).to(tl.int32)
+    ours = kv_head * tl.num_programs(1).to(tl.int64)
+    at = begin
+    while at < last:
+        index = tl.sum((ends <= at).to(tl.int32), 0)
+        seq_end = tl.sum(tl.where(seqs == index, ends, 0), 0)
+        seq_begin = seq_end - tl.sum(tl.where(seqs == index, tiles, 0), 0)
+        seq = index.to(tl.int64)
+        n_k = tl.load(len_ptr + seq)
+        low = (at - seq_begin) * BLOCK_N
+        if WINDOW:
+            low += tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
+        stop = tl.minimum(seq_end, last)
+        high = tl.minimum(low + (stop - at) * BLOCK_N, n_k)
+        # A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
+        first = ((seq_begin + 1) * workers - 1) // every
+        parts = ((seq_end * workers - 1) // every - first + 1).to(tl.int32)
+        bump = (seq_begin > first * every // workers).to(tl.int64)
+        one_part(
+            q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, ticket_ptr, table_ptr, q_stride_b, q_stride_h,
+            k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+            group, D, scale, v_scale, window_left, softcap, tl.num_programs(0), kv_head, seq, low, high, n_k, parts,
+            2 * (ours + worker) + (at > begin).to(tl.int64), 2 * (ours + first), bump, 2,
+            ours + first,  # no other sequence goes from that worker to the next
+            PAGE, WINDOW, SOFTCAP, SPLIT, UPCAST, SAME, EVEN_D, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_P, STAGES,
+        )  # fmt: skip
+        at = stop
+
+
+def supports_split(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    *_: Any,
+) -> str | None:
+    """None if the kernel takes this call, else the reason why not."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is not bfloat16 or float16"
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
+    if key_cache.dtype == torch.float8_e4m3fn and (reason := fp8_refusal(q.device)) is not None:
+        return reason
+    if q.shape[-1] > 256:
+        return f"head size {q.shape[-1]} is over 256"
+    if (group := q.shape[1] // key_cache.shape[2]) > 64:
+        return f"{group} query heads on one key head are over 64"
+    for name, t in (
+        ("q", q),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        ("block_table", block_table),
+    ):
+        if t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    return None
+
+
+def decode_split(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    **params: int,
+) -> torch.Tensor:
+    """The arguments of attention_decode.reference; params: one of PARAMS, or some of its keys.
+
+    out: contiguous memory for the result, as long as it is not q's.
+    """
+    check("attention_decode", q, key_cache, value_cache)
+    batch, _, d = q.shape
+    block_size, kv_heads = key_cache.shape[1:3]
+    out = memory("attention_decode", q, out)
+    if out.numel() == 0:
+        return out
+    p = {**choose(d, key_cache.element_size()), **params}
+    group, block_d = q.shape[1] // kv_heads, max(next_power_of_2(d), 16)
+    sms = multiprocessors(q.device)
+    splits = splits_of(batch * kv_heads, max_seqlen_k, p["per_sm"], p["min_split"], sms)
+    workers = max(p["per_sm"] * sms // kv_heads, 1)
+    parts, counters = batch * splits if splits > 1 else 0, batch
+    if p["even"] == EVEN:
+        parts, counters = 2 * workers, workers
+    part = lse = taken = None
+    if parts:
+        part = torch.empty((kv_heads * parts, group, d), dtype=torch.float32, device=q.device)
+        lse = torch.empty((kv_heads * parts, group), dtype=torch.float32, device=q.device)
+        taken = tickets.get(q.device, kv_heads * counters)
+    block_g = next_power_of_2(group)
+    arguments = (
+        q, key_cache, value_cache, out, part, lse, taken, seq_lens, block_table, *q.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), group, d, scale * k_scale * LOG2E,
+        v_scale, window_left, softcap * LOG2E,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "PAGE": block_size, "WINDOW": window_left >= 0, "SOFTCAP": softcap > 0, "UPCAST": q.device.type == "cpu",
+        "SAME": key_cache.stride()[:2] == value_cache.stride()[:2], "EVEN_D": d == block_d, "SPLIT": parts > 0,
+        "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
+        "BLOCK_D": block_d, "BLOCK_P": max(min(p["num_warps"], 4) * COMBINED // (block_g * block_d), 1),
+        "STAGES": p["num_stages"], "num_warps": p["num_warps"], "num_stages": p["num_stages"],
+        # What adds parts would take more registers than so many programs have, without need.
+        "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
+    }  # fmt: skip
+    if p["even"] == EACH:
+        _decode_split_kernel[(kv_heads, splits, batch)](
+            *arguments, splits, p["min_split"], **options, **overlap(q.device)
+        )
+        return out
+    least = max(p["min_split"] // p["block_n"], 1)
+    block_b = 32 if batch <= 32 else max(next_power_of_2(batch), 256)
+    _decode_even_kernel[(kv_heads, workers)](
+        *arguments, batch, least, BLOCK_B=block_b, **options, **overlap(q.device)
+    )
+    return out

@@ -1,0 +1,392 @@
+"""Causal attention of several sequences over a paged KV cache (FlashAttention: Dao, arXiv 2307.08691)."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.core.assemble import filled
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.shapes import optional
+from fastkernels.core.spec import TOLERANCE, Case, OpSpec, Tolerance
+from fastkernels.overrides.attention import attention_calls as calls
+from fastkernels.overrides.attention import flashinfer as _flashinfer
+from fastkernels.overrides.attention import vllm_flash_attn as _vllm_flash_attn
+from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+
+
+def reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    padded: bool = True,
+) -> torch.Tensor:
+    """q: [T, Hq, D]; caches: [blocks, block_size, Hkv, D]; cu_seqlens_q: [B + 1] and seq_lens: [B] int32.
+
+    A sequence's queries are its last tokens: query i of n sees keys 0 .. seq_len - n + i, and with window_left >= 0
+    only the last window_left + 1 of those. block_table: [B, max_blocks]; entries past seq_len are not read.
+    softcap > 0: logits become softcap * tanh(logits / softcap). Keys are key_cache * k_scale, values value_cache *
+    v_scale, for caches of float8_e4m3fn. Returns [T, Hq, D] in q's dtype; a query without
+    keys, or past cu_seqlens_q[B] (padding), gives zeros. padded=False: there is no padding, or nobody reads its rows,
+    which are not defined then; that saves a launch that writes all of the output.
+    """
+    check("attention_prefill", q, key_cache, value_cache)
+    acc = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    block_size, group = key_cache.shape[1], q.shape[1] // key_cache.shape[2]
+    for i, n_keys in enumerate(lengths):
+        rows, blocks = slice(starts[i], starts[i + 1]), block_table[i, : -(-n_keys // block_size)].long()
+        n = starts[i + 1] - starts[i]
+        if n == 0 or n_keys == 0:
+            continue
+        keys = take_blocks(key_cache, blocks).flatten(0, 1)[:n_keys].to(acc) * k_scale
+        values = take_blocks(value_cache, blocks).flatten(0, 1)[:n_keys].to(acc) * v_scale
+        grouped = q[rows].to(acc).view(n, -1, group, q.shape[-1])  # [n, Hkv, Hq / Hkv, D]
+        scores = torch.einsum("nhgd,khd->hgnk", grouped, keys) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        last = torch.arange(n_keys - n, n_keys, device=q.device)[:, None]
+        at = torch.arange(n_keys, device=q.device)[None, :]
+        seen = at <= last
+        if window_left >= 0:
+            seen &= at >= last - window_left
+        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).nan_to_num(0.0)
+        out[rows] = torch.einsum("hgnk,khd->nhgd", weights, values).reshape(n, *q.shape[1:]).to(q.dtype)
+    return out
+
+
+def take_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """cache[blocks]; through bytes where the cache is fp8, which PyTorch does not index on every device."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache[blocks]
+    return cache.view(torch.uint8)[blocks].view(cache.dtype)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attention_prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
+    block_size, group, D, scale, v_scale, window_left, softcap,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # One program a (block of queries, sequence, query head); keys are looked up one by one in the block table,
+    # so that any block size works.
+    seq, head = tl.program_id(1), tl.program_id(2)
+    start = tl.load(cu_ptr + seq)
+    n_q = tl.load(cu_ptr + seq + 1) - start
+    n_k = tl.load(len_ptr + seq)
+    first = tl.program_id(0) * BLOCK_M
+    if first < n_q:
+        rows = first + tl.arange(0, BLOCK_M)
+        dims = tl.arange(0, BLOCK_D)
+        kv_head = (head // group).to(tl.int64)
+        q_mask = (rows < n_q)[:, None] & (dims < D)[None, :]
+        tokens = (start + rows).to(tl.int64)[:, None]
+        q = tl.load(q_ptr + tokens * q_stride_t + head * q_stride_h + dims[None, :], mask=q_mask, other=0.0)
+        last = n_k - n_q + rows
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        low = 0
+        if WINDOW:
+            low = tl.maximum(n_k - n_q + first - window_left, 0) // BLOCK_N * BLOCK_N
+        high = tl.minimum(n_k - n_q + first + BLOCK_M, n_k)
+        for begin in range(low, high, BLOCK_N):
+            cols = begin + tl.arange(0, BLOCK_N)
+            inside = cols < n_k
+            page = tl.load(
+                table_ptr + seq.to(tl.int64) * table_stride + cols // block_size, mask=inside, other=0
+            )
+            page, slot = page.to(tl.int64), (cols % block_size).to(tl.int64)
+            kv_mask = inside[:, None] & (dims < D)[None, :]
+            k_at = (page * k_stride_b + slot * k_stride_s)[:, None] + kv_head * k_stride_h + dims[None, :]
+            v_at = (page * v_stride_b + slot * v_stride_s)[:, None] + kv_head * v_stride_h + dims[None, :]
+            k = tl.load(k_ptr + k_at, mask=kv_mask, other=0.0).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if SOFTCAP:
+                scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+            seen = (cols[None, :] <= last[:, None]) & inside[None, :]
+            if WINDOW:
+                seen = seen & (cols[None, :] >= last[:, None] - window_left)
+            scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            # No key seen yet: -inf minus -inf is not a number
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp(scores - base[:, None])
+            decay = tl.exp(top - base)
+            v = tl.load(v_ptr + v_at, mask=kv_mask, other=0.0).to(q.dtype)
+            total = total * decay + tl.sum(p, 1)
+            acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            top = new_top
+        acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+        out_at = out_ptr + tokens * out_stride_t + head * out_stride_h + dims[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def check(name: str, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """ValueError if q [T, Hq, D] and the caches [blocks, block_size, Hkv, D] do not go together."""
+    if q.dim() != 3 or key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(
+            f"{name}: q must be [T, Hq, D] and both caches [blocks, block_size, Hkv, D], got {tuple(q.shape)},"
+            f" {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    if q.shape[2] != key_cache.shape[3] or q.shape[1] % key_cache.shape[2]:
+        raise ValueError(
+            f"{name}: {q.shape[1]} query heads of {q.shape[2]} do not fit {key_cache.shape[2]} key heads of"
+            f" {key_cache.shape[3]}"
+        )
+
+
+def memory(name: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """`out`, or new memory, for a result of q's shape and dtype. ValueError if it cannot hold that."""
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"{name}: out must be {tuple(q.shape)} {q.dtype}, contiguous; it is {tuple(out.shape)} {out.dtype} with"
+            f" strides {out.stride()}"
+        )
+    return out
+
+
+def _without_padding(q: torch.Tensor, out: torch.Tensor | None, padded: bool) -> torch.Tensor:
+    """`out`, or new memory, with zeros where rows of padding, which are no sequence's, may be."""
+    out = memory("attention_prefill", q, out)
+    return out.zero_() if padded else out
+
+
+def supports_triton(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any
+) -> str | None:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {q.dtype} is not float16, bfloat16 or float32"
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 matrices as integers"
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
+    if key_cache.dtype == torch.float8_e4m3fn and (reason := fp8_refusal(q.device)) is not None:
+        return reason
+    if q.shape[-1] > 256:
+        return f"head size {q.shape[-1]} is over 256"
+    for name, t in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    return None
+
+
+def _triton(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    padded: bool = True,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check("attention_prefill", q, key_cache, value_cache)
+    out = _without_padding(q, out, padded)
+    batch, block_d = seq_lens.shape[0], max(next_power_of_2(q.shape[2]), 16)
+    if batch == 0 or max_seqlen_q == 0:
+        return out
+    block_m = 16 if max_seqlen_q <= 16 else 64 if block_d >= 256 or q.dtype == torch.float32 else 128
+    block_n = 32 if block_d >= 256 or q.dtype == torch.float32 else 64
+    _attention_prefill_kernel[(cdiv(max_seqlen_q, block_m), batch, q.shape[1])](
+        q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
+        key_cache.shape[1], q.shape[1] // key_cache.shape[2], q.shape[2], scale * k_scale, v_scale, window_left,
+        softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if block_m == 128 else 4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+FA3_MODULES = ("vllm.vllm_flash_attn", "flash_attn_interface")
+
+
+@cache
+def _fa3() -> tuple[Any, bool]:
+    """FlashAttention-3's entry and whether it is vLLM's build of it."""
+    try:
+        return _vllm_flash_attn.load(FA3_MODULES[0]).flash_attn_varlen_func, True
+    except ImportError:
+        return importlib.import_module(FA3_MODULES[1]).flash_attn_with_kvcache, False
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def supports_fa3(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any) -> str | None:
+    if _capability(q.device.index or 0)[0] != 9:
+        return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
+    if key_cache.dtype == torch.float8_e4m3fn:
+        return "FlashAttention-3 reads fp8 caches with fp8 queries only, which are less exact"
+    if q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
+        return f"FlashAttention-3 needs float16 or bfloat16, got q {q.dtype} and cache {key_cache.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return (
+            f"FlashAttention-3 needs a head size that is a multiple of 8 and at most 256, got {q.shape[-1]}"
+        )
+    if key_cache.shape[1] % 16:
+        return f"FlashAttention-3 is used with block sizes that are multiples of 16, got {key_cache.shape[1]}"
+    return supports_triton(q, key_cache, value_cache)
+
+
+def fa3(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The arguments of `reference`. Rows of padding are not defined, unless `out` (made here if None) has zeros there.
+
+    FA3 itself writes zeros for a sequence with queries and without keys; behind the last sequence it writes nothing.
+    """
+    check("attention", q, key_cache, value_cache)
+    if out is None:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    entry, is_vllm = _fa3()
+    window = (window_left, 0 if window_left >= 0 else -1)
+    scale *= k_scale
+    if is_vllm:
+        entry(
+            q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
+            softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
+            out=out, fa_version=3,
+        )  # fmt: skip
+    else:
+        out = entry(
+            q, key_cache, value_cache, cache_seqlens=seq_lens, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, softmax_scale=scale, causal=True, window_size=window, softcap=softcap,
+        )  # fmt: skip
+    return out if v_scale == 1.0 else out * v_scale
+
+
+def _fa3_prefill(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
+    window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    return fa3(
+        q, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,
+        window_left, softcap, k_scale, v_scale, _without_padding(q, out, padded),
+    )  # fmt: skip
+
+
+attention_prefill = define(
+    "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
+    " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
+    " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True) -> Tensor",
+    fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    providers=(
+        Provider("fa3", _fa3_prefill, module=FA3_MODULES, supports=supports_fa3, out=True),
+        Provider("triton", _triton, supports=supports_triton, out=True),
+        Provider(
+            "flashinfer", _flashinfer.prefill, module="flashinfer", supports=_flashinfer.supports_prefill
+        ),
+        Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    q, key_cache, value_cache, seq_lens, table = calls.make_batch(case, device, generator)
+    starts = torch.tensor([0, *d["q_lens"]], device=device).cumsum(0).to(torch.int32)
+    longest = [
+        d.get(f"max_{name}", max(d[lens], default=0))
+        for name, lens in (("seqlen_q", "q_lens"), ("seqlen_k", "seq_lens"))
+    ]
+    args = [q, key_cache, value_cache, starts, seq_lens, table, *longest, *calls.scalars(case)]
+    return [*filled(args, 13, -1, 0.0, 1.0, 1.0), "padding" in d]
+
+
+def _dims(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
+    window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    q_lens = cu_seqlens_q.diff().tolist()
+    dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
+    dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return {"q_lens": q_lens, **dims, **longest, **optional(padding=q.shape[0] - sum(q_lens) or None)}
+
+
+def _case(
+    name: str, q_lens: list[int], seq_lens: list[int], tag: str, dtype: str = "bfloat16", **dims: Any
+) -> Case:
+    shape = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16, **dims}
+    return Case(name, {"q_lens": q_lens, "seq_lens": seq_lens, **shape}, dtype, tags=(tag,))
+
+
+_SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
+# q and out are float16, the cache is given
+FP8_TOLERANCE = {**TOLERANCE, "float8_e4m3fn": Tolerance(2e-3, 2e-3)}
+SPEC = OpSpec(
+    name="attention_prefill",
+    level=1,
+    reference=reference,
+    op=attention_prefill,
+    cases=(
+        _case("prefill_8k", [8192], [8192], "model"),
+        _case("prefill_32x256", [256] * 32, [256] * 32, "model"),
+        _case("chunked", [2048, 512], [8192, 4096], "model"),
+        _case("one", [1], [1], "odd", "float32", heads=1, kv_heads=1, head_size=2, block_size=1),
+        _case("smollm2", [5, 1, 9], [5, 17, 31], "odd", **_SMALL),
+        _case("head_96", [3, 7], [40, 7], "odd", "float16", heads=4, kv_heads=2, head_size=96, block_size=5),
+        _case("window", [9], [70], "odd", "float32", window_left=11, block_size=32, **_SMALL),
+        _case("softcap", [2, 6], [2, 33], "odd", "float32", softcap=2.0, **_SMALL),
+        _case("padding", [5, 1], [5, 17], "odd", padding=3, **_SMALL),
+        _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
+        _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
+    ),
+    inputs=_inputs,
+    bytes_moved=calls.bytes_moved,
+    flops=calls.flops,
+    dims_of=_dims,
+    vary=calls.vary,
+    extremes={**calls.EXTREMES, "nothing_cached": lambda args: args[4].copy_(args[3].diff())},
+    activations=(2,),  # of values, which the result is linear in
+    dtype_arg=1,  # the cache's
+    tolerance=FP8_TOLERANCE,
+    baseline="fa3",
+)

@@ -1,0 +1,395 @@
+"""Two partial attentions of the same queries over different keys become one (arXiv 2501.01005, section 2.2)."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.shapes import drawn, optional, varied
+from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.overrides.kit.fp8 import FP8, fp8_inverse, quantized, to_fp8
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import FLOATS
+
+
+def reference(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    tokens_with_context: int | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """outputs: [T, Q, D]; lse: [T, Q], natural logarithms of the sums of exponentials. Returns the new values of
+    output (in its dtype) and of output_lse (None if it is).
+
+    A side that saw no key has lse -inf (or inf, as FlashAttention 2 says it) and does not count, whatever its output
+    holds; where neither saw one, the output is 0 and the lse -inf. Tokens from number tokens_with_context on take the
+    suffix as it is. output_scale, one value: the output is divided by it, and is float8 e4m3.
+    A float64 prefix_output gives a float64 output that is not rounded.
+    """
+    acc = torch.promote_types(prefix_output.dtype, torch.float32)
+    lses = torch.stack((prefix_lse, suffix_lse)).to(acc)
+    lses = torch.where(lses == math.inf, -math.inf, lses)
+    most = lses.amax(dim=0)
+    most = torch.where(most == -math.inf, 0.0, most)
+    parts = (lses - most).exp()
+    total = parts.sum(dim=0)
+    weights = (parts / torch.where(total == 0, 1.0, total)).unsqueeze(-1)
+    sides = torch.stack((prefix_output, suffix_output)).to(acc)
+    merged = torch.where(weights == 0, 0.0, sides * weights).sum(dim=0)
+    lse = total.log() + most
+    if tokens_with_context is not None:
+        alone = torch.arange(len(merged), device=merged.device)[:, None] >= tokens_with_context
+        merged = torch.where(alone.unsqueeze(-1), sides[1], merged)
+        lse = torch.where(alone, suffix_lse.to(acc), lse)
+    new_lse = None if output_lse is None else lse.to(output_lse.dtype)
+    if output_scale is not None:
+        return quantized(merged, output_scale.to(acc)), new_lse
+    return merged.to(output.dtype), new_lse
+
+
+@triton.jit(do_not_specialize=["p_lse1", "s_lse1", "out_lse1", "T", "with_context"])
+def _merge_state_kernel(
+    p_ptr, p_lse_ptr, s_ptr, s_lse_ptr, out_ptr, out_lse_ptr, scale_ptr, p_stride0, p_stride1, p_lse0, p_lse1,
+    s_stride0, s_stride1, s_lse0, s_lse1, out_stride0, out_stride1, out_lse0, out_lse1, T, Q, D, with_context,
+    HAS_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    if BESIDE:  # where heads come first these are the number of tokens
+        p_lse1, s_lse1, out_lse1 = 1, 1, 1
+    # A program has a tile of ROWS pairs of token and head: HEADS, which divides Q, of each of its tokens.
+    tiles = Q // HEADS
+    pair = tl.arange(0, ROWS)
+    token = (tl.program_id(0) // tiles * (ROWS // HEADS) + pair // HEADS).to(tl.int64)
+    head = (tl.program_id(0) % tiles * HEADS + pair % HEADS).to(tl.int64)
+    there = token < T
+    alone = token >= with_context
+    # Both sides are asked for together with their lse, and do not wait for them. So one that does not count is read,
+    # too, but whatever it holds, nothing comes from it, not even a NaN.
+    cols = tl.arange(0, BLOCK)
+    mask = there[:, None] & (cols < D)[None, :]
+    p_at = p_ptr + (token * p_stride0 + head * p_stride1)[:, None] + cols[None, :]
+    s_at = s_ptr + (token * s_stride0 + head * s_stride1)[:, None] + cols[None, :]
+    p = tl.load(p_at, mask=mask & (token < with_context)[:, None], other=0.0)
+    s = tl.load(s_at, mask=mask, other=0.0)
+    minus_inf = float("-inf")
+    p_lse = tl.load(p_lse_ptr + token * p_lse0 + head * p_lse1, mask=there, other=minus_inf).to(tl.float32)
+    given = tl.load(s_lse_ptr + token * s_lse0 + head * s_lse1, mask=there, other=minus_inf).to(tl.float32)
+    p_lse = tl.where(alone | (p_lse == float("inf")), minus_inf, p_lse)
+    s_lse = tl.where(given == float("inf"), minus_inf, given)
+    most = tl.maximum(p_lse, s_lse)
+    most = tl.where(most == minus_inf, 0.0, most)
+    p_part = tl.exp(p_lse - most)
+    s_part = tl.exp(s_lse - most)
+    both = p_part + s_part
+    if HAS_LSE:
+        lse = tl.where(both == 0.0, minus_inf, tl.log(tl.where(both == 0.0, 1.0, both)) + most)
+        lse = tl.where(alone, given, lse)
+        tl.store(out_lse_ptr + token * out_lse0 + head * out_lse1, lse, mask=there)
+    inverse = 1.0 / tl.where(both == 0.0, 1.0, both)
+    p_weight = (p_part * inverse)[:, None]
+    s_weight = tl.where(alone, 1.0, s_part * inverse)[:, None]
+    p_counts = tl.where(p_weight != 0.0, p.to(tl.float32), 0.0)
+    s_counts = tl.where(s_weight != 0.0, s.to(tl.float32), 0.0)
+    out = p_counts * p_weight + s_counts * s_weight
+    out_at = out_ptr + (token * out_stride0 + head * out_stride1)[:, None] + cols[None, :]
+    if HAS_SCALE:
+        out = out * fp8_inverse(tl.load(scale_ptr).to(tl.float32))
+        tl.store(out_at, to_fp8(out), mask=mask)
+    else:
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _check(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
+) -> None:
+    shape = prefix_output.shape
+    if prefix_output.dim() != 3:
+        raise ValueError(f"merge_state: prefix_output must be [T, Q, D], got shape {tuple(shape)}")
+    for name, t, wanted in (
+        ("suffix_output", suffix_output, shape), ("output", output, shape), ("prefix_lse", prefix_lse, shape[:2]),
+        ("suffix_lse", suffix_lse, shape[:2]), ("output_lse", output_lse, shape[:2]),
+    ):  # fmt: skip
+        if t is not None and t.shape != wanted:
+            raise ValueError(f"merge_state: {name} has shape {tuple(t.shape)}, not {tuple(wanted)}")
+    if (output.dtype == FP8) != (output_scale is not None):
+        raise ValueError(
+            f"merge_state: an output of {output.dtype} with output_scale {output_scale is not None}"
+        )
+
+
+def _supports_triton(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output: torch.Tensor,
+    *_: Any,
+) -> str | None:
+    for name, t in (("prefix_output", prefix_output), ("suffix_output", suffix_output), ("output", output)):
+        if t.dtype not in FLOATS and not (t is output and t.dtype == FP8):
+            return f"{name} has dtype {t.dtype}"
+        if t.stride(-1) != 1 and t.shape[-1] != 1:
+            return f"{name} has strides {t.stride()}: a head must be contiguous"
+    if prefix_output.shape[-1] > 1024:
+        return f"heads of {prefix_output.shape[-1]} are over 1024"
+    return None
+
+
+def _triton(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    tokens_with_context: int | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> None:
+    _check(prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse, output_scale)
+    if output.numel() == 0:
+        return
+    tokens, heads, size = output.shape
+    total, block = tokens * heads, next_power_of_2(size)
+    # A tile of 1024 values of each side; a decode step's few heads are spread over an H200's 132 processors first.
+    n_rows = max(1, min(1024 // block, next_power_of_2(cdiv(total, 512))))
+    # Where heads come first in the lse, 8 tokens side by side: whole sectors of 32 bytes.
+    beside = 8 if prefix_lse.stride(0) == 1 else 1
+    n_heads = min(max(n_rows // beside, 1), heads & -heads)  # a power of 2 that divides the heads
+    lse0, lse1 = output_lse.stride() if output_lse is not None else (0, 0)
+    grid = (cdiv(tokens, n_rows // n_heads) * (heads // n_heads),)
+    launch_kernel(
+        _merge_state_kernel, grid,
+        prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse, output_scale,
+        *prefix_output.stride()[:2], *prefix_lse.stride(), *suffix_output.stride()[:2], *suffix_lse.stride(),
+        *output.stride()[:2], lse0, lse1, tokens, heads, size,
+        tokens if tokens_with_context is None else tokens_with_context, HAS_LSE=output_lse is not None,
+        HAS_SCALE=output_scale is not None, BESIDE=prefix_lse.stride(1) == suffix_lse.stride(1) == 1 == (lse1 or 1),
+        ROWS=n_rows, HEADS=n_heads, BLOCK=block,
+        num_warps=max(n_rows * block // 1024, 1),
+    )  # fmt: skip
+
+
+def _reference(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    tokens_with_context: int | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> None:
+    args = (prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse)
+    _check(*args, output_scale)
+    out, lse = reference(*args, tokens_with_context, output_scale)
+    output.copy_(out)
+    if output_lse is not None and lse is not None:
+        output_lse.copy_(lse)
+
+
+merge_state = define(
+    "merge_state(Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse,"
+    " Tensor(a!) output, Tensor(b!)? output_lse=None, int? tokens_with_context=None,"
+    " Tensor? output_scale=None) -> ()",
+    fake=lambda *args: None,
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def vllm_merge_attn_states(
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> None:
+    """vllm.v1.attention.ops.merge_attn_states.merge_attn_states: outputs [T, Q, D], lse [Q, T].
+
+    Unlike the host's, outputs may have any strides, and a side that saw no key may hold NaN.
+    """
+    new_lse = None if output_lse is None else output_lse.t()
+    merge_state(
+        prefix_output, prefix_lse.t(), suffix_output, suffix_lse.t(), output, new_lse, prefill_tokens_with_context,
+        output_scale,
+    )  # fmt: skip
+
+
+def sglang_merge_state(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output: torch.Tensor | None = None,
+    output_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """sglang.srt.layers.attention.merge_state.merge_state: outputs [T, Q, D], lse [T, Q]; returns (output, lse).
+
+    Where neither side saw a key, the output is 0 and the lse -inf; the host's are NaN.
+    """
+    output = torch.empty_like(prefix_output) if output is None else output
+    output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
+    merge_state(prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse)
+    return output, output_lse
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    tokens, heads, size = d["tokens"], d["heads"], d["head_size"]
+    dtype = getattr(torch, case.dtype)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    def values() -> torch.Tensor:
+        return randn(tokens, heads, size + d.get("pad", 0)).to(dtype)[..., :size]
+
+    def lse() -> torch.Tensor:
+        return 3 * (randn(heads, tokens).t() if d.get("heads_first") else randn(tokens, heads)) + 5
+
+    args: list[Any] = [values(), lse(), values(), lse(), values(), None if d.get("no_lse") else lse()]
+    if d.get("empty"):
+        _no_key(args)
+    if not d.get("fp8"):
+        return [*args, d.get("context"), None]
+    args[4] = args[4].to(FP8)
+    scale = torch.rand(1, generator=generator, device=device) * 0.02 + 0.005
+    return [*args, d.get("context"), scale]
+
+
+def _no_key(args: list[Any]) -> None:
+    """Some tokens saw no key on the one side, on the other, or on both; what those sides hold is garbage."""
+    for side, tokens in (
+        (0, slice(0, None, 3)),
+        (2, slice(1, None, 3)),
+        (0, slice(2, None, 6)),
+        (2, slice(2, None, 6)),
+    ):
+        args[side][tokens] = 3e4
+        args[side + 1][tokens] = -math.inf
+    args[1][::6] = math.inf
+
+
+def _far_apart(args: list[Any]) -> None:
+    """One side outweighs the other by more than float32 holds."""
+    args[1][::2] = 1e4
+    args[3][1::2] = 1e4
+
+
+def _dims_of(
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    tokens_with_context: int | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    dims: dict[str, Any] = dict(zip(("tokens", "heads", "head_size"), prefix_output.shape, strict=True))
+    flags = optional(no_lse=output_lse is None, fp8=output_scale is not None)
+    return {**dims, **flags, **({} if tokens_with_context is None else {"context": tokens_with_context})}
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "heads"), ("head_size",))
+        return {**new, **({"context": rng.randint(0, new["tokens"])} if "context" in case.dims else {})}
+
+    return varied(case, draw, _bytes, _flops)
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    rows = d["tokens"] * d["heads"]
+    merged = min(d.get("context", d["tokens"]), d["tokens"]) * d["heads"]
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    lse = 4 * (merged + rows + (0 if d.get("no_lse") else rows))
+    return d["head_size"] * ((merged + rows) * size + rows * (1 if d.get("fp8") else size)) + lse
+
+
+def _flops(case: Case) -> int:
+    return 3 * case.dims["tokens"] * case.dims["heads"] * case.dims["head_size"]
+
+
+def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
+    return Case(name, dims, dtype, weight, (tag,))
+
+
+_NOTE = "the hosts' attention backends bind the function when they are imported: for forks and for our engine"
+
+SPEC = OpSpec(
+    name="merge_state",
+    level=1,
+    reference=reference,
+    op=merge_state,
+    cases=(
+        _case("cascade_32", "model", weight=32, tokens=32, heads=32, head_size=128, heads_first=True),
+        _case("prefill_4k", "model", tokens=4096, heads=32, head_size=128, heads_first=True),
+        _case("deepseek_4k", "model", tokens=4096, heads=128, head_size=128, heads_first=True, context=2048),
+        _case("sglang_512", "model", tokens=512, heads=16, head_size=512),
+        _case("odd_63", "odd", tokens=63, heads=5, head_size=80),
+        _case("one", "odd", "float32", tokens=1, heads=1, head_size=1),
+        _case(
+            "heads_first", "odd", "float16", tokens=7, heads=3, head_size=128, heads_first=True, no_lse=True
+        ),
+        _case("context", "odd", tokens=9, heads=4, head_size=64, heads_first=True, context=5),
+        _case("no_context", "odd", "float32", tokens=3, heads=2, head_size=33, context=0),
+        _case("empty", "odd", "float32", tokens=13, heads=3, head_size=64, empty=True),
+        _case("fp8", "odd", tokens=6, heads=4, head_size=96, fp8=True, context=4),
+        _case("strided", "odd", "float16", tokens=5, heads=2, head_size=48, pad=3, empty=True),
+        _case("no_token", "odd", tokens=0, heads=4, head_size=64),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=_flops,
+    tolerance={
+        "float32": Tolerance(1e-5, 1e-5),
+        "float16": Tolerance(2e-3, 2e-3),
+        "bfloat16": Tolerance(1.6e-2, 1.6e-2),
+        "float8_e4m3fn": Tolerance(0.98e-3, 0.0626),  # half a step
+    },
+    dims_of=_dims_of,
+    vary=_vary,
+    activations=(0, 2),
+    extremes={"no_key": _no_key, "far_apart": _far_apart},
+    targets=(
+        Target(
+            "vllm",
+            "vllm.v1.attention.ops.merge_attn_states:merge_attn_states",
+            "vllm_merge_attn_states",
+            "function",
+            note=_NOTE,
+        ),
+        Target(
+            "sglang",
+            "sglang.srt.layers.attention.merge_state:merge_state",
+            "sglang_merge_state",
+            "function",
+            note=_NOTE,
+        ),
+    ),
+)

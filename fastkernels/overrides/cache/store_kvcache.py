@@ -1,0 +1,328 @@
+"""Write a step's keys and values into the paged KV cache, in place."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
+from fastkernels.core.spec import Case, OpSpec, Tolerance
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+
+
+def reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """key, value: [T, Hkv, D]; caches: [blocks, block_size, Hkv, D]; slot_mapping: [T] int64 or int32.
+
+    Token t goes to block slot // block_size, offset slot % block_size; a negative slot (padding) goes nowhere.
+    Stored are key / k_scale and value / v_scale; in float8_e4m3fn what lies beyond +-448 is stored as that.
+    Returns new (key_cache, value_cache).
+    """
+    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    _reference(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return key_cache, value_cache
+
+
+@triton.jit
+def _round_e4m3(x):
+    # To the nearest e4m3 value, ties to even, in float32: the cast is exact then, on a GPU and in the interpreter,
+    # whose own rounding loses the carry into the exponent.
+    x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14: float32 has steps of 2^-9 there, as e4m3 has below 2^-6
+    return tl.where(tl.abs(x) < 0.015625, small, normal)
+
+
+@triton.jit
+def _store_kvcache_kernel(
+    k_ptr, v_ptr, kc_ptr, vc_ptr, slot_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    kc_stride_b, kc_stride_s, kc_stride_h, vc_stride_b, vc_stride_s, vc_stride_h, block_size, n_heads, D,
+    k_scale, v_scale, FP8: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // block_size, slot % block_size
+        heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+        dims = tl.arange(0, BLOCK_D)[None, :]
+        mask = (heads < n_heads) & (dims < D)
+        k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + dims, mask=mask, other=0.0)
+        v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + dims, mask=mask, other=0.0)
+        if FP8:
+            k, v = _round_e4m3(k.to(tl.float32) / k_scale), _round_e4m3(v.to(tl.float32) / v_scale)
+        kc_at = kc_ptr + block * kc_stride_b + offset * kc_stride_s + heads * kc_stride_h + dims
+        vc_at = vc_ptr + block * vc_stride_b + offset * vc_stride_s + heads * vc_stride_h + dims
+        tl.store(kc_at, k.to(kc_ptr.dtype.element_ty), mask=mask)
+        tl.store(vc_at, v.to(vc_ptr.dtype.element_ty), mask=mask)
+
+
+def _check(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    if key.dim() != 3 or key.shape != value.shape:
+        raise ValueError(
+            f"store_kvcache: key and value must be [T, Hkv, D] alike, got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape or key_cache.shape[2:] != key.shape[1:]:
+        raise ValueError(
+            f"store_kvcache: caches {tuple(key_cache.shape)} and {tuple(value_cache.shape)} are not"
+            f" [blocks, block_size, {key.shape[1]}, {key.shape[2]}]"
+        )
+    if slot_mapping.shape != (key.shape[0],):
+        raise ValueError(
+            f"store_kvcache: slot_mapping has shape {tuple(slot_mapping.shape)}, expected ({key.shape[0]},)"
+        )
+
+
+def fp8_refusal(device: torch.device) -> str | None:
+    """Why Triton cannot convert from and to float8_e4m3fn there; None if it can."""
+    if device.type == "cuda" and _capability(device.index or 0) < (8, 9):
+        return "Triton converts to float8_e4m3fn from compute capability 8.9 on"
+    return None
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _supports_triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> str | None:
+    named = (("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache))
+    for name, t in (*named, ("slot_mapping", slot_mapping)):
+        if t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    if key_cache.dtype == torch.float8_e4m3fn:
+        return fp8_refusal(key.device)
+    if (k_scale, v_scale) != (1.0, 1.0):
+        return f"k_scale {k_scale} and v_scale {v_scale} are for fp8 caches, these are {key_cache.dtype}"
+    return None
+
+
+def _triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    _check(key, value, key_cache, value_cache, slot_mapping)
+    tokens, heads, d = key.shape
+    if key.numel() == 0:
+        return
+    block_d = next_power_of_2(d)
+    block_h = min(next_power_of_2(heads), max(1, 2048 // block_d))
+    grid = (tokens, cdiv(heads, block_h))
+    launch_kernel(
+        _store_kvcache_kernel, grid,
+        key, value, key_cache, value_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3], key_cache.shape[1], heads, d, k_scale, v_scale,
+        FP8=key_cache.dtype == torch.float8_e4m3fn, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+
+
+def _reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    _check(key, value, key_cache, value_cache, slot_mapping)
+    used = slot_mapping >= 0
+    slots = slot_mapping[used].long()
+    block_size = key_cache.shape[1]
+    at = (slots // block_size, slots % block_size)
+    for new, target, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        new = new[used]
+        new = new if scale == 1.0 else new.to(torch.promote_types(new.dtype, torch.float32)) / scale
+        if target.dtype == torch.float8_e4m3fn:
+            new = new.clamp(-448.0, 448.0).to(target.dtype).view(torch.uint8)
+            target = target.view(torch.uint8)
+        target[at] = new.to(target.dtype)
+
+
+store_kvcache = define(
+    "store_kvcache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping,"
+    " float k_scale=1.0, float v_scale=1.0) -> ()",
+    fake=lambda *args, **kwargs: None,
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d, dtype = case.dims, getattr(torch, case.dtype)
+    cache_dtype, dtype = dtype, torch.float16 if dtype == torch.float8_e4m3fn else dtype
+    tokens, heads, size, block_size = d["tokens"], d["kv_heads"], d["head_size"], d["block_size"]
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    kv = randn(tokens, 2 * heads * size)  # key and value are slices of one packed tensor, as in the models
+    key, value = (t.view(tokens, heads, size) for t in kv.split(heads * size, dim=-1))
+    blocks = d.get("blocks", -(-tokens // block_size) + 3)
+    slots = torch.randperm(blocks * block_size, generator=generator, device=device)[:tokens]
+    slots = slots.to(getattr(torch, d.get("slots", "int64")))
+    if d.get("padded"):
+        slots[:: d["padded"]] = -1
+    caches = [randn(blocks, block_size, heads, size).to(cache_dtype) for _ in range(2)]
+    return [key, value, *caches, slots, *d.get("scales", ())]
+
+
+def _dims(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> dict[str, Any]:
+    blocks, block_size, heads, size = key_cache.shape
+    stored = int((slot_mapping >= 0).sum())
+    missing = key.shape[0] - stored
+    return {
+        "tokens": key.shape[0], "kv_heads": heads, "head_size": size, "block_size": block_size, "blocks": blocks,
+        "stored": stored,
+        **optional(
+            padded=-(-key.shape[0] // missing) if missing else None,
+            slots=unless(dtype_name(slot_mapping.dtype), "int64"), scales=unless((k_scale, v_scale), (1.0, 1.0)),
+        ),
+    }  # fmt: skip
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    size = getattr(torch, case.dtype).itemsize
+    read = max(size, 2)  # keys and values are not fp8 where the cache is
+    stored = d.get("stored", d["tokens"] - (-(-d["tokens"] // d["padded"]) if d.get("padded") else 0))
+    return stored * 2 * d["kv_heads"] * d["head_size"] * (size + read) + 8 * d["tokens"]
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "kv_heads"), ("head_size",))
+        return {**new, "block_size": rng.choice((1, 5, 16, 32, 64)), "blocks": None, "stored": None}
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
+def _large(args: list[Any], factor: float = 64.0) -> None:
+    """Not beyond what an fp8 cache holds: the reference in float64 would not know where that ends."""
+    fp8 = args[2].dtype == torch.float8_e4m3fn
+    for t in args[:2]:
+        t.mul_(min(factor, 32.0) if fp8 else factor)
+
+
+def _outlier(args: list[Any]) -> None:
+    for t in args[:2]:
+        t[-1, -1, -1] = 200.0 if args[2].dtype == torch.float8_e4m3fn else 1000.0
+
+
+def _all_padding(args: list[Any]) -> None:
+    args[4].fill_(-1)
+
+
+def _one_token(args: list[Any]) -> None:
+    args[4][1:] = -1
+
+
+_LLAMA = {"kv_heads": 8, "head_size": 128, "block_size": 16}
+_EXACT = Tolerance(0.0, 0.0)
+SPEC = OpSpec(
+    name="store_kvcache",
+    level=1,
+    reference=reference,
+    op=store_kvcache,
+    cases=(
+        Case("decode_1", {"tokens": 1, **_LLAMA}, weight=32, tags=("model",)),
+        Case("decode_32", {"tokens": 32, **_LLAMA}, weight=32, tags=("model",)),
+        Case("prefill_8k", {"tokens": 8192, **_LLAMA}, weight=1, tags=("model",)),
+        Case(
+            "one",
+            {"tokens": 1, "kv_heads": 1, "head_size": 1, "block_size": 1},
+            dtype="float32",
+            tags=("odd",),
+        ),
+        Case("odd_63", {"tokens": 63, "kv_heads": 3, "head_size": 64, "block_size": 16}, tags=("odd",)),
+        Case(
+            "int32_slots",
+            {"tokens": 5, "kv_heads": 9, "head_size": 80, "block_size": 32, "slots": "int32", "blocks": 7},
+            dtype="float16",
+            tags=("odd",),
+        ),
+        Case(
+            "half_padding",
+            {"tokens": 33, "kv_heads": 1, "head_size": 8, "block_size": 4, "padded": 2},
+            tags=("odd",),
+        ),
+        Case(
+            "padded",
+            {"tokens": 17, "kv_heads": 5, "head_size": 96, "block_size": 7, "padded": 3},
+            tags=("odd",),
+        ),
+        Case(
+            "fp8",
+            {
+                "tokens": 17,
+                "kv_heads": 5,
+                "head_size": 96,
+                "block_size": 7,
+                "padded": 3,
+                "scales": (0.5, 0.75),
+            },
+            dtype="float8_e4m3fn",
+            tags=("odd",),
+        ),
+    ),
+    inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    extremes={"all_padding": _all_padding, "one_token": _one_token, "large": _large, "outlier": _outlier},
+    activations=(0, 1),
+    dtype_arg=2,  # the cache's
+    bytes_moved=_bytes,
+    flops=lambda case: 0,
+    # e4m3 has three bits of fraction, and steps of 2^-9 near zero.
+    tolerance={
+        "float32": _EXACT,
+        "float16": _EXACT,
+        "bfloat16": _EXACT,
+        "float8_e4m3fn": Tolerance(2**-10, 2**-4),
+    },
+    batch_invariant=True,  # a copy
+)

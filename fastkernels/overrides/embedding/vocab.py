@@ -1,0 +1,210 @@
+"""What the classes of embedding.py share: vocabularies padded and sharded over ranks, loaders, method objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.core import parallel
+from fastkernels.overrides.linear.linear import linear, register_weight, unsupported_weight
+
+
+def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
+    """The next multiple of pad_to."""
+    return -(-vocab_size // pad_to) * pad_to
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's rows: the ids org_start .. org_end - 1, num_org_padding unused rows, added_start .. added_end - 1.
+
+    Original and added (LoRA) ids are padded and sharded apart; the weight holds the two parts one after the other.
+    """
+
+    org_start: int
+    org_end: int
+    num_org_padding: int
+    added_start: int
+    added_end: int
+
+    @classmethod
+    def of(
+        cls, padded: int, org_padded: int, num_embeddings: int, org_vocab_size: int, rank: int, size: int
+    ) -> Shard:
+        """padded: rows of all ranks together; org_padded: those of the original vocabulary."""
+        org_rows = parallel.divide(org_padded, size, "the padded vocabulary of")
+        added_rows = parallel.divide(padded - org_padded, size, "the padded added vocabulary of")
+        org_start = min(rank * org_rows, org_vocab_size)
+        org_end = min((rank + 1) * org_rows, org_vocab_size)
+        added_start = min(org_vocab_size + rank * added_rows, num_embeddings)
+        added_end = min(org_vocab_size + (rank + 1) * added_rows, num_embeddings)
+        return cls(org_start, org_end, org_rows - (org_end - org_start), added_start, added_end)
+
+
+class VocabParallel(nn.Module):
+    """What the hosts' embeddings share: this rank's rows of a padded vocabulary, their loader and their lookup."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    shard_indices: Shard
+    tp_size: int
+    reduce_results: bool
+    use_presharded_weights: bool
+
+    def _build(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        params_dtype: torch.dtype | None,
+        org_num_embeddings: int | None,
+        padding_size: int,
+        quant_config: Any,
+        prefix: str,
+        tp_rank: int,
+        tp_size: int,
+        quant_method: Any,
+        bias: bool | None = None,
+        use_presharded_weights: bool = False,
+        reduce_results: bool = True,
+    ) -> None:
+        """Raises ValueError for a vocabulary that cannot be sharded so, and for quantized weights."""
+        nn.Module.__init__(self)
+        if quant_config is not None:
+            raise ValueError(
+                f"{prefix or 'embedding'}: quantized weights ({quant_config!r}) are not supported"
+            )
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.reduce_results, self.use_presharded_weights = reduce_results, use_presharded_weights
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_size, self.prefix = padding_size, prefix
+        self.org_vocab_size = org_num_embeddings or num_embeddings
+        self.num_added_embeddings = num_embeddings - self.org_vocab_size
+        self.org_vocab_size_padded = pad_vocab_size(self.org_vocab_size, padding_size)
+        padded = pad_vocab_size(self.org_vocab_size_padded + self.num_added_embeddings, padding_size)
+        self.num_embeddings_padded = padded
+        self.num_embeddings_per_partition = parallel.divide(padded, tp_size, "the padded vocabulary of")
+        self.shard_indices = Shard.of(
+            padded, self.org_vocab_size_padded, num_embeddings, self.org_vocab_size, tp_rank, tp_size
+        )
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.quant_method = quant_method
+        self.quant_method.create_weights(
+            self, embedding_dim, [self.num_embeddings_per_partition], embedding_dim, padded,
+            params_dtype=self.params_dtype, weight_loader=self.weight_loader,
+        )  # fmt: skip
+        if bias is not None:
+            data = torch.zeros(self.num_embeddings_per_partition, dtype=self.params_dtype)
+            self.register_parameter("bias", nn.Parameter(data, requires_grad=False) if bias else None)
+            if self.bias is not None:
+                self.bias.output_dim, self.bias.weight_loader = 0, self.weight_loader  # type: ignore[attr-defined]
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Copy this rank's rows of loaded_weight [org_vocab_size, ...] and clear the padding.
+
+        With pre-sharded weights, loaded_weight is this rank's part already. Raises ValueError for another shape.
+        """
+        shard = self.shard_indices
+        expected = self.org_vocab_size // (self.tp_size if self.use_presharded_weights else 1)
+        if loaded_weight.shape != (expected, *param.shape[1:]):
+            raise ValueError(
+                f"{self.prefix or type(self).__name__}: weight of shape {tuple(loaded_weight.shape)} does not fit,"
+                f" expected {(expected, *param.shape[1:])}"
+            )
+        rows = (
+            loaded_weight if self.use_presharded_weights else loaded_weight[shard.org_start : shard.org_end]
+        )
+        param.data[: rows.shape[0]].copy_(rows)
+        param.data[rows.shape[0] :].zero_()
+
+    def _lookup(self, input_: torch.Tensor) -> torch.Tensor:
+        if self.tp_size == 1:
+            return self.quant_method.embedding(self, input_)
+        s = self.shard_indices
+        out = torch.ops.fastkernels.embedding(
+            input_, self.weight, s.org_start, s.org_end, s.num_org_padding, s.added_start, s.added_end
+        )
+        return parallel.all_reduce(out) if self.reduce_results else out
+
+
+class Head(VocabParallel):
+    """A language-model head: its weight [rows, D] and bias [rows] are read by the LogitsProcessor."""
+
+    def tie_weights(self, embed_tokens: nn.Module) -> nn.Module:
+        """Use the embedding's weight; returns this head."""
+        return self.quant_method.tie_weights(self, embed_tokens)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a language-model head is not called: pass it to the LogitsProcessor")
+
+
+def sglang_partition(
+    org_vocab_size: int, padding_size: int, enable_tp: bool, use_attn_tp_group: bool
+) -> tuple[int, int, int]:
+    """(rank, size, padding): SGLang pads more where the padded vocabulary cannot be divided by the ranks.
+
+    Attention's group is the whole one here: standalone there is no data parallelism.
+    """
+    if not enable_tp and use_attn_tp_group:
+        raise ValueError("use_attn_tp_group=True needs enable_tp=True")
+    rank, size = (parallel.get_tp_rank(), parallel.get_tp_size()) if enable_tp else (0, 1)
+    divides = pad_vocab_size(org_vocab_size, padding_size) % size == 0
+    return rank, size, padding_size if divides else padding_size * size
+
+
+class VllmUnquantizedEmbeddingMethod:
+    """vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod: weight [rows, D].
+
+    Live, only `embedding` is ours: a language-model head keeps the host's `apply`.
+    """
+
+    live_methods = ("embedding",)
+    replaces = "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod"
+    head = "ParallelLMHead"
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> str | None:
+        """None if our lookup serves this module (ours or the host's), else the reason."""
+        if cls.head in (base.__name__ for base in type(module).__mro__):
+            return "a language-model head looks nothing up"
+        # With shards on CUDA both hosts run a fused kernel of theirs, and the method's lookup is never called.
+        fused = getattr(module, "use_fused_embedding", False) or hasattr(module, "_use_triton_embedding")
+        if fused and getattr(module, "tp_size", 1) > 1 and module.weight.is_cuda:
+            return "the host looks its shards up with its own fused kernel"
+        return unsupported_weight(module, cls.replaces)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        rows = sum(output_partition_sizes)
+        register_weight(layer, rows, input_size_per_partition, params_dtype, extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: the weight is used as it was loaded."""
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return linear(x, layer.weight, bias)
+
+    def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
+        return torch.ops.fastkernels.embedding(input_, layer.weight)
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        layer.weight = embed_tokens.weight
+        return layer
+
+
+class SGLangUnquantizedEmbeddingMethod(VllmUnquantizedEmbeddingMethod):
+    """sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod; see VllmUnquantizedEmbeddingMethod."""
+
+    replaces = "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod"

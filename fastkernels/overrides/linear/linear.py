@@ -1,0 +1,334 @@
+"""Linear layer without quantization, y = x W^T + b."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.shapes import drawn, optional, varied
+from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.overrides.kit.launch import cdiv
+from fastkernels.overrides.linear import skinny_linear_cuda as _skinny_linear_cuda
+from fastkernels.overrides.linear import skinny_linear_triton as _skinny_linear_triton
+from fastkernels.overrides.linear import wgmma_linear_cuda as _wgmma_linear_cuda
+from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
+from fastkernels.overrides.linear.skinny_linear_triton import linear_skinny, supports_skinny
+from fastkernels.overrides.linear.wgmma_linear_cuda import linear_wgmma, supports_wgmma
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N] in x's dtype."""
+    acc = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(acc) @ weight.to(acc).t()
+    if bias is not None:
+        y = y + bias.to(acc)
+    return y.to(x.dtype)
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr, w_ptr, b_ptr, out_ptr, M, N, x_stride, w_stride,
+    K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # K is a constant: a model has a handful of them, and the last block needs no mask where BLOCK_K divides K.
+    # Programs that share a column of weight blocks are neighbours, so the weight is read from L2 by all but one.
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K)
+        x = tl.load(
+            x_ptr + rows[:, None] * x_stride + ks[None, :],
+            mask=(rows[:, None] < M) & (ks[None, :] < K),
+            other=0.0,
+        )
+        w = tl.load(
+            w_ptr + cols[None, :] * w_stride + ks[:, None],
+            mask=(cols[None, :] < N) & (ks[:, None] < K),
+            other=0.0,
+        )
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    mask = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(out_ptr + rows[:, None] * N + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def supports_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {x.dtype} is not float32, float16 or bfloat16"
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        return "Triton's interpreter takes the bits of bfloat16 for integers in tl.dot"
+    if weight.dtype != x.dtype:
+        return f"weight is {weight.dtype}, x is {x.dtype}"
+    if weight.stride(-1) != 1:
+        return f"weight has strides {tuple(weight.stride())}: the last dimension must be contiguous"
+    if bias is not None and not bias.is_contiguous():
+        return f"bias has strides {tuple(bias.stride())}, not contiguous"
+    return None
+
+
+def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    n, k = weight.shape
+    rows = x.reshape(-1, k)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    m = rows.shape[0]
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    if m == 0:
+        return out
+    # float32 blocks take twice the shared memory: 64 x 64 x 32 x 2 x 4 B x 3 stages fits any GPU from sm_80 on.
+    block_m = 16 if m <= 16 else 64 if m <= 64 or x.dtype == torch.float32 else 128
+    block_n = 64 if m <= 64 or x.dtype == torch.float32 else 128
+    block_k = 32 if x.dtype == torch.float32 else 64
+    grid = (cdiv(m, block_m), cdiv(n, block_n))
+    _linear_kernel[grid](
+        rows, weight, bias, out, m, n, rows.stride(0), weight.stride(0), K=k, HAS_BIAS=bias is not None,
+        PRECISION="ieee", BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=8 if block_m == 128 else 4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def _torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    # cuBLAS on CUDA, oneDNN on the CPU. Both multiply bf16 with float32 accumulators and round once.
+    return F.linear(x, weight, bias)
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+
+
+def _key(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[tuple[int, int, torch.dtype], tuple[int]]:
+    n, k = weight.shape
+    return (n, k, x.dtype), (x.numel() // k if k else 0,)
+
+
+def _fits(fits: Callable[[dict[str, Any], int, int], bool]) -> Callable[..., bool]:
+    def of_call(
+        params: dict[str, Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> bool:
+        (_, k, _), (m,) = _key(x, weight)
+        return fits(params, m, k)
+
+    return of_call
+
+
+def _shape_of(module: nn.Module) -> tuple[int, int, torch.dtype] | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return None
+    return weight.shape[0], weight.shape[1], weight.dtype
+
+
+linear = define(
+    "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    fake=_fake,
+    providers=(
+        Provider("cublas", _torch, devices=("cuda",)),
+        Provider("onednn", _torch, devices=("cpu",)),
+        Provider("triton", linear_triton, devices=("cuda",), supports=supports_triton),
+        Provider(
+            "triton-skinny", linear_skinny, devices=("cuda",), supports=supports_skinny,
+            params=_skinny_linear_triton.PARAMS, fits=_fits(_skinny_linear_triton.fits),
+        ),
+        Provider(
+            "cuda-skinny", linear_cuda, devices=("cuda",), supports=supports_cuda,
+            params=_skinny_linear_cuda.PARAMS, fits=_fits(_skinny_linear_cuda.fits),
+        ),
+        Provider(
+            "cuda-wgmma", linear_wgmma, devices=("cuda",), supports=supports_wgmma,
+            params=_wgmma_linear_cuda.PARAMS, fits=_fits(_wgmma_linear_cuda.fits),
+        ),
+        Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+    key=Key(
+        shape=("N", "K", "dtype"),
+        sizes=("M",),
+        of=_key,
+        dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
+        module=_shape_of,
+    ),
+)  # fmt: skip
+
+
+def unsupported_weight(module: nn.Module, method: str) -> str | None:
+    """None if the module's method object is exactly the unquantized `method` and its weight is there to be read."""
+    found = type(getattr(module, "quant_method", None))
+    name = f"{found.__module__}.{found.__qualname__}"
+    if name != method and not found.__module__.startswith("fastkernels."):
+        return f"quant_method is {name}, not {method}"
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return "it has no weight tensor"
+    if weight.dim() != 2 or weight.numel() == 0:
+        return f"weight has shape {tuple(weight.shape)}: the host packed or freed it after loading"
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        return f"weight is {weight.dtype}"
+    return None
+
+
+def register_weight(
+    layer: nn.Module, rows: int, columns: int, dtype: torch.dtype, attrs: dict[str, Any]
+) -> None:
+    """Register layer.weight [rows, columns] (uninitialized) with the attributes that weight loaders read."""
+    weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
+    for name, value in {"input_dim": 1, "output_dim": 0, **attrs}.items():
+        setattr(weight, name, value)
+    layer.register_parameter("weight", weight)
+
+
+class VllmUnquantizedLinearMethod_0_26:
+    """vllm.model_executor.layers.linear.UnquantizedLinearMethod of 0.26: weight [N, K], applied by the op `linear`."""
+
+    live_methods = ("apply",)
+    replaces = "vllm.model_executor.layers.linear.UnquantizedLinearMethod"
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> str | None:
+        """None if our apply serves this module (ours or the host's), else the reason."""
+        return unsupported_weight(module, cls.replaces) or _packed(module)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        register_weight(
+            layer, sum(output_partition_sizes), input_size_per_partition, params_dtype, extra_weight_attrs
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: the weight is used as it was loaded."""
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return linear(x, layer.weight, bias)
+
+
+class VllmUnquantizedLinearMethod(VllmUnquantizedLinearMethod_0_26):
+    """vllm.model_executor.layers.linear.UnquantizedLinearMethod; see VllmUnquantizedLinearMethod_0_26."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class SGLangUnquantizedLinearMethod(VllmUnquantizedLinearMethod_0_26):
+    """sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod: weight [N, K], applied by the op `linear`."""
+
+    replaces = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
+
+
+def _packed(module: nn.Module) -> str | None:
+    # SGLang on a CPU with AMX reorders the weight in place and keeps its shape.
+    if getattr(module, "use_intel_amx_backend", False):
+        return "the host packed its weight for AMX"
+    return None
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    dtype = getattr(torch, case.dtype)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    # Weights of variance 1 / K: outputs of about 1, as in a model.
+    weight = (randn(d["out"], d["in"]) / math.sqrt(d["in"])).to(dtype)
+    return [
+        randn(*d["tokens"], d["in"]).to(dtype),
+        weight,
+        randn(d["out"]).to(dtype) if d.get("bias") else None,
+    ]
+
+
+def _dims(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> dict[str, Any]:
+    sizes = {"tokens": tuple(x.shape[:-1]), "in": weight.shape[1], "out": weight.shape[0]}
+    return {**sizes, **optional(bias=bias is not None)}
+
+
+def _bytes(case: Case) -> int:
+    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
+    m = math.prod(d["tokens"])
+    return size * (m * d["in"] + d["in"] * d["out"] + m * d["out"] + (d["out"] if d.get("bias") else 0))
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, *bias = args
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return partial(cls().apply, layer, x, *bias)
+
+
+def _model(name: str, m: int, k: int, n: int, weight: float) -> Case:
+    return Case(name, {"tokens": (m,), "in": k, "out": n}, weight=weight, tags=("model",))
+
+
+_VLLM = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
+_NOTE = "by default only where a tuned table says that it is faster; elsewhere on CUDA it is the host's own cuBLAS call"
+
+SPEC = OpSpec(
+    name="linear",
+    level=1,
+    reference=reference,
+    op=linear,
+    cases=(
+        _model("qkv_32", 32, 4096, 6144, 32),
+        _model("o_32", 32, 4096, 4096, 32),
+        _model("gate_up_32", 32, 4096, 28672, 32),
+        _model("down_32", 32, 14336, 4096, 32),
+        _model("gate_up_8k", 8192, 4096, 28672, 1),
+        _model("gate_up_1", 1, 4096, 28672, 32),
+        Case("one", {"tokens": (1,), "in": 1, "out": 1, "bias": True}, dtype="float32", tags=("odd",)),
+        Case("odd_63", {"tokens": (63,), "in": 100, "out": 130, "bias": True}, tags=("odd",)),
+        Case("odd_3d", {"tokens": (3, 5), "in": 63, "out": 17}, dtype="float16", tags=("odd",)),
+        Case("odd_1128", {"tokens": (70,), "in": 72, "out": 1128 // 8}, dtype="float32", tags=("odd",)),
+        Case("narrow", {"tokens": (1,), "in": 1000, "out": 3, "bias": True}, dtype="float16", tags=("odd",)),
+        Case("smollm2", {"tokens": (7,), "in": 576, "out": 192}, tags=("odd",)),
+        Case("empty", {"tokens": (0,), "in": 64, "out": 33}, tags=("odd",)),
+    ),
+    inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    build=_build,
+    bytes_moved=_bytes,
+    flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
+    tolerance={
+        # float32 sums of up to 14336 products in another order.
+        "float32": Tolerance(2e-5, 2e-5),
+        "float16": Tolerance(2e-3, 2e-3),
+        "bfloat16": Tolerance(1.6e-2, 1.6e-2),
+    },
+    targets=(
+        Target("vllm", _VLLM, "VllmUnquantizedLinearMethod_0_26", "quant_method", "<0.32", False, _NOTE),
+        Target("vllm", _VLLM, "VllmUnquantizedLinearMethod", "quant_method", ">=0.32", False, _NOTE),
+        Target(
+            "sglang", "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
+            "SGLangUnquantizedLinearMethod", "quant_method", "", False, _NOTE,
+        ),
+    ),
+    baseline="cublas",
+)  # fmt: skip

@@ -1,0 +1,196 @@
+"""What production runs for an FP8 linear layer, under the op's convention: CUTLASS out of vLLM and out of SGLang's
+sgl_kernel, DeepGEMM, cuBLAS."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fastkernels.core.dispatch import installed
+from fastkernels.overrides.linear.linear_fp8_scales import (
+    BLOCK,
+    ROW,
+    TENSOR,
+    check,
+    column,
+    granularity,
+    matrix,
+    shaped,
+)
+from fastkernels.overrides.linear.linear_fp8_triton import unsupported
+
+T = torch.Tensor
+DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
+
+
+def _unusual(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None, out_dtype: torch.dtype | None
+) -> str | None:
+    """Why none of the libraries takes this call."""
+    if (reason := unsupported(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
+        return reason
+    n, k = weight.shape
+    if n == 0 or x.numel() == 0:
+        return "it is empty"
+    if n % 16 or k % 16:
+        return f"N = {n} and K = {k} must be multiples of 16"
+    if not x.is_contiguous() or weight.stride(0) % 16:
+        return f"x has strides {tuple(x.stride())}, weight {tuple(weight.stride())}"
+    if bias is not None and bias.dtype != (out_dtype or torch.bfloat16):
+        return f"bias is {bias.dtype}, the result {out_dtype or torch.bfloat16}"
+    return None
+
+
+def supports_cutlass(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> str | None:
+    """None if vLLM's CUTLASS kernels take this call, else the reason why not."""
+    if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
+        return reason
+    if granularity(x, weight, x_scale, weight_scale) != BLOCK:
+        return None
+    if bias is not None:
+        return "its kernel for scales of blocks adds no bias"
+    if x.shape[-1] % BLOCK or weight.shape[0] % BLOCK:
+        return (
+            f"N = {weight.shape[0]} and K = {x.shape[-1]} must be multiples of {BLOCK} for scales of blocks"
+        )
+    return None
+
+
+def linear_fp8_cutlass(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> T:
+    kind = check(x, weight, x_scale, weight_scale, bias)
+    rows = matrix(x)
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device)
+    if kind == BLOCK:
+        x_scale, weight_scale = column_major(x_scale.reshape(rows.shape[0], -1)), weight_scale.t()
+    else:
+        x_scale, weight_scale = column(x_scale), column(weight_scale)
+    _cutlass_scaled_mm()(out, rows, weight.t(), x_scale, weight_scale, bias)
+    return shaped(out, x)
+
+
+@lru_cache
+def _cutlass_scaled_mm() -> Any:
+    importlib.import_module("vllm._custom_ops")  # loads the extension
+    return torch.ops._C.cutlass_scaled_mm.default
+
+
+def column_major(scales: T) -> T:
+    """[M, K / 128] with the tokens side by side and nothing between two columns: quantize_fp8's column_major_scales."""
+    return scales if scales.t().is_contiguous() else scales.t().contiguous().t()
+
+
+def supports_sgl(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> str | None:
+    """None if sgl_kernel's CUTLASS kernel takes this call, else the reason why not."""
+    if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
+        return reason
+    if x_scale.numel() != x.numel() // x.shape[-1] or weight_scale.numel() != weight.shape[0]:
+        return "sgl_kernel has a scale for each token and one for each row of the weight"
+    return None
+
+
+def linear_fp8_sgl(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> T:
+    check(x, weight, x_scale, weight_scale, bias)
+    scales = column(x_scale).contiguous(), column(weight_scale).contiguous()
+    found = _sgl_kernel()(matrix(x), weight.t(), *scales, out_dtype or torch.bfloat16, bias)
+    return shaped(found, x)
+
+
+@lru_cache
+def _sgl_kernel() -> Any:
+    importlib.import_module("sgl_kernel")  # loads the extension
+    return torch.ops.sgl_kernel.fp8_scaled_mm.default
+
+
+def supports_cublas(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> str | None:
+    """None if torch._scaled_mm takes this call, else the reason why not."""
+    if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
+        return reason
+    kind = granularity(x, weight, x_scale, weight_scale)
+    if kind == BLOCK:
+        return "scales of blocks are left to DeepGEMM and CUTLASS"
+    rows = x_scale.numel() == x.numel() // x.shape[-1] and weight_scale.numel() == weight.shape[0]
+    if kind == ROW and (out_dtype == torch.float16 or not rows):
+        return "scales of rows must be those of x and of the weight, and the result bfloat16"
+    return None
+
+
+def linear_fp8_cublas(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> T:
+    kind = check(x, weight, x_scale, weight_scale, bias)
+    if kind == TENSOR:
+        x_scale, weight_scale = x_scale.reshape(()), weight_scale.reshape(())
+    else:
+        x_scale, weight_scale = column(x_scale).contiguous(), weight_scale.reshape(1, -1).contiguous()
+    found = torch._scaled_mm(
+        matrix(x), weight.t(), scale_a=x_scale, scale_b=weight_scale, bias=bias,
+        out_dtype=out_dtype or torch.bfloat16,
+    )  # fmt: skip
+    return shaped(found, x)
+
+
+def supports_deepgemm(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> str | None:
+    """None if DeepGEMM takes this call as the hosts make it, else the reason why not."""
+    if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
+        return reason
+    if granularity(x, weight, x_scale, weight_scale) != BLOCK:
+        return "DeepGEMM's scales are of blocks"
+    if out_dtype == torch.float16 or weight.shape[0] % 64 or weight.shape[1] % BLOCK:
+        return f"it gives bfloat16 for multiples of 64 rows and {BLOCK} columns, got {tuple(weight.shape)}"
+    if torch.cuda.get_device_capability(x.device)[0] != 9:
+        return "it is called as on Hopper, with scales in float32"
+    return None
+
+
+def left_to_deepgemm(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str | None:
+    """Why our kernel does not take this call: DeepGEMM is there, and was measured to be faster. None if it is not."""
+    tokens = x.numel() // weight.shape[1]
+    if tokens <= 32 or supports_deepgemm(x, weight, x_scale, weight_scale, *rest) or not _has_deep_gemm():
+        return None
+    return f"{tokens} tokens with scales of blocks are over 32: DeepGEMM is faster"
+
+
+@lru_cache
+def _has_deep_gemm() -> bool:
+    return any(map(installed, DEEP_GEMM))
+
+
+def linear_fp8_deepgemm(
+    x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
+) -> T:
+    check(x, weight, x_scale, weight_scale, bias)
+    rows = matrix(x)
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    scales = x_scale.reshape(rows.shape[0], -1)
+    # Powers of two or not, Hopper's kernel reads float32; what does not lie as it wants is copied by DeepGEMM.
+    _deep_gemm().fp8_gemm_nt((rows, scales), (weight, weight_scale), out, disable_ue8m0_cast=True)
+    if bias is not None:
+        out += bias
+    return shaped(out, x)
+
+
+@lru_cache
+def _deep_gemm() -> Any:
+    """The package, as vLLM looks for it: one that was installed, else the copy in its wheel."""
+    try:
+        found = importlib.import_module(DEEP_GEMM[0])
+    except ImportError:
+        found = importlib.import_module(DEEP_GEMM[1])
+    if hasattr(found, "set_pdl"):
+        found.set_pdl(True)  # as vLLM does
+    return found

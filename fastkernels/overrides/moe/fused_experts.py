@@ -1,0 +1,311 @@
+"""Mixture of experts: a weighted sum of gated MLPs, y = sum w (silu(x Wg^T) * (x Wu^T)) Wd^T (arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.moe.fused_experts_build import build
+from fastkernels.overrides.moe.fused_experts_calls import for_any_ids, fused_experts_vllm, supports_vllm
+from fastkernels.overrides.moe.fused_experts_sglang import (
+    SGLangMoeRunner,
+    sglang_fused_experts,
+    sglang_fused_experts_0_5_16,
+    sglang_fused_experts_0_5_17,
+)
+from fastkernels.overrides.moe.fused_experts_vllm import MoEActivation, VllmFusedMoEKernel, vllm_fused_experts
+from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
+from fastkernels.overrides.moe.moe_cases import (
+    SHAPE,
+    SIZES,
+    check_sizes,
+    dims_of_key,
+    experts_read,
+    extremes,
+    fits_call,
+    flops,
+    here_of,
+    key_of,
+    local_ids,
+    routing,
+    sizes_of,
+    vary_experts,
+)
+from fastkernels.overrides.moe.moe_tiles import chosen, sets, tiles, wide
+
+__all__ = [
+    "SPEC",
+    "MoEActivation",
+    "SGLangMoeRunner",
+    "VllmFusedMoEKernel",
+    "fused_experts",
+    "reference",
+    "sglang_fused_experts",
+    "sglang_fused_experts_0_5_16",
+    "sglang_fused_experts_0_5_17",
+    "vllm_fused_experts",
+]
+
+
+def reference(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor:
+    """hidden_states: [T, H]; w1: [E, 2 I, H], the gates' rows first; w2: [E, H, I]; topk_weights, topk_ids: [T, K].
+
+    Returns [T, H] in hidden_states' dtype. Pairs whose id is not of an expert here count nothing; expert_map
+    [experts of all ranks] gives each one's number here, -1 for those that are elsewhere.
+    apply_router_weight_on_input: the weights multiply the input of the experts, not what comes out of them.
+    """
+    acc = torch.promote_types(hidden_states.dtype, torch.float32)
+    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
+    out = torch.zeros_like(x)
+    for expert in range(w1.shape[0]):
+        for k in range(ids.shape[1]):
+            scale = torch.where(ids[:, k] == expert, weights[:, k], 0)[:, None]
+            inner = x * scale if apply_router_weight_on_input else x
+            gate, up = (inner @ w1[expert].to(acc).t()).chunk(2, dim=-1)
+            y = (F.silu(gate) * up) @ w2[expert].to(acc).t()
+            out += torch.where(scale != 0, y if apply_router_weight_on_input else scale * y, 0)
+    return out.to(hidden_states.dtype)
+
+
+def _supports_triton(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> str | None:
+    if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {hidden_states.dtype} is not float32, float16 or bfloat16"
+    if hidden_states.dtype == torch.bfloat16 and hidden_states.device.type == "cpu":
+        return "Triton's interpreter takes the bits of bfloat16 for integers in tl.dot"
+    for name, w in (("w1", w1), ("w2", w2)):
+        if w.dtype != hidden_states.dtype:
+            return f"{name} is {w.dtype}, hidden_states {hidden_states.dtype}"
+        if w.stride(-1) != 1:
+            return f"{name} has strides {tuple(w.stride())}: the last dimension must be contiguous"
+    return None
+
+
+def _triton(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    gate_up: str | None = None,
+    down: str | None = None,
+) -> torch.Tensor:
+    """gate_up, down: the tiles of the two products, as a tuned table names them; None: the kernel's own choice."""
+    check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
+    x = hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
+    ids, scale = topk_ids.contiguous(), topk_weights.contiguous()
+    if ids.numel() == 0 or x.shape[1] == 0:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    own = tiles(ids.numel() // experts, x.dtype, wide(x.device))
+    first, second = chosen(own, gate_up, down)
+    pairs = sort_pairs(ids, experts, expert_map, first.block_m)
+    early, late = (scale, None) if apply_router_weight_on_input else (None, scale)
+    inner = silu_and_mul.run(grouped_gemm(x, w1, pairs, pairs.topk, early, first))
+    out = grouped_gemm(inner, w2, pairs, 1, late, second)
+    return sum_over_experts(out, ids, experts, expert_map)
+
+
+def _torch(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor:
+    """One expert after the other, on the rows that are its own. It looks at the ids: on the CPU only."""
+    check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
+    ids = local_ids(topk_ids, expert_map)
+    out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+    for expert in ids.unique().tolist():
+        if not 0 <= expert < w1.shape[0]:
+            continue
+        tokens, choice = torch.where(ids == expert)
+        scale = topk_weights[tokens, choice, None].to(out.dtype)
+        x = hidden_states[tokens]
+        if apply_router_weight_on_input:
+            x, scale = (x * scale).to(x.dtype), torch.ones_like(scale)
+        y = F.linear(silu_and_mul.run(F.linear(x, w1[expert])), w2[expert])
+        out.index_add_(0, tokens, y.to(out.dtype) * scale)
+    return out.to(hidden_states.dtype)
+
+
+def _reference(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor:
+    check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
+    return reference(hidden_states, w1, w2, topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
+
+
+def _fake(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> torch.Tensor:
+    return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+
+
+def _key(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> tuple[tuple[Any, ...], tuple[int]]:
+    shape, sizes = key_of(w1, w2, topk_ids, expert_map)
+    return (*shape, hidden_states.dtype), sizes
+
+
+fused_experts = define(
+    "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids,"
+    " Tensor? expert_map=None, bool apply_router_weight_on_input=False) -> Tensor",
+    fake=_fake,
+    providers=(
+        Provider(
+            "triton", _triton, devices=("cuda",), supports=_supports_triton, params=sets(2),
+            fits=lambda params, *args: fits_call(params, *_key(*args)),
+        ),
+        # where a table names it
+        Provider("vllm", for_any_ids(fused_experts_vllm, 3), module="vllm", supports=supports_vllm),
+        Provider("torch", _torch, devices=("cpu",)),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+    key=Key(
+        shape=(*SHAPE, "dtype"), sizes=SIZES, of=_key, dims=lambda dtype, **sizes: dims_of_key(**sizes),
+    ),
+)  # fmt: skip
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    dtype, t, e, h, i = getattr(torch, case.dtype), d["tokens"], d["experts"], d["hidden"], d["intermediate"]
+
+    def randn(*size: int, scale: float = 1.0) -> torch.Tensor:
+        made = torch.empty(size, dtype=dtype, device=device)  # in place: Mixtral's experts are 1.4 G numbers
+        return made.normal_(0.0, scale, generator=generator)
+
+    weights, ids, expert_map = routing(d, device, generator)
+    e = here_of(d)
+    return [
+        randn(t, h), randn(e, 2 * i, h, scale=1 / math.sqrt(h)), randn(e, h, i, scale=1 / math.sqrt(i)),
+        weights, ids, expert_map, d.get("on_input", False),
+    ]  # fmt: skip
+
+
+def _dims(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> dict[str, Any]:
+    return sizes_of(w1, w2, topk_ids, expert_map, apply_router_weight_on_input)
+
+
+def vary(case: Case, rng: random.Random) -> Case:
+    return vary_experts(SPEC, case, rng)
+
+
+def _bytes(case: Case) -> int:
+    d, size = case.dims, getattr(torch, case.dtype).itemsize
+    weights = 3 * experts_read(d) * d["intermediate"]
+    return size * d["hidden"] * (2 * d["tokens"] + weights) + 8 * d["tokens"] * d["topk"]
+
+
+def _case(
+    name: str, tokens: int, experts: int, topk: int, hidden: int, intermediate: int, tag: str,
+    dtype: str = "bfloat16", **more: bool,
+) -> Case:  # fmt: skip
+    dims = {
+        "tokens": tokens,
+        "experts": experts,
+        "topk": topk,
+        "hidden": hidden,
+        "intermediate": intermediate,
+    }
+    return Case(name, {**dims, **more}, dtype, tags=(tag,))
+
+
+_VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
+_SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
+_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
+_RUNNER = "sglang.srt.layers.moe.moe_runner.runner:MoeRunner"
+_NOTE = "the hosts reach it through objects that bind it when they are built: for forks and for our engine"
+
+SPEC = OpSpec(
+    name="fused_experts",
+    level=2,
+    reference=reference,
+    op=fused_experts,
+    cases=(
+        _case("decode_1", 1, 8, 2, 4096, 14336, "model"),
+        _case("decode_32", 32, 8, 2, 4096, 14336, "model"),
+        _case("decode_256", 256, 8, 2, 4096, 14336, "model"),
+        _case("prefill_4k", 4096, 8, 2, 4096, 14336, "model"),
+        _case("odd_63", 63, 5, 2, 72, 130, "odd"),
+        _case("one", 1, 1, 1, 1, 1, "odd", "float32"),
+        _case("odd_5", 5, 12, 3, 100, 63, "odd", "float32"),
+        _case("elsewhere", 19, 7, 3, 64, 48, "odd", "float32", elsewhere=True),
+        _case("on_input", 9, 3, 1, 40, 24, "odd", "float16", on_input=True),
+        _case("all", 70, 2, 2, 65, 33, "odd", "float32"),
+        _case("none", 0, 4, 2, 64, 48, "odd", "float32"),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=flops,
+    dims_of=_dims,
+    vary=vary,
+    extremes=extremes(3),
+    activations=(0,),
+    calls=("moe_align", "silu_and_mul"),
+    by_table=fused_experts,
+    build=build,
+    targets=(
+        Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
+        Target("sglang", _RUNNER, "SGLangMoeRunner", "experts", default=False),
+        Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
+        Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
+        Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),
+        Target("sglang", _SGLANG, "sglang_fused_experts", "function", ">=0.5.23", note=_NOTE),
+    ),
+)

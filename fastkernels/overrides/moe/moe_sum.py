@@ -1,0 +1,327 @@
+"""Sum over a token's experts of what they computed, with the router's weights (Shazeer et al., arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.shapes import drawn, optional, unless, varied
+from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import FLOATS
+
+
+def reference(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> torch.Tensor:
+    """input: [T, K, H]. Returns output's new value [T, H]: the sum over K in at least float32, in output's dtype.
+
+    topk_weights  [T, K]: what each part is multiplied by, else 1; the sum is multiplied by routed_scaling_factor
+    topk_ids      [T, K]: parts whose id is negative do not count, whatever they hold
+    expert_map    [experts]: nor do those of experts that are elsewhere (-1 in the map); needs topk_ids
+    """
+    parts = input.to(torch.promote_types(input.dtype, torch.float32))
+    if topk_weights is not None:
+        parts = parts * topk_weights.to(parts.dtype).unsqueeze(-1)
+    if topk_ids is not None:
+        here = topk_ids >= 0
+        if expert_map is not None:
+            here = here & (expert_map[topk_ids.clamp(min=0).long()] >= 0)
+        parts = parts.masked_fill(~here.unsqueeze(-1), 0.0)
+    return (parts.sum(dim=1) * routed_scaling_factor).to(output.dtype)
+
+
+@triton.jit
+def _moe_sum_kernel(
+    in_ptr, out_ptr, weights_ptr, ids_ptr, map_ptr, in_stride0, in_stride1, out_stride, factor, H, n_blocks,
+    K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a (token, block of columns); the loop over experts is unrolled, so that all loads are in flight.
+    token = (tl.program_id(0) // n_blocks).to(tl.int64)
+    cols = (tl.program_id(0) % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < H
+    at = in_ptr + token * in_stride0 + cols
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        if HAS_IDS:
+            expert = tl.load(ids_ptr + token * K + k)
+            here = expert >= 0
+            if HAS_MAP:
+                here = here & (tl.load(map_ptr + tl.where(here, expert, 0)) >= 0)
+            part = tl.load(at + k * in_stride1, mask=mask & here, other=0.0).to(tl.float32)
+        else:
+            part = tl.load(at + k * in_stride1, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
+            if HAS_IDS:
+                weight = tl.where(here, weight, 0.0)
+            part *= weight
+        total += part
+    out = (total * factor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * out_stride + cols, out, mask=mask)
+
+
+def _check(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    topk_ids: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+) -> None:
+    if input.dim() != 3 or output.shape != (input.shape[0], input.shape[2]):
+        raise ValueError(
+            f"moe_sum: input must be [T, K, H] and output [T, H], got {tuple(input.shape)} and {tuple(output.shape)}"
+        )
+    for name, t in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
+        if t is not None and t.shape != input.shape[:2]:
+            raise ValueError(f"moe_sum: {name} {tuple(t.shape)} must be {tuple(input.shape[:2])}, as input's")
+    if expert_map is not None and topk_ids is None:
+        raise ValueError("moe_sum: expert_map needs topk_ids")
+
+
+def _supports_triton(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> str | None:
+    for name, t in (("input", input), ("output", output)):
+        if t.dtype not in FLOATS:
+            return f"{name} has dtype {t.dtype}, not float16, bfloat16 or float32"
+        if t.stride(-1) != 1 and t.shape[-1] != 1:
+            return f"{name} has strides {t.stride()}: columns must be contiguous"
+    small = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+    for name, part in small.items():
+        if part is not None and not part.is_contiguous():
+            return f"{name} has strides {part.stride()}: it must be contiguous"
+    if input.dim() == 3 and input.shape[1] > 32:
+        return f"{input.shape[1]} experts a token are more than 32"
+    return None
+
+
+def _triton(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> None:
+    _check(input, output, topk_weights, topk_ids, expert_map)
+    if output.numel() == 0:
+        return
+    tokens, k, hidden = input.shape
+    # Eight bytes a thread and expert at 128 threads or more; small batches are cut finer, to use all processors.
+    block = 2048 if tokens * hidden >= 2048 * 512 else 512
+    block = min(block, next_power_of_2(hidden))
+    n_blocks = cdiv(hidden, block)
+    grid = (tokens * n_blocks,)
+    launch_kernel(
+        _moe_sum_kernel, grid,
+        input, output, topk_weights, topk_ids, expert_map, input.stride(0), input.stride(1), output.stride(0),
+        routed_scaling_factor, hidden, n_blocks, K=k, HAS_WEIGHTS=topk_weights is not None,
+        HAS_IDS=topk_ids is not None, HAS_MAP=expert_map is not None, BLOCK=block, num_warps=max(block // 256, 1),
+    )  # fmt: skip
+
+
+def _reference(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> None:
+    _check(input, output, topk_weights, topk_ids, expert_map)
+    output.copy_(reference(input, output, topk_weights, topk_ids, expert_map, routed_scaling_factor))
+
+
+moe_sum = define(
+    "moe_sum(Tensor input, Tensor(a!) output, Tensor? topk_weights=None, Tensor? topk_ids=None,"
+    " Tensor? expert_map=None, float routed_scaling_factor=1.0) -> ()",
+    fake=lambda *args: None,
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def vllm_moe_sum(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    """vllm._custom_ops.moe_sum: output [T, H] becomes the sum over K of input [T, K, H]."""
+    moe_sum(input, output, None, topk_ids, expert_map)
+
+
+def vllm_moe_fused_mul_sum_0_26(
+    inputs: torch.Tensor,
+    topk_weights: torch.Tensor,
+    outputs: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """vllm.model_executor.layers.fused_moe.moe_fused_mul_sum.moe_fused_mul_sum of 0.26: the weighted sum [T, H]."""
+    if outputs is None:
+        outputs = torch.empty((inputs.shape[0], inputs.shape[2]), dtype=inputs.dtype, device=inputs.device)
+    moe_sum(inputs, outputs, topk_weights, topk_ids, expert_map)
+    return outputs
+
+
+def vllm_moe_fused_mul_sum(
+    inputs: torch.Tensor,
+    topk_weights: torch.Tensor,
+    outputs: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    num_valid_tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """vllm.model_executor.layers.fused_moe.moe_fused_mul_sum.moe_fused_mul_sum from 0.32 on: the weighted sum [T, H].
+
+    A token none of whose ids counts becomes 0, where the host leaves its memory alone. Raises ValueError for
+    num_valid_tokens.
+    """
+    if num_valid_tokens is not None:
+        raise ValueError("moe_fused_mul_sum: num_valid_tokens is not supported; use the host's own function")
+    return vllm_moe_fused_mul_sum_0_26(inputs, topk_weights, outputs, topk_ids, expert_map)
+
+
+def sglang_moe_sum_reduce_triton(
+    input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float
+) -> None:
+    """sglang.kernels.ops.moe.fused_moe_triton_kernels.moe_sum_reduce_triton: output [T, H] from input [T, K, H]."""
+    moe_sum(input, output, None, None, None, routed_scaling_factor)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    tokens, k, hidden, pad = d["tokens"], d["topk"], d["hidden"], d.get("pad", 0)
+    dtype = getattr(torch, case.dtype)
+    x = torch.randn(tokens, k, hidden + pad, generator=generator, device=device).to(dtype)[..., :hidden]
+    output = torch.randn(tokens, hidden + pad, generator=generator, device=device).to(dtype)[:, :hidden]
+    weights = ids = expert_map = None
+    if d.get("weighted"):
+        weights = torch.rand(tokens, k, generator=generator, device=device)
+        weights /= weights.sum(dim=-1, keepdim=True)
+    if d.get(
+        "absent"
+    ):  # every fifth pair has no expert, every second expert is elsewhere; their parts are garbage
+        experts = d.get("experts", 64)
+        ids = torch.randint(0, experts, (tokens, k), generator=generator, device=device, dtype=torch.int32)
+        ids.view(-1)[::5] = -1
+        number = torch.arange(experts, dtype=torch.int32, device=device)
+        expert_map = torch.where(number % 2 == 0, number // 2, -1)
+        x[(ids < 0) | (ids % 2 == 1)] = 3e4
+    return [x, output, weights, ids, expert_map, d.get("factor", 1.0)]
+
+
+def _dims_of(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> dict[str, Any]:
+    dims: dict[str, Any] = dict(zip(("tokens", "topk", "hidden"), input.shape, strict=True))
+    if topk_ids is not None:
+        here = topk_ids >= 0
+        if expert_map is not None:
+            here = here & (expert_map[topk_ids.clamp(min=0).long()] >= 0)
+            dims["experts"] = expert_map.shape[0]
+        dims |= {"absent": True, "pairs": int(here.sum())}
+    factor = unless(routed_scaling_factor, 1.0)
+    return {**dims, **optional(weighted=topk_weights is not None, factor=factor)}
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: drawn(case, rng, ("tokens", "topk"), ("hidden",)), _bytes, _flops)
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    pairs = d["tokens"] * d["topk"]
+    small = (4 * pairs if d.get("weighted") else 0) + (4 * pairs if d.get("absent") else 0)
+    return (d.get("pairs", pairs) + d["tokens"]) * d["hidden"] * size + small
+
+
+def _flops(case: Case) -> int:
+    return 2 * case.dims.get("pairs", case.dims["tokens"] * case.dims["topk"]) * case.dims["hidden"]
+
+
+def _one_expert(args: list[Any]) -> None:
+    """All but a token's first part cancel out."""
+    args[0][:, 1:] = 0
+    args[0][:, 1::2] = 3.0
+    args[0][:, 2::2] = -3.0
+
+
+def _nobody(args: list[Any]) -> None:
+    """No expert is here."""
+    if args[3] is not None:
+        args[3].fill_(-1)
+
+
+def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
+    return Case(name, dims, dtype, weight, (tag,))
+
+
+_NOTE = (
+    "the hosts' MoE kernels bind the function by name when they are imported: for forks and for our engine"
+)
+_FUSED = "vllm.model_executor.layers.fused_moe.moe_fused_mul_sum:moe_fused_mul_sum"
+_SGLANG = "sglang.kernels.ops.moe.fused_moe_triton_kernels:moe_sum_reduce_triton"
+
+SPEC = OpSpec(
+    name="moe_sum",
+    level=1,
+    reference=reference,
+    op=moe_sum,
+    cases=(
+        _case("decode_1", "model", weight=32, tokens=1, topk=2, hidden=4096),
+        _case("decode_32", "model", weight=32, tokens=32, topk=2, hidden=4096),
+        _case("prefill_4k", "model", tokens=4096, topk=2, hidden=4096),
+        _case("deepseek_32", "model", weight=58, tokens=32, topk=8, hidden=7168, factor=2.5),
+        _case("deepseek_4k", "model", tokens=4096, topk=8, hidden=7168, factor=2.5),
+        _case("weighted_4k", "model", tokens=4096, topk=8, hidden=2048, weighted=True),
+        _case("odd_63", "odd", tokens=63, topk=4, hidden=1000),
+        _case("one", "odd", "float32", tokens=1, topk=1, hidden=1),
+        _case("factor", "odd", "float16", tokens=5, topk=6, hidden=1128, factor=2.5),
+        _case("weighted", "odd", tokens=7, topk=3, hidden=577, weighted=True),
+        _case("absent", "odd", "float32", tokens=33, topk=5, hidden=130, absent=True),
+        _case("absent_weighted", "odd", tokens=9, topk=8, hidden=63, absent=True, weighted=True, factor=0.5),
+        _case("strided", "odd", "float16", tokens=5, topk=2, hidden=96, pad=9),
+        _case("no_token", "odd", tokens=0, topk=2, hidden=64),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=_flops,
+    dims_of=_dims_of,
+    vary=_vary,
+    extremes={"one_expert": _one_expert, "nobody": _nobody},
+    targets=(
+        Target("vllm", "vllm._custom_ops:moe_sum", "vllm_moe_sum", "function", note=_NOTE),
+        Target("vllm", _FUSED, "vllm_moe_fused_mul_sum_0_26", "function", "<0.32", note=_NOTE),
+        Target("vllm", _FUSED, "vllm_moe_fused_mul_sum", "function", ">=0.32", note=_NOTE),
+        Target("sglang", _SGLANG, "sglang_moe_sum_reduce_triton", "function", note=_NOTE),
+    ),
+)

@@ -1,0 +1,227 @@
+"""L2 normalization, y = x / sqrt(sum(x^2) + eps), as flash-linear-attention's l2norm of queries and keys."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
+from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import FLOATS, rows, unsupported_rows
+
+LARGE = 1 << 22  # elements
+NARROW, MANY = 512, 1 << 13  # columns, padded, of one warp; rows
+
+
+def reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x: [..., D]. Computed in at least float32; returns x's shape in output_dtype (None: x's dtype).
+
+    float64 stays float64 whatever output_dtype says: it is asked for by an oracle.
+    """
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = h / (h.square().sum(dim=-1, keepdim=True) + eps).sqrt()
+    return y if x.dtype == torch.float64 else y.to(output_dtype or x.dtype)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _l2_norm_kernel(
+    x_ptr, out_ptr, n_inner, stride0, stride1, n_rows, D, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # A head has 64 to 256 elements: a program takes several, so that a warp's reads are 16 bytes a thread.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    inside = (row < n_rows)[:, None] & (cols < D)
+    start = (row // n_inner) * stride0 + (row % n_inner) * stride1
+    h = tl.load(x_ptr + start[:, None] + cols, mask=inside, other=0.0).to(tl.float32)
+    y = h * (1.0 / tl.sqrt(tl.sum(h * h, axis=1) + eps))[:, None]
+    tl.store(out_ptr + row[:, None] * D + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _fake(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device)
+
+
+def _supports_triton(
+    x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
+) -> str | None:
+    if x.shape[-1] > 65536:
+        return f"last dimension {x.shape[-1]} is over 65536"
+    if output_dtype is not None and output_dtype not in FLOATS:
+        return f"output_dtype is {output_dtype}, not float16, bfloat16 or float32"
+    return unsupported_rows(x)
+
+
+def _triton(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    out = _fake(x, eps, output_dtype)
+    # Where a row begins is a 64-bit division, 500 instructions, which Triton leaves out where n_inner is 1.
+    found = (1, x.shape[-1], 0) if x.is_contiguous() else rows(x)
+    if out.numel() == 0:
+        return out
+    assert found is not None, x.stride()
+    d = x.shape[-1]
+    n_rows, block = x.numel() // d, next_power_of_2(d)
+    at_once, warps = _rows_and_warps(n_rows, d, block)
+    launch_kernel(
+        _l2_norm_kernel, (cdiv(n_rows, at_once),),
+        x, out, *found, n_rows, d, eps, ROWS=at_once, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def _rows_and_warps(n_rows: int, d: int, block: int) -> tuple[int, int]:
+    """Of a program. What a row's numbers are added up by, and so its result, is the same for any number of rows."""
+    if d % 16 and block <= NARROW:
+        # Rows that do not begin at 16 bytes are read number by number, and four warps would lie side by side in each
+        # row: all of them add up every row through shared memory. One warp has rows of its own.
+        return 4 if n_rows >= MANY else 1, 1
+    # Large ones: with 2 KiB a program there is hardly as much on its way as memory needs.
+    return max(1, (2048 if n_rows * d >= LARGE else 1024) // block), min(max(block // 512, 4), 16)
+
+
+def _reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return reference(x, eps, output_dtype).to(output_dtype or x.dtype).contiguous()
+
+
+l2_norm = define(
+    "l2_norm(Tensor x, float eps=1e-6, ScalarType? output_dtype=None) -> Tensor",
+    fake=_fake,
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """vLLM's and SGLang's flash-linear-attention l2norm_fwd: x [..., D] to the same, in output_dtype or x's."""
+    return l2_norm(x, eps, output_dtype)
+
+
+class SGLangL2Norm(nn.Module):
+    """sglang.kernels.ops.attention.fla.l2norm.L2Norm: x [..., D] to the same, in output_dtype or x's."""
+
+    def __init__(self, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.output_dtype = output_dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return l2_norm(x, self.eps, self.output_dtype)
+
+
+def transformers_l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
+    """transformers.models.qwen3_next.modeling_qwen3_next.l2norm: x to the same shape, normalized over `dim`."""
+    return l2_norm(x.movedim(dim, -1), eps).movedim(-1, dim)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
+    d = case.dims
+    shape = [d[name] for name in ("batch", "tokens", "heads", "head_dim") if name in d]
+    x = torch.randn(*shape, generator=generator, device=device).to(getattr(torch, case.dtype))
+    output_dtype = d.get("output_dtype")
+    return [x, d.get("eps", 1e-6), None if output_dtype is None else getattr(torch, output_dtype)]
+
+
+def _elements(case: Case) -> int:
+    d = case.dims
+    return d.get("batch", 1) * d["tokens"] * d.get("heads", 1) * d["head_dim"]
+
+
+def _bytes(case: Case) -> int:
+    written = case.dims.get("output_dtype", case.dtype)
+    return _elements(case) * (getattr(torch, case.dtype).itemsize + getattr(torch, written).itemsize)
+
+
+def _dims(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    lead = list(x.shape[:-1]) or [1]
+    heads = lead.pop() if len(lead) > 1 else None
+    tokens = lead.pop()
+    more = optional(
+        batch=torch.Size(lead).numel() if lead else None,
+        heads=heads,
+        eps=unless(eps, 1e-6),
+        output_dtype=None if output_dtype is None else dtype_name(output_dtype),
+    )
+    return {"tokens": tokens, "head_dim": x.shape[-1], **more}
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    names = ("batch", "tokens", "heads")
+    return varied(case, lambda: drawn(case, rng, names, ("head_dim",)), SPEC.bytes_moved, SPEC.flops)
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, *rest = args
+    return partial(cls(*rest), x)
+
+
+_NOTE = (
+    "the hosts' linear attention binds the function by name when it is imported: for forks and for our engine"
+)
+_VLLM = "vllm.third_party.flash_linear_attention.ops.l2norm:l2norm_fwd"
+_SGLANG = "sglang.kernels.ops.attention.fla.l2norm"
+_HF = "transformers.models.qwen3_next.modeling_qwen3_next:l2norm"
+
+SPEC = OpSpec(
+    name="l2_norm",
+    level=1,
+    reference=reference,
+    op=l2_norm,
+    cases=(  # Qwen3-Next 80B: queries and keys of a gated delta net have 16 heads of 128, a call each
+        Case("decode_32", {"tokens": 32, "heads": 16, "head_dim": 128}, weight=72, tags=("model",)),
+        Case(
+            "prefill_2k",
+            {"batch": 1, "tokens": 2048, "heads": 16, "head_dim": 128},
+            weight=4,
+            tags=("model",),
+        ),
+        Case(
+            "prefill_8k",
+            {"batch": 1, "tokens": 8192, "heads": 16, "head_dim": 128},
+            weight=1,
+            tags=("model",),
+        ),
+        Case("one", {"tokens": 1, "heads": 1, "head_dim": 1}, "float32", tags=("odd",)),
+        Case("odd_63", {"tokens": 63, "heads": 3, "head_dim": 100}, tags=("odd",)),
+        Case("odd_1128", {"tokens": 3, "heads": 1, "head_dim": 1128}, "float16", tags=("odd",)),
+        Case("head_65", {"tokens": 5, "heads": 9, "head_dim": 65}, "float32", tags=("odd",)),
+        Case("batched", {"batch": 2, "tokens": 7, "heads": 3, "head_dim": 64}, tags=("odd",)),
+        Case(
+            "to_float32",
+            {"tokens": 7, "heads": 2, "head_dim": 128, "output_dtype": "float32"},
+            "float16",
+            tags=("odd",),
+        ),
+        Case(
+            "from_float32",
+            {"tokens": 11, "heads": 2, "head_dim": 33, "output_dtype": "float32"},
+            "float32",
+            tags=("odd",),
+        ),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 3 * _elements(case),
+    targets=(
+        Target("vllm", _VLLM, "l2norm_fwd", "function", note=_NOTE),
+        Target("sglang", f"{_SGLANG}:L2Norm", "SGLangL2Norm", "leaf"),
+        Target("sglang", f"{_SGLANG}:l2norm_fwd", "l2norm_fwd", "function", note=_NOTE),
+        Target("transformers", _HF, "transformers_l2norm", "function", note=_NOTE),
+    ),
+    batch_invariant=True,  # a row in one program, its tile chosen by the last dimension
+    dims_of=_dims,
+    vary=_vary,
+    build=_build,
+)

@@ -1,0 +1,245 @@
+"""Layer normalization, y = (x - mean(x)) / sqrt(var(x) + eps) * w + b (Ba et al., arXiv 1607.06450)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.shapes import drawn, dtype_name, optional, rows_of, unless, varied
+from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.overrides.norm import norm_calls as _norm_calls
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """x: [..., H]; weight, bias: [H] or None. Computed in at least float32; returns x's shape and dtype."""
+    acc = torch.promote_types(x.dtype, torch.float32)
+    w, b = (None if t is None else t.to(acc) for t in (weight, bias))
+    return F.layer_norm(x.to(acc), x.shape[-1:], w, b, eps).to(x.dtype)
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x_ptr, w_ptr, b_ptr, out_ptr, n_inner, stride0, stride1, H, eps,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a row, which is read once: the mean and the variance are of registers.
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < H
+    x = tl.load(x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols, mask=inside, other=0.0)
+    if HAS_W:  # early, as in rms_norm
+        w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_B:
+        b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    h = x.to(tl.float32)
+    centered = tl.where(inside, h - tl.sum(h, axis=0) / H, 0.0)
+    y = centered * tl.rsqrt(tl.sum(centered * centered, axis=0) / H + eps)
+    if HAS_W:
+        y *= w
+    if HAS_B:
+        y += b
+    tl.store(out_ptr + row * H + cols, y.to(x.dtype), mask=inside)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != x.shape[-1:]:
+            raise ValueError(f"layer_norm: {name} {tuple(t.shape)} is not for x {tuple(x.shape)}")
+
+
+def _supports_triton(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> str | None:
+    if x.shape[-1] > 65536:
+        return f"hidden size {x.shape[-1]} is over 65536"
+    return unsupported_rows(x) or unsupported_vector(weight, "weight") or unsupported_vector(bias, "bias")
+
+
+def _triton(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    _check(x, weight, bias)
+    out, found = torch.empty(x.shape, dtype=x.dtype, device=x.device), rows(x)
+    if out.numel() == 0:
+        return out
+    assert found is not None, x.stride()
+    hidden = x.shape[-1]
+    block = next_power_of_2(hidden)
+    grid = (x.numel() // hidden,)
+    launch_kernel(
+        _layer_norm_kernel, grid,
+        x, weight, bias, out, *found, hidden, eps, HAS_W=weight is not None, HAS_B=bias is not None,
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out
+
+
+def _reference(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    _check(x, weight, bias)
+    return reference(x, weight, bias, eps)
+
+
+layer_norm = define(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    fake=lambda x, weight, bias, eps: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+class VllmLayerNorm_0_26(nn.Module):
+    """vllm.model_executor.layers.layernorm.LayerNorm before 0.32: weight, bias [dim] in float32; x [..., dim]."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(dim, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class VllmLayerNorm(nn.Module):
+    """vllm.model_executor.layers.layernorm.LayerNorm from 0.32 on: x [..., hidden_size] to the same, in x's dtype.
+
+    weight and bias [hidden_size] in `dtype` (default: torch's); None without elementwise_affine, or without bias.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = (hidden_size,), eps
+        made = torch.ones(hidden_size, dtype=dtype or torch.get_default_dtype())
+        self.weight = nn.Parameter(made) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.zeros_like(made)) if elementwise_affine and bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class SGLangLayerNorm(nn.Module):
+    """sglang.srt.layers.layernorm.LayerNorm: weight, bias [hidden_size] in `dtype`; x [..., hidden_size].
+
+    As in SGLang, x is rounded to `dtype` first, the result is in x's dtype, and both parameters are there even
+    where elementwise_affine or bias leaves them without use.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.variance_epsilon = hidden_size, eps
+        self.elementwise_affine, self.use_bias, self.dtype = elementwise_affine, bias, dtype
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.elementwise_affine else None
+        bias = self.bias if self.use_bias else None
+        h = x if self.dtype == torch.float32 else x.to(self.dtype)  # the op computes in float32 by itself
+        return layer_norm(h, weight, bias, self.variance_epsilon).to(x.dtype)
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d, dtype = case.dims, getattr(torch, case.dtype)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    x = (randn(d["tokens"], *((d["heads"],) if "heads" in d else ()), d["hidden"]) + 0.5).to(dtype)
+    parameters = getattr(torch, d.get("parameters", case.dtype))
+    weight = (1 + 0.1 * randn(d["hidden"])).to(parameters) if d.get("weight", True) else None
+    bias = (0.1 * randn(d["hidden"])).to(parameters) if d.get("bias", True) else None
+    return [x, weight, bias, d.get("eps", 1e-5)]
+
+
+def _dims(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> dict[str, Any]:
+    found = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
+    parameters = None if found == x.dtype else dtype_name(found)
+    return {
+        **rows_of(x), "hidden": x.shape[-1], "weight": weight is not None, "bias": bias is not None,
+        **optional(parameters=parameters, eps=unless(eps, 1e-5)),
+    }  # fmt: skip
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    elements, size = d["tokens"] * d.get("heads", 1) * d["hidden"], getattr(torch, case.dtype).itemsize
+    parameters = d.get("weight", True) + d.get("bias", True)
+    return (
+        2 * elements * size
+        + parameters * d["hidden"] * getattr(torch, d.get("parameters", case.dtype)).itemsize
+    )
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens", "heads"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
+    )
+
+
+_VLLM, _SGLANG = "vllm.model_executor.layers.layernorm:LayerNorm", "sglang.srt.layers.layernorm:LayerNorm"
+_FLOAT32 = {"parameters": "float32"}
+
+SPEC = OpSpec(
+    name="layer_norm",
+    level=1,
+    reference=reference,
+    op=layer_norm,
+    cases=(  # GPT-2 XL; DeepSeek-V3.2's indexer keys, with parameters in float32; SigLIP so400m on 16 images
+        Case("decode_1", {"tokens": 1, "hidden": 1600}, weight=97, tags=("model",)),
+        Case("decode_32", {"tokens": 32, "hidden": 1600}, weight=97, tags=("model",)),
+        Case("prefill_8k", {"tokens": 8192, "hidden": 1600}, weight=2, tags=("model",)),
+        Case("indexer_32", {"tokens": 32, "hidden": 128, **_FLOAT32}, weight=61, tags=("model",)),
+        Case("images_16", {"tokens": 11664, "hidden": 1152}, weight=2, tags=("model",)),
+        Case("one", {"tokens": 1, "hidden": 1}, dtype="float32", tags=("odd",)),
+        Case("odd_63", {"tokens": 63, "hidden": 1000}, tags=("odd",)),
+        Case("odd_1128", {"tokens": 3, "hidden": 1128, "bias": False}, dtype="float16", tags=("odd",)),
+        Case("mixed", {"tokens": 7, "hidden": 576, **_FLOAT32}, tags=("odd",)),
+        Case("plain", {"tokens": 5, "hidden": 63, "weight": False, "bias": False}, "float32", tags=("odd",)),
+        Case("heads_odd", {"tokens": 5, "heads": 9, "hidden": 64, "weight": False}, tags=("odd",)),
+    ),
+    inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    build=_norm_calls.build_layer_norm,
+    bytes_moved=_bytes,
+    flops=lambda case: 8 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
+    targets=(
+        Target("vllm", _VLLM, "VllmLayerNorm_0_26", "leaf", "<0.32"),
+        Target("vllm", _VLLM, "VllmLayerNorm", "leaf", ">=0.32"),
+        Target("sglang", _SGLANG, "SGLangLayerNorm", "leaf"),
+    ),
+    batch_invariant=True,  # a program a row
+)

@@ -1,0 +1,397 @@
+"""Root mean square layer normalization, y = x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich, arXiv 1910.07467)."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.shapes import drawn, optional, rows_of, unless, varied
+from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import rows
+from fastkernels.overrides.norm import norm_calls as _norm_calls
+from fastkernels.overrides.norm.rms_norm_heads import WIDEST, launch_heads, twice
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x, residual: [..., H]; weight: [H] or None. Returns (out, residual + x or None), in x's dtype.
+
+    var_hidden_size: the mean of squares is over the first so many channels only.
+    cast_x_before_out_mul: round to x's dtype before the product with the weight, and after it (transformers);
+    otherwise after it alone (SGLang, and vLLM's compiled code).
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    h = x.to(acc)
+    if residual is not None:
+        h = h + residual.to(acc)
+        residual = h.to(residual.dtype)
+    head = h if var_hidden_size is None else h[..., :var_hidden_size]
+    y = h * torch.rsqrt(head.pow(2).mean(dim=-1, keepdim=True) + eps)
+    if weight is None:
+        return y.to(x.dtype), residual
+    if cast_x_before_out_mul:
+        return (y.to(x.dtype) * weight).to(x.dtype), residual
+    return (y * weight.to(acc)).to(x.dtype), residual
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, res_ptr, w_ptr, out_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, H, H_VAR, eps,
+    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, CAST_FIRST: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    TWICE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    keep: tl.constexpr = "evict_last" if TWICE else ""
+    # One program a row; a row is x[outer, inner, :], so that q/k heads inside a packed qkv need no copy. H and strides
+    # are given in UNITs: Triton knows of an argument whether 16 divides it, and 8 are enough for 16 bytes.
+    row = tl.program_id(0).to(tl.int64)
+    outer, inner = row // n_inner, row % n_inner
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H * UNIT
+    x_at = x_ptr + outer * (x_stride0 * UNIT) + inner * (x_stride1 * UNIT) + cols
+    h = tl.load(x_at, mask=mask, other=0.0, eviction_policy=keep)
+    if HAS_W:  # on its way with x: no compiler moves a load over the store and the sum's barriers
+        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    h = h.to(tl.float32)
+    if HAS_RES:
+        res_at = res_ptr + outer * (res_stride0 * UNIT) + inner * (res_stride1 * UNIT) + cols
+        h += tl.load(res_at, mask=mask, other=0.0, eviction_policy=keep).to(tl.float32)
+        if not TWICE:
+            tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
+    squares = tl.where(cols < H_VAR, h * h, 0.0)
+    y = tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)
+    if TWICE:  # out of a cache
+        h = tl.load(x_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if HAS_RES:
+            h += tl.load(res_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y *= h
+    if HAS_W:
+        if CAST_FIRST:
+            y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+        y *= w
+    tl.store(out_ptr + row * (H * UNIT) + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if HAS_RES and TWICE:
+        tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
+
+
+def _supports_triton(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None, *_: Any
+) -> str | None:
+    if x.shape[-1] > 65536:
+        return f"hidden size {x.shape[-1]} is over 65536"
+    for name, t in (("x", x), ("residual", residual)):
+        if t is not None and (t.stride(-1) != 1 or (t.dim() > 3 and not t.is_contiguous())):
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    if weight is not None and not weight.is_contiguous():
+        return f"weight has strides {tuple(weight.stride())}, not contiguous"
+    return None
+
+
+def _triton(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None, cast_x_before_out_mul: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    hidden = x.shape[-1]
+    count = x.numel() // hidden
+    if count == 0:
+        return out
+    n_inner, x0, x1 = rows(x) or (1, 0, 0)
+    _, r0, r1 = (rows(residual) or (1, 0, 0)) if residual is not None else (1, 0, 0)
+    block = next_power_of_2(hidden)
+    how = {"HAS_RES": residual is not None, "HAS_W": weight is not None, "CAST_FIRST": cast_x_before_out_mul}
+    tensors, variance = (x, residual, weight, out), (var_hidden_size or hidden, eps)
+    if block <= WIDEST:
+        launch_heads(count, (*tensors, x0, x1, r0, r1, n_inner), (hidden, *variance), how, block)
+        return out
+    unit = math.gcd(8, hidden, x0, x1, r0, r1)
+    again = unit == 8 and twice(count, block)
+    # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
+    each = 256 if again else 512 if unit == 8 else 128
+    launch_kernel(
+        _rms_norm_kernel, (count,), *tensors, x0 // unit, x1 // unit, r0 // unit, r1 // unit, n_inner, hidden // unit,
+        *variance, **how, UNIT=unit, BLOCK=block, TWICE=again, num_warps=min(max(block // each, 1), 16),
+    )  # fmt: skip
+    return out
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> torch.Tensor:
+    out, new = reference(x, weight, eps, residual, var_hidden_size, cast_x_before_out_mul)
+    if residual is not None and new is not None:
+        residual.copy_(new)
+    return out
+
+
+rms_norm = define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, Tensor(a!)? residual=None, int? var_hidden_size=None,"
+    " bool cast_x_before_out_mul=True) -> Tensor",
+    fake=lambda x, weight, eps, residual=None, var_hidden_size=None, cast_x_before_out_mul=True: torch.empty(
+        x.shape, dtype=x.dtype, device=x.device
+    ),
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+class VllmRMSNorm(nn.Module):
+    """vllm.model_executor.layers.layernorm.RMSNorm: weight [hidden_size]; out [..., hidden_size] in x's dtype.
+
+    With a residual, returns (out, x + residual); the residual's memory is overwritten with the sum. In compiled code
+    the product with the weight is rounded once, as Inductor does with vLLM's own; else before the product, too.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        has_weight: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+        self.has_weight = has_weight
+        weight = torch.ones(hidden_size, dtype=dtype or torch.get_default_dtype())
+        self.weight = nn.Parameter(weight) if has_weight else weight
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        weight = self.weight if self.has_weight else None
+        eager = not torch.compiler.is_compiling()
+        out = rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override, eager)
+        return out if residual is None else (out, residual)
+
+
+class SGLangRMSNorm_0_5_16(nn.Module):
+    """sglang.srt.layers.layernorm.RMSNorm before 0.5.21; see VllmRMSNorm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        cast_x_before_out_mul: bool = False,
+        fp32_residual: bool = False,
+        has_weight: bool = True,
+        weight_dtype: torch.dtype | None = None,
+        override_orig_dtype: torch.dtype | None = None,
+        x_pad_to_multiple: int = 0,
+    ) -> None:
+        super().__init__()
+        self.has_weight = has_weight
+        self.cast_x_before_out_mul = cast_x_before_out_mul
+        self.fp32_residual = fp32_residual
+        self.override_orig_dtype = override_orig_dtype
+        self.x_pad_to_multiple = x_pad_to_multiple
+        weight = torch.ones(hidden_size, dtype=weight_dtype)
+        self.weight = nn.Parameter(weight) if has_weight else weight
+        self.variance_epsilon = eps
+        self.hidden_size = hidden_size
+        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """None if our forward serves this module (ours or the host's), else the reason."""
+        for name, off in (("fp32_residual", False), ("override_orig_dtype", None), ("x_pad_to_multiple", 0)):
+            if getattr(module, name, off) != off:
+                return f"{name}={getattr(module, name)!r} is not supported"
+        return None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        post_residual_addition: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is not None and post_residual_addition is not None:
+            residual += post_residual_addition
+        weight = self.weight if self.has_weight else None
+        out = rms_norm(
+            x,
+            weight,
+            self.variance_epsilon,
+            residual,
+            self.variance_size_override,
+            self.cast_x_before_out_mul,
+        )
+        return out if residual is None else (out, residual)
+
+
+class SGLangRMSNorm(SGLangRMSNorm_0_5_16):
+    """sglang.srt.layers.layernorm.RMSNorm from 0.5.21 on; see VllmRMSNorm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        cast_x_before_out_mul: bool = False,
+        fp32_residual: bool = False,
+        has_weight: bool = True,
+        weight_dtype: torch.dtype | None = None,
+        override_orig_dtype: torch.dtype | None = None,
+        x_pad_to_multiple: int = 0,
+        force_native: bool = False,
+    ) -> None:
+        super().__init__(
+            hidden_size, eps, var_hidden_size, cast_x_before_out_mul, fp32_residual, has_weight, weight_dtype,
+            override_orig_dtype, x_pad_to_multiple,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        post_residual_addition: torch.Tensor | None = None,
+        quant_linear: nn.Module | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is not None and post_residual_addition is not None:
+            residual += post_residual_addition
+        weight = self.weight if self.has_weight else None
+        out = rms_norm(
+            x,
+            weight,
+            self.variance_epsilon,
+            residual,
+            self.variance_size_override,
+            self.cast_x_before_out_mul,
+        )
+        return out if residual is None else (out, residual)
+
+
+class TransformersLlamaRMSNorm(nn.Module):
+    """transformers.models.llama.modeling_llama.LlamaRMSNorm and its like: weight [H]; hidden_states [..., H]."""
+
+    def __init__(self, hidden_size, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.weight.dtype == hidden_states.dtype:
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon, None, None, True)
+        # The host's product is in the wider type of the two, the op's in that of hidden_states.
+        return self.weight * rms_norm(hidden_states, None, self.variance_epsilon, None, None, True)
+
+
+# Their forward is LlamaRMSNorm's to the letter. Not here: Gemma's (weight + 1), Olmo2's (rounds after the product).
+_TRANSFORMERS = (
+    ("llama", "Llama"), ("mistral", "Mistral"), ("mixtral", "Mixtral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"),
+    ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"), ("granite", "Granite"), ("smollm3", "SmolLM3"),
+    ("phi3", "Phi3"), ("deepseek_v3", "DeepseekV3"),
+)  # fmt: skip
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    shape = (d["tokens"], d["heads"], d["hidden"]) if "heads" in d else (d["tokens"], d["hidden"])
+    dtype = getattr(torch, case.dtype)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+    weight = None if d.get("weightless") else 1 + 0.1 * randn(d["hidden"])
+    residual = randn(*shape) if d.get("residual") else None
+    eps = d.get("eps", 1e-5)
+    return [randn(*shape), weight, eps, residual, d.get("var_hidden"), d.get("cast_first", False)]
+
+
+def _dims(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> dict[str, Any]:
+    more = optional(
+        residual=residual is not None, weightless=weight is None, var_hidden=var_hidden_size, eps=unless(eps, 1e-5)
+    )  # fmt: skip
+    return {**rows_of(x), "hidden": x.shape[-1], **more, "cast_first": cast_x_before_out_mul}
+
+
+def _bytes(case: Case) -> int:
+    d = case.dims
+    rows = d["tokens"] * d.get("heads", 1)
+    passes = 4 if d.get("residual") else 2
+    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
+    return (passes * rows + 1) * d["hidden"] * size
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    def draw() -> dict[str, Any]:
+        new = drawn(case, rng, ("tokens", "heads"), ("hidden", "var_hidden"))
+        return {**new, "var_hidden": min(new["var_hidden"], new["hidden"])} if "var_hidden" in new else new
+
+    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+
+
+SPEC = OpSpec(
+    name="rms_norm",
+    level=1,
+    reference=reference,
+    op=rms_norm,
+    cases=(
+        Case("decode_1", {"tokens": 1, "hidden": 4096, "residual": True}, weight=64, tags=("model",)),
+        Case("decode_32", {"tokens": 32, "hidden": 4096, "residual": True}, weight=64, tags=("model",)),
+        Case("prefill_8k", {"tokens": 8192, "hidden": 4096, "residual": True}, weight=1, tags=("model",)),
+        Case("first_layer", {"tokens": 32, "hidden": 4096}, weight=1, tags=("model",)),
+        Case("qk_norm", {"tokens": 32, "heads": 32, "hidden": 128}, weight=32, tags=("model",)),
+        Case("one", {"tokens": 1, "hidden": 1}, dtype="float32", tags=("odd",)),
+        Case("odd_63", {"tokens": 63, "hidden": 1000, "residual": True, "cast_first": True}, tags=("odd",)),
+        Case("odd_1128", {"tokens": 3, "hidden": 1128}, dtype="float16", tags=("odd",)),
+        Case("weightless", {"tokens": 7, "hidden": 576, "weightless": True}, tags=("odd",)),
+        Case("qk_odd", {"tokens": 5, "heads": 9, "hidden": 64, "cast_first": True}, tags=("odd",)),
+        Case("var_hidden", {"tokens": 5, "hidden": 1000, "var_hidden": 640}, dtype="float32", tags=("odd",)),
+    ),
+    inputs=_inputs,
+    dims_of=_dims,
+    vary=_vary,
+    activations=(0, 3),
+    extremes={"cancelled": _norm_calls.cancel},
+    build=_norm_calls.build_rms_norm,
+    bytes_moved=_bytes,
+    flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
+    targets=(
+        Target("vllm", "vllm.model_executor.layers.layernorm:RMSNorm", "VllmRMSNorm", "leaf"),
+        Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21"),
+        Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21"),
+        *(
+            Target(
+                "transformers",
+                f"transformers.models.{model}.modeling_{model}:{prefix}RMSNorm",
+                "TransformersLlamaRMSNorm",
+                "leaf",
+            )
+            for model, prefix in _TRANSFORMERS
+        ),
+    ),
+    batch_invariant=True,  # a program a row, its tile chosen by the hidden size
+)

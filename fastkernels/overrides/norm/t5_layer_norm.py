@@ -1,0 +1,209 @@
+"""T5's layer normalization, without mean and bias: y = x / sqrt(mean(x^2) + eps) * w (arXiv 1910.10683)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from fastkernels.core import assemble
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.shapes import drawn, dtype_name, optional, rows_of, unless, varied
+from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [..., H]; weight: [H]. Returns x's shape in weight's dtype: rounded to it before the product, and after.
+
+    Computed in at least float32. It is rms_norm wherever x and weight have one dtype. T5 in float16 keeps some of its
+    projections, and with them x, in float32: the norm is where that ends.
+    """
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = h * torch.rsqrt(h.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return y.to(weight.dtype) * weight
+
+
+@triton.jit
+def _t5_layer_norm_kernel(
+    x_ptr, w_ptr, out_ptr, n_inner, stride0, stride1, H, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a row, which is read once.
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < H
+    x_at = x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols
+    h = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=inside, other=0.0)
+    y = (h * tl.rsqrt(tl.sum(h * h, axis=0) / H + eps)).to(w.dtype)
+    out = y.to(tl.float32) * w.to(tl.float32)
+    tl.store(out_ptr + row * H + cols, out.to(w.dtype), mask=inside)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"t5_layer_norm: weight {tuple(weight.shape)} is not for x {tuple(x.shape)}")
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+
+
+def _supports_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> str | None:
+    if x.shape[-1] > 65536:
+        return f"hidden size {x.shape[-1]} is over 65536"
+    return unsupported_rows(x) or unsupported_vector(weight, "weight")
+
+
+def _triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    _check(x, weight)
+    out, found = _fake(x, weight, eps), rows(x)
+    if out.numel() == 0:
+        return out
+    assert found is not None, x.stride()
+    hidden = x.shape[-1]
+    block = next_power_of_2(hidden)
+    grid = (x.numel() // hidden,)
+    launch_kernel(
+        _t5_layer_norm_kernel, grid,
+        x, weight, out, *found, hidden, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out
+
+
+def _reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    _check(x, weight)
+    return reference(x, weight, eps).contiguous()
+
+
+t5_layer_norm = define(
+    "t5_layer_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    fake=_fake,
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+class TransformersT5LayerNorm(nn.Module):
+    """transformers.models.t5.modeling_t5.T5LayerNorm and its like: weight [H]; hidden_states [..., H].
+
+    Returns hidden_states' shape in the weight's dtype.
+    """
+
+    def __init__(self, hidden_size, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        return t5_layer_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+# Their forward is T5LayerNorm's to the letter.
+_TRANSFORMERS = (
+    ("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"), ("switch_transformers", "SwitchTransformers"),
+    ("udop", "Udop"), ("pix2struct", "Pix2Struct"), ("pop2piano", "Pop2Piano"), ("kosmos2_5", "Kosmos2_5"),
+)  # fmt: skip
+
+
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
+    d = case.dims
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    x = randn(d["tokens"], *((d["inner"],) if "inner" in d else ()), d["hidden"])
+    weight = 1 + 0.1 * randn(d["hidden"])
+    return [
+        x.to(getattr(torch, d.get("x_dtype", case.dtype))),
+        weight.to(getattr(torch, case.dtype)),
+        d.get("eps", 1e-6),
+    ]
+
+
+def _elements(case: Case) -> int:
+    return case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["hidden"]
+
+
+def _bytes(case: Case) -> int:
+    out = getattr(torch, case.dtype).itemsize
+    read = getattr(torch, case.dims.get("x_dtype", case.dtype)).itemsize
+    return _elements(case) * (read + out) + case.dims["hidden"] * out
+
+
+def _dims(x: torch.Tensor, weight: torch.Tensor, eps: float) -> dict[str, Any]:
+    x_dtype = None if x.dtype == weight.dtype else dtype_name(x.dtype)
+    return {
+        **rows_of(x, "inner"),
+        "hidden": x.shape[-1],
+        **optional(x_dtype=x_dtype, eps=unless(eps, 1e-6)),
+    }
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case, lambda: drawn(case, rng, ("tokens", "inner"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
+    )
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, eps = args
+    module = assemble.make(cls, x, weight.shape[0], eps=eps)
+    return partial(assemble.load(module, {"weight": weight}), x)
+
+
+SPEC = OpSpec(
+    name="t5_layer_norm",
+    level=1,
+    reference=reference,
+    op=t5_layer_norm,
+    cases=(  # T5 v1.1 XXL, the text encoder of diffusion models, on 512 tokens; and as a decoder of 8 sequences
+        Case("text_1", {"tokens": 1, "inner": 512, "hidden": 4096}, weight=49, tags=("model",)),
+        Case("texts_8", {"tokens": 8, "inner": 512, "hidden": 4096}, weight=49, tags=("model",)),
+        Case("decode_8", {"tokens": 8, "inner": 1, "hidden": 4096}, weight=73, tags=("model",)),
+        Case(
+            "kept_in_float32",
+            {"tokens": 8, "inner": 512, "hidden": 2048, "x_dtype": "float32"},
+            "float16",
+            weight=24,
+            tags=("model",),
+        ),
+        Case("one", {"tokens": 1, "hidden": 1}, "float32", tags=("odd",)),
+        Case("odd_63", {"tokens": 63, "hidden": 1000}, tags=("odd",)),
+        Case("odd_1128", {"tokens": 3, "hidden": 1128}, "float16", tags=("odd",)),
+        Case("batched", {"tokens": 3, "inner": 5, "hidden": 63}, "float32", tags=("odd",)),
+        Case(
+            "wide_x", {"tokens": 2, "inner": 3, "hidden": 129, "x_dtype": "float32"}, "float16", tags=("odd",)
+        ),
+        Case("wide_weight", {"tokens": 7, "hidden": 576, "x_dtype": "float16"}, "float32", tags=("odd",)),
+        Case("half", {"tokens": 2, "inner": 9, "hidden": 65}, tags=("odd",)),
+    ),
+    inputs=_inputs,
+    bytes_moved=_bytes,
+    flops=lambda case: 4 * _elements(case),
+    targets=tuple(
+        Target(
+            "transformers",
+            f"transformers.models.{model}.modeling_{model}:{prefix}LayerNorm",
+            "TransformersT5LayerNorm",
+            "leaf",
+        )
+        for model, prefix in _TRANSFORMERS
+    ),
+    batch_invariant=True,  # a program a row, its tile chosen by the hidden size
+    dims_of=_dims,
+    vary=_vary,
+    dtype_arg=1,  # the weight's
+    build=_build,
+)

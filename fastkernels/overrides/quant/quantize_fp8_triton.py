@@ -1,0 +1,190 @@
+"""Triton kernels of quantize_fp8."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.overrides.kit.fp8 import (
+    MAX_COLUMNS,
+    MIN_ABSMAX,
+    check,
+    empty_outputs,
+    fp8_inverse,
+    fp8_scale,
+    scales_of,
+    to_fp8,
+)
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import rows, unsupported_rows
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@triton.jit(do_not_specialize=["total", "s_col"])
+def _groups_kernel(
+    x_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, total, n_groups, group_size, s_row, s_col, min_absmax,
+    HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # A program has GROUPS groups, side by side in a row or in the next one. A token is a group of all its columns.
+    at = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    row, group = at // n_groups, at % n_groups
+    cols = tl.arange(0, BLOCK)
+    mask = (at < total)[:, None] & (cols < group_size)[None, :]
+    start = (row // n_inner).to(tl.int64) * x_stride0 + (row % n_inner).to(tl.int64) * x_stride1
+    start += group * group_size
+    x = tl.load(x_ptr + start[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    absmax = tl.max(tl.abs(x), axis=1)
+    if HAS_UB:
+        absmax = tl.minimum(absmax, tl.load(ub_ptr).to(tl.float32))
+    scale = fp8_scale(absmax, min_absmax, UE8M0)
+    q = to_fp8(x * fp8_inverse(scale)[:, None])
+    tl.store(q_ptr + at.to(tl.int64)[:, None] * group_size + cols[None, :], q, mask=mask)
+    tl.store(s_ptr + row.to(tl.int64) * s_row + group.to(tl.int64) * s_col, scale, mask=at < total)
+
+
+@triton.jit
+def _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK: tl.constexpr):
+    """One block of a row: its values, where they go and which of them exist."""
+    row = (block // n_blocks).to(tl.int64)
+    cols = (block % n_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = (row // n_inner) * x_stride0 + (row % n_inner) * x_stride1
+    x = tl.load(x_ptr + start + cols, mask=cols < N, other=0.0).to(tl.float32)
+    return x, row * N + cols, cols < N
+
+
+@triton.jit(do_not_specialize=["n_blocks", "total"])
+def _absmax_kernel(
+    x_ptr, part_ptr, x_stride0, x_stride1, n_inner, N, n_blocks, total, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    most = tl.zeros((BLOCK,), dtype=tl.float32)
+    for block in range(tl.program_id(0), total, tl.num_programs(0)):
+        x, _, _ = _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK)
+        most = tl.maximum(most, tl.abs(x))
+    tl.store(part_ptr + tl.program_id(0), tl.max(most, axis=0))
+
+
+@triton.jit(do_not_specialize=["n_blocks"])
+def _tensor_kernel(
+    x_ptr, part_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, N, n_blocks, n_parts, min_absmax,
+    STATIC: tl.constexpr, UE8M0: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # Every program reads what the programs of _absmax_kernel found: no atomics, and nothing to set to zero before.
+    block = tl.program_id(0)
+    if STATIC:
+        scale = tl.load(part_ptr).to(tl.float32)
+    else:
+        part = tl.arange(0, PARTS)
+        absmax = tl.max(tl.load(part_ptr + part, mask=part < n_parts, other=0.0), axis=0)
+        scale = fp8_scale(absmax, min_absmax, UE8M0)
+    if block == 0:
+        tl.store(s_ptr, scale)
+    x, to, mask = _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK)
+    tl.store(q_ptr + to, to_fp8(x * fp8_inverse(scale)), mask=mask)
+
+
+def supports_triton(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    group_size: int = 0,
+    scale_ub: torch.Tensor | None = None,
+    min_absmax: float = MIN_ABSMAX,
+    column_major_scales: bool = False,
+    tma_aligned_scales: bool = False,
+    scale_ue8m0: bool = False,
+) -> str | None:
+    per_tensor = scale is not None or group_size == 0
+    if not per_tensor and max(group_size, x.shape[-1] if group_size < 0 else 0) > MAX_COLUMNS:
+        return f"a group of {x.shape[-1]} columns is over {MAX_COLUMNS}"
+    if column_major_scales and not per_tensor and x.dim() != 2:
+        return f"column-major scales of x with {x.dim()} dimensions"
+    if x.numel() >= 1 << 38:
+        return f"{x.numel()} values are more than 2^38"
+    return unsupported_rows(x)
+
+
+def quantize_triton(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    group_size: int = 0,
+    scale_ub: torch.Tensor | None = None,
+    min_absmax: float = MIN_ABSMAX,
+    column_major_scales: bool = False,
+    tma_aligned_scales: bool = False,
+    scale_ue8m0: bool = False,
+) -> Pair:
+    n = x.shape[-1]
+    check("quantize_fp8", n, scale, group_size)
+    per_tensor = scale is not None or group_size == 0
+    q, s = empty_outputs(x.shape, x.device, per_tensor, group_size, column_major_scales, tma_aligned_scales)
+    size = x.numel()
+    if size == 0:
+        return q, _given_or_least(s, scale, min_absmax, scale_ue8m0)
+    if x.is_contiguous() and per_tensor:
+        n_inner, stride0, stride1, n = 1, size, 0, size
+    else:
+        n_inner, stride0, stride1 = rows(x) or (1, 0, 0)
+    if per_tensor and (scale is not None or n != size or size > 16384):
+        _per_tensor(x, q, s, scale, n_inner, stride0, stride1, n, min_absmax, scale_ue8m0)
+        return q, s
+    width = group_size if group_size > 0 else n
+    total = size // width
+    block = next_power_of_2(width)
+    # A tile of 4096 values keeps 32 of each thread in flight; few groups are spread over the 132 processors first.
+    groups = max(1, min(4096 // block, next_power_of_2(cdiv(total, 512))))
+    s_row, s_col = s.stride() if s.dim() == 2 else (n // width, 1)
+    grid = (cdiv(total, groups),)
+    launch_kernel(
+        _groups_kernel, grid,
+        x, scale_ub, q, s, stride0, stride1, n_inner, total, n // width, width, s_row, s_col, min_absmax,
+        HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
+        num_warps=min(max(groups * block // 1024, 1), 16),
+    )  # fmt: skip
+    return q, s
+
+
+def _given_or_least(
+    s: torch.Tensor, scale: torch.Tensor | None, min_absmax: float, scale_ue8m0: bool
+) -> torch.Tensor:
+    """The scales of an empty x."""
+    return s.copy_(scales_of(torch.zeros_like(s), min_absmax, scale_ue8m0) if scale is None else scale)
+
+
+def _per_tensor(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    scale: torch.Tensor | None,
+    n_inner: int,
+    stride0: int,
+    stride1: int,
+    n: int,
+    min_absmax: float,
+    scale_ue8m0: bool,
+) -> None:
+    size = x.numel()
+    # 512 blocks fill the 132 processors of an H200; 4096 values are enough for a block to keep its loads in flight.
+    block = max(512, min(4096, next_power_of_2(cdiv(size, 512)), next_power_of_2(n)))
+    n_blocks = cdiv(n, block)
+    total, warps, parts = size // n * n_blocks, block // 512, 1
+    if scale is None:
+        parts = min(cdiv(total, 16) * 16, 1024)  # 16 divides it, whatever x is: those of no block find 0
+        part = torch.empty(parts, dtype=torch.float32, device=x.device)
+        grid = (parts,)
+        launch_kernel(
+            _absmax_kernel, grid,
+            x, part, stride0, stride1, n_inner, n, n_blocks, total, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    grid = (total,)
+    launch_kernel(
+        _tensor_kernel, grid,
+        x, part if scale is None else scale, q, s, stride0, stride1, n_inner, n, n_blocks, parts, min_absmax,
+        STATIC=scale is not None, UE8M0=scale_ue8m0, PARTS=next_power_of_2(parts), BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip

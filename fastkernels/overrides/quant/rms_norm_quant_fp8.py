@@ -1,0 +1,337 @@
+"""Root mean square layer normalization (arXiv 1910.07467), quantized to float8 e4m3 before it leaves the processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.overrides.kit.fp8 import (
+    FP8,
+    MIN_ABSMAX,
+    Pair,
+    check,
+    empty_outputs,
+    fp8_inverse,
+    fp8_scale,
+    laid_out,
+    quantize_rows,
+    refuse,
+    to_fp8,
+)
+from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.overrides.quant import rms_norm_quant_cases as cases
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None = None,
+    group_size: int = -1,
+    residual: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+    min_absmax: float = MIN_ABSMAX,
+    column_major_scales: bool = False,
+    tma_aligned_scales: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x, residual: [..., H]; weight: [H]. Returns (values [..., H] in float8 e4m3, scales in float32, new residual).
+
+    To the bit what quantize_fp8 makes of rms_norm's output without cast_x_before_out_mul, which is rounded to x's
+    dtype once, behind the product with the weight: with one given scale (scales [1]), with one for each token
+    (group_size -1; [..., 1]) or for each so many columns ([..., H / group_size]). The new residual is x + residual in
+    the residual's dtype. A float64 x gives float64 values that are not rounded.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    h = x.to(acc)
+    if residual is not None:
+        h = h + residual.to(acc)
+        residual = h.to(residual.dtype)
+    y = h * torch.rsqrt(h.pow(2).mean(dim=-1, keepdim=True) + eps)
+    y = (y * weight.to(acc)).to(x.dtype).to(acc)
+    values, scales = quantize_rows(y, scale, group_size, scale_ub, min_absmax, False)
+    return values, scales, residual
+
+
+@triton.jit(do_not_specialize=["s_col"])
+def _rms_norm_quant_kernel(
+    x_ptr, res_ptr, w_ptr, scale_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, res_stride0, res_stride1, n_inner, H,
+    s_row, s_col, eps, min_absmax, HAS_RES: tl.constexpr, STATIC: tl.constexpr, HAS_UB: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program a row, which is read once. GROUP: columns that share a scale, 0 for all of them.
+    row = tl.program_id(0).to(tl.int64)
+    outer, inner = row // n_inner, row % n_inner
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    h = tl.load(x_ptr + outer * x_stride0 + inner * x_stride1 + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RES:
+        res_at = res_ptr + outer * res_stride0 + inner * res_stride1 + cols
+        h += tl.load(res_at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
+    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    y = h * tl.rsqrt(tl.sum(h * h, axis=0) / H + eps)
+    y = (y * w).to(x_ptr.dtype.element_ty).to(tl.float32)
+    if STATIC:
+        scale = tl.load(scale_ptr).to(tl.float32)
+        q = to_fp8(y * fp8_inverse(scale))
+        if row == 0:
+            tl.store(s_ptr, scale)
+    elif GROUP == 0:
+        absmax = tl.max(tl.abs(y), axis=0)
+        if HAS_UB:
+            absmax = tl.minimum(absmax, tl.load(ub_ptr).to(tl.float32))
+        scale = fp8_scale(absmax, min_absmax, False)
+        q = to_fp8(y * fp8_inverse(scale))
+        tl.store(s_ptr + row * s_row, scale)
+    else:
+        groups = tl.reshape(y, (BLOCK // GROUP, GROUP))
+        absmax = tl.max(tl.abs(groups), axis=1)
+        if HAS_UB:
+            absmax = tl.minimum(absmax, tl.load(ub_ptr).to(tl.float32))
+        scales = fp8_scale(absmax, min_absmax, False)
+        q = to_fp8(tl.reshape(groups * fp8_inverse(scales)[:, None], (BLOCK,)))
+        at = tl.arange(0, BLOCK // GROUP)
+        tl.store(s_ptr + row * s_row + at.to(tl.int64) * s_col, scales, mask=at * GROUP < H)
+    tl.store(q_ptr + row * H + cols, q, mask=mask)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, group_size: int) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm_quant_fp8: weight {tuple(weight.shape)} is not of x's {tuple(x.shape)}")
+    if scale is None and group_size == 0:
+        raise ValueError("rms_norm_quant_fp8: one scale for the whole tensor must be given")
+    check("rms_norm_quant_fp8", x.shape[-1], scale, group_size)
+
+
+def _supports_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None = None,
+    group_size: int = -1,
+    residual: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+    min_absmax: float = MIN_ABSMAX,
+    column_major_scales: bool = False,
+    *_: bool,
+) -> str | None:
+    if x.shape[-1] > 32768:
+        return f"hidden size {x.shape[-1]} is over 32768"
+    if scale is None and group_size > 0 and group_size & (group_size - 1):
+        return f"group_size {group_size} is not a power of two"
+    if scale is None and column_major_scales and x.dim() != 2:
+        return f"column-major scales of x with {x.dim()} dimensions"
+    reason = unsupported_rows(x) or unsupported_vector(weight, "weight")
+    if reason is None and residual is not None:
+        reason = unsupported_rows(residual, "residual")
+        if reason is None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
+            reason = f"residual has strides {residual.stride()}, x {x.stride()}: rows are not found alike"
+    return reason
+
+
+def _triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None = None,
+    group_size: int = -1,
+    residual: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+    min_absmax: float = MIN_ABSMAX,
+    *layout: bool,
+) -> Pair:
+    _check(x, weight, scale, group_size)
+    q, s = empty_outputs(x.shape, x.device, scale is not None, group_size, *layout)
+    hidden = x.shape[-1]
+    if x.numel() == 0:
+        return q, s if scale is None else s.copy_(scale)
+    n_inner, x0, x1 = rows(x) or (1, 0, 0)
+    _, r0, r1 = (rows(residual) or (1, 0, 0)) if residual is not None else (1, 0, 0)
+    group = max(group_size, 0) if scale is None else 0
+    block = max(next_power_of_2(hidden), group)
+    s_row, s_col = s.stride() if s.dim() == 2 else (s.shape[-1], 1)
+    grid = (x.numel() // hidden,)
+    launch_kernel(
+        _rms_norm_quant_kernel, grid,
+        x, residual, weight, scale, scale_ub, q, s, x0, x1, r0, r1, n_inner, hidden, s_row, s_col, eps, min_absmax,
+        HAS_RES=residual is not None, STATIC=scale is not None, HAS_UB=scale_ub is not None, GROUP=group,
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return q, s
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None = None,
+    group_size: int = -1,
+    residual: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+    min_absmax: float = MIN_ABSMAX,
+    *layout: bool,
+) -> Pair:
+    _check(x, weight, scale, group_size)
+    *found, new = reference(x, weight, eps, scale, group_size, residual, scale_ub, min_absmax)
+    if residual is not None and new is not None:
+        residual.copy_(new)
+    return laid_out((found[0], found[1]), scale is not None, group_size, *layout)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None = None,
+    group_size: int = -1,
+    residual: torch.Tensor | None = None,
+    *rest: Any,
+) -> Pair:
+    return empty_outputs(x.shape, x.device, scale is not None, group_size, *rest[2:])
+
+
+rms_norm_quant_fp8 = define(
+    "rms_norm_quant_fp8(Tensor x, Tensor weight, float eps, Tensor? scale=None, int group_size=-1,"
+    " Tensor(a!)? residual=None, Tensor? scale_ub=None, float min_absmax=0.001953125,"
+    " bool column_major_scales=False, bool tma_aligned_scales=False) -> (Tensor, Tensor)",
+    fake=_fake,
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def vllm_rms_norm_dynamic_per_token_quant(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    scale_ub: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> Pair:
+    """vllm._custom_ops.rms_norm_dynamic_per_token_quant, float8 e4m3 only: (values [..., H], scales [tokens, 1]).
+
+    The residual's memory is overwritten with input + residual. Raises ValueError for another quant_dtype.
+    """
+    refuse("rms_norm_dynamic_per_token_quant", quant_dtype=None if quant_dtype == FP8 else quant_dtype)
+    q, scales = rms_norm_quant_fp8(input, weight, epsilon, None, -1, residual, scale_ub)
+    return q, scales.view(-1, 1)
+
+
+def vllm_rms_norm_per_block_quant(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    group_size: list[int],
+    scale_ub: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    is_scale_transposed: bool = False,
+    tma_alignment: int = 0,
+) -> Pair:
+    """vllm._custom_ops.rms_norm_per_block_quant, float8 e4m3 only: (values [T, H], scales [T, H / group_size[1]]).
+
+    is_scale_transposed: column-major scales, padded to tma_alignment (0 or 4) tokens. The residual's memory is
+    overwritten with input + residual. Raises ValueError for another quant_dtype.
+    """
+    refuse(
+        "rms_norm_per_block_quant", quant_dtype=None if quant_dtype == FP8 else quant_dtype,
+        tma_alignment=None if tma_alignment in (0, 4) else tma_alignment,
+    )  # fmt: skip
+    layout = (is_scale_transposed, tma_alignment == 4)
+    return rms_norm_quant_fp8(
+        input, weight, epsilon, None, group_size[1], residual, scale_ub, MIN_ABSMAX, *layout
+    )
+
+
+def sglang_fused_rmsnorm_fp8_per_token_quant(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    residual: torch.Tensor | None = None,
+) -> Pair | tuple[Pair, torch.Tensor]:
+    """SGLang's _fused_rmsnorm_fp8_per_token_quant, which it has for AMD's devices: (values [T, H], scales [T, 1]).
+
+    With a residual, ((values, scales), hidden_states + residual): a new tensor, the residual stays.
+    """
+    if residual is None:
+        return rms_norm_quant_fp8(hidden_states, weight, epsilon)
+    new = residual.clone()
+    return rms_norm_quant_fp8(hidden_states, weight, epsilon, None, -1, new), new
+
+
+def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
+    return Case(name, dims, dtype, weight, (tag,))
+
+
+_NOTE = "the hosts' fusion passes and layer boundaries bind the function: for forks and for our engine"
+_AMD = f"the host has it for AMD's devices only; {_NOTE}"
+_FUSED = "_fused_rmsnorm_fp8_per_token_quant"
+_COMMUNICATOR = "sglang.srt.layers.communicator"
+_ADD_NORM = "sglang.srt.layers.layer_boundary.residual.add_norm"
+_DEEPSEEK: dict[str, Any] = {"hidden": 7168, "group": 128, "residual": True}
+
+SPEC = OpSpec(
+    name="rms_norm_quant_fp8",
+    level=1,
+    reference=reference,
+    op=rms_norm_quant_fp8,
+    cases=(
+        _case("static_32", "model", weight=64, tokens=32, hidden=4096, static=True, residual=True),
+        _case("token_1", "model", weight=64, tokens=1, hidden=4096, residual=True),
+        _case("token_32", "model", weight=64, tokens=32, hidden=4096, residual=True),
+        _case("token_8k", "model", tokens=8192, hidden=4096, residual=True),
+        _case("deepseek_32", "model", weight=61, tokens=32, **_DEEPSEEK),
+        _case("deepseek_4k", "model", tokens=4096, column_major=True, tma_aligned=True, **_DEEPSEEK),
+        _case("token_63", "odd", tokens=63, hidden=1000, residual=True),
+        _case("one", "odd", "float32", tokens=1, hidden=1),
+        _case("token_1128", "odd", "float16", tokens=3, hidden=1128),
+        _case("strided", "odd", "float32", tokens=5, hidden=130, pad=7, residual=True),
+        _case("static_odd", "odd", tokens=7, hidden=577, static=True),
+        _case("static_residual", "odd", "float32", tokens=9, hidden=64, static=True, residual=True),
+        _case("group_63", "odd", tokens=63, hidden=384, group=128, residual=True),
+        _case(
+            "column_major",
+            "odd",
+            "float16",
+            tokens=5,
+            hidden=192,
+            group=64,
+            column_major=True,
+            tma_aligned=True,
+        ),
+        _case("upper_bound", "odd", "float32", tokens=9, hidden=1000, upper_bound=True),
+        _case("heads", "odd", tokens=3, inner=5, hidden=64, group=32, residual=True),
+        _case("no_token", "odd", tokens=0, hidden=256, residual=True),
+    ),
+    inputs=cases.inputs,
+    bytes_moved=cases.bytes_moved,
+    flops=cases.flops,
+    # Of values: half a step of float8, and what the rounding to 16 bits, a host's second one and the scale's may move.
+    tolerance={
+        "float32": Tolerance(1e-6, 2e-6),
+        "float16": Tolerance(2e-3, 2e-3),
+        "bfloat16": Tolerance(1.6e-2, 1.6e-2),
+        "float8_e4m3fn": Tolerance(1.1e-3, 0.08),
+    },
+    dims_of=cases.dims_of,
+    vary=cases.vary,
+    extremes={"zero_tokens": cases.zero_tokens, "zero_weight": cases.zero_weight},
+    targets=(
+        *(
+            Target("vllm", f"vllm._custom_ops:{name}", f"vllm_{name}", "function", note=_NOTE)
+            for name in ("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant")
+        ),
+        Target("sglang", f"{_COMMUNICATOR}:{_FUSED}", f"sglang{_FUSED}", "function", "<0.5.23", note=_AMD),
+        Target("sglang", f"{_ADD_NORM}:{_FUSED}", f"sglang{_FUSED}", "function", ">=0.5.23", note=_AMD),
+    ),
+)

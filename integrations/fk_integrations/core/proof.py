@@ -1,0 +1,68 @@
+"""Which kernels a process launched, from torch's profiler: the proof that ours run where CUDA graphs replay them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels.core import registry
+from fastkernels.patch import PatchError
+from fk_integrations.core.apply import Patched
+
+_profiler: list[Any] = []
+
+
+def start(device: Any) -> None:
+    """Begin to record kernels. Raises PatchError if that is under way."""
+    import torch
+
+    if _profiler:
+        raise PatchError("a trace is under way in this process: stop it first")
+    activity = torch.profiler.ProfilerActivity
+    kind = activity.CPU if torch.device(device).type == "cpu" else activity.CUDA
+    profiler = torch.profiler.profile(activities=[kind])
+    profiler.start()
+    _profiler.append(profiler)
+
+
+def stop() -> tuple[dict[str, int], dict[str, float]]:
+    """({kernel name: launches}, {kernel name: us of all of them}) since `start`; on the CPU, names of operators.
+
+    The CPU's calls of CUDA are among them, by their names.
+    """
+    import torch
+
+    if not _profiler:
+        raise PatchError("no trace is under way in this process: start one first")
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    profiler = _profiler.pop()
+    profiler.stop()
+    counts: dict[str, int] = {}
+    us: dict[str, float] = {}
+    for event in profiler.events():
+        counts[event.name] = counts.get(event.name, 0) + 1
+        us[event.name] = us.get(event.name, 0.0) + event.time_range.elapsed_us()
+    return counts, us
+
+
+def kernel_names(op: str) -> list[str]:
+    """The names under which an op shows in a trace: its Triton kernels, and torch's name of it on the CPU.
+
+    A module without an op of its own shows by the ops that it calls.
+    """
+    from triton.runtime.jit import KernelInterface
+
+    names = []
+    for name in (op, *registry.get(op).calls):
+        found = [v for v in vars(registry.op_module(name)).values() if isinstance(v, KernelInterface)]
+        names += [k.__name__ for k in found if hasattr(k, "__name__")] + [f"fastkernels::{name}"]
+    return names
+
+
+def prove(patched: Patched, kernels: dict[str, int]) -> None:
+    """Mark the active ops of which a kernel is in the trace."""
+    for row in patched.rows:
+        # By its start: vLLM's fused_add_rms_norm_kernel holds our _rms_norm_kernel.
+        names = tuple(kernel_names(row.op))
+        if row.state == "active" and any(kernel.startswith(names) for kernel in kernels):
+            patched.traced.add(row.op)

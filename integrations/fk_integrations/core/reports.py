@@ -1,0 +1,72 @@
+"""$FASTKERNELS_REPORT/HOST-RANK-PID.json: what each patched process says of itself, kept fresh for killed servers."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastkernels.core.env import Environment
+
+log = logging.getLogger("fastkernels")
+PERIOD_S = 1.0
+_sources: dict[tuple[str, int], Callable[[], dict[str, Any]]] = {}
+_thread: threading.Thread | None = None
+
+
+def write(host: str, rank: int, reply: dict[str, Any]) -> None:
+    """Write one reply, atomically. Does nothing without FASTKERNELS_REPORT."""
+    folder = Environment.read().report
+    if folder is None:
+        return
+    file = Path(folder) / f"{host}-{rank}-{os.getpid()}.json"
+    partial = file.with_suffix(".partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(reply))
+        os.replace(partial, file)
+    except OSError as error:
+        log.warning("fastkernels: FASTKERNELS_REPORT=%s cannot be written: %s", folder, error)
+
+
+def start(host: str, rank: int, reply: Callable[[], dict[str, Any]]) -> None:
+    """Write `reply()` now, every second while it changes, and at exit."""
+    global _thread
+    write(host, rank, reply())
+    if Environment.read().report is None:
+        return
+    _sources[host, rank] = reply
+    if _thread is None:
+        _thread = threading.Thread(target=_refresh, name="fastkernels-report", daemon=True)
+        _thread.start()
+        atexit.register(_write_all, {})
+
+
+def read(folder: str, host: str) -> list[dict[str, Any]]:
+    """All replies in the folder, in rank order, none older than this call."""
+    _write_all({})
+    if any(not f.stem.endswith(f"-{os.getpid()}") for f in Path(folder or ".").glob(f"{host}-*.json")):
+        time.sleep(1.5 * PERIOD_S)  # the other processes write when their counters change
+    files = sorted(Path(folder).glob(f"{host}-*.json")) if folder else []
+    return sorted((json.loads(f.read_text()) for f in files), key=lambda r: (r["rank"], r["pid"]))
+
+
+def _write_all(last: dict[tuple[str, int], dict[str, Any]]) -> None:
+    for (host, rank), reply in list(_sources.items()):
+        found = reply()
+        if last.get((host, rank)) != found:
+            write(host, rank, found)
+            last[host, rank] = found
+
+
+def _refresh() -> None:
+    last: dict[tuple[str, int], dict[str, Any]] = {}
+    never = threading.Event()
+    while not never.wait(PERIOD_S):
+        _write_all(last)

@@ -1,0 +1,272 @@
+"""SGLang's attention backends: decode and extend through our ops, on SGLang's own KV pool and the backend's metadata.
+
+`__class__` of the live backend instance is swapped: model runner, graph runners and hybrid wrappers all hold that
+instance, and keep it. What a step asks for and we have no kernel for goes to the host's own method, counted with a
+reason. The decode metadata of a captured graph are static buffers: we pass the same tensors, and as the largest
+number of keys what the page table has room for, which holds for every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fk_integrations.core import versions as compat
+from fk_integrations.core.apply import Journal
+
+FLASH = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
+NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
+MODES = ("DECODE", "EXTEND", "MIXED")
+NO_DECODE = "a batch with more than one token of a sequence"
+NOT_FASTER = "a decode of a batch and context where no table says that ours is faster"
+
+
+def attention_shape(runner: Any, layer: Any) -> tuple[Any, ...]:
+    """A RadixAttention's values of the shape of attention_decode's Key; None: backends that we know do not say it."""
+    known = [b for b in backends(runner) if _path(type(b)) in _STEPS]
+    blocks = {1 if _path(type(b)) == NATIVE else b.page_size for b in known}
+    dtypes = {b.token_to_kv_pool.dtype for b in known}
+    block_size, dtype = (found.pop() if len(found) == 1 else None for found in (blocks, dtypes))
+    window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+    heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
+    return *heads, block_size, max(window + 1, 0), dtype
+
+
+def swap_attention(
+    runner: Any, layer: Any, version: str, journal: Journal, by_table: bool = False
+) -> str | None:
+    """Put our kernels behind a RadixAttention, in every backend of the runner that we know. None, or why not.
+
+    by_table: see Adapter.swap_attention; a step that is the host's stores its keys and values itself.
+    """
+    reason = _unsupported_layer(runner, layer)
+    if reason is not None:
+        return reason
+    reasons = []
+    for backend in backends(runner):
+        reason = _swap_backend(runner, backend, version, journal, by_table)
+        if reason is None:
+            type(backend).fastkernels_layers.add(layer)
+        else:
+            reasons.append(reason)
+    return None if len(reasons) < len(backends(runner)) else "; ".join(dict.fromkeys(reasons))
+
+
+def backends(runner: Any) -> list[Any]:
+    """The runner's attention backends and those that they are made of (hybrid, two-batch overlap), each once."""
+    found: list[Any] = []
+    todo = [getattr(runner, name, None) for name in ("attn_backend", "decode_attn_backend")]
+    todo += getattr(runner, "decode_attn_backend_group", None) or []
+    while todo:
+        backend = todo.pop(0)
+        if not hasattr(backend, "init_cuda_graph_state") or any(backend is b for b in found):
+            continue
+        found.append(backend)
+        for value in vars(backend).values():
+            todo += value if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def _path(host_class: type) -> str:
+    return f"{host_class.__module__}:{host_class.__qualname__}"
+
+
+def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal, by_table: bool) -> str | None:
+    host_class: Any = type(backend)
+    if hasattr(host_class, "fastkernels_layers"):
+        return None
+    path = _path(host_class)
+    if path not in _STEPS:
+        return f"the attention backend is {path}; known: {', '.join(_STEPS)}"
+    reason = compat.unknown("sglang", version, path, host_class) or _unsupported_backend(runner, backend)
+    if reason is not None:
+        return reason
+    backend.__class__ = _implementation(host_class, _STEPS[path], by_table)
+    journal.add(lambda: setattr(backend, "__class__", host_class))
+    return None
+
+
+# What is not supported
+
+
+def _unsupported_layer(runner: Any, layer: Any) -> str | None:
+    if layer.attn_type.value != "decoder":
+        return f"attention type {layer.attn_type.value!r} is not supported"
+    if layer.is_cross_attention:
+        return "cross attention is not supported"
+    if layer.v_head_dim != layer.qk_head_dim or layer.tp_v_head_num != layer.tp_k_head_num:
+        return f"keys of {layer.qk_head_dim} with values of {layer.v_head_dim} (MLA) are not supported"
+    if layer.pos_encoding_mode != "NONE" or layer.logit_capping_method != "tanh":
+        kinds = f"{layer.pos_encoding_mode!r} and {layer.logit_capping_method!r}"
+        return f"position encoding and capping of {kinds} are not supported"
+    if layer.xai_temperature_len > 0:
+        return "a temperature by length is not supported"
+    # Every layer of an FP8 model has scales, which the host uses where the cache has a dtype of its own.
+    scaled = layer.k_scale is not None or layer.v_scale is not None
+    if scaled and runner.server_args.kv_cache_dtype != "auto":
+        return "scaled keys and values are not supported"
+    return None
+
+
+def _unsupported_backend(runner: Any, backend: Any) -> str | None:
+    named = [name for name in ("forward", "forward_decode", "forward_extend") if name in vars(backend)]
+    if named:
+        return f"its {named[0]} was replaced by somebody else"
+    pool: Any = backend.token_to_kv_pool
+    if type(pool).__name__ != "MHATokenToKVPool":
+        return f"a KV pool of {type(pool).__name__} is not supported"
+    buffer = pool.k_buffer[0]
+    if pool.dtype != pool.store_dtype or buffer.dtype.itemsize == 1:
+        return f"a KV cache of {pool.dtype} is not supported"
+    if buffer.dim() != 3 or not buffer.is_contiguous():
+        return f"a KV pool of shape {tuple(buffer.shape)} is not [slots, heads, head size]"
+    if getattr(runner.server_args, "enable_torch_compile", False):
+        return "under --enable-torch-compile the backend's attention is left alone"
+    translator = getattr(backend, "kv_index_translator", None)
+    switches = {
+        "MLA": getattr(backend, "use_mla", False),
+        "local attention": getattr(backend, "has_local_attention", False),
+        "context parallelism": getattr(backend, "attn_cp_size", 1) > 1,
+        "attention without a KV cache": getattr(backend, "fa_skip_kv_cache", False),
+        "a window that knows the prefill": getattr(backend, "is_prefill_aware_swa", False),
+        "a pool of windows": getattr(backend, "use_sliding_window_kv_pool", False),
+        "a sharded KV pool": getattr(backend, "_kv_shard_pool", None) is not None,
+        "a translated KV pool": getattr(translator, "is_translating", False),
+        "FlashAttention 4": getattr(backend, "fa_impl_ver", 3) != 3,
+    }
+    return next((f"{name} is not supported" for name, on in switches.items() if on), None)
+
+
+def _unsupported_step(q: Any, batch: Any, pool: Any, extra: dict[str, Any]) -> str | None:
+    mode = batch.forward_mode.name
+    if mode not in MODES:
+        return f"forward mode {mode}"
+    if batch.spec_info is not None:
+        return "speculative decoding"
+    if batch.encoder_lens is not None:
+        return "an encoder's keys before the text's"
+    for name, value in extra.items():
+        if value is not None and value is not False:
+            return f"{name} is set"
+    for name in ("mha_return_lse", "dcp_kv_mask", "attn_cp_metadata"):
+        if getattr(batch, name, None) not in (None, False):
+            return f"{name} is set"
+    if q.dtype != pool.dtype:
+        return f"queries of {q.dtype} on a KV cache of {pool.dtype}"
+    return None
+
+
+# A step's metadata
+
+
+class Step(NamedTuple):
+    """block_table: [B, pages], seq_lens: [B] int32, cu_seqlens_q: [B + 1] int32 (None where a batch only decodes)."""
+
+    block_size: int
+    block_table: Any
+    seq_lens: Any
+    cu_seqlens_q: Any
+    max_seqlen_q: int
+
+
+def _flash_step(backend: Any, batch: Any) -> Step | str:
+    m = backend.forward_metadata
+    for name in ("local_attn_metadata", "swa_spec_metadata", "swa_page_table", "image_token_ranges"):
+        if getattr(m, name, None) is not None:
+            return f"{name} is set"
+    return Step(backend.page_size, m.page_table, m.cache_seqlens_int32, m.cu_seqlens_q, m.max_seq_len_q)
+
+
+def _native_step(backend: Any, batch: Any) -> Step | str:
+    """torch_native plans nothing: its metadata are the batch's, and a page is one slot."""
+    import torch
+
+    lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+    longest = int(lengths.max()) if len(lengths) else 0
+    table = backend.req_to_token_pool.req_to_token[batch.req_pool_indices, :longest]
+    starts, most = None, 1
+    if batch.forward_mode.name != "DECODE":
+        starts = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        most = max(batch.extend_seq_lens_cpu)
+    return Step(1, table, batch.seq_lens.to(torch.int32), starts, most)
+
+
+_STEPS: dict[str, Callable[[Any, Any], Step | str]] = {FLASH: _flash_step, NATIVE: _native_step}
+
+
+# The subclass
+
+
+def _implementation(
+    host_class: Any, step_of: Callable[[Any, Any], Step | str], by_table: bool = False
+) -> type:
+    """A subclass of the backend's class for one patch; `fastkernels_layers` are the layers that it serves."""
+    from fastkernels.overrides.attention.attention import asked_for
+    from fastkernels.overrides.attention.attention_decode import attention_decode
+    from fastkernels.overrides.attention.attention_prefill import attention_prefill
+    from fastkernels.overrides.cache.store_kvcache import store_kvcache
+
+    layers: set[Any] = set()
+
+    def attend(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool, step: Step, choosy: bool
+    ) -> Any:
+        """The result; None, and nothing is done, if `choosy` and no table says that ours is faster."""
+        shape = (-1, step.block_size, layer.tp_k_head_num, layer.head_dim)
+        key_cache, value_cache = (t.view(shape) for t in self.token_to_kv_pool.get_kv_buffer(layer.layer_id))
+        q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+        longest = step.block_table.shape[1] * step.block_size
+        rest = (longest, float(layer.scaling), window, float(layer.logit_cap or 0))
+        decode = (q, key_cache, value_cache, step.seq_lens, step.block_table, *rest)
+        if choosy and not attention_decode.faster(*decode):
+            return None
+        if save and k is not None:
+            k, v = (t.reshape(-1, *shape[2:]) for t in (k, v))
+            n = min(k.shape[0], batch.out_cache_loc.shape[0])  # padding is at the end of either
+            store_kvcache(k[:n], v[:n], key_cache, value_cache, batch.out_cache_loc[:n])
+        if batch.forward_mode.name == "DECODE":
+            out = attention_decode(*decode)
+        else:
+            out = attention_prefill(  # rows of padding are not defined, as those of the host's own kernels
+                q, key_cache, value_cache, step.cu_seqlens_q, step.seq_lens, step.block_table, step.max_seqlen_q,
+                *rest, 1.0, 1.0, False,
+            )  # fmt: skip
+        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+    def method(name: str) -> Callable[..., Any]:
+        def forward(
+            self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **extra: Any
+        ) -> Any:  # fmt: skip
+            host = getattr(host_class, name)
+            if layer not in layers:
+                return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
+            choosy = by_table and not asked_for()
+            reason = _unsupported_step(q, forward_batch, self.token_to_kv_pool, extra)
+            if reason is None and choosy and forward_batch.forward_mode.name != "DECODE":
+                reason = NO_DECODE
+            if reason is None:
+                step = step_of(self, forward_batch)
+                rows = q.numel() // (layer.tp_q_head_num * layer.head_dim)
+                if isinstance(step, str):
+                    reason = step
+                elif name == "forward_decode" and step.seq_lens.shape[0] != rows:
+                    reason = "a decode of several queries a sequence"
+                else:
+                    out = attend(self, q, k, v, layer, forward_batch, save_kv_cache, step, choosy)
+                    if out is not None:
+                        return out
+                    reason = NOT_FASTER
+            attention_decode.leave(reason) if choosy else attention_prefill.note(reason)
+            return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
+
+        return forward
+
+    body = {
+        "forward_decode": method("forward_decode"),
+        "forward_extend": method("forward_extend"),
+        "fastkernels_layers": layers,
+        "__module__": host_class.__module__,
+        "__qualname__": host_class.__qualname__,
+    }
+    return type(host_class.__name__, (host_class,), body)

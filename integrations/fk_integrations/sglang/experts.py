@@ -1,0 +1,121 @@
+"""SGLang's mixtures of experts: what runs them inside a layer that stays the host's.
+
+A layer's router, the exchange of tokens and the all-reduce stay SGLang's. The runner that the layer's method calls
+with its weights becomes an instance of a subclass. Only where the op is named: the tables have no times of SGLang's
+own kernels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from fastkernels.core import registry
+from fastkernels.overrides.moe.fused_experts_scales import check
+from fastkernels.overrides.moe.fused_experts_sglang import quant_of, refuse, refuse_config
+from fk_integrations.core import versions as compat
+from fk_integrations.core.adapter import Journal
+from fk_integrations.seams.expert_layers import in_float8, method_of, path_of, unusual
+
+_MOE = "sglang.srt.layers.moe"
+RUNNER = f"{_MOE}.moe_runner.runner:MoeRunner"
+# What a runner calls where its weights are as a checkpoint has them, [E, 2 I, H] with the gates first and [E, H, I]
+PLAIN = f"{_MOE}.moe_runner.triton:fused_experts_none_to_triton"
+NOT_MEASURED = (
+    "the tables compare with vLLM's kernels: SGLang's own were not measured, name the op to have it in"
+)
+
+
+def experts(module: Any) -> Any:
+    """What runs a FusedMoE layer's experts: its method's runner, or the method where that has none; else None."""
+    if not hasattr(module, "moe_runner_config"):
+        return None
+    method = method_of(module)
+    return getattr(method, "runner", None) or method
+
+
+def swap_experts(module: Any, ours: Any, version: str, journal: Journal) -> str | None:
+    """Have a layer's experts run ours, on its own weights. None, or why not."""
+    reason = unsupported(module)
+    if reason is not None:
+        return reason
+    runner = experts(module)
+    host_class: Any = type(runner)
+    reason = compat.unknown("sglang", version, RUNNER, host_class)
+    if reason is None and "run" in vars(runner):
+        reason = "the run of its runner was replaced by somebody else"
+    if reason is not None:
+        return reason
+    op = registry.get("fused_experts_fp8" if in_float8(module) else "fused_experts").op
+    runner.__class__ = _implementation(host_class, ours, op.name)
+    journal.add(lambda: setattr(runner, "__class__", host_class))
+    return None
+
+
+def unsupported(module: Any) -> str | None:
+    """Why a layer's experts stay the host's, or None."""
+    runner, config = experts(module), module.moe_runner_config
+    if path_of(runner) != RUNNER:
+        return f"its experts are run by {path_of(runner)}"
+    if runner.lora_enabled:
+        return "adapters (LoRA) of experts are not supported"
+    if runner.fused_func is None or path_of(runner.fused_func) != PLAIN:
+        run = runner.runner_core if runner.fused_func is None else runner.fused_func
+        return f"its experts are run by {path_of(run)}, whose weights may be in an order of its own"
+    if config.num_experts != config.num_local_experts:
+        here = f"{config.num_local_experts} of {config.num_experts} experts"
+        return f"only {here} are here: expert parallelism is not supported"
+    if config.apply_router_weight_on_input:
+        return "the router's weights on the input of experts are not supported"
+    try:
+        refuse_config(config)
+    except ValueError as error:
+        return str(error)
+    method = method_of(module)
+    way = getattr(getattr(method, "_forward_method", None), "__name__", "forward_cuda")
+    if way != "forward_cuda":
+        return f"its method runs {way}, which calls no runner"
+    if getattr(method, "w13_swiglu_interleaved", False):
+        return "rows of gates and up are interleaved"
+    return unusual(module, config.params_dtype, in_float8(module))
+
+
+def unsupported_call(dispatch_output: Any, quant_info: Any, lora_info: Any) -> str | None:
+    """Why one call is the host's, or None."""
+    if getattr(dispatch_output, "hidden_states_pre_quant", None) is not None:
+        return "hidden states that are quantized already"
+    if not hasattr(dispatch_output.topk_output, "topk_ids"):
+        return f"a router's choice in the form of {type(dispatch_output.topk_output).__name__}"
+    try:
+        refuse(lora_info=lora_info, hidden_states_scale=dispatch_output.hidden_states_scale)
+        fp8, quant = quant_of(quant_info)
+        if fp8:
+            check(
+                quant_info.w13_weight, quant_info.w2_weight, quant["w1_scale"], quant["w2_scale"], quant["a1_scale"],
+                quant["a2_scale"], quant["per_channel_quant"], quant["block_shape"], False,
+            )  # fmt: skip
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@cache
+def _implementation(host: type, ours: Any, name: str) -> type:
+    """A subclass of the host's runner with the run of `ours`, for calls that it takes; the op `name` counts others."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    host_class: Any = host
+    op = registry.get(name).op
+
+    def run(self: Any, dispatch_output: Any, quant_info: Any, lora_info: Any = None) -> Any:
+        reason = unsupported_call(dispatch_output, quant_info, lora_info)
+        if reason is not None:
+            op.note(reason)
+            return host_class.run(self, dispatch_output, quant_info, lora_info)
+        return ours.run(self, dispatch_output, quant_info, lora_info)
+
+    body = {
+        "run": run, "combine": StandardCombineInput, "__module__": host_class.__module__,
+        "__qualname__": host_class.__qualname__, "fastkernels": ours,
+    }  # fmt: skip
+    return type(host_class.__name__, (host_class,), body)

@@ -1,0 +1,346 @@
+"""Inside a scheduler process of SGLang: the adapter, a live patch with its CUDA graphs, and the answers to requests.
+
+A captured CUDA graph replays the code that was there when it was captured, so after a live swap graphs are captured
+again; the old ones stay alive until the new are there. Ranks agree before each step that involves collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastkernels.patch import PatchError, Request
+from fk_integrations.core import call_recording as recording
+from fk_integrations.core import proof as trace
+from fk_integrations.core import reports
+from fk_integrations.core.apply import Adapter, Journal, Patched, apply
+from fk_integrations.sglang.attention import backends
+from fk_integrations.sglang.host import installed_version
+
+log = logging.getLogger("fastkernels")
+_patched: list[Patched] = []  # at most one: a scheduler process has one target model
+
+
+class Refused(PatchError):
+    """Nothing was changed, and nothing was run: the engine is what it was before the request."""
+
+
+class Busy(Refused):
+    """The engine is not idle; the caller may ask again."""
+
+
+class SglangAdapter(Adapter):
+    """What is special about SGLang's modules."""
+
+    host = "sglang"
+
+    def __init__(self, model_runner: Any = None):
+        self.version = installed_version() or ""
+        self.model_runner = model_runner
+        self.whole = model_runner is None or model_runner.server_args.pp_size == 1
+
+    def batch_invariant(self) -> str | None:
+        on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
+        return "--enable-deterministic-inference" if on else None
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | str | None:
+        from fk_integrations.sglang import attention as sglang_attention
+        from fk_integrations.sglang import experts as sglang_experts
+
+        if op.name == "attention_decode":
+            return sglang_attention.attention_shape(self.model_runner, module)
+        if op.name in ("fused_experts", "fused_experts_fp8"):
+            return sglang_experts.unsupported(module) or sglang_experts.NOT_MEASURED
+        return super().shape(op, module)
+
+    def experts(self, module: Any) -> Any:
+        from fk_integrations.sglang import experts as sglang_experts
+
+        return sglang_experts.experts(module)
+
+    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        from fk_integrations.sglang import experts as sglang_experts
+
+        return sglang_experts.swap_experts(module, ours, self.version, journal)
+
+    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        from fk_integrations.sglang import attention as sglang_attention
+
+        return sglang_attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
+
+
+# At start, with FASTKERNELS=1
+
+
+def patch_after_loading() -> None:
+    """Have ModelRunner.init_attention_backends end with the patch that the environment asks for.
+
+    The model is loaded then, and no graph is captured yet. Draft models are left alone.
+    """
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    stock = ModelRunner.init_attention_backends
+    if hasattr(stock, "fastkernels_stock"):
+        return
+
+    @functools.wraps(stock)
+    def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        if not self.is_draft_worker:
+            try:
+                _apply(self, Request.from_environment())
+            except Exception as error:
+                raise PatchError(f"FASTKERNELS=1, but SGLang cannot be patched: {error}") from error
+        return result
+
+    init_attention_backends.fastkernels_stock = stock  # type: ignore[attr-defined]
+    ModelRunner.init_attention_backends = init_attention_backends
+
+
+def _apply(model_runner: Any, request: Request) -> Patched:
+    rank, _ = _rank_and_world()
+    patched = apply(SglangAdapter(model_runner), model_runner.model, request, rank)
+    _patched.append(patched)
+    reports.start("sglang", rank, _reply)
+    return patched
+
+
+# Requests
+
+
+def answer(scheduler: Any, request: str) -> None:
+    """Carry out one request and write the reply to FOLDER/RANK.json. Nothing is raised: SGLang would hide it."""
+    raw = json.loads(request)
+    extra: dict[str, Any] = {}
+    try:
+        if raw["action"] not in _ACTIONS:
+            raise PatchError(f"unknown action {raw['action']!r}; known: {', '.join(_ACTIONS)}")
+        extra = _ACTIONS[raw["action"]](scheduler, Request.from_json(request)) or {}
+    except PatchError as error:
+        extra = {
+            "error": str(error),
+            "busy": isinstance(error, Busy),
+            "refused": isinstance(error, Refused),
+        }
+    except Exception as error:
+        log.exception("fastkernels: %s failed", raw["action"])
+        extra = {"error": f"{type(error).__name__}: {error}"}
+    reply = {**_reply(), "graphs": bool(_captured(_runner(scheduler))), **extra}
+    file = Path(raw["folder"]) / f"{reply['rank']}.json"
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(reply))
+    os.replace(partial, file)
+
+
+def _reply() -> dict[str, Any]:
+    from sglang.srt.distributed.parallel_state import get_pp_group
+
+    rank, world = _rank_and_world()
+    rows = _patched[0].report() if _patched else []
+    return {
+        "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "host": "sglang",
+        "version": installed_version(), "rows": rows, "error": None,
+    }  # fmt: skip
+
+
+def _rank_and_world() -> tuple[int, int]:
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    return group.rank, group.world_size
+
+
+def _runner(scheduler: Any) -> Any:
+    return scheduler.tp_worker.model_runner
+
+
+def _patch(scheduler: Any, request: Request) -> None:
+    if _patched:
+        raise Refused("this engine is patched already: undo that patch first (report.undo())")
+    runner = _runner(scheduler)
+    _refuse(scheduler, runner)
+    error: str | None = None
+    try:
+        _apply(runner, request)
+    except Exception as failure:
+        error = str(failure)
+    _agree(scheduler, error, _take_back)
+    _recapture(scheduler, runner, _take_back)
+    scheduler.flush_cache()  # cached keys and values came from other kernels
+
+
+def _undo(scheduler: Any, request: Request) -> None:
+    if not _patched:
+        return
+    runner = _runner(scheduler)
+    _refuse(scheduler, runner)
+    taken = _patched.pop()
+    taken.undo()
+
+    def again() -> None:
+        _apply(runner, taken.request)
+
+    _recapture(scheduler, runner, again)
+    scheduler.flush_cache()
+    reports.write("sglang", taken.rank, _reply())
+
+
+def _take_back() -> None:
+    """Classes and candidates as they were before a patch that failed."""
+    while _patched:
+        _patched.pop().undo()
+
+
+def _refuse(scheduler: Any, runner: Any) -> None:
+    """Raise Refused if this engine cannot be changed now, or not while it lives."""
+    if not scheduler.is_fully_idle():
+        raise Busy("the engine has unfinished requests: let them finish (or abort them), then patch or undo")
+    released = sorted(scheduler.weight_updater.offload_tags)
+    if released:
+        raise Refused(
+            f"memory of the engine is released ({', '.join(released)}): resume_memory_occupation(), then patch or undo"
+        )
+    captured = _captured(runner)
+    if captured and getattr(scheduler, "draft_worker", None) is not None:
+        raise Refused(
+            "speculative decoding: the CUDA graphs of the draft model cannot be captured again in a live engine;"
+            " start it with FASTKERNELS=1, or with --disable-cuda-graph"
+        )
+    prefill = captured.get("prefill_cuda_graph_runner")
+    if str(getattr(prefill, "prefill_backend_name", "")) == "tc_piecewise":
+        raise Refused(
+            "prefill graphs of 'tc_piecewise' are compiled code that cannot be made again in a live engine"
+        )
+
+
+def _agree(scheduler: Any, error: str | None, back: Callable[[], None]) -> None:
+    """Raise in every rank, after `back()`, if any rank of this stage has failed."""
+    import torch.distributed as dist
+
+    group = scheduler.tp_group.cpu_group
+    errors: list[str | None] = [error]
+    if dist.get_world_size(group) > 1:
+        errors = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group=group)
+    if any(errors):
+        back()
+        others = "; ".join(f"rank {i} of its stage: {e}" for i, e in enumerate(errors) if e)
+        raise PatchError(error or f"undone, because another rank failed: {others}")
+
+
+# CUDA graphs
+
+
+def _captured(runner: Any) -> dict[str, Any]:
+    """The runners that replay graphs, by their attribute; an EagerRunner stands where graphs are off."""
+    names = ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")
+    found = {name: getattr(runner, name, None) for name in names}
+    return {k: v for k, v in found.items() if v is not None and type(v).__name__ != "EagerRunner"}
+
+
+def _recapture(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
+    """Capture all graphs again with the classes that are in place. If a rank fails: `back()`, and the old graphs."""
+    if not _captured(runner):
+        return
+    import torch
+
+    _capture_or_restore(scheduler, runner, back)
+    gc.collect()  # the old graphs, which nothing holds any more
+    torch.cuda.empty_cache()
+
+
+def _capture_or_restore(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
+    snapshot = _Snapshot(runner)
+    error: str | None = None
+    try:
+        _capture(runner)
+    except Exception as failure:
+        log.exception("fastkernels: CUDA graphs could not be captured again")
+        error = f"CUDA graphs could not be captured again: {type(failure).__name__}: {failure}"
+
+    def restore() -> None:
+        back()
+        snapshot.restore()
+
+    _agree(scheduler, error, restore)
+
+
+def _capture(runner: Any) -> None:
+    import torch
+
+    before = set(_captured(runner))
+    if getattr(runner.server_args, "enable_torch_compile", False):
+        torch.compiler.reset()
+    torch.cuda.synchronize()
+    if "decode_cuda_graph_runner" in before:
+        runner.init_decode_cuda_graph()
+    if "prefill_cuda_graph_runner" in before:
+        runner.init_prefill_cuda_graph()
+    torch.cuda.synchronize()
+    lost = sorted(before - set(_captured(runner)))
+    if lost:
+        raise PatchError(f"SGLang did not capture its graphs again ({', '.join(lost)} is gone)")
+
+
+class _Snapshot:
+    """Graph runners, and the attention backends' buffers that their graphs read, as they are now.
+
+    A capture allocates the buffers of a backend anew (init_cuda_graph_state): graphs and buffers belong together.
+    """
+
+    def __init__(self, runner: Any):
+        self.saved = [(b, {k: _shallow(v) for k, v in vars(b).items()}) for b in backends(runner)]
+        self.runner, self.of_runner = runner, {k: v for k, v in vars(runner).items() if "graph" in k}
+
+    def restore(self) -> None:
+        vars(self.runner).update(self.of_runner)
+        for owner, attributes in self.saved:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+
+
+def _shallow(value: Any) -> Any:
+    return dict(value) if type(value) is dict else list(value) if type(value) is list else value
+
+
+# Counters and traces
+
+
+def _report(scheduler: Any, request: Request) -> None:
+    """The reply has the counters."""
+
+
+def _reset(scheduler: Any, request: Request) -> None:
+    if _patched:
+        _patched[0].reset()
+
+
+def _trace_start(scheduler: Any, request: Request) -> None:
+    trace.start(_runner(scheduler).device)
+
+
+def _trace_stop(scheduler: Any, request: Request) -> dict[str, Any]:
+    kernels, us = trace.stop()
+    if _patched:
+        trace.prove(_patched[0], kernels)
+    return {"kernels": kernels, "us": us}
+
+
+def _record_start(scheduler: Any, request: Request) -> None:
+    recording.start(dict(request.options))
+
+
+def _record_stop(scheduler: Any, request: Request) -> dict[str, Any]:
+    return recording.stop(dict(request.options), _rank_and_world()[0], _runner(scheduler).model)
+
+
+_ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
+    "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
+    "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
+}  # fmt: skip

@@ -1,0 +1,174 @@
+"""vLLM's attention implementations: what is replaced inside a layer that stays the host's."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from fk_integrations.core import versions as compat
+from fk_integrations.core.apply import Journal
+
+FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
+NO_DECODE = "a batch with more than one token of a sequence"
+NOT_FASTER = "a decode of a batch and context where no table says that ours is faster"
+
+
+def attention_shape(module: Any) -> tuple[Any, ...]:
+    """An Attention layer's values of the shape of attention_decode's Key. Blocks: not before the cache is there."""
+    heads = module.num_heads, module.num_kv_heads, module.head_size
+    return *heads, None, module.sliding_window or 0, module.kv_cache_torch_dtype
+
+
+def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_table: bool) -> str | None:
+    """Put our kernels behind an Attention layer, on the KV cache of vLLM's FlashAttention backend. None, or why not.
+
+    The layer, its cache layout and its metadata builder stay; `layer.impl` becomes an instance of a subclass.
+    by_table: see Adapter.swap_attention. What a captured graph replays is what its capture decided.
+    """
+    impl = getattr(module, "impl", None)
+    found = f"{type(impl).__module__}:{type(impl).__qualname__}"
+    if found != FLASH_ATTN:
+        note = ": its KV cache is packed for the CPU's own kernels" if "cpu_attn" in found else ""
+        return f"the attention backend is {found}, not {FLASH_ATTN}{note}"
+    reason = compat.unknown("vllm", version, FLASH_ATTN, type(impl)) or _unsupported(impl, config)
+    if any(name in vars(impl) for name in ("forward", "do_kv_cache_update")):
+        reason = "the backend's forward was replaced by somebody else"
+    if reason is not None:
+        return reason
+    host_class: Any = type(impl)
+    impl.__class__ = _implementation(host_class, by_table, config.model_config.max_model_len)
+    journal.add(lambda: setattr(impl, "__class__", host_class))
+    return None
+
+
+def _unsupported(impl: Any, config: Any) -> str | None:
+    mode = config.compilation_config.cudagraph_mode
+    if mode is not None and mode.mixed_mode().name == "FULL":
+        # Such a graph is captured with one query a sequence and replayed for prefills: only FlashAttention can.
+        return "cudagraph_mode FULL replays one graph for decodes and prefills; use FULL_AND_PIECEWISE"
+    if impl.attn_type != "decoder":
+        return f"attention type {impl.attn_type!r} is not supported"
+    if str(impl.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):
+        return f"a KV cache of {impl.kv_cache_dtype} is not supported"
+    if impl.alibi_slopes is not None or impl.sinks is not None:
+        return "ALiBi and attention sinks are not supported"
+    if impl.sliding_window is not None and impl.sliding_window[1] > 0:
+        return f"sliding window {impl.sliding_window} looks ahead"
+    if config.parallel_config.decode_context_parallel_size > 1:
+        return "decode context parallelism is not supported"
+    return None
+
+
+@cache
+def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) -> type:
+    """A subclass of FlashAttentionImpl that reads and writes the cache through our ops.
+
+    By table, keys and values are stored by ours in every step that a graph replays: one kernel of one pass over them,
+    as the host's, and of less time at every size. A launch from Python takes longer than either, and the host's is one
+    call in C++. FASTKERNELS_DISABLE=store_kvcache leaves all steps to the host.
+    """
+    from fastkernels.overrides.attention.attention import asked_for
+    from fastkernels.overrides.attention.attention_decode import attention_decode
+    from fastkernels.overrides.attention.attention_prefill import attention_prefill
+    from fastkernels.overrides.cache.store_kvcache import store_kvcache
+
+    host_class: Any = host
+    key, warm, stored = attention_decode.key, set[Any](), set[int]()
+    assert key is not None
+
+    def ours(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The arguments with which a decode of these runs ours, by table; None: it is the host's.
+
+        Where 0.26 warms up for a graph, contexts are of one token, and its capture is for max_model_len: what will be
+        captured is run before, once, or it would be compiled in the capture.
+        """
+        if attention_decode.faster(*args):
+            return args
+        args = (*args[:5], max_model_len, *args[6:])
+        if not attention_decode.faster(*args) or (point := key.of(*args)) in warm:
+            return None
+        warm.add(point)
+        return args
+
+    def caches(self: Any, kv_cache: Any) -> tuple[Any, Any]:
+        # [blocks, Hkv, block_size, 2 * D] -> two [blocks, block_size, Hkv, D]
+        return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+
+    def do_kv_cache_update(
+        self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> None:
+        n = slot_mapping.shape[0]  # key and value are padded, slot_mapping is not
+        asked = store_kvcache.asked
+        if by_table and (asked == "off" or (asked == "" and n in stored and _from_python(key))):
+            host_class.do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)
+            return
+        stored.add(n)  # what will be captured is run before, once
+        key_cache, value_cache = caches(self, kv_cache)
+        store_kvcache(key[:n], value[:n], key_cache, value_cache, slot_mapping)
+
+    def forward(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any,
+        output_scale: Any = None, output_block_scale: Any = None,
+    ) -> Any:  # fmt: skip
+        m = attn_metadata
+        stock = (self, layer, query, key, value, kv_cache, m, output, output_scale, output_block_scale)
+        if m is None:
+            return host_class.forward(*stock)
+        choosy = by_table and not asked_for()
+        if choosy and m.max_query_len != 1:  # a prompt's layers wait for this code: no more of it than needed
+            attention_decode.leave(NO_DECODE)
+            return host_class.forward(*stock)
+        reason = _unsupported_step(m, output_scale, output_block_scale)
+        if reason is not None:
+            attention_decode.leave(reason) if choosy else attention_prefill.note(reason)
+            return host_class.forward(*stock)
+        n, softcap = m.num_actual_tokens, float(self.logits_soft_cap or 0)
+        # Of a batch that a decode's graph is replayed for, padding has rows of its own, in seq_lens (0) as in tokens.
+        decode = m.max_query_len == 1 and n == m.seq_lens.shape[0]
+        if choosy and not decode:
+            attention_decode.leave(NO_DECODE)
+            return host_class.forward(*stock)
+        key_cache, value_cache = caches(self, kv_cache)
+        # In 0.26 the window of the layer's group is in the metadata and wins.
+        window = getattr(m, "sliding_window", None) or self.sliding_window
+        left = -1 if window is None else window[0]
+        q = query[:n]
+        out = output[:n].view(q.shape)
+        if decode:
+            args = (
+                q, key_cache, value_cache, m.seq_lens, m.block_table, m.max_seq_len, self.scale, left, softcap
+            )  # fmt: skip
+            chosen = ours(args) if choosy else args
+            if chosen is None:
+                attention_decode.leave(NOT_FASTER)
+                return host_class.forward(*stock)
+            attention_decode.into(out, *chosen)
+        else:
+            attention_prefill.into(  # rows of padding stay what they are, as with the host's own kernels
+                out, q, key_cache, value_cache, m.query_start_loc, m.seq_lens, m.block_table, m.max_query_len,
+                m.max_seq_len, self.scale, left, softcap, 1.0, 1.0, False,
+            )  # fmt: skip
+        return output
+
+    body = {"forward": forward, "do_kv_cache_update": do_kv_cache_update, "__module__": host_class.__module__}
+    return type(host_class.__name__, (host_class,), body)
+
+
+def _from_python(tensor: Any) -> bool:
+    """Whether kernels on it are launched now, one by one, and not recorded for a graph."""
+    return bool(tensor.is_cuda) and not torch.cuda.is_current_stream_capturing()
+
+
+def _unsupported_step(metadata: Any, output_scale: Any, output_block_scale: Any) -> str | None:
+    if output_scale is not None or output_block_scale is not None:
+        return "fused quantization of the attention's output"
+    if getattr(metadata, "use_cascade", False):
+        return "cascade attention"
+    if metadata.causal is not True:
+        return "attention that is not causal"
+    for name in ("mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens"):
+        if getattr(metadata, name, None) is not None:
+            return f"{name} is set"
+    return None

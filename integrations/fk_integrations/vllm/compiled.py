@@ -1,0 +1,343 @@
+"""What a vLLM worker compiled and captured: the compile-cache key, rebuilding after a swap, and the way back.
+
+vLLM traces a model once, loads compiled code by the hash of its configuration, and replays CUDA graphs: a swapped
+module is silently ignored by all three until the hash differs, the code is compiled again and the graphs are captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fastkernels
+from fastkernels.core.env import Environment
+from fastkernels.patch import PatchError, Request
+
+log = logging.getLogger("fastkernels")
+_KEYS: set[str] = set()
+_STOCK_HASH: list[Callable[[Any], str]] = []
+
+
+def fingerprint(request: Request) -> str:
+    """A hash of everything of ours that changes what is compiled: version, request, our sources, candidates."""
+    digest = hashlib.sha256(
+        f"{fastkernels.__version__} {sorted(Environment.read().provider.items())}".encode()
+    )
+    digest.update(
+        Request("", request.ops, request.candidates, request.disable, request.strict).to_json().encode()
+    )
+    package = Path(fastkernels.__file__).parent
+    integrations = Path(__file__).resolve().parents[1]
+    for root in (package, integrations):
+        for file in sorted(f for f in root.rglob("*") if f.suffix in (".py", ".cu", ".json") and f.is_file()):
+            digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    for path in request.candidates.values():
+        digest.update(path.encode() + Path(path).expanduser().read_bytes())
+    return digest.hexdigest()
+
+
+def add_key(key: str) -> None:
+    """Mix `key` into VllmConfig.compute_hash, so that no compiled code of another patch, or of none, is loaded."""
+    from vllm.config import VllmConfig
+
+    if not _STOCK_HASH:
+        stock = VllmConfig.compute_hash
+
+        def compute_hash(self: Any) -> str:
+            parts = " ".join([stock(self), *sorted(_KEYS)])
+            return hashlib.sha256(parts.encode()).hexdigest()[:10]
+
+        _STOCK_HASH.append(stock)
+        VllmConfig.compute_hash = compute_hash
+    _KEYS.add(key)
+
+
+def remove_key(key: str) -> None:
+    """Take `key` out again; with the last one vLLM's own method is back."""
+    _KEYS.discard(key)
+    if not _KEYS and _STOCK_HASH:
+        from vllm.config import VllmConfig
+
+        VllmConfig.compute_hash = _STOCK_HASH.pop()
+
+
+class Compiled:
+    """The compiled code and CUDA graphs of a worker, held so that they can be dropped, made again or put back.
+
+    The old graphs are kept alive while new ones are captured: a private pool whose last graph is gone cannot be
+    captured into again.
+    """
+
+    def __init__(self, worker: Any):
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Wrapper
+
+        self.worker, self.runner, self.config = (
+            worker,
+            worker.model_runner,
+            worker.vllm_config.compilation_config,
+        )
+        self.models = _compiled(worker.get_model(), Wrapper)
+        owners = [getattr(self.runner, name, None) for name in ("drafter", "speculator")]
+        self.draft = [m for o in owners for m in _compiled(getattr(o, "model", None), Wrapper)]
+        self.saved = [(m, _own_attributes(m)) for m in self.models]
+        self.folders = {
+            k: getattr(self.config, k) for k in ("cache_dir", "local_cache_dir") if hasattr(self.config, k)
+        }
+        holders = _wrappers(CUDAGraphWrapper, "concrete_cudagraph_entries", worker)
+        with contextlib.suppress(ImportError):
+            from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+
+            holders += _wrappers(BreakableCUDAGraphWrapper, "entries", worker)
+        owners = [self.runner, getattr(self.runner, "speculator", None)]
+        managers = [
+            v for o in owners if o is not None for v in vars(o).values() if hasattr(v, "_graphs_captured")
+        ]
+        holders += [(m, "graphs") for m in managers]
+        self.graphs = [(holder, name, getattr(holder, name)) for holder, name in holders]
+        self.captured = [(m, m._graphs_captured) for m in managers]
+
+    @property
+    def needed(self) -> bool:
+        return bool(self.models) or self.has_graphs
+
+    @property
+    def has_graphs(self) -> bool:
+        return any(graphs for _, _, graphs in self.graphs)
+
+    def refusal(self) -> str | None:
+        """Why this worker cannot be rebuilt while it lives; None if it can."""
+        from vllm.config import CompilationMode
+
+        if getattr(CompilationMode, "STOCK_TORCH_COMPILE", None) == self.config.mode:
+            return "compilation mode STOCK_TORCH_COMPILE cannot be compiled again in a live engine"
+        if type(getattr(self.runner, "model", None)).__name__ == "UBatchWrapper":
+            return "micro-batching (DBO) holds CUDA graphs that cannot be captured again in a live engine"
+        if self.draft:
+            return "the compiled code of a draft model cannot be made again in a live engine"
+        if getattr(self.runner, "encoder_cudagraph_manager", None) is not None:
+            return "the CUDA graphs of the encoder cannot be captured again in a live engine"
+        return None
+
+    def drop(self) -> None:
+        """Compiled code and graphs are no longer used; nothing is freed while this object lives."""
+        import torch
+        from vllm.compilation.wrapper import reset_compile_wrapper
+        from vllm.config import set_current_vllm_config
+
+        for holder, name, _ in self.graphs:
+            setattr(holder, name, {})
+        for manager, _ in self.captured:
+            manager._graphs_captured = False
+        if self.models:
+            torch.compiler.reset()
+        with set_current_vllm_config(self.worker.vllm_config):
+            for model in self.models:
+                reset_compile_wrapper(model)
+                # The path of the first compilation marks the dynamic dimensions; this flag would skip it.
+                model.compiled = False
+
+    def restore(self) -> None:
+        """The old compiled code and graphs, as they were."""
+        for holder, name, graphs in self.graphs:
+            setattr(holder, name, graphs)
+        for manager, flag in self.captured:
+            manager._graphs_captured = flag
+        for model, attributes in self.saved:
+            for key in set(_own_attributes(model)) - set(attributes):
+                del vars(model)[key]
+            vars(model).update(attributes)
+        for key, value in self.folders.items():
+            setattr(self.config, key, value)
+
+    @property
+    def restorable(self) -> bool:
+        """Ahead-of-time compiled functions survive torch.compiler.reset(); dynamo's own code does not."""
+        return all(attributes.get("aot_compiled_fn") is not None for _, attributes in self.saved)
+
+    def rewarm(self) -> None:
+        """Compile and capture with the classes that are in place now. The engine must be idle."""
+        import torch
+
+        on_cpu = torch.device(self.worker.device).type == "cpu"
+        with torch.random.fork_rng(devices=[] if on_cpu else [self.worker.device]):  # warm-up sets the seed
+            if on_cpu:
+                self.runner.warming_up_model()
+            else:
+                with _capturing(), _serving_state(self.runner):
+                    self.runner._dummy_run(self.runner.max_num_tokens, is_profile=True, skip_eplb=True)
+                    self.worker.compile_or_warm_up_model()
+
+    def release(self) -> None:
+        """Let go of the old code and graphs, after the new ones are there."""
+        import torch
+
+        self.saved, self.graphs, self.captured = [], [], []
+        gc.collect()
+        if torch.device(self.worker.device).type != "cpu":
+            torch.accelerator.synchronize()
+            torch.accelerator.empty_cache()
+
+
+def _compiled(model: Any, wrapper: Any) -> list[Any]:
+    """The modules of a model (None: there is none) that vLLM compiles."""
+    modules = [] if model is None or not hasattr(model, "modules") else model.modules()
+    return [m for m in modules if isinstance(m, wrapper) and not getattr(m, "do_not_compile", True)]
+
+
+def _own_attributes(model: Any) -> dict[str, Any]:
+    """What the compile wrapper keeps on an nn.Module: everything but the module's own tables."""
+    tables = ("_parameters", "_buffers", "_modules")
+    return {k: v for k, v in vars(model).items() if k not in tables}
+
+
+def _wrappers(kind: Any, name: str, worker: Any) -> list[tuple[Any, str]]:
+    """This engine's graph wrappers: another engine in the process keeps its own."""
+    return [(w, name) for w in list(kind._all_instances) if w.vllm_config is worker.vllm_config]
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    """The state that start-up captures in: capturing allowed, and a workspace that may grow."""
+    import torch
+    from vllm.compilation import monitor
+    from vllm.v1.worker import workspace
+
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    locked = (
+        workspace.is_workspace_manager_initialized() and workspace.current_workspace_manager().is_locked()
+    )
+    allowed = monitor.cudagraph_capturing_enabled
+    if locked:
+        workspace.unlock_workspace()
+    monitor.set_cudagraph_capturing_enabled(True)
+    try:
+        yield
+    finally:
+        monitor.set_cudagraph_capturing_enabled(allowed)
+        if locked:
+            workspace.lock_workspace()
+
+
+@contextlib.contextmanager
+def _serving_state(runner: Any) -> Iterator[None]:
+    """Warm-up writes dummy slots: keep them out of the KV blocks of the batch. The V2 runner has dummy tables."""
+    if hasattr(runner, "preserve_serving_state"):
+        with runner.preserve_serving_state():
+            yield
+        return
+    tables = getattr(getattr(getattr(runner, "input_batch", None), "block_table", None), "block_tables", [])
+    saved = [(t.block_table, t.block_table.gpu.clone(), t.block_table.cpu.clone()) for t in tables]
+    if tables:
+        runner.input_batch.block_table.clear()
+    try:
+        with contextlib.ExitStack() as stack:
+            if not tables:
+                with contextlib.suppress(ImportError):
+                    from vllm.v1.worker.gpu.eplb_utils import preserve_serving_state
+
+                    stack.enter_context(preserve_serving_state(runner))
+            yield
+    finally:
+        for table, gpu, cpu in saved:
+            table.gpu.copy_(gpu)
+            table.cpu.copy_(cpu)
+
+
+def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
+    """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
+
+    If anything fails in any rank, all ranks have the old classes, code and graphs back, checked by one step.
+    Raises PatchError.
+    """
+    compiled = Compiled(worker)
+    back: list[Callable[[], None] | None] = []
+
+    def first() -> None:
+        reason = compiled.refusal() if compiled.needed else None
+        if reason is not None:
+            raise PatchError(f"{reason}; patch before construction: fastkernels.patch('vllm')")
+        back.append(change())
+
+    def second() -> None:
+        if compiled.needed:
+            compiled.drop()
+            compiled.rewarm()
+        worker.execute_dummy_batch()
+        _synchronize(worker)
+
+    try:
+        _together(worker, first)
+    except PatchError:
+        for undo in back:
+            if undo is not None:
+                undo()
+        raise
+    try:
+        _together(worker, second)
+    except PatchError as error:
+        undo = back[0]
+        if undo is not None:
+            undo()
+        _put_back(worker, compiled, error, same=undo is not None)
+        raise
+    compiled.release()
+
+
+def _put_back(worker: Any, compiled: Compiled, error: PatchError, same: bool) -> None:
+    """After a failure: the old code if the classes are the `same` as before, else new code for those in place."""
+    try:
+        if compiled.needed and same and compiled.restorable:
+            compiled.restore()
+        elif compiled.needed:
+            compiled.drop()
+            compiled.rewarm()
+        worker.execute_dummy_batch()
+        _synchronize(worker)
+    except Exception as broken:
+        raise PatchError(
+            f"{error}. The engine could not be put back and must be restarted: {broken}"
+        ) from broken
+
+
+def _synchronize(worker: Any) -> None:
+    import torch
+
+    if torch.device(worker.device).type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _together(worker: Any, step: Callable[[], None]) -> None:
+    """Run `step` here; raise PatchError in every rank if it failed in any, so that no rank waits for another."""
+    mine: str | None = None
+    try:
+        step()
+    except PatchError as error:
+        mine = str(error)
+    except Exception as error:
+        log.exception("fastkernels: rank %s failed", worker.rank)
+        mine = f"{type(error).__name__}: {error}"
+    failed = [e for e in _gather(mine) if e is not None]
+    if mine is not None:
+        raise PatchError(mine)
+    if failed:
+        raise PatchError(f"undone here, because another rank failed: {failed[0]}")
+
+
+def _gather(value: str | None) -> list[str | None]:
+    from vllm.distributed import parallel_state
+
+    group = parallel_state.get_world_group()
+    if group.world_size == 1:
+        return [value]
+    import torch.distributed
+
+    everyone: list[str | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(everyone, value, group=group.cpu_group)
+    return everyone

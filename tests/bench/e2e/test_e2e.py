@@ -1,0 +1,143 @@
+"""`fk-bench e2e`: rows of real offline runs, and what a step costs without a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fk_bench.core.rows import read
+from fk_bench.e2e import startup
+from fk_bench.info import stubs
+from support.commands import fk_bench, last_json
+
+
+def test_offline_run(tmp_path: Path) -> None:
+    from support.tiny import make_tiny_llama
+
+    model = make_tiny_llama(tmp_path / "tiny")
+    done = fk_bench(
+        "e2e", model, "--requests", "1,3", "--rounds", "2", "--input-len", "9", "--output-len", "5", "--out",
+        tmp_path / "run", timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, warnings = read(tmp_path / "run" / "rows.jsonl")
+    assert not warnings and [(r.case["requests"], r.round) for r in rows] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    for row in rows:
+        tokens = row.case["requests"] * 5
+        assert row.metrics["output_tokens_per_s"] == pytest.approx(tokens / row.metrics["seconds"])
+        assert row.versions["torch"] and row.subject.host == "fastkernels"
+    results = last_json(done)["results"]
+    assert [(r["host"], r["requests"]) for r in results] == [("fastkernels", 1), ("fastkernels", 3)]
+
+
+@pytest.mark.slow
+def test_a_folder_of_candidates_beside_the_same_host_without(tmp_path: Path) -> None:
+    from support.tiny import make_tiny_llama
+
+    model, folder = make_tiny_llama(tmp_path / "tiny"), tmp_path / "candidates"
+    folder.mkdir()
+    for name in ("rms_norm", "silu_and_mul"):
+        (folder / f"{name}.py").write_text(stubs.source(name))
+    done = fk_bench(
+        "e2e", model, "--candidate", folder, "--requests", "2", "--rounds", "2", "--input-len", "9",
+        "--output-len", "5", "--out", tmp_path / "run", timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, _ = read(tmp_path / "run" / "rows.jsonl")
+    assert [(r.round, r.subject.candidate) for r in rows] == [
+        (r, c) for r in (0, 1) for c in (None, str(folder))
+    ]
+    for row in rows:
+        assert row.subject.host == "fastkernels" and ("live" in row.case) == bool(row.subject.candidate)
+        if row.subject.candidate:  # two layers and a last norm, five steps
+            assert row.case["live"] == {"rms_norm": 25, "silu_and_mul": 10} and row.baseline == "fastkernels"
+    assert [r["host"] for r in last_json(done)["results"]] == ["fastkernels", "fastkernels+candidates"]
+
+
+@pytest.mark.parametrize(
+    ("host", "enabled", "provider"),
+    [("vllm", "1", "fastkernels"), ("vllm", "0", None), ("fastkernels", "1", None)],
+)
+def test_the_start_of_a_host_that_the_environment_patches_says_so(
+    host: str, enabled: str, provider: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTKERNELS", enabled)
+    started = SimpleNamespace(name=host, python=sys.executable, started=0.0)
+    first = {"kv_tokens": 64, "ends": [("engine", 1.0)]}
+    made = startup._row(started, {"model": "m"}, 9, 0, first, (2.0, 3.0), {"output_tokens": 1})  # type: ignore[arg-type]
+    assert (made.subject.host, made.subject.provider, made.case["kv_tokens"]) == (host, provider, 64)
+
+
+def test_starts_by_phases(tmp_path: Path) -> None:
+    from support.tiny import make_tiny_llama
+
+    model = make_tiny_llama(tmp_path / "tiny")
+    done = fk_bench(
+        "e2e", model, "--startup", "--rounds", "2", "--input-len", "9", "--load-format", "dummy", "--engine-args",
+        'fastkernels={"num_blocks": 64}', "--out", tmp_path / "run", timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, warnings = read(tmp_path / "run" / "rows.jsonl")
+    assert not warnings and [(r.kind, r.round) for r in rows] == [("startup", 0), ("startup", 1)]
+    for row in rows:
+        m = row.metrics
+        assert row.case["kv_tokens"] == 63 * 16 and row.case["load_format"] == "dummy"
+        parts = [
+            v for k, v in m.items() if k not in ("first_token_s", "ready_s") and not k.startswith("kernels")
+        ]
+        assert min(parts) >= 0 and sum(parts) == pytest.approx(m["first_token_s"], abs=1e-6)
+        assert (
+            m["imports_s"] > 0.1 and {"config_s", "weights_s", "kv_cache_s", "graphs_s", "rest_s"} < m.keys()
+        )
+        assert m["first_token_s"] - m["ready_s"] == pytest.approx(m["request_s"])
+    (result,) = last_json(done)["results"]
+    assert result["first_token_s"] == rows[1].metrics["first_token_s"] and result["starts"] == 1
+    assert result["cold_first_token_s"] == rows[0].metrics["first_token_s"]
+    assert "weights_s" in done.stdout and "start 1" in done.stdout
+
+
+def test_a_public_name_is_sizes_enough_for_dummy_weights(tmp_path: Path) -> None:
+    from fk_bench.e2e.command import sizes_of
+    from fk_bench.e2e.model_configs import PUBLIC
+
+    from fastkernels.models.common.build import load_config
+    from fastkernels.models.common.config import read as read_plain
+
+    found = load_config(Path(sizes_of("meta-llama/Llama-3.1-8B-Instruct", tmp_path)))
+    assert found.architectures == ["LlamaForCausalLM"] and found.num_hidden_layers == 32
+    assert (found.hidden_size, found.vocab_size, found.dtype) == (4096, 128256, torch.bfloat16)
+    assert sizes_of(str(tmp_path), tmp_path) == str(tmp_path)
+    for name in PUBLIC:
+        assert read_plain(Path(sizes_of(name, tmp_path))) is not None  # no start pays for transformers
+
+
+def test_scheduler_only(tmp_path: Path) -> None:
+    done = fk_bench("e2e", "--scheduler-only", "--requests", "1,16", "--out", tmp_path / "run", "--json")
+    results = last_json(done)["results"]
+    assert [(r["requests"], r["context"]) for r in results] == [(1, 128), (1, 2048), (16, 128), (16, 2048)]
+    assert all(0 < r["us_per_step"] <= r["us_per_step_p95"] for r in results)
+
+
+def test_a_host_that_does_not_start_says_why(tmp_path: Path) -> None:
+    done = fk_bench("e2e", "--hosts", "sglang", "--out", tmp_path / "run")  # not in this environment
+    assert done.returncode == 1 and "No module named 'sglang'" in done.stderr and "Traceback" in done.stderr
+    assert "ended with status 1" in done.stderr
+    assert (tmp_path / "run" / "sglang.log").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "tgi"], "unknown host"),
+        (["--requests", "0"], "at least 1"),
+        (["--python", "vllm"], "HOST=VALUE"),
+        (["--candidate", "/no/such"], "there is no folder /no/such"),
+        (["--startup", "--scheduler-only"], "--startup goes with neither"),
+    ],
+)
+def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = fk_bench("e2e", *arguments, "--out", tmp_path / "run")
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()

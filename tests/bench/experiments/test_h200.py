@@ -1,0 +1,251 @@
+"""`make bench-h200` asks for commands and options that there are, and every figure has its part."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from fk_bench.cli import app
+from fk_bench.core.rows import read
+from fk_bench.serving.config import CompareConfig
+from fk_bench.tables.command import GROUPS
+from support.h200_plan import ROOT, commands, given, planned
+
+from fastkernels.core import registry
+
+sys.path.insert(0, str(ROOT / "bench"))
+import h200
+
+RANDOM = "Llama-3.1-8B shapes, random weights"
+SERVERS = {
+    "servers-vllm": "vllm,vllm+fk,fastkernels",
+    "servers-sglang": "sglang,sglang+fk,fastkernels",
+    "servers-256-vllm": "vllm,fastkernels",
+    "servers-256-sglang": "sglang,fastkernels",
+    "servers-ragged-vllm": "vllm,vllm+fk",
+    "servers-ragged-sglang": "sglang,sglang+fk",
+    "servers-tp2": "vllm,vllm+fk,sglang,sglang+fk,fastkernels",
+    "servers-fp8": "vllm,vllm+fk,sglang,sglang+fk",
+}
+
+
+def after(words: list[str], option: str) -> list[str]:
+    return [b for a, b in itertools.pairwise(words) if a == option]
+
+
+def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    seen, scripts = set(), set()
+    for quick in ("0", "1"):
+        for line in itertools.chain(*commands(planned(tmp_path, TABLES="1", QUICK=quick)).values()):
+            options = {word for word in line if word.startswith("--")}
+            if line[1:3] == ["-m", "fk_bench.cli"]:
+                there = [name for p in known[line[3]].params for name in (*p.opts, *p.secondary_opts)]
+                assert options <= set(there), line
+                seen.add(line[3])
+            else:
+                scripts.add(Path(line[1]).stem)
+                text = (ROOT / line[1]).read_text()
+                assert all(f'"{option}"' in text for option in options), line
+    assert seen == {"kernels", "diff", "explain", "e2e", "serve-compare", "tables"}
+    assert {
+        "make_checkpoint", "ragged_prompts", "skinny_linear", "linear_fp8", "decode_attention", "decode_step",
+        "engine_step", "moe_tiles", "host_step", "quality", "works_with",
+    } <= scripts  # fmt: skip
+
+
+def test_every_load_of_servers_has_its_part(tmp_path: Path) -> None:
+    found = commands(planned(tmp_path))
+    lines = {name: line for name, (line, *_) in found.items() if name.startswith("servers")}
+    assert {name: line[line.index("--lanes") + 1] for name, line in lines.items()} == SERVERS
+    for name, line in lines.items():
+        lanes = line[line.index("--lanes") + 1].split(",")
+        assert after(line, "--resident") == [str(len(lanes))] and "--together" in line
+        pythons = given(tmp_path.parent)
+        assert after(line, "--python") == [f"vllm={pythons['VLLM']}", f"sglang={pythons['SGLANG']}"]
+        assert after(line, "--out") == [str(tmp_path / name)]
+        longest = [int(after(line, f)[0]) for f in ("--input-len", "--output-len") if f in line]
+        concurrency = tuple(map(int, after(line, "--concurrency")[0].split(",")))
+        config = CompareConfig(  # what it says of itself is possible, and all requests are held at once
+            concurrency=concurrency, num_prompts=tuple(map(int, after(line, "--num-prompts")[0].split(","))),
+            loads=tuple(after(line, "--load")), lanes=tuple(lanes),
+        )  # fmt: skip
+        assert len(config.levels) == len(concurrency) + len(config.loads)
+        held = 2048 if len(longest) < 2 else sum(longest) + 64
+        assert int(after(line, "--kv-tokens")[0]) >= max(concurrency) * held
+    assert after(lines["servers-vllm"], "--load") == [
+        "c=1,in=600,out=8,prompts=40", "c=8,in=512,out=8,prompts=240", "c=4,in=1920,out=8,prompts=48",
+    ]  # fmt: skip
+    assert after(lines["servers-tp2"], "--tensor-parallel") == ["2"]
+    (write,) = found["prompts"]
+    assert after(write, "--out") == after(lines["servers-ragged-vllm"], "--dataset-path")
+    made = {name: line[2] for name in ("model", "model-fp8") for line in found[name]}
+    assert after(lines["servers-fp8"], "--model") == [made["model-fp8"]]
+    assert all(after(line, "--model") == [made["model"]] for n, line in lines.items() if n != "servers-fp8")
+    assert after(lines["servers-vllm"], "--rounds") == ["5"]
+    quick = commands(planned(tmp_path, QUICK="1"))
+    assert all(after(quick[name][0], "--rounds") == ["3"] for name in SERVERS)
+
+
+def test_parts_of_two_gpus_have_two_and_what_they_need_first(tmp_path: Path) -> None:
+    lines = planned(tmp_path).stdout.splitlines()
+    where = {x[3:].partition(":")[0]: x for x in lines if x.startswith("== ")}
+    for name in ("servers-tp2", "works-vllm-two", "works-sglang-two"):
+        assert len(where[name].partition("GPU ")[2].partition(", after")[0].split(",")) == 2
+    begins = {name: int(line.partition("after ")[2].split()[0]) for name, line in where.items()}
+    order = list(where)
+    assert begins["model"] == begins["model-fp8"] == 0 and order.index("linear") < order.index("step")
+    assert all(begins[name] >= 60 for name in SERVERS)
+    assert {name for name in order if name.startswith("works")} == set(order[-7:])  # nothing is timed there
+    assert lines[-1].startswith("about ") and " on 4 GPUs (" in lines[-1]
+    one = planned(tmp_path, GPUS="0").stdout
+    assert "== servers-tp2: left out, it needs 2 GPUs" in one and "--tensor-parallel" not in one
+
+
+def test_quality_is_asked_of_the_text_model_and_of_its_fp8_weights(tmp_path: Path) -> None:
+    more = '{"attention_backend": "triton"}'
+    found = commands(planned(tmp_path, SGLANG_ENGINE=more))
+    (write,) = found["text-fp8"]
+    text = given(tmp_path.parent)["TEXT_MODEL"]
+    assert after(write, "--model") == [text] and after(write, "--quantize") == ["fp8"]
+    for host, engine in (("vllm", []), ("sglang", [more])):
+        (own,), (fp8,) = found[f"quality-{host}"], found[f"quality-fp8-{host}"]
+        assert after(own, "--model") == [text] and after(own, "--way") == []
+        assert after(fp8, "--model") == [write[2]] and after(fp8, "--way") == ["start"]
+        assert after(own, "--engine") == after(fp8, "--engine") == engine
+        assert after(own, "--prefill") == [] and after(fp8, "--prefill") == ["16:101178"]
+    assert not [
+        name for name in commands(planned(tmp_path, TEXT_MODEL="")) if name.startswith(("quality", "text"))
+    ]
+
+
+def test_the_judge_gets_every_op_once_and_quick_some_case_of_each() -> None:
+    judged = [op for _, ops in h200.JUDGED.values() for op in ops.split()]
+    assert sorted(judged) == sorted(registry.op_names())
+    assert tuple(f"kernels-{name}" for name in h200.JUDGED) == GROUPS["kernels"]
+    for op in judged:
+        assert {case.name for case in registry.get(op).cases} & set(h200.QUICK_CASES), op
+
+
+def test_tables_are_made_of_what_the_parts_write(tmp_path: Path) -> None:
+    found = commands(planned(tmp_path, TABLES="1"))
+    outs = {Path(o) for line in itertools.chain(*found.values()) for o in after(line, "--out")}
+    written = {o.stem for o in outs if o.parent == tmp_path}
+    needed = {file for files in GROUPS.values() for file in files if file not in GROUPS}
+    assert needed <= written, needed - written
+    every, taken = found[""]
+    called = [f"model={RANDOM}", f"model-fp8={RANDOM} in FP8"]
+    assert after(every, "--out") == [str(tmp_path / "tables.md")] and after(taken, "--take") == [
+        str(tmp_path)
+    ]
+    assert after(every, "--model-name") == after(taken, "--model-name") == called
+    for name in ("mine", "eight"):
+        (tmp_path / name).mkdir()
+    model, fp8 = str(tmp_path / "mine"), str(tmp_path / "eight")
+    mine = commands(planned(tmp_path, MODEL=model, FP8_MODEL=fp8, MODEL_NAME="Mine"))
+    assert after(mine[""][0], "--model-name") == ["mine=Mine", "eight=Mine in FP8"]
+    assert "model" not in mine and after(mine["servers-fp8"][0], "--model") == [fp8]
+    assert not after(commands(planned(tmp_path, MODEL=model))[""][0], "--model-name")
+
+
+def test_without_hosts_what_needs_them_is_not_asked(tmp_path: Path) -> None:
+    found = commands(planned(tmp_path, VLLM="", SGLANG="", TEXT_MODEL=""))
+    assert {"linear", "kernels-norms", "startup"} <= set(found)
+    assert not [
+        n
+        for n in found
+        if n.startswith(("servers", "works", "quality", "host", "kv", "prompts", "model-fp8"))
+    ]
+    found = commands(planned(tmp_path, VLLM="", TEXT_MODEL=""))
+    assert "servers-sglang" in found and "servers-vllm" not in found and "quality-sglang" not in found
+
+
+def test_only_and_mistakes(tmp_path: Path) -> None:
+    found = commands(planned(tmp_path, ONLY="step,servers-ragged*"))
+    assert set(found) == {
+        "", "linear", "step", "model", "prompts", "servers-ragged-vllm", "servers-ragged-sglang",
+    }  # fmt: skip
+    for more, said in (
+        ({"ONLY": "sevrers"}, "there is no part 'sevrers' here: model, model-fp8"),
+        ({"ONLY": "servers*", "VLLM": "", "SGLANG": ""}, "not asked for is what needs VLLM, SGLANG: not set"),
+        ({"LIMIT": "soon"}, "LIMIT: 'soon' is not a number"),
+        ({"RUN": "plan"}, "RUN=plan: RUN=echo says what would run"),
+        ({"RUN": "", "GPUS": "", "CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible here"),
+    ):
+        done = planned(tmp_path, **more)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_says_its_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> None:
+    """With parts that need no GPU, and one that fails for want of a model."""
+    settings = {
+        "RUN": "",
+        "GPUS": "0",
+        "MODEL": str(tmp_path),
+        "VLLM": "",
+        "SGLANG": "",
+        "LIMIT": "100",
+    }
+    done = planned(tmp_path / "out", **settings, ONLY="step", QUICK="1", PATH="/usr/bin:/bin")
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("2 parts on GPU 0, about 4 minutes, commit ") and ", QUICK=1, to " in lines[0]
+    assert lines[1] == "not asked for is what needs VLLM, SGLANG: not set"
+    assert any("begins    linear  on GPU 0, about 130 s, 100 at most; " in x for x in lines)
+    assert any("FAILED    linear  exit status 1, after " in x for x in lines)
+    assert any("left out  step  linear did not end well" in x for x in lines)
+    log, out = tmp_path / "out/logs/linear.log", tmp_path / "out"
+    assert lines[-3].startswith("  linear: exit status 1, after ") and lines[-3].endswith(f" ({log})")
+    assert lines[-2:] == [
+        "  step: linear did not end well",
+        f"failed: linear step; all else is in {out}; the same with OUT={out} runs these again",
+    ]
+    assert "skinny_linear.py" in log.read_text()
+    assert "nothing was measured" in (tmp_path / "out/tables.md").read_text()
+
+
+def test_what_a_commit_is_where_there_is_no_checkout(tmp_path: Path) -> None:
+    copy = tmp_path / "fk_bench"
+    copy.mkdir()
+    for name in ("__init__", "machine", "rows"):
+        (copy / f"{name}.py").write_text((ROOT / f"bench/fk_bench/{name}.py").read_text())
+    code = "from fk_bench import machine; print(machine.commit())"
+
+    def said(**more: str) -> str:
+        env = {k: v for k, v in os.environ.items() if k != "FK_BENCH_COMMIT"}
+        env |= {"PYTHONPATH": str(tmp_path), "GIT_CEILING_DIRECTORIES": str(tmp_path.parent), **more}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert said() == "None" and said(FK_BENCH_COMMIT="abc123") == "abc123"
+
+
+@pytest.mark.parametrize("lengths", [(20, 90), (40, 40)])
+def test_prompts_of_many_lengths(tmp_path: Path, words_model: Path, lengths: tuple[int, int]) -> None:
+    sys.path.insert(0, str(ROOT / "bench/scenarios"))
+    import ragged_prompts
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(words_model / "tokenizer.json"))
+    made = ragged_prompts.prompts(str(words_model), 60, *lengths, seed=0)
+    assert made == ragged_prompts.prompts(str(words_model), 60, *lengths, seed=0)
+    assert made != ragged_prompts.prompts(str(words_model), 60, *lengths, seed=1)
+    counted = [len(tokenizer.encode(text).ids) for text, _ in made]
+    assert counted == [n for _, n in made]
+    assert all(lengths[0] - 2 <= n <= lengths[1] for n in counted)  # a word here is two tokens
+    assert lengths[0] == lengths[1] or (min(counted) < 30 and max(counted) > 80)
+    assert len({text.split()[0] for text, _ in made}) == 60
+    with pytest.raises(ValueError, match="--shortest 9 --longest 90: 16 or more"):
+        ragged_prompts.prompts(str(words_model), 1, 9, 90, seed=0)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text, _ in made))
+    assert read(file)[0] == []  # no rows: not taken for a table

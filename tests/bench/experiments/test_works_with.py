@@ -1,0 +1,247 @@
+"""bench/scenarios/works_with.py: whose fault a sleep is, what a row of a lost cell says, which cells a host has."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fk_integrations.core.apply import LEFT
+from fk_integrations.vllm.fusions import ALL_REDUCE
+
+import fastkernels
+from fastkernels.patch import PatchError, Row
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+import works_hosts
+import works_with
+
+TEXTS = [[5, 6, 7], [8, 9]]
+
+
+class Host:
+    """An engine whose log-probabilities are `values`; a sleep costs `unpatched` or `patched` nats, or raises."""
+
+    def __init__(self, unpatched: Any = 0.0, patched: Any = 0.0, refuses: bool = True) -> None:
+        self.cost, self.refuses, self.engine = {False: unpatched, True: patched}, refuses, self
+        self.lost, self.asleep, self.ours, self.sleeps = 0.0, False, False, 0
+        self.rounding, self.asked = 0.0, [""]  # what a patch costs, and which ops it was asked for
+
+    def tokens(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        return [[1] * n for _ in prompts]
+
+    def forced(self, texts: list[list[int]]) -> list[list[tuple[float, float]]]:
+        assert not self.asleep
+        return [[(-1.0 - self.lost, -1.0)] * (len(t) - 1) for t in texts]
+
+    def sleep(self) -> None:
+        self.asleep, self.sleeps = True, self.sleeps + 1
+
+    def wake(self) -> None:
+        self.asleep, cost = False, self.cost[self.ours]
+        if isinstance(cost, Exception):
+            raise cost
+        self.lost += cost
+
+    def reload(self) -> None:
+        """The weights are right again."""
+
+    def patch(self, engine: Any, ops: list[str] | None) -> Host:
+        self.ours, self.asked, self.lost = True, ops, self.lost + self.rounding
+        return self
+
+    def undo(self) -> None:
+        if self.asleep and self.refuses:
+            raise PatchError("the engine is asleep")
+        self.ours, self.lost = False, self.lost - self.rounding
+
+    def refresh(self) -> argparse.Namespace:
+        return argparse.Namespace(rows=[])
+
+
+@pytest.fixture
+def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a feature, live: (the cell, an error that ended it) for a host."""
+
+    def run(
+        host: Host, feature: str = "sleep", name: str = "sglang"
+    ) -> tuple[works_with.Cell, Exception | None]:
+        monkeypatch.setattr(works_with, "SGLang", lambda *_: host)
+        monkeypatch.setattr(works_with, "Vllm", lambda *_: host)
+        monkeypatch.setattr(works_with, "made", lambda *_: (tmp_path, None))
+        monkeypatch.setattr(fastkernels, "patch", host.patch)
+        monkeypatch.setattr(works_with.Cell, "rows", lambda *_: None)
+        args = argparse.Namespace(host=name, child=feature, way="live", work=tmp_path)
+        made = works_with.Cell(args)
+        try:
+            made.live()
+        except RuntimeError as error:
+            return made, error
+        return made, None
+
+    return run
+
+
+def stages(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line[3:] for line in capsys.readouterr().out.splitlines() if line.startswith("AT ")]
+
+
+def test_a_sleep_is_tried_without_a_patch_first_and_then_with_one(
+    cell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = Host()
+    made, error = cell(host)
+    assert error is None and not made.problems and host.sleeps == 2
+    assert made.lines == ["refused: the engine is asleep"]
+    assert stages(capsys)[2:5] == [
+        "the host sleeps and wakes without a patch", "the host is patched live",
+        "the patched host sleeps and wakes, with an undo that must be refused",
+    ]  # fmt: skip
+
+
+def test_what_the_host_loses_in_its_own_sleep_is_not_the_patchs(cell: Any) -> None:
+    theirs, _ = cell(Host(unpatched=1.0))
+    assert theirs.problems[0].startswith("stock_awake: log-probabilities are 1.000 apart")
+    ours, _ = cell(Host(patched=1.0))
+    assert [p.partition(":")[0] for p in ours.problems] == ["awake", "reloaded", "undone"]
+    unrefused, _ = cell(Host(refuses=False))
+    assert unrefused.problems == ["an undo while the engine sleeps was not refused"]
+
+
+@pytest.mark.parametrize(
+    ("feature", "name", "named"),
+    [("tp", "vllm", False), ("tp", "sglang", True), ("tp_norms", "vllm", True)],
+)
+def test_two_ranks_of_vllm_are_patched_without_a_list_of_ops(
+    cell: Any, feature: str, name: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is named is put in even where the host fuses it; only without names are norms left to its all-reduce."""
+    host = Host()
+    made, error = cell(host, feature, name)
+    assert error is None and not made.problems
+    assert host.asked == (works_with.OPS if named else None)
+    environments = []
+
+    def started(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        environments.append(env)
+        return argparse.Namespace(wait=lambda timeout: None)
+
+    monkeypatch.setenv("FASTKERNELS_OPS", "linear")  # somebody's own, which is not a cell's
+    monkeypatch.setattr(works_with.subprocess, "Popen", started)
+    monkeypatch.setattr(works_with, "_end", lambda _: None)
+    args = argparse.Namespace(host=name, work=tmp_path, out=tmp_path / "rows.jsonl", timeout=1)
+    for way in ("live", "start"):
+        works_with.run(args, feature, way)
+    live, start = environments
+    assert "FASTKERNELS" not in live and "FASTKERNELS_OPS" not in live
+    assert start["FASTKERNELS"] == "1"
+    assert start.get("FASTKERNELS_OPS") == (",".join(works_with.OPS) if named else None)
+
+
+def test_without_names_norms_must_be_left_to_the_all_reduce_and_the_rest_to_tables() -> None:
+    def said(norms: str) -> list[str]:
+        made = works_with.Cell.__new__(works_with.Cell)
+        made.args, made.problems = argparse.Namespace(child="tp", host="vllm"), []
+        made.expected = works_with.EXPECTED["tp", "vllm"]
+        of_shape = f"{LEFT}: N=768 K=1024 dtype=bfloat16 is not tuned on NVIDIA H200"
+        reasons = {"rms_norm": norms, "linear": f"16 {of_shape}", "attention": f"4 {of_shape}"}
+        rows = [Row(0, op, "Theirs", 0, "off", reason=why) for op, why in reasons.items()]
+        rows += [Row(0, op, "Theirs", 1, "active", calls=3) for op in ("rotary_emb", "embedding")]
+        made.rows(rows)
+        return made.problems
+
+    assert said(f"9 {LEFT}: {ALL_REDUCE}") == []
+    (problem,) = said("")
+    assert problem.startswith(
+        "rms_norm should say 'left to the host: vLLM adds it to the all-reduce before it'"
+    )
+
+
+@pytest.mark.parametrize(("feature", "allowed"), [("moe", 0.15), ("moe_fp8", 0.495)])
+def test_experts_in_fp8_may_be_further_from_the_host(cell: Any, feature: str, allowed: float) -> None:
+    for far, wrong in ((allowed - 0.01, False), (allowed + 0.01, True)):
+        host = Host()
+        host.rounding = far
+        made, _ = cell(host, feature)
+        assert [p.partition(":")[0] for p in made.problems] == (["patched"] if wrong else [])
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_the_row_of_a_cell_that_died_says_in_what(
+    cell: Any, patched: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler that dies ends all processes, so nothing but the log is left."""
+    failed = RuntimeError("no such memory")
+    _, error = cell(Host(patched=failed) if patched else Host(unpatched=failed))
+    assert error is failed
+    log = tmp_path / "cell.log"
+    log.write_text(capsys.readouterr().out + "ValueError: Pointer argument (at 0)\nSIGQUIT received\n")
+    status, result = works_with.outcome("crash", log)
+    wanted = "the patched host sleeps and wakes" if patched else "the host sleeps and wakes without a patch"
+    (problem,) = result["problems"]
+    assert status == "crash" and problem.startswith(f"crash while {wanted}")
+    assert "ValueError: Pointer argument (at 0)" in problem
+    said = {"problems": ["RuntimeError: lost"], "metrics": {"start_s": 1.0}, "lines": [], "crash": True}
+    log.write_text(f"AT the patch is undone\nCELL {json.dumps(said)}\n")
+    status, result = works_with.outcome("crash", log)
+    assert status == "crash" and result["problems"] == ["RuntimeError: lost while the patch is undone"]
+    assert result["metrics"] == {"start_s": 1.0}
+
+
+def test_a_feature_of_one_host_is_skipped_on_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(works_with, "run", lambda *_: pytest.fail("a cell was run"))
+    for host, feature in (("sglang", "tp_norms"), ("vllm", "gptq_marlin")):
+        args = argparse.Namespace(host=host, ways="live", out=tmp_path / "rows.jsonl", work=tmp_path)
+        assert works_with.cells(args, feature) == 0
+        assert f"{host} {feature} live: skipped" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [r["reason"] for r in rows] == ["no feature of sglang", "no feature of vllm"]
+
+
+def test_a_start_without_what_live_measured_is_refused_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(works_with, "made", lambda _, feature: begun.append(feature))
+    monkeypatch.setattr(works_with, "cells", lambda *_: 0)
+    asked = ["--host", "vllm", "--features", "plain,window", "--ways", "start", "--work", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["works_with.py", *asked])
+    (tmp_path / "vllm-plain.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        works_with.main()
+    assert ended.value.code == 2 and begun == []
+    assert "none of ['window']: add live" in capsys.readouterr().err
+    (tmp_path / "vllm-window.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        works_with.main()
+    assert ended.value.code == 0 and begun == ["plain", "window"]
+
+
+def test_prebuild_compiles_all_at_once_and_counts_what_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(works_hosts.KERNELS, "sglang", {"json": "nothing()", "time": "sleep(0)"})
+    assert works_hosts.prebuild("sglang") == 1
+    said = capfd.readouterr().out
+    assert "time: compiled" in said and "json: not compiled, exit status 1" in said
+
+
+@pytest.mark.parametrize(
+    ("feature", "asked", "seconds"),
+    [("plain", None, 300), ("tp", None, 420), ("plain", 240, 240), ("tp", 240, 240)],
+)
+def test_a_limit_that_is_given_is_that_of_every_cell(
+    feature: str, asked: float | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    started = argparse.Namespace(wait=lambda timeout: limits.append(timeout))
+    monkeypatch.setattr(works_with.subprocess, "Popen", lambda *_, **__: started)
+    monkeypatch.setattr(works_with, "_end", lambda _: None)
+    args = argparse.Namespace(host="vllm", work=tmp_path, out=tmp_path / "rows.jsonl", timeout=asked)
+    works_with.run(args, feature, "live")
+    assert limits == [seconds]

@@ -1,0 +1,232 @@
+"""fk_bench.explain.cost_model: the calls of a step are those that our engine makes, and their bytes are the model's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fk_bench.e2e.model_configs import ModelError, load_config
+from fk_bench.explain import cost_model
+from fk_bench.explain.cost_model import Call, Step, group_sums, step
+from fk_bench.kernels.judge.clock import roofline
+from support.tiny import make_tiny
+
+from fastkernels import LLM, SamplingParams
+from fastkernels.core import dispatch, parallel, registry
+from fastkernels.core.dispatch import Op, Provider
+from fastkernels.models.common import build
+
+H200 = roofline.peaks("NVIDIA H200")
+BATCH, PROMPT = 3, 21
+# What depends on the values of a request, or on the size of the engine's cache.
+VALUES = ("distinct", "experts_hit", "offset", "blocks", "max_blocks")
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "mixtral": {"sliding_window": 9, "num_hidden_layers": 3},
+}
+
+
+def described(op: str, case: Any) -> tuple[str, str, str]:
+    dims = {k: v for k, v in case.dims.items() if k not in VALUES}
+    return op, case.dtype, repr(sorted(dims.items()))
+
+
+class Observer:
+    """Counts the calls that providers get, but for those that an op makes inside."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self._inside = False
+
+    def around(self, op: Op, provider: Provider) -> Provider:
+        arguments = op.overload._schema.arguments
+
+        def run(*args: Any) -> Any:
+            if self._inside:
+                return provider.fn(*args)
+            given = [*args, *(a.default_value for a in arguments[len(args) :])]
+            self.calls[described(op.name, registry.get(op.name).case_of(given, op.name))] += 1
+            self._inside = True
+            try:
+                return provider.fn(*args)
+            finally:
+                self._inside = False
+
+        return dataclasses.replace(provider, fn=run)
+
+
+def counted(found: Step) -> Counter[tuple[str, str, str]]:
+    total: Counter[tuple[str, str, str]] = Counter()
+    for call in found.calls:
+        total[described(call.op, call.case)] += call.count
+    return total
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_step_has_the_calls_that_our_engine_makes(kind: str, tmp_path: Path) -> None:
+    """A prompt's step and one decode, of three sequences: every op, its sizes, and how often."""
+    folder = make_tiny(tmp_path / kind, kind, **CHANGES[kind])
+    prompts = [{"prompt_token_ids": [10 + 50 * i + j for j in range(PROMPT)]} for i in range(BATCH)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    observer = Observer()
+    with LLM(folder, device="cpu", dtype="float32", skip_tokenizer_init=True, num_blocks=64) as llm:
+        dispatch.observe(observer.around)
+        try:
+            llm.generate(prompts, greedy)
+        finally:
+            dispatch.observe(None)
+    name, config = load_config(str(folder))
+    prefill = step(name, config, "prefill", BATCH, PROMPT, dtype=torch.float32)
+    decode = step(name, config, "decode", BATCH, PROMPT + 1, dtype=torch.float32)
+    assert counted(prefill) + counted(decode) == observer.calls
+    assert (prefill.tokens, decode.tokens, decode.sampled) == (BATCH * PROMPT, BATCH, BATCH)
+
+
+def size_of(linear: Call) -> int:
+    """Elements of a linear's weight, by its case."""
+    assert linear.case is not None
+    d = linear.case.dims
+    return d["in"] * d["out"] if linear.op == "linear" else d["hidden"] * d["vocab"]
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-0.6b", "mixtral-8x7b"])
+def test_all_linears_read_the_models_matrices_once(model: str) -> None:
+    name, config = load_config(model)
+    found = step(name, config)
+    skeleton = build.skeleton(Path(), config, torch.bfloat16)
+    matrices = {
+        n: p.numel() for n, p in skeleton.named_parameters() if p.dim() == 2 and "embed_tokens" not in n
+    }
+    linears = [c for c in found.calls if c.group == "linears"]
+    elements = sum(c.count * size_of(c) for c in linears)
+    tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    assert elements == sum(matrices.values()) + tied
+    assert sum(c.count * c.weights for c in linears) == 2 * elements
+    # Each is read once: what is moved beside it are activations, here of one token.
+    moved = sum(c.count * c.bytes for c in linears)
+    assert 0 < moved - 2 * elements < 0.01 * moved
+    assert found.weights == build.weight_bytes(skeleton)
+
+
+def test_llama_8b_reads_what_was_measured_to_be_read() -> None:
+    """15.01 GB of linears a step (the embedding is not read): the public number of Llama-3.1-8B in bf16."""
+    found = step(*load_config("meta-llama/Llama-3.1-8B-Instruct"))
+    linears = [c for c in found.calls if c.group == "linears"]
+    assert sum(c.count * c.weights for c in linears) == pytest.approx(15.01e9, rel=1e-3)
+    labels = {c.label: c.count for c in found.calls}
+    assert {k: labels[k] for k in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head", "norm")} == {
+        "qkv_proj": 32, "o_proj": 32, "gate_up_proj": 32, "down_proj": 32, "lm_head": 1, "norm": 1,
+    }  # fmt: skip
+    assert labels["post_attention_layernorm"] == 32 and labels["embed_tokens"] == labels["sampler"] == 1
+
+
+def test_floors_are_the_rooflines() -> None:
+    assert H200 is not None
+    found = step(*load_config("qwen3-0.6b"), batch=4)
+    for call in found.calls:
+        assert call.case is not None
+        spec = registry.get(call.op)
+        by_hand = max(
+            spec.bytes_moved(call.case) / 4.8e12, spec.flops(call.case) / H200.flops_per_s(call.dtype)
+        )  # type: ignore[operator]
+        assert call.floor_us(H200) == pytest.approx(1e6 * by_hand)
+        assert call.floor_us(None) is None
+    total = sum(c.count * c.floor_us(H200) for c in found.calls)  # type: ignore[operator,misc]
+    assert found.floor_ms(H200) == pytest.approx(total / 1e3)
+    assert found.floor_ms(None) is None
+    groups = group_sums(found.calls, lambda c: c.floor_us(H200))
+    assert sum(groups.values()) == pytest.approx(total)  # type: ignore[arg-type]
+    assert list(groups) == ["rest", "linears", "attention"]
+    assert group_sums(found.calls, lambda c: None if c.op == "rms_norm" else 1.0)["rest"] is None
+
+
+def test_a_step_grows_as_it_should() -> None:
+    """Linears hardly with the batch while memory binds them; cached keys and values with batch x context."""
+    name, config = load_config("llama-3.1-8b")
+
+    def groups(**how: Any) -> dict[str, float]:
+        return group_sums(step(name, config, **how).calls, lambda c: c.bytes)  # type: ignore[return-value]
+
+    one, many, long = groups(batch=1), groups(batch=32), groups(batch=32, context=4096)
+    assert many["linears"] < 1.03 * one["linears"] and many["linears"] == long["linears"]
+    assert many["attention"] == pytest.approx(32 * one["attention"])
+    assert long["attention"] == pytest.approx(4 * many["attention"], rel=0.02)
+    per_token = 2 * 32 * 8 * 128 * 2  # keys and values, layers, heads, channels, bytes
+    assert many["attention"] == pytest.approx(32 * 1024 * per_token, rel=0.02)
+    assert math.isclose(many["rest"] / one["rest"], 32, rel_tol=0.2)
+
+
+def test_ranks_share_a_step() -> None:
+    name, config = load_config("llama-3.1-8b")
+    whole, half = step(name, config, batch=8), step(name, config, batch=8, tensor_parallel=2)
+    assert parallel.get_tp_size() == 1
+    assert half.weights == pytest.approx(whole.weights / 2, rel=3e-3)  # both have all of the rope table
+    sums = [group_sums(s.calls, lambda c: c.weights) for s in (whole, half)]
+    assert sums[0]["linears"] == 2 * sums[1]["linears"]  # type: ignore[operator]
+    collectives = {c.label: (c.op, c.count) for c in half.calls if c.group == "collectives"}
+    assert collectives == {
+        "embed_tokens": ("all_reduce", 1), "o_proj": ("all_reduce", 32), "down_proj": ("all_reduce", 32),
+        "logits_processor": ("all_gather", 1),
+    }  # fmt: skip
+    sampler = next(c for c in half.calls if c.op == "sampling")
+    assert sampler.case is not None and sampler.case.dims["vocab"] == config.vocab_size
+
+
+def test_experts_that_have_a_token_are_read() -> None:
+    name, config = load_config("mixtral-8x7b")
+    read = {}
+    for batch in (1, 32):
+        calls = step(name, config, batch=batch).calls
+        (experts,) = [c for c in calls if c.op == "fused_experts"]
+        assert experts.count == 32 and experts.group == "experts" and experts.case is not None
+        read[batch] = experts.case.dims["experts_hit"]
+        assert experts.case.dims["pairs"] == 2 * batch
+        assert experts.weights == 8 * 3 * 4096 * 14336 * 2
+        assert [(c.op, c.count) for c in calls if c.label == "gate"] == [("linear", 32)]
+        assert next(c for c in calls if c.op == "topk_softmax").count == 32
+    assert read == {1: 2, 32: 8}
+
+
+def test_nothing_of_a_trace_stays() -> None:
+    before = {name: (op.calls, dict(op.fallbacks)) for name, op in dispatch.OPS.items()}
+    step(*load_config("mixtral"), batch=2, context=5, tensor_parallel=2)
+    assert {
+        name: (op.calls, dict(op.fallbacks)) for name, op in dispatch.OPS.items() if name in before
+    } == before
+    assert parallel.get_tp_size() == 1
+
+
+def wrong(call: Callable[[], Any], error: type[Exception], *words: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
+    wrong(lambda: load_config("lama-3.1-8b"), ModelError, "'lama-3.1-8b'", "Did you mean 'llama-3.1-8b'?")
+    wrong(lambda: load_config("no/such-model"), ModelError, "no/such-model", "OWNER/NAME")
+    wrong(lambda: load_config(str(tmp_path)), ModelError, "no config.json")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    wrong(lambda: load_config(str(tmp_path)), ModelError, "GPT2LMHeadModel", "LlamaForCausalLM")
+    (tmp_path / "config.json").write_text("{")
+    wrong(lambda: load_config(str(tmp_path)), ModelError, "config.json cannot be used")
+    quantized = (
+        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": {"bits": 4}}'
+    )
+    (tmp_path / "config.json").write_text(quantized)
+    wrong(lambda: load_config(str(tmp_path)), ModelError, "quantized")
+    name, config = load_config("llama-3.1-8b")
+    wrong(lambda: step(name, config, "train"), ValueError, "'train'", "decode or prefill")
+    wrong(lambda: step(name, config, batch=0), ValueError, "batch 0")
+    wrong(lambda: step(name, config, context=200000), ValueError, "200000", "131072")
+    wrong(lambda: step(name, config, tensor_parallel=3), ValueError, "3 ranks")
+    wrong(lambda: step(name, config, tensor_parallel=0), ValueError, "0")
+    assert parallel.get_tp_size() == 1
+    assert set(cost_model.GROUPS) - {"all_reduce", "all_gather"} <= set(registry.op_names())

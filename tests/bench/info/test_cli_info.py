@@ -1,0 +1,184 @@
+"""`fk-bench list`, `doctor` and `export` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fk_bench import cli
+from fk_bench.info import doctor
+from fk_integrations.core import signature_diff as compare
+
+from fastkernels.core import registry
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """(exit status, standard output, standard error) of one command."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(args))
+    out = capsys.readouterr()
+    return int(ended.value.code or 0), out.out, out.err
+
+
+def last(out: str) -> dict[str, Any]:
+    return json.loads(out.splitlines()[-1])
+
+
+def test_list_ops(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "list")
+    assert status == 0 and [r["op"] for r in last(out)["ops"] if r["level"] == 1][:1]
+    assert {r["op"] for r in last(out)["ops"]} == set(registry.op_names())
+    assert len(out.splitlines()) > len(registry.op_names())
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_list_signatures(capsys: pytest.CaptureFixture[str], only: bool) -> None:
+    status, out, _ = run(capsys, "list", "ops", "--signatures", *(["--json"] if only else []))
+    rows = last(out)["signatures"]
+    assert status == 0 and (len(out.splitlines()) == 1) == only
+    assert all({"op", "host", "version", "class", "exact", "difference"} <= set(r) for r in rows)
+    for version in ("0.26.0", "0.32.0", "0.33.0"):
+        assert [
+            r["exact"] for r in rows if (r["op"], r["host"], r["version"]) == ("rms_norm", "vllm", version)
+        ] == [True]
+    assert {r["version"] for r in rows if r["host"] == "sglang"} == {"0.5.16", "0.5.17", "0.5.23"}
+    assert all(r["difference"] for r in rows if not r["exact"])
+
+
+@pytest.mark.parametrize(
+    ("what", "key", "some"),
+    [
+        ("ops", "op", {"fused_experts", "sampling", "qwen3_decoder_layer"}),
+        ("models", "architecture", {"LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM"}),
+    ],
+)
+def test_list_says_what_each_is(
+    capsys: pytest.CaptureFixture[str], what: str, key: str, some: set[str]
+) -> None:
+    status, out, _ = run(capsys, "list", what)
+    rows = last(out)[what]
+    assert status == 0 and some <= {r[key] for r in rows} and all(r["about"] for r in rows)
+
+
+def test_list_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = last(run(capsys, "list", "hosts")[1])["hosts"]
+    assert {r["host"] for r in rows} == set(compare.hosts()) >= {"vllm", "sglang"}
+    assert all("rms_norm" in r["ops"] for r in rows if r["host"] in ("vllm", "sglang"))
+
+
+def test_list_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "list", "op")
+    assert status == 2 and out == "" and "unknown list 'op'. Did you mean 'ops'?" in err
+    assert run(capsys, "list", "hosts", "--signatures")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["rms_nom"], "unknown op 'rms_nom'. Did you mean 'rms_norm'?"),
+        (["rms_norm", "--host", "timm"], "unknown host 'timm'. Known: sglang, transformers, vllm."),
+        (
+            ["rms_norm", "--host-version", "9.9"],
+            "unknown vllm version '9.9'. Recorded: 0.26.0, 0.32.0, 0.33.0.",
+        ),
+        (["parallel_linear", "--host", "transformers"], "parallel_linear has no class for transformers"),
+    ],
+)
+def test_export_of_what_is_not_there(capsys: pytest.CaptureFixture[str], args: list[str], says: str) -> None:
+    status, out, err = run(capsys, "export", *args)
+    assert status == 2 and out == "" and says in err and "Traceback" not in err
+
+
+def test_export_writes_nothing_but_the_file(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "fk_bench.cli",
+        "export",
+        "rms_norm",
+        "--host",
+        "sglang",
+        "--host-version",
+        "0.5.16",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("# SPDX-License-Identifier") and "class RMSNorm(nn.Module):" in done.stdout
+    compile(done.stdout, "rms_norm.py", "exec")
+
+
+def examine(monkeypatch: pytest.MonkeyPatch, **variables: str) -> doctor.Found:
+    """Doctor on this environment alone, with the given environment variables."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor, "BESIDE", {})
+    return doctor.examine([])
+
+
+def test_doctor_says_what_will_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examine(monkeypatch, FASTKERNELS_DISABLE="silu_and_mul")
+    assert (
+        not found.problems and found.rows["machine"]["cores"] >= 1 and found.rows["machine"]["memory_gib"] > 0
+    )
+    assert {"python", "torch", "fastkernels"} <= set(found.rows["versions"]["this"])
+    assert found.rows["environment"]["FASTKERNELS_DISABLE"] == "silu_and_mul"
+    by_op = {(r["op"], r["device"], r["provider"]): r for r in found.rows["providers"]}
+    assert by_op["rms_norm", "cpu", "reference"]["there"]
+    assert "runs on cuda" in by_op["rms_norm", "cpu", "triton"]["reason"]
+
+
+def _installed(folder: Path, source: str) -> doctor.Installed:
+    file = folder / "vllm/model_executor/layers/layernorm.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    return doctor.Installed("vllm", "0.33.0", sys.executable, folder, ())
+
+
+@pytest.mark.parametrize(
+    "source, env, state, says",
+    [
+        ("class RMSNorm: ...\n", {}, "off", "which we do not know (known versions: 0.26.0, 0.32.0, 0.33.0)"),
+        ("x = 1\n", {}, "off", "vllm 0.33.0 has no vllm.model_executor.layers.layernorm:RMSNorm"),
+        ("class RMSNorm: ...\n", {"FASTKERNELS_DISABLE": "rms_norm"}, "off", "FASTKERNELS_DISABLE"),
+        ("class RMSNorm: ...\n", {"FASTKERNELS_OPS": "silu_and_mul"}, "off", "not in FASTKERNELS_OPS"),
+    ],
+)
+def test_doctor_says_why_an_op_is_off(
+    tmp_path: Path, source: str, env: dict[str, str], state: str, says: str
+) -> None:
+    rows = doctor.seam_rows(
+        _installed(tmp_path, source), [registry.get("rms_norm")], doctor.Environment.read(env)
+    )
+    assert [(r["op"], r["seam"], r["state"]) for r in rows] == [("rms_norm", "leaf", state)]
+    (row,) = doctor.seam_rows(doctor.Installed("vllm", "0.33.0", "", tmp_path, ()), [registry.get("rms_norm")],
+                              doctor.Environment.read(env))  # fmt: skip
+    assert says in row["reason"]
+
+
+@pytest.mark.parametrize(
+    "variables, says",
+    [
+        ({"FASTKERNELS_DISABLE": "rms_nom"}, "unknown op 'rms_nom'"),
+        ({"FASTKERNELS_PROVIDER": "rms_norm"}, "FASTKERNELS_PROVIDER: expected OP:VALUE"),
+        ({"FASTKERNELS_PROVIDER": "rms_norm:nvcc"}, "rms_norm has no provider 'nvcc'"),
+        ({"FASTKERNELS_CANDIDATES": "rms_norm=/no/such.py"}, "there is no file /no/such.py"),
+    ],
+)
+def test_doctor_finds_a_wrong_variable(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
+    assert any(says in problem for problem in examine(monkeypatch, **variables).problems)
+
+
+def test_doctor_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "BESIDE", {})
+    status, out, _ = run(capsys, "doctor", "--json")
+    assert status == 0 and len(out.splitlines()) == 1 and last(out)["ok"] is True
+    status, out, _ = run(capsys, "doctor", "--python", "vllm=/no/such/python")
+    assert status == 1 and not last(out)["ok"] and "no such interpreter: /no/such/python" in out
+    status, out, err = run(capsys, "doctor", "--python", "nonsense")
+    assert status == 2 and "--python: expected LANE=VALUE" in err

@@ -1,0 +1,270 @@
+"""What candidates reach for from inside a cage: processes, files, network, the judge; what must still work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fk_bench.kernels.judge.processes import seccomp
+from fk_bench.kernels.judge.processes.cage import STEPS, own_home
+from fk_bench.kernels.judge.processes.zygote import Zygote
+from support.cage import OPEN, OPTIONS, SUPPORT, hear, needs, run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
+
+
+def test_root_takes_every_step(steps: dict[str, str]) -> None:
+    needs(steps, *steps)
+    assert set(steps) == {*OPEN, "limits", "capabilities", "memory"}
+
+
+def test_a_step_that_is_not_asked_for_is_reported(zygote: Zygote) -> None:
+    (report,), _ = run(zygote, "say(config['cage'])", replace(OPTIONS, net=False, ipc=False, seccomp=False))
+    assert {n for n, v in report.items() if v == "off: not asked for"} == {"net", "ipc", "seccomp"}
+
+
+def test_caches_are_private_unless_our_own_code_runs(zygote: Zygote) -> None:
+    """What production's libraries compile stays for the next run; what a candidate compiles goes with it."""
+    code = (
+        "import os; say(os.environ.get('HOME'), os.environ.get('TRITON_CACHE_DIR'), os.environ.get('TMPDIR'))"
+    )
+    off = dict.fromkeys(STEPS, False)
+    (home, triton, temporary), _ = run(zygote, code, replace(OPTIONS, **off, home=own_home()))
+    assert home == os.path.expanduser("~")
+    assert [triton, temporary] == [os.environ.get(name) for name in ("TRITON_CACHE_DIR", "TMPDIR")]
+    private, _ = run(zygote, code, replace(OPTIONS, **off))
+    assert all(private) and home not in private
+
+
+COMPILES = """
+import torch
+f = torch.compile(lambda x: torch.nn.functional.gelu(x) * 2, fullgraph=True, backend=config["backend"])
+x = torch.randn(63, 1000)
+say((f(x) - torch.nn.functional.gelu(x) * 2).abs().max().item())
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_torch_compile_works_in_the_cage(zygote: Zygote, backend: str) -> None:
+    with zygote.spawn({"code": COMPILES, "backend": backend}, OPTIONS) as child:
+        (error,) = hear(child, 240.0)
+        assert error < 1e-5
+
+
+BUILDS = """
+import ctypes, subprocess
+with open("/tmp/code.c", "w") as file:
+    file.write("int twice(int x) { return 2 * x; }")
+done = subprocess.run(["gcc", "-shared", "-fPIC", "-o", "/tmp/code.so", "/tmp/code.c"], capture_output=True, text=True)
+say(done.stderr, ctypes.CDLL("/tmp/code.so").twice(21))
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_compiler_works_in_the_cage(zygote: Zygote) -> None:
+    """Triton builds its launchers so."""
+    assert run(zygote, BUILDS)[0] == ["", 42]
+
+
+KERNEL = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def add_one(x, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i, mask=i < n) + 1, mask=i < n)
+
+def call(x):
+    add_one[(triton.cdiv(x.numel(), 64),)](x, x.numel(), BLOCK=64)
+"""
+
+CALLS_KERNEL = """
+import importlib.util, os, torch
+os.environ["TRITON_INTERPRET"] = "1"
+spec = importlib.util.spec_from_file_location("candidate_file", config["path"])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+x = torch.arange(1000.0)
+module.call(x)
+say(torch.equal(x, torch.arange(1000.0) + 1), sorted(os.listdir(os.path.dirname(config["path"]))))
+"""
+
+
+def test_a_candidate_file_runs_triton_and_sees_no_other(
+    zygote: Zygote, steps: dict[str, str], tmp_path: Path
+) -> None:
+    for name in ("mine.py", "other.py"):
+        (tmp_path / name).write_text(KERNEL)
+        (tmp_path / name).chmod(0o600)
+    path = str(tmp_path / "mine.py")
+    (right, files), _ = run(
+        zygote, CALLS_KERNEL, replace(OPTIONS, readable=(*OPTIONS.readable, path)), path=path
+    )
+    assert right
+    needs(steps, "mounts")
+    assert files == ["mine.py"]
+
+
+def test_it_cannot_signal_others(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "pid")
+    code = """
+import os, time
+for pid in (os.getppid(), 1, *config["pids"], -1):
+    try:
+        os.kill(pid, 9)
+        say(pid)
+    except OSError as error:
+        say(type(error).__name__)
+time.sleep(0.2)
+say("alive")
+"""
+    pid = zygote.info["pid"]
+    said, end = run(zygote, code, pids=[os.getpid(), pid])
+    assert end.code == 0 and said[-1] == "alive" and zygote.info["pid"] == pid
+    assert said[2:4] == ["ProcessLookupError"] * 2
+    if os.geteuid() == 0 and steps["user"] == "on":
+        assert said[:2] == ["PermissionError"] * 2
+
+
+def test_it_has_no_network(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "net")
+    code = """
+import socket
+for family, address in ((socket.AF_INET, ("127.0.0.1", config["port"])), (socket.AF_UNIX, config["name"])):
+    try:
+        socket.socket(family).connect(address)
+        say("connected")
+    except OSError as error:
+        say(type(error).__name__)
+say(sorted(name for _, name in socket.if_nameindex()))
+"""
+    name = f"\0fk-test-{os.getpid()}"
+    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        tcp.bind(("127.0.0.1", 0))
+        unix.bind(name)
+        tcp.listen()
+        unix.listen()
+        said, _ = run(zygote, code, port=tcp.getsockname()[1], name=name)
+    assert "connected" not in said and set(said[2]) <= {"lo", "sit0", "tunl0", "ip6tnl0"}
+
+
+def test_it_reads_no_file_of_the_judge(zygote: Zygote, steps: dict[str, str], tmp_path: Path) -> None:
+    needs(steps, "mounts")
+    secret = tmp_path / "oracle.pt"
+    secret.write_text("expected output")
+    root = Path(__file__).parents[4]
+    assert (root / "pyproject.toml").exists()
+    paths = [
+        secret,
+        Path(__file__),
+        root / "pyproject.toml",
+        root / "bench" / "results",
+        Path.home() / ".bashrc",
+    ]
+    paths += [Path("/var/log"), Path("/home"), zygote.dir / "zygote.log"]
+    code = "import os\nsay([p for p in config['paths'] if os.path.exists(p)])"
+    (seen,), _ = run(zygote, code, paths=[str(p) for p in paths])
+    assert seen == []
+    if os.geteuid() == 0 and steps["user"] == "on":
+        (tried,), _ = run(zygote, "try: say(open('/etc/shadow').read())\nexcept OSError: say('refused')")
+        assert tried == "refused"
+
+
+def test_it_writes_only_to_its_own_tmp(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "mounts", "user")
+    code = """
+import os, sys
+package = os.path.dirname(sys.modules["torch"].__file__)
+written = []
+for place in ("/", "/usr", "/etc", "/dev", "/sys", "/proc/sys/kernel", "/root", sys.prefix, package, *config["dirs"],
+              "/tmp", "/dev/shm"):
+    try:
+        with open(os.path.join(place, config["name"]), "w") as file:
+            file.write("left behind")
+        written.append(place)
+    except OSError:
+        pass
+try:
+    os.rename(config["dirs"][0], "/tmp/moved")
+    written.append("moved")
+except OSError:
+    pass
+say(written)
+"""
+    name = f"fk-left-{os.getpid()}"
+    (written,), _ = run(zygote, code, name=name, dirs=[str(SUPPORT), str(zygote.dir)])
+    if os.geteuid() == 0:  # another user owns the directories in its /tmp that lead to what is bound there
+        assert written == ["/tmp", "/dev/shm"]
+    assert not any(
+        os.path.exists(f"{place}/{name}") for place in (SUPPORT, zygote.dir, "/tmp", "/dev/shm", "/usr")
+    )
+    assert SUPPORT.is_dir()
+    (left,), _ = run(
+        zygote, f"import os\nsay([os.path.exists(f'{{p}}/{name}') for p in ('/tmp', '/dev/shm')])"
+    )
+    assert left == [False, False]
+
+
+def test_it_sees_no_other_process_and_no_secret(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "pid", "mounts")
+    code = """
+import os
+def read(path):
+    try:
+        return open(path, "rb").read().decode(errors="replace")
+    except OSError as error:
+        return type(error).__name__
+say([int(p) for p in os.listdir("/proc") if p.isdigit()], read("/proc/1/environ"), read("/proc/1/mem"),
+    read(f"/proc/{config['judge']}/environ"), dict(os.environ))
+"""
+    (pids, environ, memory, judge, own), _ = run(zygote, code, judge=os.getpid())
+    assert pids == [1, 2]
+    assert memory in ("PermissionError", "OSError") and judge == "FileNotFoundError"
+    assert "a-secret" not in environ + json.dumps(own)
+    assert own["HOME"].startswith("/tmp") and own["TRITON_CACHE_DIR"].startswith("/tmp")
+    if os.geteuid() == 0 and steps["user"] == "on":
+        assert environ == "PermissionError"
+
+
+def test_it_traces_nobody(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "pid")
+    code = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for pid in (1, os.getppid(), config["judge"]):
+    say(libc.ptrace(16, pid, None, None))
+    data = ctypes.create_string_buffer(8)
+    vector = (ctypes.c_void_p * 2)(ctypes.addressof(data), 8)
+    say(libc.process_vm_readv(pid, vector, 1, vector, 1, 0))
+"""
+    said, _ = run(zygote, code, judge=os.getpid())
+    assert said == [-1] * 6
+
+
+def test_system_calls_are_refused(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "seccomp")
+    code = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for call, args in (("unshare", (0x10000000,)), ("syscall", (425, 1, None)), ("chroot", (b"/tmp",))):
+    say([getattr(libc, call)(*args), os.strerror(ctypes.get_errno())])
+say(os.popen("echo a shell works").read())
+"""
+    said, _ = run(zygote, code)
+    assert said == [[-1, "Operation not permitted"]] * 3 + ["a shell works\n"]
+    assert {"unshare", "io_uring_setup", "chroot", "ptrace"} <= set(seccomp.refused())
+
+
+def test_two_children_have_two_users(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "user")
+    (first,), _ = run(zygote, "import os\nsay([os.getuid(), os.getgid(), os.getgroups()])")
+    (second,), _ = run(zygote, "import os\nsay([os.getuid(), os.getgid(), os.getgroups()])")
+    if os.geteuid() == 0:
+        assert first[0] != second[0] and 0 not in first[:2] and first[2] == []

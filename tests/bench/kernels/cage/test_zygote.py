@@ -1,0 +1,254 @@
+"""How children end, in real processes: each is contained, and the next child works."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fk_bench.kernels.judge.processes import forkserver
+from fk_bench.kernels.judge.processes.zygote import OUTPUT_KEPT, Exit, Zygote, ZygoteError
+from support.cage import OPEN, OPTIONS, SUPPORT, hear, needs, run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
+
+
+def test_descriptors_arrive_by_name_and_no_others(zygote: Zygote, tmp_path: Path) -> None:
+    fd = os.memfd_create("slots")
+    os.ftruncate(fd, 4096)
+    code = (
+        "import os, mmap\nsay(len(os.listdir('/proc/self/fd')))\nmmap.mmap(fds['slots'], 4096)[:5] = b'hello'"
+    )
+    with (tmp_path / "open").open("w"), zygote.spawn({"code": code}, OPTIONS, {"slots": fd}) as child:
+        assert hear(child) == [6]  # 0 1 2, channel, slots, and that of listdir
+        assert mmap.mmap(fd, 4096)[:5] == b"hello"
+    os.close(fd)
+
+
+def test_children_do_not_share_random_states(zygote: Zygote) -> None:
+    code = "import random, torch\nsay([random.random(), torch.rand(1).item()])"
+    (first,), _ = run(zygote, code)
+    (second,), _ = run(zygote, code)
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+ENDS = {
+    "import os; os._exit(0)": Exit(code=0),
+    "raise SystemExit(3)": Exit(code=3),
+    "raise ValueError('boom')": Exit(code=forkserver.FAILED),
+    "import os; os.abort()": Exit(signal=signal.SIGABRT),
+    "import ctypes; ctypes.string_at(0)": Exit(signal=signal.SIGSEGV),
+    "import os; os.kill(os.getpid(), 9)": Exit(signal=signal.SIGKILL),
+    "import os; os.killpg(0, 9)": Exit(signal=signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("code", ENDS)
+def test_how_it_ended(zygote: Zygote, steps: dict[str, str], code: str) -> None:
+    if "killpg" in code:
+        needs(steps, "pid")
+    with zygote.spawn({"code": f"print('last words', flush=True)\n{code}"}, OPTIONS) as child:
+        end = child.wait(20.0)
+        assert end == replace(ENDS[code], peak_rss=child.peak_rss)
+        assert child.peak_rss > 50 << 20
+        assert child.output_tail().startswith("last words") and (
+            "boom" not in code or "boom" in child.output_tail()
+        )
+
+
+HANGS = """
+import os, signal, time
+for leaves in (False, True):
+    if os.fork() == 0:
+        if leaves:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(name, signal.SIG_IGN)
+        time.sleep(1000)
+say("hanging")
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_a_hang_is_ended_with_its_daemons(zygote: Zygote, weak: bool) -> None:
+    options = replace(OPTIONS, **OPEN) if weak else OPTIONS
+    with zygote.spawn({"code": HANGS}, options) as child:
+        assert child.channel.recv(100) == b'"hanging"\n'
+        assert child.wait(0.3) is None
+        start = time.monotonic()
+        assert child.kill().killed and str(child.exit) == "ended by the judge"
+        assert hear(child, 5.0) == []  # its end: nobody holds the channel
+        assert time.monotonic() - start < 3
+
+
+COUNTS = """
+import mmap, os, time
+memory = mmap.mmap(fds["count"], 16)
+for place in (0, 8):
+    if place == 8 or os.fork() == 0:
+        while True:
+            memory[place:place + 8] = (int.from_bytes(memory[place:place + 8], "big") + 1).to_bytes(8, "big")
+            time.sleep(0.0005)
+"""
+
+
+def test_a_paused_child_does_nothing(zygote: Zygote) -> None:
+    fd = os.memfd_create("count")
+    os.ftruncate(fd, 16)
+    with mmap.mmap(fd, 16) as memory, zygote.spawn({"code": COUNTS}, OPTIONS, {"count": fd}) as child:
+
+        def moves() -> list[bool]:
+            before = memory[:]
+            time.sleep(0.2)
+            return [memory[i : i + 8] != before[i : i + 8] for i in (0, 8)]
+
+        until = time.monotonic() + 20
+        while not (any(memory[:8]) and any(memory[8:])) and time.monotonic() < until:
+            time.sleep(0.01)
+        for _ in range(3):
+            start = time.monotonic()
+            child.pause()
+            assert time.monotonic() - start < 0.1
+            assert moves() == [False, False]
+            child.resume()
+            assert moves() == [True, True]
+        child.pause()
+        assert child.kill().killed  # a stopped one too
+    os.close(fd)
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_daemons_end_with_their_child(zygote: Zygote, weak: bool) -> None:
+    code = HANGS.replace("while True:\n    time.sleep(1)", "os._exit(0)")
+    said, end = run(zygote, code, replace(OPTIONS, **OPEN) if weak else OPTIONS)
+    assert said == ["hanging"] and end.code == 0 and not end.killed
+
+
+def test_output_without_end_is_cut_and_ended(zygote: Zygote) -> None:
+    code = "import os\nos.write(1, b'first ')\nwhile True:\n    os.write(2, b'x' * (1 << 16))"
+    with zygote.spawn({"code": code}, OPTIONS) as child:
+        until = time.monotonic() + 30
+        while child.output_bytes < 256 << 20 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert child.output_bytes >= 256 << 20  # it was never made to wait
+        assert child.kill().killed
+        assert child.output_tail() == "x" * OUTPUT_KEPT and child.output_tail(10) == "x" * 10
+
+
+def test_all_descriptors_closed(zygote: Zygote) -> None:
+    code = "import os, time\nos.closerange(0, 4096)\ntime.sleep(100)"
+    with zygote.spawn({"code": code}, OPTIONS) as child:
+        assert hear(child, 20.0) == [] and child.wait(0.1) is None
+        assert child.kill().killed
+
+
+def test_garbage_on_the_channel_is_only_bytes(zygote: Zygote) -> None:
+    with zygote.spawn({"code": "import os\nchannel.sendall(os.urandom(3 << 20))"}, OPTIONS) as child:
+        child.channel.settimeout(20.0)
+        got = 0
+        while part := child.channel.recv(1 << 20):
+            got += len(part)
+        assert got == 3 << 20 and child.wait(20.0) == Exit(code=0, peak_rss=child.peak_rss)
+
+
+def test_a_lost_zygote_is_started_again_and_said(zygote: Zygote) -> None:
+    with zygote.spawn({"code": HANGS}, OPTIONS) as child:
+        assert child.channel.recv(100) == b'"hanging"\n'
+        before, notes = zygote.info["pid"], len(zygote.notes)
+        os.kill(before, signal.SIGKILL)
+        assert hear(child, 10.0) == []  # its children go with it
+        assert str(child.wait(10.0)) == "its supervisor was lost"
+    while Path(f"/proc/{before}").exists() and "Z" not in Path(f"/proc/{before}/stat").read_text().split()[2]:
+        time.sleep(0.01)
+    assert run(zygote, "say(1)")[0] == [1]
+    assert zygote.info["pid"] != before
+    assert zygote.notes[notes:] == ["the zygote was lost (SIGKILL) and started again"]
+
+
+def test_an_interpreter_that_lacks_a_module_is_said() -> None:
+    with (
+        Zygote(preload=("torch", "no_such_module")) as zygote,
+        pytest.raises(ZygoteError, match="no_such_module"),
+    ):
+        zygote.spawn({})
+    assert not zygote.dir.exists()
+
+
+JUDGE_DIES = """
+import os, sys, time
+from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions
+from fk_bench.kernels.judge.processes.zygote import Zygote
+zygote = Zygote(entry="caged:main", preload=("json",), env={"PYTHONPATH": sys.argv[1]})
+child = zygote.spawn({"code": "import time; say('up'); time.sleep(1000)"}, CageOptions(readable=(sys.argv[1],)))
+assert child.channel.recv(10)
+print(zygote.dir, zygote.info["pid"], child.pid, flush=True)
+os._exit(1)
+"""
+
+
+def test_nothing_outlives_the_judge() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", JUDGE_DIES, str(SUPPORT)], capture_output=True, text=True, timeout=60
+    )
+    folder, *pids = done.stdout.split()
+    assert len(pids) == 2, done.stderr
+    until = time.monotonic() + 10
+    while time.monotonic() < until and any(
+        os.path.exists(p) for p in (folder, *(f"/proc/{pid}" for pid in pids))
+    ):
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not os.path.exists(folder)
+
+
+def test_a_fork_bomb_meets_its_limit(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "user")
+    code = (
+        "import os, time\nn = 0\ntry:\n    while n < 1000:\n        if os.fork() == 0:\n            time.sleep(1000)\n"
+        "        n += 1\nexcept OSError as error:\n    say([n, error.strerror])"
+    )
+    (said,), end = run(zygote, code, replace(OPTIONS, processes=40))
+    assert 30 < said[0] < 40 and said[1] == "Resource temporarily unavailable" and end.code == 0
+
+
+EATS = {
+    "private": "kept = []\nwhile True:\n    kept.append(bytearray(os.urandom(1) * (32 << 20)))",
+    "shared": "kept = mmap.mmap(-1, 8 << 30)\nfor i in range(0, 8 << 30, 4096):\n    kept[i] = 1",
+    "tree": (
+        "while os.fork() == 0:\n    kept = bytearray(b'x' * (100 << 20))\ntime.sleep(100)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", EATS)
+def test_memory_has_a_limit(zygote: Zygote, how: str) -> None:
+    options = replace(OPTIONS, memory=1 << 30)
+    said, end = run(zygote, f"import mmap, os, time\n{EATS[how]}", options)
+    assert said == [] and end.oom and end.signal == signal.SIGKILL
+    assert 1 << 30 < end.peak_rss < 5 << 30 and "GiB" in str(end)
+
+
+def test_an_address_space_has_a_limit_that_raises(zygote: Zygote) -> None:
+    code = "import torch\ntry:\n    torch.empty(8 << 30)\nexcept RuntimeError as error:\n    say(str(error))"
+    (said,), end = run(zygote, code, replace(OPTIONS, address_space=12 << 30))
+    assert "allocate memory" in said and end.code == 0 and not end.oom
+
+
+def test_files_have_a_limit(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "mounts")
+    code = (
+        "import errno\nfor path in ('/tmp/big', '/dev/shm/big'):\n    try:\n        with open(path, 'wb') as file:\n"
+        "            for _ in range(1000):\n                file.write(b'x' * (1 << 20))\n"
+        "    except OSError as error:\n        say(errno.errorcode[error.errno])"
+    )
+    said, _ = run(zygote, code, replace(OPTIONS, tmp_bytes=8 << 20, shm_bytes=64 << 20, file_size=32 << 20))
+    assert said == ["ENOSPC", "EFBIG"]

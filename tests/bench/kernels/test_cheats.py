@@ -1,0 +1,115 @@
+"""The judge judged: each known cheat is caught without the static scan, and an honest kernel like it passes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fk_bench.core.rows import Status, read
+from fk_bench.kernels.cheats import FOLDER, Cheat, catalogue, run_cheats, try_cheat
+from fk_bench.kernels.judge.rows.judging import Judge, Options
+from fk_bench.kernels.judge.scan.scan import REJECT, scan
+from support.kernels.op_cases import call, make_args, mismatch, oracle
+
+from fastkernels.core import candidate, registry
+
+CHEATS = catalogue()
+HERE = [c for c in CHEATS if c.device == "cpu"]
+OPTIONS = Options(device="cpu", rounds=4, seconds=0.5, timeout=60)
+
+
+def ids(cheat: Cheat) -> str:
+    return cheat.name
+
+
+@pytest.fixture(scope="session")
+def judge() -> Iterator[Judge]:
+    """One for all: what its processes are forked from is started once."""
+    with Judge({}, OPTIONS) as found:
+        yield found
+
+
+@pytest.mark.parametrize("cheat", HERE, ids=ids)
+def test_the_cheat_is_caught_and_its_honest_twin_is_not(judge: Judge, cheat: Cheat) -> None:
+    verdict = try_cheat(judge, cheat, OPTIONS)
+    assert not verdict.twin_problem, verdict.twin_problem
+    assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.said})"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cheat", [c for c in CHEATS if c.device == "cuda"], ids=ids)
+def test_on_a_gpu(cheat: Cheat) -> None:
+    options = dataclasses.replace(OPTIONS, device="cuda", rounds=10, seconds=2.0)
+    with Judge({}, options) as found:
+        verdict = try_cheat(found, cheat, options)
+    assert not verdict.twin_problem and not verdict.problem, (verdict.problem, verdict.twin_problem)
+
+
+@pytest.mark.parametrize("cheat", CHEATS, ids=ids)
+def test_the_scan(cheat: Cheat) -> None:
+    patterns = {f.pattern for f in scan(cheat.file(), cheat.op) if f.severity == REJECT}
+    assert (cheat.scan in patterns) if cheat.scan else not patterns, patterns
+    assert not [str(f) for f in scan(cheat.file(honest=True), cheat.op) if f.severity == REJECT]
+
+
+def test_the_scan_rejects_before_anything_runs(judge: Judge) -> None:
+    judge.candidates = {"silu_and_mul": next(c for c in HERE if c.name == "early_exit").file()}
+    judge.options = OPTIONS
+    judge.op("silu_and_mul")
+    row = judge.rows[-1]
+    assert row.status is Status.REJECTED
+    assert "early_exit.py: line 7: os._exit starts, ends or steers processes" in row.reason
+
+
+@pytest.mark.parametrize("cheat", HERE, ids=ids)
+def test_the_honest_twin_is_right(cheat: Cheat) -> None:
+    """Against float64, on all cases of the op that a CPU does quickly and the twin takes: it is no second cheat."""
+    spec = registry.get(cheat.op)
+    found = candidate.load(cheat.op, str(cheat.file(honest=True)))
+    function = found.function or (lambda x: next(iter(found.classes.values()))()(x))
+    case = next(c for c in spec.cases if c.name == (cheat.case or _small(cheat.op)))
+    args = make_args(spec, case)
+    want = oracle(spec, args)
+    with torch.no_grad():
+        assert (problem := mismatch(spec, case, call(spec.op, function, args), want)) is None, problem
+
+
+def _small(op: str) -> str:
+    return next(c.name for c in registry.get(op).cases if "odd" in c.tags and c.name != "one")
+
+
+def test_the_command_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "cheats"
+    (folder / "honest").mkdir(parents=True)
+    few = ("returns_zeros", "no_op")
+    for cheat in (c for c in HERE if c.name in few):
+        for honest in (False, True):
+            shutil.copy(cheat.file(honest), cheat.file(honest, folder))
+    lines = [x for x in (FOLDER / "catalogue.json").read_text().splitlines() if '"name"' in x]
+    mine = [x.rstrip(",") for x in lines if any(f'"{n}"' in x for n in (*few, "graph_only"))]
+    (folder / "catalogue.json").write_text("[" + ",".join(mine) + "]")
+    # An honest kernel where a cheat should be
+    shutil.copy(folder / "honest" / "no_op.py", folder / "no_op.py")
+    result = run_cheats(OPTIONS, tmp_path / "rows.jsonl", quiet=True, folder=folder)
+    assert result == {"ok": False, "cheats": 2, "caught": 1, "twins": 2, "passed": 2, "not_run": 1}
+    rows, warnings = read(tmp_path / "rows.jsonl")
+    assert not warnings and [(r.case["twin"], r.status) for r in rows] == [
+        (False, Status.OK), (True, Status.OK), (False, Status.FAILED), (True, Status.OK),
+    ]  # fmt: skip
+    assert rows[2].reason == "it was found right"
+
+
+def test_every_file_is_in_the_catalogue() -> None:
+    for honest in (False, True):
+        folder = FOLDER / "honest" if honest else FOLDER
+        assert {p.stem for p in folder.glob("*.py")} == {c.name for c in CHEATS}
+    assert len(CHEATS) == len({c.name for c in CHEATS}) >= 26
+
+
+def test_without_a_checkout(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="the cheats are in a checkout of FastKernels"):
+        catalogue(tmp_path)

@@ -1,0 +1,308 @@
+"""`fk-bench kernels` as a user runs it, on the CPU: candidates that fail in every way, composition, wrong words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fk_bench.capture.captures import SHIPPED
+from fk_bench.core.rows import Row, Status, read
+from fk_bench.kernels.judge import Options, judge_ops
+from fk_bench.kernels.judge.rows import judging as judge
+from fk_bench.kernels.judge.rows import pair
+from support.commands import fk_bench, last_json
+
+# One of each, every one on an op of its own, so that one run has them all: {op: (file, status, what the reason says)}
+ROUTE = "import os, time, torch\n"
+BAD: dict[str, tuple[str, Status, str]] = {
+    "quick_gelu": ("import no_such_library_here\n", Status.COMPILE_ERROR, "no_such_library_here"),
+    "relu2": ("def relu2(x:\n", Status.COMPILE_ERROR, "SyntaxError"),
+    "rms_norm": ("def rms_normal(x):\n    return x\n", Status.SIGNATURE_MISMATCH, "rms_norm"),
+    "gemma_rms_norm": ("def gemma_rms_norm(x):\n    return x\n", Status.SIGNATURE_MISMATCH, "weight"),
+    "layer_norm": (
+        "def layer_norm(x, weight, bias, eps):\n    return x.double()\n",
+        Status.SIGNATURE_MISMATCH, "float64",
+    ),
+    "t5_layer_norm": (
+        "def t5_layer_norm(x, weight, eps):\n    return x[..., 1:].clone()\n",
+        Status.SIGNATURE_MISMATCH, "output 0 is",
+    ),
+    "topk_softmax": ("def topk_softmax(*args):\n    return args[0].clone()\n", Status.SIGNATURE_MISMATCH, "sequence"),
+    "moe_sum": ("def moe_sum(*args):\n    raise ValueError('no idea')\n", Status.COMPILE_ERROR, "no idea"),
+    "merge_state": (
+        ROUTE + "def merge_state(*args):\n    for _ in range(1000):\n        os.write(1, b'x' * 1000000)\n"
+        "    os.write(2, b'the end of a gigabyte')\n    os._exit(3)\n",
+        Status.CRASH, "the end of a gigabyte",
+    ),
+    "linear": (
+        ROUTE + "def linear(*args):\n    print('here', flush=True)\n    time.sleep(600)\n",
+        Status.TIMEOUT, "here",
+    ),
+    "embedding": ("import ctypes\ndef embedding(*args):\n    ctypes.string_at(0)\n", Status.CRASH, "SIGSEGV"),
+    "store_kvcache": (ROUTE + "def store_kvcache(*args):\n    os._exit(0)\n", Status.CRASH, "its process ended"),
+    "grouped_topk": (
+        ROUTE + "def grouped_topk(*args):\n    torch.empty(1 << 50, dtype=torch.uint8)\n",
+        Status.OOM, "memory",
+    ),
+    "logits_processor": (
+        "import os\nn = 0\ndef logits_processor(*args):\n    if os.fork() == 0:\n        os.abort()\n"
+        "    raise SystemExit(5)\n",
+        Status.COMPILE_ERROR, "SystemExit",
+    ),
+}  # fmt: skip
+ONE = ("--cases", "random", "--case", "odd_63", "--no-time", "--json")
+FORK = """
+import os, time
+from fastkernels.overrides.activation.silu_and_mul import reference
+def silu_and_mul(x):
+    if os.fork() == 0:
+        time.sleep(3600)
+    return reference(x).to(x.dtype)
+"""
+
+
+def written(folder: Path, files: Mapping[str, str]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for op, text in files.items():
+        (folder / f"{op}.py").write_text(text)
+    return folder
+
+
+def kernels(*args: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return fk_bench("kernels", "--device", "cpu", *args, timeout=timeout)
+
+
+def cases(rows: list[Row]) -> list[Row]:
+    return [r for r in rows if r.kind == "case"]
+
+
+def small(**changes: Any) -> Options:
+    return Options(**{"cases": ("random",), "names": ("odd_63",), "timed": False, **changes})
+
+
+# Candidates that fail
+
+
+@pytest.fixture(scope="module")
+def failed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Row], int]:
+    """(last line, {op: row}, exit status) of a run over all of BAD, with an op behind them that has no candidate."""
+    folder = tmp_path_factory.mktemp("bad")
+    candidates = written(folder / "candidates", {op: text for op, (text, *_) in BAD.items()})
+    result = kernels(
+        *BAD, "moe_align", "--candidate", candidates, "--no-scan", "--timeout", 15, "--out", folder / "run", *ONE
+    )  # fmt: skip
+    rows, warnings = read(folder / "run" / "rows.jsonl")
+    assert not warnings
+    return last_json(result), {str(r.subject.op): r for r in cases(rows)}, result.returncode
+
+
+@pytest.mark.parametrize("op", BAD)
+def test_a_candidate_that_fails_is_a_row_with_its_status_and_why(failed_run: Any, op: str) -> None:
+    row = failed_run[1][op]
+    _, status, said = BAD[op]
+    assert (row.status, said in row.reason) == (status, True), (row.status, row.reason)
+    assert len(row.reason) < 3000 and row.subject.provider == "candidate" and row.case["name"] == "odd_63"
+
+
+def test_the_run_goes_on_behind_failures_and_ends_with_a_line(failed_run: Any) -> None:
+    line, rows, status = failed_run
+    assert rows["moe_align"].status is Status.OK and status == 1
+    assert not line["ok"] and line["failed"] == len(BAD) and line["cases"] == len(BAD) + 1
+    page = Path(line["report"]).read_text()
+    assert "the end of a gigabyte" in page and "no_such_library_here" in page
+
+
+def test_a_candidate_that_dies_has_a_row_for_every_case_and_is_not_started_for_ever(tmp_path: Path) -> None:
+    """And its children do not outlive it."""
+    files = written(tmp_path / "c", {"relu2": BAD["store_kvcache"][0].replace("store_kvcache", "relu2")})
+    found = cases(judge_ops(["relu2"], {"relu2": files / "relu2.py"}, small(names=(), scan=False)))
+    ran = [r for r in found if r.status is not Status.SKIPPED]
+    assert len(ran) > pair.DEATHS and {r.status for r in ran} == {Status.CRASH}
+    assert "not started again" in ran[-1].reason and "not started again" not in ran[0].reason
+
+
+def test_memory_is_limited_and_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "CPU_MEMORY", 700 << 20)
+    hoard = (
+        "import torch\nkept = []\ndef relu2(x):\n    while True:\n        kept.append(torch.ones(1 << 24))\n"
+    )
+    files = written(tmp_path / "c", {"relu2": hoard, "silu_and_mul": FORK})
+    candidates = {op: files / f"{op}.py" for op in ("relu2", "silu_and_mul")}
+    before = children()
+    names = ("odd_63", "odd_1000")
+    found = {
+        r.subject.op: r for r in cases(judge_ops([*candidates], candidates, small(names=names, scan=False)))
+    }
+    assert found["relu2"].status is Status.OOM, found["relu2"].reason
+    assert found["silu_and_mul"].status in (Status.OK, Status.COMPILE_ERROR), found["silu_and_mul"].reason
+    assert children() <= before
+
+
+def children() -> set[str]:
+    """Processes forked by judges of this machine's user that are alive."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and b"fk_bench.kernels.judge.processes.forkserver" in _read(
+            entry / "cmdline"
+        ):
+            parent = re.search(rb"PPid:\s+(\d+)", _read(entry / "status"))
+            if str(os.getpid()).encode() in _read(entry / "cmdline").split(b"\0") or parent is None:
+                found.add(entry.name)
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+# Composition
+
+RIGHT = {
+    "rms_norm": "from fastkernels.overrides.norm.rms_norm import reference\n"
+    "def rms_norm(x, weight, eps):\n    return reference(x, weight, eps)\n",
+}
+
+
+@pytest.mark.slow
+def test_candidates_are_live_in_every_op_that_contains_them(tmp_path: Path) -> None:
+    files = {op: stub(op, tmp_path) for op in ("silu_and_mul", "rms_norm")}
+    folder = written(tmp_path / "candidates", files)
+    result = kernels("--candidate", folder, "--out", tmp_path / "run", *ONE[:2], "--case", "odd_63", "--case",
+                     "odd_1128", "--no-time", "--json")  # fmt: skip
+    line = last_json(result)
+    rows = cases(read(tmp_path / "run" / "rows.jsonl")[0])
+    assert result.returncode == 0, [
+        (r.subject.op, r.status, r.reason) for r in rows if r.status is not Status.OK
+    ]
+    assert {"silu_and_mul", "gated_mlp"} <= set(line["candidates"]["silu_and_mul"]["in"])
+    assert "rms_norm" in line["candidates"]["rms_norm"]["in"]
+    assert all(c["calls"] > 0 for c in line["candidates"].values())
+    mlp = next(r for r in rows if r.subject.op == "gated_mlp")
+    assert mlp.case["candidates"] == {"silu_and_mul": mlp.case["live"]["silu_and_mul"]}
+    assert mlp.case["candidates"]["silu_and_mul"] >= 1 and mlp.subject.provider == "fastkernels"
+    assert "Candidates that ran" in Path(line["report"]).read_text()
+
+
+def stub(op: str, tmp_path: Path) -> str:
+    """A candidate as `fk-bench stubs` writes it."""
+    made = tmp_path / "stubs"
+    if not made.exists():
+        assert fk_bench("stubs", "--op", "silu_and_mul", "--op", "rms_norm", "--out", made).returncode == 0
+    return (made / f"{op}.py").read_text()
+
+
+@pytest.mark.slow
+def test_a_wrong_candidate_makes_what_contains_it_wrong(tmp_path: Path) -> None:
+    wrong = "import torch\ndef silu_and_mul(x):\n    a, b = x.chunk(2, -1)\n    return torch.sigmoid(a) * b\n"
+    folder = written(tmp_path / "candidates", {"silu_and_mul": wrong})
+    result = kernels("silu_and_mul", "gated_mlp", "fused_experts", "rms_norm", "--candidate", folder, "--out",
+                     tmp_path / "run", "--cases", "random", "--case", "odd_63", "--case", "odd_1000", "--case",
+                     "odd_1128", "--no-time", "--json")  # fmt: skip
+    said = {(r.subject.op, r.status) for r in cases(read(tmp_path / "run" / "rows.jsonl")[0])}
+    ran = {s for s in said if s[1] is not Status.SKIPPED}
+    assert {op for op, status in ran if status is Status.WRONG} == {
+        "silu_and_mul",
+        "gated_mlp",
+        "fused_experts",
+    }
+    assert ("rms_norm", Status.OK) in ran and result.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("levels", "ops", "least"), [((1,), 20, 150), ((2, 3), 8, 40)], ids=["1", "2,3"])
+def test_all_of_ours_are_right(levels: tuple[int, ...], ops: int, least: int, tmp_path: Path) -> None:
+    chosen = [word for level in levels for word in ("--level", level)]
+    result = kernels(*chosen, "--json", "--device", "cpu", "--out", tmp_path / "run", timeout=1700)
+    line = last_json(result)
+    assert line["ok"] and line["failed"] == 0 and line["ops"] >= ops and line["cases"] >= least, result.stderr
+
+
+# What is not run, and what is damaged
+
+
+def test_a_case_for_a_gpu_is_not_run_and_not_passed(tmp_path: Path) -> None:
+    result = kernels("linear", "--cases", "random", "--case", "qkv_32", "--out", tmp_path / "run", "--json")
+    rows = cases(read(tmp_path / "run" / "rows.jsonl")[0])
+    if not rows:
+        pytest.fail(result.stderr)
+    line = last_json(result)
+    assert {r.status for r in rows} == {Status.SKIPPED} and "GPU only" in rows[0].reason
+    assert (line["ok"], line["cases"], line["not_run"], result.returncode) == (False, 0, len(rows), 1)
+    assert "needs a GPU" in line["error"]
+
+
+@pytest.mark.slow
+def test_a_damaged_capture_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
+    shipped = next(p.parent for p in sorted(SHIPPED.glob("*/capture.json")) if "sampling" in p.read_text())
+    folder = shutil.copytree(shipped, tmp_path / "captures" / shipped.name)
+    file = folder / "values.safetensors"
+    data = bytearray(file.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    ops = json.loads((folder / "capture.json").read_text())["ops"]
+    used = {v for c in ops["embedding"]["calls"] for s in c["values"] for v in s["args"].values()}
+    used = {v for v in used if isinstance(v, str)}
+    name = sorted(used)[0]
+    start = 8 + size + header[name]["data_offsets"][0]
+    data[start] ^= 0xFF
+    file.write_bytes(data)
+    result = kernels("store_kvcache", "embedding", "--cases", "captured", "--no-time", "--captures",
+                     tmp_path / "captures", "--out", tmp_path / "run", "--json")  # fmt: skip
+    line = last_json(result)
+    assert any(name in w and str(file) in w for w in line["warnings"]), line
+    assert name in result.stderr and line["failed"] == 0 and line["cases"] > 0
+    assert name in Path(line["report"]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("rms_nrom",), "rms_norm"),
+        (("rms_norm", "--cases", "randm"), "random"),
+        (("rms_norm", "--against", "vendor"), "production"),
+        (("rms_norm", "--level", 7), "levels 1, 2 and 3"),
+        (("--level", 4), "fk-bench e2e --candidate"),
+        (("--model", "gpt5"), "gpt5"),
+        (("rms_norm", "--device", "tpu"), "tpu"),
+        (("rms_norm", "--rounds", 1), "three or more"),
+        (("rms_norm", "--timeout", 0), "seconds"),
+        (("rms_norm", "--case", "no_such_case"), "no_such_case"),
+        (("rms_norm", "--candidate", "no_such_file.py"), "no_such_file.py"),
+        (("rms_norm", "--candidate", "."), "fk-bench stubs"),
+        (("rms_norm", "--captures", "nowhere"), "nowhere"),
+        (("rms_norm", "--python", "candidate=nowhere/python"), "nowhere/python"),
+        (("rms_norm", "--python", "oracle=python3"), "candidate=PATH"),
+        (("rms_norm", "--out", "file"), "file"),
+        (("rms_norm", "--out", "used"), "already"),
+    ],
+)
+def test_a_wrong_word_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "rows.jsonl").write_text("")
+    result = kernels(*words, timeout=60) if "--device" not in words else fk_bench("kernels", *words)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert result.returncode in (1, 2) and "Traceback" not in result.stderr
+    assert len(errors) == 1 and said in errors[0], result.stderr
+    assert (tmp_path / "used" / "rows.jsonl").read_text() == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told_in_one_line() -> None:
+    result = fk_bench("kernels", "rms_norm", "--device", "cuda")
+    assert result.returncode == 2 and result.stderr.strip() == "error: --device cuda: torch sees no GPU here"

@@ -1,0 +1,203 @@
+"""Kernel runs for people: tables, the page and the comparison of two runs, from rows with known numbers."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fk_bench.core.rows import Machine, Row, Status, Subject, append
+from fk_bench.kernels import report as kernels_report
+from fk_bench.serving.config import ConfigError
+from fk_bench.serving.diff import compare
+from fk_bench.serving.report import render
+from support.commands import fk_bench, last_json
+
+H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=16)
+
+
+def case(op: str, name: str, speedup: float | None, half: float = 0.02, **fields) -> Row:
+    """A judged case; speedup None: not timed."""
+    metrics, ci95 = {}, {}
+    if speedup is not None:
+        metrics = {
+            "time_us_p20": 9.5, "time_us_p50": 10.0, "time_us_p80": 11.0, "baseline_us_p20": 9.0 * speedup,
+            "baseline_us_p50": 10.0 * speedup, "baseline_us_p80": 10.5 * speedup, "speedup": speedup, "noise": 0.011,
+            "gb_per_s": 2400.0, "tflops": 1.2, "roofline_pct": 50.0, "floor_us": 5.0, "error_rms": 1e-3,
+        }  # fmt: skip
+        ci95 = {"speedup": (speedup - half, speedup + half)}
+    known = {
+        "kind": "case",
+        "name": name,
+        "source": "random",
+        "dtype": "bfloat16",
+        "weight": fields.pop("weight", 1.0),
+    }
+    known |= {"dims": {"tokens": 32}, "level": 1, "timer": fields.pop("timer", "cuda-graph")}
+    known |= {"significant": True} if speedup is not None else {}
+    return Row(
+        run_id="r1", command="kernels", machine=fields.pop("machine", H200), versions={"torch": "2.11"},
+        subject=Subject(op=op, provider="candidate", candidate=fields.pop("candidate", None)), baseline="vllm",
+        case=known | fields.pop("case", {}), metrics=metrics, ci95=ci95, **fields,
+    )  # fmt: skip
+
+
+def write(folder: Path, rows: list[Row]) -> Path:
+    folder.mkdir()
+    append(folder / "rows.jsonl", rows)
+    return folder
+
+
+class Page(HTMLParser):
+    """The text of a page, and whatever it would load."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.text, self.loads, self.skip = "", [], False
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.skip = tag in ("script", "style")
+        self.loads += [v for k, v in attrs if k in ("src", "href") and v and not v.startswith("#")]
+
+    def handle_endtag(self, tag):
+        self.skip = False
+
+    def handle_data(self, data):
+        self.text += "" if self.skip else data
+
+
+def test_the_mean_is_weighted_and_counts_what_failed():
+    rows = [
+        case("rms_norm", "a", 2.0, weight=3.0),
+        case("rms_norm", "b", 1.0),
+        case("rms_norm", "c", None, status=Status.WRONG, reason="output 0 is off"),
+        case("rms_norm", "d", None, status=Status.SKIPPED, reason="no GPU"),
+        case("silu", "a", 0.5, weight=4.0),
+    ]
+    ops, total = kernels_report.scores(rows)
+    assert ops[0].speedup == pytest.approx(2 ** (3 / 4))
+    assert (ops[0].timed, ops[0].cases, ops[0].failed, ops[0].not_run) == (2, 4, 1, 1)
+    assert ops[0].ci95[0] < ops[0].speedup < ops[0].ci95[1]
+    assert total.speedup == pytest.approx(math.exp((3 * math.log(2) + 4 * math.log(0.5)) / 8))
+
+
+def test_a_later_row_of_a_case_replaces_the_earlier():
+    rows = [case("rms_norm", "a", 2.0), case("rms_norm", "a", 3.0)]
+    assert [r.metrics["speedup"] for r in kernels_report.latest(rows)] == [3.0]
+    assert len(kernels_report.latest([*rows, case("rms_norm", "a", 1.0, case={"source": "captured"})])) == 2
+
+
+def test_the_table_shows_every_case_and_why_it_failed(capsys):
+    kernels_report.show(
+        [
+            case("rms_norm", "decode", 1.25),
+            case("silu", "x", None, status=Status.CRASH, reason="signal 11\nmore"),
+        ]
+    )
+    out = capsys.readouterr().out
+    for said in ("10 [9.5-11]", "1.250 (1.230 to 1.270)", "silu x: crash: signal 11", "vllm", "2400", "50"):
+        assert said in out
+    assert "more" not in out and "CPU timer" not in out
+
+
+def test_no_time_is_shown_that_noise_made():
+    row = case("rms_norm", "noisy", 1.0, reason="the baseline's times scatter too much here")
+    for name in ("speedup", "gb_per_s", "tflops", "roofline_pct"):
+        del row.metrics[name]
+    row.metrics |= {"time_us_p20": -3.0, "time_us_p50": 2.0}
+    assert kernels_report.cells(row)[5:7] == ["", ""]
+    assert "scatter too much" in kernels_report.line(row) and " us," not in kernels_report.line(row)
+    assert kernels_report.score("rms_norm", [row]).speedup is None
+
+
+def test_a_case_in_one_line():
+    said = kernels_report.line(case("rms_norm", "decode", 1.25))
+    assert "rms_norm" in said and "10 [9.5-11] us, 1.250 (1.230 to 1.270) over vllm, significant" in said
+    assert kernels_report.line(case("silu", "x", None, status=Status.OOM, reason="16 GiB\nmore")).endswith(
+        "oom      16 GiB"
+    )
+
+
+def test_the_page_has_everything_and_loads_nothing(tmp_path):
+    source = tmp_path / "rms_norm.py"
+    source.write_text("def rms_norm(x):\n    return x < 1  # <script>alert(1)</script>\n")
+    rows = [
+        case("rms_norm", "decode", 1.25, candidate=str(source), case={"scan": ["line 2: <b>odd</b>"]}),
+        case("rms_norm", "prefill", 0.8, case={"times_us": [9.9, 10.1]}),
+        case("store_kvcache", "no_flops", 1.0),
+        case("silu", "x", None, status=Status.WRONG, reason="output 0: <i>error</i> 3.0\nsecond line"),
+    ]
+    rows[2].metrics["tflops"] = 0.0
+    path = render(write(tmp_path / "run", rows))
+    html = path.read_text()
+    page = Page(html)
+    assert page.loads == []
+    for said in (
+        "1.250 (1.230 to 1.270)", "line 2: <b>odd</b>", "<script>alert(1)</script>", "second line", "NVIDIA H200",
+        "Noise floor", "1.1%", "torch", "error_rms", "wrong.", "this: 10 us [9.5 - 11]",
+    ):  # fmt: skip
+        assert said in page.text, said
+    assert "alert(1)</script>" not in html
+    assert all(f'id="plot-{name}"' in html for name in ("ops", "roofline", "cases"))
+    assert "H200, bfloat16" in html  # the roofs
+    assert kernels_report.CPU_MARK not in html
+
+
+def test_cpu_results_are_marked_everywhere(tmp_path, capsys):
+    rows = [case("rms_norm", "a", 1.5, timer="cpu", machine=Machine(cpu="cpu", cores=2))]
+    kernels_report.show(rows)
+    assert kernels_report.CPU_MARK in capsys.readouterr().out
+    assert (
+        kernels_report.render(write(tmp_path / "run", rows)).read_text().count(kernels_report.CPU_MARK) >= 3
+    )
+
+
+def test_a_run_in_which_nothing_was_timed_has_a_page(tmp_path):
+    rows = [case("rms_norm", "a", None, status=Status.COMPILE_ERROR, reason="", case={"name": "<x>"})]
+    rows += [
+        Row(
+            run_id="r1",
+            command="kernels",
+            subject=Subject(op="silu"),
+            case={"kind": "case"},
+            status=Status.REJECTED,
+        )
+    ]
+    page = Page(kernels_report.render(write(tmp_path / "run", rows)).read_text())
+    assert "compile_error" in page.text and "<x>" in page.text
+    with pytest.raises(ConfigError, match="no judged case"):
+        kernels_report.render(
+            write(tmp_path / "empty", [Row(run_id="r", command="kernels", case={"kind": "run"})])
+        )
+
+
+def test_two_runs_agree_within_their_intervals(tmp_path):
+    a = [case("rms_norm", "same", 1.20), case("rms_norm", "worse", 1.5), case("silu", "gone", 1.0)]
+    b = [
+        case("rms_norm", "same", 1.21),
+        case("rms_norm", "worse", 1.2),
+        case("silu", "gone", None, status=Status.WRONG),
+    ]
+    found = compare(write(tmp_path / "a", a), write(tmp_path / "b", b))
+    assert [(x["case"], x["verdict"]) for x in found["ratios"]] == [("same", "agree"), ("worse", "worse")]
+    assert (found["agree"], found["differ"], found["ok"]) == (1, 1, False)
+    assert found["problems"] == ["silu gone: wrong in B"]
+    again = compare(tmp_path / "a", tmp_path / "a", fail_under=0.99)
+    assert again["ok"] and again["agree"] == 3 and again["speedup_a"] == again["speedup_b"]
+    gated = compare(
+        tmp_path / "a", write(tmp_path / "c", [*b[:2], case("silu", "gone", 1.0)]), fail_under=0.9
+    )
+    assert not gated["ok"] and "rms_norm worse: 0.800 is below 0.9" in gated["problems"]
+
+
+def test_the_commands_know_a_kernels_run(tmp_path):
+    a = write(tmp_path / "a", [case("rms_norm", "same", 1.20)])
+    result = fk_bench("diff", a, a)
+    assert result.returncode == 0 and "1.180 to 1.220" in result.stdout and last_json(result)["agree"] == 1
+    result = fk_bench("report", a, "--json")
+    assert last_json(result)["ok"] and (a / "report.html").is_file()
+    other = write(tmp_path / "b", [Row(run_id="r", command="serve-compare", case={"kind": "round"})])
+    result = fk_bench("diff", a, other)
+    assert result.returncode == 2 and "is not a kernels run" in result.stderr

@@ -1,0 +1,192 @@
+"""The static scan: what it rejects and why, and that it lets honest kernels through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fk_bench.kernels.judge.scan.scan import REJECT, WARN, rejections, scan
+
+import fastkernels
+
+OVERRIDES = sorted((Path(fastkernels.__file__).parent / "overrides").rglob("*.py"))
+# What our own files do that a candidate may not: they hold the baselines, and tables that depend on a configuration.
+OWN = {
+    "_flashinfer.py": {"baseline-library", "pointer-cache"},  # a provider, and plans of a batch of the host's
+    "attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, from where it is installed
+    # FlashAttention-3 out of vLLM's wheel, under another package name, or else vLLM's own import
+    "_vllm_flash_attn.py": {"dynamic-code", "fallback", "inspection", "patching"},
+    "_rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
+    "_skinny_linear_cuda.py": {
+        "files",
+        "native-library",
+    },  # CUDA C++, read from the package and launched by the driver
+    "_attention_decode_cuda.py": {"native-library"},  # as well
+    "_wgmma_linear_cuda.py": {"native-library"},
+    "_wgmma_linear_fp8_cuda.py": {"native-library"},
+    "_linear_fp8_calls.py": {"baseline-library", "dynamic-code"},  # providers, from where they are installed
+    "_linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # as well, by the name that its version has
+    "_fused_experts_calls.py": {"dynamic-code"},  # as well
+    "_launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
+    "_rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
+}
+HEAD = """import torch, time, os, sys, functools, statistics
+import numpy as np
+TABLE, CALLS, STATE = {}, 0, {"n": 0}
+
+"""
+
+REJECTED = [
+    ("torch.cuda.synchronize = lambda: None", "patching"),
+    ("setattr(torch.cuda.Event, 'elapsed_time', None)", "patching"),
+    ("from torch.cuda import Event\nEvent.elapsed_time = None", "patching"),
+    ("e = torch.cuda\ne.synchronize = None", "patching"),
+    ("time.perf_counter = None", "patching"),
+    ("statistics.median = None", "patching"),
+    ("np.median = None", "patching"),
+    ("del torch.allclose", "patching"),
+    ("vars(torch)['allclose'] = None", "patching"),
+    ("from fastkernels import spec\nspec.TOLERANCE['float32'] = None", "patching"),
+    ("sys.modules['torch'] = None", "patching"),
+    ("import gc\nx = gc.get_objects()", "inspection"),
+    ("f = sys._getframe(1).f_locals", "inspection"),
+    ("import inspect", "inspection"),
+    ("sys.settrace(None)", "inspection"),
+    ("import ctypes", "native-library"),
+    ("torch.ops.load_library('x.so')", "native-library"),
+    ("os.fork()", "process"),
+    ("getattr(os, 'fork')()", "process"),
+    ("getattr(os, 'fo' + 'rk')()", "dynamic-code"),
+    ("raise SystemExit(0)", "process"),
+    ("import subprocess", "process"),
+    ("from atexit import register", "process"),
+    ("import signal", "process"),
+    ("from concurrent.futures import ThreadPoolExecutor", "threads"),
+    ("torch.set_num_threads(64)", "threads"),
+    ("import socket", "network"),
+    ("open('/etc/passwd')", "files"),
+    ("from pathlib import Path\nPath('seed').read_text()", "files"),
+    ("seed = os.environ['SEED']", "files"),
+    ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", "files"),
+    ("at = '/proc/self/maps'", "files"),
+    ("torch.load('golden.pt')", "files"),
+    ("class Lazy(torch.Tensor):\n    pass", "lazy-tensor"),
+    ("class Lazy:\n    def __torch_function__(self, *args):\n        pass", "lazy-tensor"),
+    ("def f(x):\n    return TABLE[x.data_ptr()]", "pointer-cache"),
+    ("def f(x):\n    key = (x.data_ptr(), x.shape)\n    if key in TABLE:\n        return TABLE[key]", "pointer-cache"),
+    ("def f(x):\n    return TABLE.get(id(x))", "pointer-cache"),
+    ("def f(x):\n    return TABLE.setdefault((x._version, 1), x)", "pointer-cache"),
+    ("@functools.lru_cache\ndef f(x: torch.Tensor):\n    return x", "pointer-cache"),
+    ("def f(x):\n    return TABLE.get(x[0].item())", "value-cache"),
+    ("import hashlib", "value-cache"),
+    ("exec('1')", "dynamic-code"),
+    ("run = eval\nrun('1')", "dynamic-code"),
+    ("import base64", "dynamic-code"),
+    ("__import__('os')", "dynamic-code"),
+    ("s = torch.cuda.Stream()", "streams"),
+    ("def f(s):\n    with torch.cuda.stream(s):\n        pass", "streams"),
+    ("def f():\n    time.sleep(1)", "clock"),
+    ("def f():\n    global CALLS\n    CALLS += 1\n    return 1 if CALLS > 3 else 2", "call-counting"),
+    ("def f():\n    STATE['n'] += 1\n    if STATE['n'] > 3:\n        return 1", "call-counting"),
+    ("class A:\n    def f(self):\n        self.n += 1\n        if self.n > 3:\n            return 1", "call-counting"),
+    ("import flashinfer", "baseline-library"),
+    ("def f():\n    from vllm import _custom_ops", "baseline-library"),
+    ("torch.ops._C.rms_norm", "baseline-library"),
+    ("torch.ops.fastkernels.rms_norm", "own-op"),
+    ("from fastkernels.overrides.norm.rms_norm import _triton", "own-op"),
+    ("from fastkernels.overrides.norm import rms_norm as mine\nmine._triton", "own-op"),
+    ("import fastkernels\nfastkernels.overrides.norm.rms_norm.rms_norm", "own-op"),
+    ("from fastkernels import registry\nregistry.get('rms_norm')", "own-op"),
+    ("from fastkernels.core.dispatch import OPS", "own-op"),
+    ("from fk_bench import judge", "judge"),
+    ("def f(x):\n    try:\n        return g(x)\n    except Exception:\n        return torch.relu(x)", "fallback"),
+    ("def f(x):\n    try:\n        return g(x)\n    except:\n        pass", "fallback"),
+    ("name = 'cudaDeviceSetLimit'", "device-settings"),
+]  # fmt: skip
+PASSED = [
+    "from fastkernels.overrides.norm.rms_norm import reference\ndef rms_norm(*args):\n    return reference(*args)",
+    "from fastkernels.overrides.activation.silu_and_mul import silu_and_mul",
+    "@functools.lru_cache(maxsize=None)\ndef config(hidden: int, dtype: torch.dtype):\n    return hidden // 2",
+    "import triton\n@triton.autotune([triton.Config({'BLOCK': 64})], key=['H'])\n@triton.jit\ndef k(x, H):\n    pass",
+    "LIB = torch.library.Library('mine', 'DEF')\nLIB.define('f(Tensor x) -> Tensor')",
+    "@torch.library.custom_op('mine::f', mutates_args=())\ndef f(x: torch.Tensor) -> torch.Tensor:\n    return x",
+    "def f(x, input, compile):\n    return input(x) + compile(x)",
+    "import re\nP = re.compile('a')\ng = torch.compile(torch.relu)",
+    "def f(x):\n    assert x.data_ptr() % 16 == 0, x.data_ptr()",
+    "def f(x, y):\n    return x.data_ptr() == y.data_ptr()",
+    "def f():\n    global TABLE\n    if TABLE is None:\n        TABLE = 1",
+    "def f(x, s: torch.cuda.Stream | None = None):\n    return torch.cuda.current_stream().cuda_stream",
+    "def f(x):\n    try:\n        return g(x)\n    except Exception as error:\n        raise ValueError from error",
+    "INTERPRET = os.environ.get('TRITON_INTERPRET') == '1'",
+    "def f(x, case):\n    return x.to(getattr(torch, case.dtype))",
+    "class M(torch.nn.Module):\n    def load(self):\n        self.weight = torch.nn.Parameter()",
+    "def f(table, i):\n    return table[i[0].item()]",
+    "def f():\n    '''Reads /proc/self/maps? No.'''",
+    "n = 0\nfor i in range(3):\n    n += i",
+]  # fmt: skip
+WARNED = [
+    ("def rms_norm(x):\n    out = torch.empty_like(x)\n    return out", "uninitialized"),
+    ("def f(x):\n    return x.to(torch.float16)", "downcast"),
+    ("def f(x):\n    return x.half()", "downcast"),
+    ("def f(x):\n    return torch.matmul(x, x)", "library-call"),
+    ("import torch.nn.functional as F\ndef f(x):\n    return F.rms_norm(x, x.shape)", "library-call"),
+    ("def f(x):\n    return 1 if x.shape == (32, 4096) else 2", "literal-shape"),
+    ("def f(x):\n    return 1 if x.shape[-1] in (1000, 1128) else 2", "literal-shape"),
+    (f"A = {list(range(300))}", "big-constant"),
+    ("torch.backends.cuda.matmul.allow_tf32 = True", "global-setting"),
+    ("def f():\n    return torch.cuda.is_current_stream_capturing()", "capture-dependent"),
+    ("try:\n    import helion\nexcept Exception:\n    helion = None", "fallback"),
+]
+
+
+def found(tmp_path: Path, text: str, severity: str) -> set[str]:
+    path = tmp_path / "mine.py"
+    path.write_text(HEAD + text + "\n")
+    return {f.pattern for f in scan(path, "rms_norm") if f.severity == severity}
+
+
+@pytest.mark.parametrize(("text", "pattern"), REJECTED)
+def test_rejected(tmp_path: Path, text: str, pattern: str) -> None:
+    assert pattern in found(tmp_path, text, REJECT)
+
+
+@pytest.mark.parametrize("text", PASSED)
+def test_passed(tmp_path: Path, text: str) -> None:
+    assert found(tmp_path, text, REJECT) == set()
+
+
+@pytest.mark.parametrize(("text", "pattern"), WARNED)
+def test_warned(tmp_path: Path, text: str, pattern: str) -> None:
+    assert pattern in found(tmp_path, text, WARN)
+    assert pattern not in found(tmp_path, text, REJECT)
+
+
+@pytest.mark.parametrize("path", OVERRIDES, ids=lambda p: p.stem)
+def test_our_own_kernels_pass(path: Path) -> None:
+    patterns = {f.pattern for f in scan(path, path.stem) if f.severity == REJECT}
+    assert patterns == OWN.get(path.name, set())
+
+
+def test_what_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "rms_norm.py"
+    path.write_text("import os\n\n\ndef rms_norm(x, *args):\n    os._exit(0)\n")
+    findings = scan(path, "rms_norm")
+    assert rejections(findings) == (
+        "line 5: os._exit starts, ends or steers processes; a kernel runs in the one that calls it (process)"
+    )
+    assert rejections([f for f in findings if f.severity == WARN]) == ""
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "x = '\0'\n", "# coding: nothing\n"])
+def test_a_file_that_is_no_python_is_left_to_the_import(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    assert scan(path, "rms_norm") == []
+
+
+def test_a_file_nested_too_deeply(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("x = " + "-" * 20000 + "1\n")
+    assert (
+        rejections(scan(path, "rms_norm")) == "line 1: the file is nested too deeply to be read (unreadable)"
+    )

@@ -1,0 +1,165 @@
+"""The judge's inputs: fresh in every slot, the same by both ways of filling them, and no multiple of known values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fk_bench.kernels.judge.correctness.cases import trials
+from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.memory.permutations import Mover
+from fk_bench.kernels.judge.memory.slots import Slots, scalable
+
+from fastkernels.core import registry
+from fastkernels.core.spec import Moves
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    found = os.memfd_create("slots")
+    yield found
+    os.close(found)
+
+
+def make_slots(op: str, case: str, fd: int, rolls: bool, count: int = 6) -> Slots:
+    spec = registry.get(op)
+    chosen = next(c for c in spec.cases if c.name == case)
+    mode = "module" if spec.op is None else "op"
+    slots = Slots(spec, lambda g: spec.inputs(chosen, "cpu", g), "cpu", count, mode, count, fd, rolls)
+    slots.refresh()
+    return slots
+
+
+CASES = [
+    ("rms_norm", "odd_63"), ("linear", "odd_63"), ("store_kvcache", "padded"), ("embedding", "shard"),
+    ("topk_softmax", "odd_63"), ("grouped_topk", "bias_16"), ("grouped_topk", "strided"), ("moe_align", "absent"),
+    ("sampling", "mixed"), ("sparse_moe", "odd_63"), ("topk_softmax", "one"),
+    ("sparse_moe", "none"), ("grouped_topk", "no_token"), ("moe_align", "none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rolls", [False, True])
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_a_slot_holds_what_is_expected_of_it(
+    fd: int, op: str, case: str, rolls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = make_slots(op, case, fd, rolls)
+    for at_once in (False, True):
+        if at_once:
+            monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+            for t in layout.tensors([slots.args_of(s) for s in range(slots.count)]):
+                t.zero_()
+            slots._fill_at_once()
+        for s in range(slots.count):
+            for t, want in zip(layout.tensors(slots.args_of(s)), slots.expected(s), strict=True):
+                assert torch.equal(t, want)
+
+
+def test_values_are_rolled_but_those_that_share_memory(fd: int) -> None:
+    slots = make_slots("store_kvcache", "odd_63", fd, True)
+    master = layout.tensors(slots.masters[slots.origin[0]])
+    key, value, key_cache, _, mapping = (slots.expected(0)[i] for i in range(5))
+    # Key and value are views of one tensor
+    assert torch.equal(key, slots.scaled(master[0], slots.factors[0]))
+    assert torch.equal(value, slots.scaled(master[1], slots.factors[0]))
+    assert torch.equal(mapping, master[4])  # integers say where things are
+    assert not torch.equal(key_cache, slots.scaled(master[2], slots.factors[0]))
+    whole = slots.scaled(master[2], slots.factors[0])
+    assert torch.equal(key_cache.flatten().sort().values, whole.flatten().sort().values)
+
+
+def test_no_slot_is_a_multiple_of_another(fd: int) -> None:
+    slots = make_slots("linear", "odd_1128", fd, True)
+    rows = torch.stack(
+        [layout.tensors(a)[0].flatten().double() for a in map(slots.args_of, range(slots.count))]
+    )
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    assert (rows @ rows.t()).fill_diagonal_(0).abs().max() < 0.2
+    plain = make_slots("linear", "odd_1128", fd, False)
+    plain.fill([0] * plain.count)
+    rows = torch.stack(
+        [layout.tensors(a)[0].flatten().double() for a in map(plain.args_of, range(plain.count))]
+    )
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    assert (rows @ rows.t()).min() > 0.999  # what the roll is for
+
+
+def test_runner_and_judge_see_the_same_memory(fd: int) -> None:
+    slots = make_slots("rms_norm", "odd_63", fd, True)
+    plan = slots.layout.to_json()
+    for s in range(slots.count):
+        apart = layout.tensors(layout.bind(plan, slots.arena, s, slots.count, apart=True))
+        for mine, theirs in zip(layout.tensors(slots.args_of(s)), apart, strict=True):
+            assert torch.equal(mine, theirs) and mine.data_ptr() == theirs.data_ptr()
+            assert theirs._base is None and mine.stride() == theirs.stride()
+        storages = {t.untyped_storage().data_ptr() for t in apart}
+        assert len(storages) == len(
+            {t["tensor"]["region"] for t in plan["args"] if isinstance(t, dict) and "tensor" in t}
+        )
+    assert all(scalable(t) for t in layout.tensors(slots.args_of(0)))
+
+
+def test_no_token_is_moved_between_two_experts(fd: int) -> None:
+    """A router that rounds its logits must send the tokens of every slot to the experts of the exact one."""
+    spec = registry.get("sparse_moe")
+    case = next(c for c in spec.cases if c.name == "rounded")
+    slots = Slots(spec, lambda g: spec.inputs(case, "cpu", g), "cpu", 6, "module", 6, fd, True)
+    slots.refresh()
+    for slot in range(slots.count):
+        x, gate = (slots.args_of(slot)[i] for i in range(2))
+        exact = (x.double() @ gate.double().t()).topk(2).indices.sort().values
+        assert torch.equal((x @ gate.t()).topk(2).indices.sort().values, exact)
+
+
+MOVED = [
+    ("topk_softmax", "decode_32"), ("grouped_topk", "bias"), ("moe_align", "odd_63"), ("sampling", "greedy_63"),
+    ("sparse_moe", "odd_63"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "case"), MOVED)
+def test_no_two_slots_have_the_same_values(fd: int, op: str, case: str) -> None:
+    """As many slots as a GPU's batch has, of few masters; what decides a choice is not rolled as a whole."""
+    slots = make_slots(op, case, fd, True, 512)
+    assert len(slots.masters) <= 32 and slots.spec.moves is not None
+    for i in slots.spec.moves(*slots.masters[0]).columns:
+        assert not slots._rolled(i)
+    seen = {layout.tensors(slots.args_of(s))[0].view(torch.uint8).numpy().tobytes() for s in range(512)}
+    assert len(seen) == 512
+
+
+@pytest.mark.parametrize("case", ["bias", "bias_16", "soft_bias", "one_group"])
+def test_a_moved_router_chooses_as_before(fd: int, case: str) -> None:
+    """Groups stay together: each row has the weights that its master's row has, and ids in another order."""
+    slots = make_slots("grouped_topk", case, fd, True, 40)
+    assert slots._mover is not None
+    orders = set()
+    for s in range(slots.count):
+        weights, ids = slots.spec.reference(*slots.private_args(s))
+        before, _ = slots.spec.reference(*slots.masters[slots.origin[s]])
+        torch.testing.assert_close(weights, before.roll(-(slots.codes[s] % len(before)), 0))
+        orders.add(tuple(ids[0].tolist()))
+    assert len(orders) > 20
+
+
+def test_what_does_not_fit_is_said(fd: int) -> None:
+    args = [torch.zeros(3, 8), torch.zeros(6)]
+    for moves in (Moves(rows=(0, 1)), Moves(columns=(0, 1)), Moves(columns=(0,), group=3)):
+        with pytest.raises(ValueError, match="does not fit"):
+            Mover(args, moves, [True, True])
+    # What all slots share stays where it is, and what belongs to it
+    held = Mover(args, Moves(rows=(0,), columns=(0, 1)), [True, False])
+    assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.moves(1)
+
+
+def test_captured_values_are_rolled_too(fd: int) -> None:
+    """Integers of a capture say where things are; its floats are made anew, and move."""
+    spec = registry.get("linear")
+    trial = next(t for t in trials(spec, ("captured",), "cpu") if t.gpu_only(spec) is None)
+    slots = Slots(spec, lambda g: trial.make("cpu", g), "cpu", 6, "op", 6, fd, trial.timed)
+    slots.fill([0] * slots.count)
+    x = torch.stack([layout.tensors(slots.args_of(s))[0].flatten().double() for s in range(6)])
+    x = x / x.norm(dim=1, keepdim=True)
+    assert (x @ x.t()).fill_diagonal_(0).abs().max() < 0.2

@@ -1,0 +1,136 @@
+"""A user's kernel: what a candidate file may offer, and what is said about one that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastkernels.core import candidate, registry
+from fastkernels.core.candidate import CandidateError
+from fastkernels.core.env import Environment
+from fastkernels.core.registry import UnknownName
+
+FUNCTION = "def silu_and_mul(x):\n    d = x.shape[-1] // 2\n    return x[..., :d] + x[..., d:]\n"
+CLASS = "from torch import nn\n\n\nclass VllmSiluAndMul(nn.Module):\n    def forward(self, x):\n        return x\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    def _write(text: str) -> str:
+        path = tmp_path / "mine.py"
+        path.write_text(text)
+        return str(path)
+
+    return _write
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [(FUNCTION, "function"), (CLASS, "class"), (FUNCTION + CLASS, "function+class")]
+)
+def test_what_a_file_offers(write: Callable[[str], str], text: str, kind: str) -> None:
+    found = candidate.load("silu_and_mul", write(text))
+    assert found.kind == kind and found.op == "silu_and_mul"
+    assert set(found.classes) == ({"VllmSiluAndMul"} if "class" in kind else set())
+
+
+def test_a_function_runs_in_the_op_and_in_every_module(write: Callable[[str], str]) -> None:
+    op, module = registry.get("silu_and_mul").op, registry.op_module("silu_and_mul")
+    x = torch.randn(3, 8)
+    before = op(x)
+    found = candidate.load("silu_and_mul", write(FUNCTION))
+    op.set_candidate(found.function)
+    try:
+        assert torch.equal(op(x), x[:, :4] + x[:, 4:])
+        assert torch.equal(module.SGLangSiluAndMul()(x), x[:, :4] + x[:, 4:])
+    finally:
+        op.set_candidate(None)
+    assert torch.equal(op(x), before)
+
+
+def test_the_same_file_is_loaded_once_and_a_changed_one_again(write: Callable[[str], str]) -> None:
+    first = candidate.load("silu_and_mul", write(FUNCTION))
+    assert candidate.load("silu_and_mul", write(FUNCTION)).function is first.function
+    changed = candidate.load("silu_and_mul", write(FUNCTION.replace("+ x", "- x")))
+    assert changed.function is not first.function
+
+
+def test_errors_say_what_is_wrong(write: Callable[[str], str]) -> None:
+    with pytest.raises(UnknownName, match="unknown op 'silu'"):
+        candidate.load("silu", write(FUNCTION))
+    with pytest.raises(CandidateError, match=r"there is no file /no/such\.py"):
+        candidate.load("silu_and_mul", "/no/such.py")
+    with pytest.raises(CandidateError, match="does not import: ZeroDivisionError"):
+        candidate.load("silu_and_mul", write("1 / 0\n"))
+    with pytest.raises(CandidateError, match="does not import: SyntaxError"):
+        candidate.load("silu_and_mul", write("def f(:\n"))
+    with pytest.raises(
+        CandidateError, match=r"neither a function silu_and_mul\(...\) nor a class .*VllmSiluAndMul"
+    ):
+        candidate.load("silu_and_mul", write("silu = 1\n"))
+    with pytest.raises(CandidateError, match="silu_and_mul is int, not a function"):
+        candidate.load("silu_and_mul", write("silu_and_mul = 1\n"))
+
+
+def test_a_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
+    for name in ("silu_and_mul", "rms_norm"):
+        (tmp_path / f"{name}.py").write_text("1 / 0\n")  # nothing is imported
+    (tmp_path / "_shared.py").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    found = candidate.from_directory(tmp_path)
+    assert found == {n: str(tmp_path / f"{n}.py") for n in ("rms_norm", "silu_and_mul")}
+    assert candidate.resolve(str(tmp_path)) == candidate.resolve(tmp_path) == found
+    assert candidate.resolve({"rms_norm": tmp_path / "any.py"}) == {"rms_norm": str(tmp_path / "any.py")}
+    assert candidate.resolve(None) == {}
+    with pytest.raises(UnknownName, match="unknown op 'rmsnorm'"):
+        candidate.resolve({"rmsnorm": "any.py"})
+
+
+def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CandidateError, match=r"there is no folder .*nowhere"):
+        candidate.from_directory(tmp_path / "nowhere")
+    with pytest.raises(CandidateError, match=r"has no file OP\.py"):
+        candidate.from_directory(tmp_path)
+    (tmp_path / "silu_and_mul.py").write_text(FUNCTION)
+    (tmp_path / "rmsnorm.py").write_text("")
+    (tmp_path / "zzz.py").write_text("")
+    with pytest.raises(
+        CandidateError, match=r"rmsnorm\.py \(did you mean rms_norm\.py\?\), zzz\.py\. Rename"
+    ):
+        candidate.from_directory(tmp_path)
+
+
+def test_a_folder_in_the_environment(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"FASTKERNELS_CANDIDATES: .*no file OP\.py.*or OP=FILE"):
+        Environment.read({"FASTKERNELS_CANDIDATES": str(tmp_path)})
+    (tmp_path / "silu_and_mul.py").write_text(FUNCTION)
+    folder = Environment.read({"FASTKERNELS_CANDIDATES": f" {tmp_path} "}).candidates
+    pairs = Environment.read(
+        {"FASTKERNELS_CANDIDATES": f"silu_and_mul={tmp_path / 'silu_and_mul.py'}"}
+    ).candidates
+    assert folder == pairs == {"silu_and_mul": str(tmp_path / "silu_and_mul.py")}
+
+
+def test_an_installed_function_serves_its_own_class_through_the_op(write: Callable[[str], str]) -> None:
+    op, x = registry.get("silu_and_mul").op, torch.randn(3, 8)
+    before = op(x)
+    text = FUNCTION + CLASS.replace("return x\n", "return silu_and_mul(x=x)\n")
+    found = candidate.load("silu_and_mul", write(text))
+    made = found.classes["VllmSiluAndMul"]()
+    undo = candidate.install(found)
+    assert undo is not None
+    again = candidate.load("silu_and_mul", found.path)
+    second = candidate.install(again)  # of another engine, say
+    assert again.function is found.function and second is not None
+    try:
+        calls = op.calls
+        assert torch.equal(made(x), x[:, :4] + x[:, 4:]) and op.calls == calls + 1
+        second()
+        assert torch.equal(op(x), x[:, :4] + x[:, 4:]) and torch.equal(made(x), op(x))
+    finally:
+        undo()
+    calls = op.calls
+    assert torch.equal(op(x), before) and torch.equal(made(x), x[:, :4] + x[:, 4:]) and op.calls == calls + 1
+    assert candidate.install(candidate.load("silu_and_mul", write(CLASS))) is None

@@ -1,0 +1,201 @@
+"""Providers, candidates and counters of a functional op, and what a call costs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastkernels.core.dispatch import OPS, Op, Provider, UnsupportedCase, counters, define, installed
+
+
+def _small_only(x: torch.Tensor) -> str | None:
+    return None if x.numel() < 4 else f"{x.numel()} elements are too many"
+
+
+DOUBLE = define(
+    "test_double(Tensor x) -> Tensor",
+    fake=lambda x: torch.empty_like(x),
+    providers=(
+        Provider("gpu_only", lambda x: 0 * x),
+        Provider("absent", lambda x: 0 * x, devices=("cpu",), module="no_such_package.part"),
+        Provider("small", lambda x: x + x, devices=("cpu",), supports=_small_only),
+        Provider("reference", lambda x: 2 * x, devices=("cuda", "cpu")),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
+    for variable in ("FASTKERNELS_PROVIDER", "FASTKERNELS_STRICT", "TRITON_INTERPRET"):
+        monkeypatch.delenv(variable, raising=False)
+    DOUBLE.reset()
+    yield DOUBLE
+    DOUBLE.set_candidate(None)
+    DOUBLE.reset()
+
+
+def test_it_is_a_torch_op_and_is_counted(op: Op) -> None:
+    assert torch.equal(torch.ops.fastkernels.test_double(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(op(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(op.run(torch.ones(3)), torch.full((3,), 2.0))
+    assert op.calls == 3 and OPS["test_double"] is op
+    assert counters()["test_double"] == {"calls": 3, "fallbacks": {}}
+    op.reset()
+    assert op.calls == 0
+
+
+def test_the_order_has_reasons(op: Op) -> None:
+    reasons = {p.name: reason for p, reason in op.order("cpu")}
+    assert reasons["gpu_only"] == "gpu_only runs on cuda, not on cpu"
+    assert reasons["absent"] == "absent needs no_such_package.part, which is not installed"
+    assert reasons["small"] is None and reasons["reference"] is None
+
+
+def test_a_case_that_is_refused_falls_back_counted_and_logged_once(
+    op: Op, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "fastkernels"):
+        for _ in range(3):
+            assert torch.equal(op(torch.ones(5)), torch.full((5,), 2.0))
+    assert op.fallbacks == {"small: 5 elements are too many": 3}
+    assert [r.getMessage().count("5 elements are too many") for r in caplog.records] == [1]
+
+
+def test_strict_makes_a_fallback_an_error(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_STRICT", "1")
+    op.reset()
+    assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(UnsupportedCase, match="test_double: small: 5 elements are too many"):
+        op(torch.ones(5))
+
+
+def test_the_environment_chooses(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_double:reference")
+    op.reset()
+    op(torch.ones(5))
+    assert op.fallbacks == {}
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_double:gpu_only")
+    op.reset()
+    assert torch.equal(op(torch.ones(1)), torch.full((1,), 2.0))
+    assert list(op.fallbacks) == ["gpu_only runs on cuda, not on cpu"]
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_double:fast")
+    op.reset()
+    with pytest.raises(ValueError, match="no provider 'fast', it has gpu_only, absent, small, reference"):
+        op(torch.ones(1))
+
+
+def test_a_candidate_comes_first_and_goes_again(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_double:reference")
+    op.set_candidate(lambda x: 3 * x)
+    assert torch.equal(op(torch.ones(5)), torch.full((5,), 3.0))
+    op.set_candidate(None)
+    assert torch.equal(op(torch.ones(5)), torch.full((5,), 2.0))
+
+
+def test_nothing_supports_the_case() -> None:
+    lonely = Op("lonely", (Provider("small", lambda x: x, devices=("cpu",), supports=_small_only),))
+    with pytest.raises(UnsupportedCase, match=r"no provider supports this case on cpu.*5 elements"):
+        lonely.run(torch.ones(5))
+    with pytest.raises(UnsupportedCase, match="no provider on meta: small runs on cpu"):
+        lonely.run(torch.ones(5, device="meta"))
+
+
+def _add_one(x: torch.Tensor, by: float = 1.0, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.add(x, by, out=out)
+
+
+ADD = define(
+    "test_add(Tensor x) -> Tensor",
+    fake=lambda x: torch.empty_like(x),
+    providers=(
+        Provider("places", _add_one, devices=("cpu",), supports=_small_only, out=True),
+        Provider("reference", lambda x: x + 1, devices=("cuda", "cpu")),
+    ),
+)
+
+
+@pytest.fixture
+def add() -> Iterator[Op]:
+    ADD.reset()
+    yield ADD
+    ADD.set_candidate(None)
+    ADD.reset()
+
+
+def test_into_writes_where_it_is_told(add: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provider that can write there does, of others the result is copied; counted and chosen as a call is."""
+    out = torch.zeros(3)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("copied"))
+    add.into(out, torch.ones(3))
+    monkeypatch.undo()
+    assert out.tolist() == [2, 2, 2] and (add.calls, add.fallbacks) == (1, {})
+    long = torch.zeros(5)
+    add.into(long, torch.ones(5))
+    assert long.tolist() == [2] * 5
+    assert (add.calls, add.fallbacks) == (2, {"places: 5 elements are too many": 1})
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_add:reference")
+    add.reset()
+    add.into(out, torch.full((3,), 2.0))
+    assert out.tolist() == [3, 3, 3] and add.fallbacks == {}
+
+
+def test_into_memory_with_gaps(add: Op) -> None:
+    wide = torch.zeros(3, 2)
+    add.into(wide[:, 1], torch.ones(3))
+    assert wide.tolist() == [[0, 2]] * 3 and add.calls == 1
+
+
+def test_into_a_candidate_and_a_bound_provider(add: Op) -> None:
+    out = torch.zeros(3)
+    bound = add.providers[0].bound({"by": 4.0})
+    assert bound.out and bound.fn(torch.ones(3), out=out) is out and out.tolist() == [5, 5, 5]
+    add.set_candidate(lambda x: 7 * x)
+    add.into(out, torch.ones(3))
+    assert out.tolist() == [7, 7, 7] and add.calls == 1
+
+
+def test_into_memory_of_another_kind_is_refused(add: Op) -> None:
+    add.set_candidate(lambda x: x + 1)
+    with pytest.raises(
+        ValueError, match=r"test_add: out is \(1, 3\) float32 on cpu, the result of candidate is \(3,\)"
+    ):
+        add.into(torch.zeros(1, 3), torch.ones(3))
+    with pytest.raises(ValueError, match=r"out is \(3,\) float64 on cpu"):
+        add.into(torch.zeros(3, dtype=torch.float64), torch.ones(3))
+    add.set_candidate(lambda x: None)
+    with pytest.raises(ValueError, match="candidate returns NoneType, not one tensor"):
+        add.into(torch.zeros(3), torch.ones(3))
+
+
+def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    sys.modules.pop("xml.sax.saxutils", None)
+    assert installed("xml.sax.saxutils") and "xml.sax.saxutils" not in sys.modules
+    assert not installed("xml.sax.no_such") and not installed("no_such.part")
+    (tmp_path / "a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not installed("a_folder")
+    either = Provider("either", lambda x: x, devices=("cpu",), module=("no_such", "json"))
+    assert either.unavailable("cpu") is None
+
+
+def test_a_call_costs_microseconds(op: Op) -> None:
+    """Measured 2 to 4 us of one core (2026-11, 2-core Xeon); the limit is wide, since the machine may be busy."""
+    x = torch.ones(2)
+    op.set_candidate(lambda x: x.detach())
+    base = min(_seconds(lambda: x.detach()) for _ in range(9))
+    cost = min(_seconds(lambda: op(x)) for _ in range(9)) - base
+    assert cost < 25e-6, f"{cost * 1e6:.1f} us a call"
+
+
+def _seconds(fn, calls: int = 500) -> float:  # type: ignore[no-untyped-def]
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    return (time.perf_counter() - start) / calls

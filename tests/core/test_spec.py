@@ -1,0 +1,307 @@
+"""What SPEC says of every op, against the op: the dims of real arguments, other shapes, hard values, built modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.kernels.op_cases import call, make_args, mismatch, mutated, oracle
+
+from fastkernels.core import assemble, dispatch, registry
+from fastkernels.core.shapes import SMALL, near, near_size
+from fastkernels.core.spec import COUNTED, Case, OpSpec, dtype_of
+
+NAMES = registry.op_names()
+CASES = [(name, case) for name in NAMES for case in registry.get(name).cases if "odd" in case.tags]
+IDS = [f"{name}-{case.name}" for name, case in CASES]
+# Classes that no arguments of the op can be given to, and what they say.
+NEVER = {
+    "VllmParallelLMHead_0_26": "looks nothing up",
+    "VllmParallelLMHead_0_32": "looks nothing up",
+    "VllmParallelLMHead": "looks nothing up",
+    "SGLangParallelLMHead": "looks nothing up",
+    "VllmTopKTopPSampler": "draws its seeds from torch's generators",
+    "SGLangLlamaDecoderLayer": "carries hidden states and residual as one sum",
+    "SGLangMixtralDecoderLayer": "carries hidden states and residual as one sum",
+    "SGLangQwen3DecoderLayer": "carries hidden states and residual as one sum",
+}
+
+
+def classes(spec: OpSpec) -> list[type]:
+    """The target classes of the op's file; host functions are not among them."""
+    module = registry.op_module(spec.name)
+    found = [getattr(module, cls) for cls in dict.fromkeys(t.cls for t in spec.targets)]
+    return [cls for cls in found if isinstance(cls, type)]
+
+
+CLASSES = [(name, cls) for name in NAMES for cls in classes(registry.get(name))]
+
+
+def described(spec: OpSpec, args: list[Any]) -> list[Any]:
+    """All arguments, a tensor by its shape and dtype; those that were left out by their defaults."""
+    if spec.op is not None:
+        args = [*args, *(a.default_value for a in spec.op.overload._schema.arguments[len(args) :])]
+    return [(tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def listed(out: Any) -> list[torch.Tensor]:
+    return [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if t is not None]
+
+
+def results(spec: OpSpec, args: list[Any]) -> list[torch.Tensor]:
+    """What the op gives, or the module of its first class."""
+    if spec.op is not None:
+        return call(spec.op, spec.op, args)
+    assert spec.build is not None
+    return listed(spec.build(classes(spec)[0], args)())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_op_says_all_that_a_judge_asks(name: str) -> None:
+    spec = registry.get(name)
+    assert spec.dims_of is not None and spec.vary is not None
+    assert not classes(spec) or spec.build is not None
+    assert spec.op is None or not spec.mutates, "the schema says what a functional op writes to"
+    args = make_args(spec, spec.cases[-1])
+    for position in (*spec.activations, *spec.mutates):
+        assert position >= len(args) or args[position] is None or args[position].is_floating_point()
+    # What a CPU does in milliseconds: the benchmark's rule for what it judges there.
+    small = [c for c in spec.cases if spec.bytes_moved(c) <= SMALL and spec.flops(c) <= 5e7]
+    assert len(small) >= 7, f"{len(small)} cases are for a CPU"
+    assert len({c.name for c in spec.cases}) == len(spec.cases)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_integer_results_say_how_values_may_move(name: str) -> None:
+    """The judge neither scales nor rolls what they are computed from: without Moves it would repeat itself."""
+    spec = registry.get(name)
+    case = next(c for c in spec.cases if "odd" in c.tags)
+    args = make_args(spec, case)
+    integers = spec.op is not None and not all(t.is_floating_point() for t in results(spec, args))
+    assert (spec.moves is not None) or not integers
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_dims_of_real_arguments(name: str, case: Case) -> None:
+    spec = registry.get(name)
+    args = make_args(spec, case)
+    found = spec.case_of(args, case.name)
+    assert found.dtype == case.dtype
+    json.dumps(dict(found.dims))
+    # The same call again: its shapes, dtypes and numbers.
+    assert described(spec, make_args(spec, found, seed=1)) == described(spec, args)
+    # What the values say is never more than what the case alone allows; without it, the cost is the case's.
+    bare = dataclasses.replace(found, dims={k: v for k, v in found.dims.items() if k not in COUNTED})
+    assert (spec.bytes_moved(bare), spec.flops(bare)) == (spec.bytes_moved(case), spec.flops(case))
+    assert spec.bytes_moved(found) <= spec.bytes_moved(case) and spec.flops(found) <= spec.flops(case)
+
+
+def strided(value: Any) -> Any:
+    """The same values, every other row of a tensor that is twice as long."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    return value.repeat_interleave(2, dim=0)[::2]
+
+
+def without_values(value: Any) -> Any:
+    """A float tensor's shape, as a capture keeps it."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_dims_of_what_hosts_pass(name: str, case: Case) -> None:
+    """Strided views, arguments that were left out, tensors of which a capture kept the shape only."""
+    spec = registry.get(name)
+    assert spec.dims_of is not None
+    args = make_args(spec, case)
+    dims = spec.dims_of(*args)
+    views = spec.dims_of(*map(strided, args))
+    layout = ("packed", "heads_first")  # what strides say
+    assert without(views, *layout) == without(dims, *layout)
+    if spec.op is not None:
+        arguments = spec.op.overload._schema.arguments
+        short = list(args)
+        while arguments[len(short) - 1].has_default_value() and _same(
+            short[-1], arguments[len(short) - 1].default_value
+        ):
+            short.pop()
+        assert spec.dims_of(*short) == dims
+    shapes = spec.dims_of(*map(without_values, args))
+    assert shapes == {k: v for k, v in dims.items() if k in shapes}
+
+
+def without(dims: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v for k, v in dims.items() if k not in names}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and value == default
+
+
+def test_dims_count_what_the_values_say() -> None:
+    ids, weight = torch.tensor([3, 3, 3, 5]), torch.zeros(9, 4)
+    assert registry.get("embedding").dims_of(ids, weight)["distinct"] == 2
+    sharded = registry.get("embedding").dims_of(ids, weight, 4, 9, 0, 9, 9)
+    assert sharded["distinct"] == 1 and sharded["shard"] == (4, 9, 0, 9, 9)
+    spec = registry.get("fused_experts")
+    args = [
+        torch.zeros(2, 8),
+        torch.zeros(4, 6, 8),
+        torch.zeros(4, 8, 3),
+        torch.ones(2, 2),
+        torch.tensor([[0, 3], [3, -1]]),
+    ]
+    dims = spec.dims_of(*args)
+    assert (dims["experts_hit"], dims["pairs"]) == (2, 3)
+    assert spec.bytes_moved(spec.case_of(args, "")) == 4 * 8 * (2 * 2 + 3 * 2 * 3) + 8 * 4
+    assert spec.flops(spec.case_of(args, "")) == 6 * 3 * 8 * 3
+    k, cache = torch.zeros(5, 1, 4), torch.zeros(3, 2, 1, 4)
+    stored = registry.get("store_kvcache").case_of([k, k, cache, cache, torch.tensor([1, -1, 4, -1, -1])], "")
+    assert stored.dims["stored"] == 2
+    assert registry.get("store_kvcache").bytes_moved(stored) == 2 * 2 * 4 * (4 + 4) + 8 * 5
+
+
+def test_attention_reads_a_shared_prefix_and_a_window_once() -> None:
+    spec = registry.get("attention_decode")
+    q, cache = torch.zeros(2, 2, 8), torch.zeros(6, 4, 1, 8)
+    lens = torch.tensor([9, 7], dtype=torch.int32)
+    table = torch.tensor([[1, 2, 3], [1, 4, 0]], dtype=torch.int32)
+    args = [q, cache, cache, lens, table, 9, 8**-0.5]
+    dims = spec.case_of(args, "").dims
+    assert dims["kv_tokens"] == 4 + 4 + 1 + 3 and dims["seq_lens"] == [9, 7]
+    per_key, queries = 2 * 8 * 4, 2 * 8 * 4 * 2 * 2
+    assert spec.bytes_moved(spec.case_of(args, "")) == queries + 12 * per_key
+    windowed = spec.case_of([*args, 2], "")
+    assert spec.bytes_moved(windowed) == queries + 6 * per_key and spec.flops(windowed) == 4 * 6 * 2 * 8
+    prefill = registry.get("attention_prefill")
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    chunk = [torch.zeros(5, 2, 8), cache, cache, starts, lens, table, 3, 9, 8**-0.5]
+    assert prefill.flops(prefill.case_of(chunk, "")) == 4 * (8 + 9 + 5 + 6 + 7) * 2 * 8
+    assert prefill.flops(prefill.case_of([*chunk, 2], "")) == 4 * (3 * 5) * 2 * 8
+
+
+def test_the_dtype_of_a_case() -> None:
+    x, ids = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+    assert dtype_of([ids, None, x, torch.zeros(2)]) == "bfloat16"
+    assert dtype_of([ids, 3, None]) == "float32"
+    fp8 = x.to(torch.float8_e4m3fn)
+    assert dtype_of([x, fp8, fp8], 1) == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_varied_cases_are_others_and_as_cheap(name: str) -> None:
+    spec = registry.get(name)
+    assert spec.vary is not None
+    numbers = []
+    for case in spec.cases:
+        for seed in range(20):
+            made = spec.vary(case, random.Random(seed))
+            assert spec.bytes_moved(made) <= max(2 * spec.bytes_moved(case), SMALL), made
+            assert spec.flops(made) <= max(2 * spec.flops(case), 100 * SMALL), made
+            assert made.dims != case.dims and made.dtype == case.dtype
+            assert made == spec.vary(case, random.Random(seed)), "the generator alone decides"
+            json.dumps(dict(made.dims))
+            d = made.dims
+            numbers.append(d["tokens"] if "tokens" in d else d.get("rows", len(d.get("seq_lens", ()))))
+            sizes = [
+                v for k, v in d.items() if v != case.dims.get(k) and type(v) is int and k != "max_positions"
+            ]
+            assert all(str(size) in made.name for size in sizes), (made.name, d)
+    odd = [n for n in numbers if (n[0] if isinstance(n, tuple) else n) % 2]
+    assert len(odd) > len(numbers) / 4
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_varied_cases_run(name: str, case: Case) -> None:
+    spec = registry.get(name)
+    assert spec.vary is not None
+    for seed in range(2):
+        made = spec.vary(case, random.Random(seed))
+        args = make_args(spec, made)
+        want = oracle(spec, args)
+        assert mismatch(spec, made, results(spec, args), want) is None, made.name
+
+
+def test_near() -> None:
+    rng = random.Random(0)
+    assert {near(1, rng) for _ in range(300)} == set(range(1, 12))
+    assert all(2048 <= near(4096, rng) <= 5121 for _ in range(300))
+    assert all(near_size(4096, rng) % 64 == 0 and 2048 <= near_size(4096, rng) <= 5120 for _ in range(300))
+    assert {near_size(1, rng) for _ in range(300)} == set(range(1, 8))
+
+
+EXTREMES = [(name, kind, edit) for name in NAMES for kind, edit in registry.get(name).extremes.items()]
+
+
+@pytest.mark.parametrize(("name", "kind", "edit"), EXTREMES, ids=[f"{n}-{k}" for n, k, _ in EXTREMES])
+def test_extremes_are_legal(name: str, kind: str, edit: Callable[[list[Any]], None]) -> None:
+    spec = registry.get(name)
+    for case in (c for n, c in CASES if n == name):
+        args = make_args(spec, case)
+        if not all(a.numel() for a in args if isinstance(a, torch.Tensor)):
+            continue
+        places = [a.data_ptr() for a in args if isinstance(a, torch.Tensor)]
+        edit(args)
+        assert [a.data_ptr() for a in args if isinstance(a, torch.Tensor)] == places, "an edit is in place"
+        want = oracle(spec, args)
+        assert not any(t.isnan().any() for t in want if t.is_floating_point())
+        assert mismatch(spec, case, results(spec, args), want) is None, case.name
+
+
+def built(spec: OpSpec, cls: type) -> Iterator[tuple[Case, list[Any], Callable[[], Any]]]:
+    """The odd cases that cls can express; what cannot be says so in a ValueError that names the class."""
+    assert spec.build is not None
+    for case in (c for c in spec.cases if "odd" in c.tags):
+        args = make_args(spec, case)
+        try:
+            yield case, args, spec.build(cls, args)
+        except ValueError as error:
+            assert cls.__name__ in str(error)
+            assert cls.__name__ not in NEVER or NEVER[cls.__name__] in str(error) or "shard" in str(error)
+
+
+@pytest.mark.parametrize(("name", "cls"), CLASSES, ids=[f"{n}-{c.__name__}" for n, c in CLASSES])
+def test_built_modules_equal_the_reference(name: str, cls: type) -> None:
+    spec, seen = registry.get(name), 0
+    written = mutated(spec.op) if spec.op is not None else spec.mutates
+    for case, args, run in built(spec, cls):
+        # Other values in the same memory: a module that had copied its weights would not see them.
+        for t in (
+            a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point() and a.itemsize > 1
+        ):
+            t.mul_(0.75)
+        want = oracle(spec, args)
+        before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        calls = {op: dispatch.OPS[op].calls for op in dispatch.OPS}
+        assert mismatch(spec, case, listed(run()), want) is None, case.name
+        ran = {op for op, n in calls.items() if dispatch.OPS[op].calls > n}
+        assert ran <= {name, *registry.reached(name, parts=True)}, (
+            "a candidate for it would not be judged here"
+        )
+        changed = [
+            i for i, (a, b) in enumerate(zip(args, before, strict=True))
+            if isinstance(a, torch.Tensor) and not torch.equal(a, b)
+        ]  # fmt: skip
+        assert set(changed) <= set(written), f"arguments {changed} were changed"
+        seen += 1
+    assert (seen == 0) == (cls.__name__ in NEVER), f"{seen} cases"
+
+
+def test_a_module_says_what_does_not_fit() -> None:
+    linear = torch.nn.Linear(3, 2)
+    weight, bias = torch.zeros(2, 3), torch.zeros(2)
+    for tensors, says in (
+        ({"weight": weight}, "Linear has a parameter bias, which the op's arguments do not give"),
+        ({"weight": weight.t(), "bias": bias}, r"Linear has weight \(2, 3\), the argument is \(3, 2\)"),
+        ({"weight": weight, "bias": None}, "bias: Linear has one, the arguments have none"),
+        ({"weight": weight, "bias": bias, "scale": bias}, "Linear has no scale"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            assemble.load(linear, tensors)  # type: ignore[arg-type]

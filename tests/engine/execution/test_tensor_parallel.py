@@ -1,0 +1,300 @@
+"""Two ranks (gloo): the tokens of one, patches on both, and an end with a reason whatever ends one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import fields
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny import make_tiny
+
+import fastkernels
+from fastkernels import LLM, SamplingParams
+from fastkernels.engine.async_llm import AsyncLLM
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.executor import WorkerDied
+from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput
+from fastkernels.engine.execution.worker import decode, encode
+from fastkernels.patch import PatchError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331))]
+SETTINGS = {"device": "cpu", "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 64}
+
+
+def tokens(outputs):
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def make(folder, **settings):
+    return LLM(str(folder), **{**SETTINGS, "num_blocks": 40, "tensor_parallel_size": 2, **settings})
+
+
+def pids(llm):
+    return [worker.process.pid for worker in llm.llm_engine.executor._ranks.workers]
+
+
+def gone(pid, seconds=10.0):
+    """Whether the process ends in time; a zombie is one that nobody waited for."""
+    deadline = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("updates", [[], [[0, 1, 7], [2, 0, 9]]])
+def test_a_step_arrives_as_it_was_sent(updates):
+    step = StepInput(
+        np.array([4, 2]), np.array([1, 3], np.int32), np.array([9, 3], np.int32), np.array([5, -1]),
+        np.array([-1, 3, 4, 5]), 1, np.array(updates, np.int32).reshape(-1, 3),
+        [NewRow(2, SamplingParams(logit_bias={3: 1.0}), 7, frozenset({1}), (3, 4))],
+        [PromptTargets(1, 2, np.array([4, 5]))],
+    )  # fmt: skip
+    got = decode(pickle.loads(encode(step)))
+    for field in fields(StepInput):
+        sent, found = getattr(step, field.name), getattr(got, field.name)
+        if isinstance(sent, np.ndarray):
+            assert np.array_equal(sent, found) and (sent.dtype, sent.shape) == (found.dtype, found.shape)
+    assert (got.num_decodes, got.new_rows) == (1, step.new_rows)
+    assert got.prompt_targets[0].targets.tolist() == [4, 5]
+
+
+@pytest.fixture(scope="module")
+def two(tiny):
+    """Two steps in flight. Shared by the tests down to the last one that uses it, which ends it."""
+    llm = make(tiny, async_scheduling=True)
+    yield llm
+    llm.llm_engine.shutdown()
+
+
+def test_greedy_is_transformers(two, tiny, greedy):
+    assert tokens(two.generate(PROMPTS, GREEDY)) == [greedy(tiny, p, 16) for p in PROMPTS]
+    shapes = two.llm_engine.executor.call(shape_of, "model.layers.0.self_attn.qkv_proj.weight")
+    assert shapes == [((2 + 1 + 1) * 32, 128)] * 2
+
+
+def shape_of(runner, name):
+    return tuple(runner.model.get_parameter(name).shape)
+
+
+def test_requests_of_every_kind_are_transformers(two, tiny, oracle):
+    oracle.check_requests(tiny, two)
+
+
+def test_prefix_hits_and_preemption(two, tiny, greedy):
+    scheduler = two.llm_engine.scheduler
+    stem = [(i * 17) % 500 for i in range(40)]
+    prompts = [stem, [*stem, 3], stem[:24], [*stem[:16], 8, 8, 8]]
+    before = scheduler.prefix_hits
+    for _ in range(2):
+        assert tokens(two.generate(prompts, GREEDY)) == [greedy(tiny, p, 16) for p in prompts]
+    assert scheduler.prefix_hits > before
+    preempted = scheduler.num_preemptions
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [[i + 3, 1, 4, i] * (1 + i) for i in range(6)]
+    assert tokens(two.generate(prompts, long)) == [greedy(tiny, p, 60) for p in prompts]
+    assert scheduler.num_preemptions > preempted
+
+
+CANDIDATE = """
+import torch
+from fastkernels import parallel
+def silu_and_mul(x, *rest):
+    gate, up = x.chunk(2, dim=-1)
+    return (1 + {more} * parallel.get_tp_rank()) * torch.nn.functional.silu(gate) * up
+"""
+
+
+def test_a_candidate_runs_on_every_rank(two, tmp_path):
+    before = tokens(two.generate(PROMPTS, GREEDY))
+    for more in (0, 5):
+        (tmp_path / f"{more}.py").write_text(CANDIDATE.format(more=more))
+    with fastkernels.patch(two, candidates={"silu_and_mul": str(tmp_path / "0.py")}) as report:
+        assert tokens(two.generate(PROMPTS, GREEDY)) == before
+        rows = [(r.rank, r.calls > 0, r.reason) for r in report.refresh().rows if r.op == "silu_and_mul"]
+        assert rows == [(0, True, "candidate"), (1, True, "candidate")]
+        assert sorted(report.pids) == [0, 1] and list(report.pids.values()) == [os.getpid(), *pids(two)]
+    with fastkernels.patch(two, candidates={"silu_and_mul": str(tmp_path / "5.py")}):
+        assert tokens(two.generate(PROMPTS, GREEDY)) != before
+    assert tokens(two.generate(PROMPTS, GREEDY)) == before
+
+
+def test_a_candidate_that_fails_on_one_rank_changes_nothing(two, tmp_path):
+    before = tokens(two.generate(PROMPTS, GREEDY))
+    file = tmp_path / "kernel.py"
+    file.write_text(
+        CANDIDATE.format(more=5) + "if parallel.get_tp_rank() == 1:\n    raise OSError('no such kernel')\n"
+    )
+    with pytest.raises(PatchError, match=r"rank 1: .*no such kernel"):
+        fastkernels.patch(two, candidates={"silu_and_mul": str(file)})
+    assert tokens(two.generate(PROMPTS, GREEDY)) == before
+
+
+def test_one_engine_of_ranks_at_a_time(two, tiny):
+    with pytest.raises(ValueError, match="shut the other engine down first"):
+        make(tiny)
+
+
+def raise_in_steps(runner):
+    def forward(*args):
+        raise ArithmeticError("a bug in one rank's step")
+
+    if runner.rank == 1:
+        runner.model.forward = forward
+
+
+def test_an_exception_in_a_workers_step_ends_the_engine(two):
+    """The last one that uses `two`."""
+    executor, (pid,) = two.llm_engine.executor, pids(two)
+    executor.call(raise_in_steps)
+    start = time.monotonic()
+    with pytest.raises(
+        WorkerDied, match="rank 1 failed: ArithmeticError: a bug in one rank's step"
+    ) as caught:
+        two.generate(PROMPTS, GREEDY)
+    assert time.monotonic() - start < 10
+    assert caught.value.fatal and caught.value.rank == 1 and "\n" not in str(caught.value)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "in raise_in_steps" not in shown and caught.value.traceback in shown
+    assert "in launch" in caught.value.traceback and "in forward" in caught.value.traceback
+    assert gone(pid)
+    with pytest.raises(WorkerDied, match="a bug in one rank"):  # still the first reason
+        two.generate([5], GREEDY)
+    two.llm_engine.shutdown()
+    assert not fastkernels.core.parallel.get_tp_rank() and fastkernels.core.parallel.get_tp_size() == 1
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("qwen3", {"num_key_value_heads": 1}), ("mixtral", {})])
+def test_other_architectures_are_transformers(tmp_path, oracle, kind, fields):
+    """Qwen3 with a KV head that both ranks hold."""
+    folder = make_tiny(tmp_path / kind, kind, "float32", **fields)
+    with make(folder) as llm:
+        oracle.check_requests(folder, llm)
+        (pid,) = pids(llm)
+    assert gone(pid)
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("where", ["between steps", "in a collective"])
+def test_a_killed_worker_ends_the_engine(tiny, where):
+    llm = make(tiny)
+    engine, (pid,) = llm.llm_engine, pids(llm)
+    engine.add_request("r", [5, 6], SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    if where == "between steps":
+        os.kill(pid, signal.SIGKILL)
+    else:  # rank 0 waits for a rank that has stopped
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=rf"rank 1 \(pid {pid}\) was killed by SIGKILL"):
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert time.monotonic() - start < 10 and gone(pid)
+
+
+def test_a_rank_that_cannot_load_is_named(tiny, tmp_path):
+    """NaN in the rows of the second rank only."""
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    key = "model.layers.1.mlp.gate_proj.weight"
+    weights[key][200, 5] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    children = set(psutil.Process().children())
+    with pytest.raises(WorkerDied, match=f"rank 1 failed: .*NaN or infinity in {key}") as caught:
+        make(folder)
+    assert caught.value.rank == 1 and "CheckpointError" in caught.value.traceback
+    assert set(psutil.Process().children()) <= children
+
+
+def test_what_all_ranks_refuse_is_raised_as_it_is(tiny, tmp_path):
+    children = set(psutil.Process().children())
+    with pytest.raises(ValueError, match="max_model_len 512 does not fit"):
+        make(tiny, max_model_len=512, num_blocks=9)
+    assert set(psutil.Process().children()) <= children
+    start = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_size 8 does not suit.*query heads 4 cannot be divided over 8"
+    ):
+        make(tiny, tensor_parallel_size=8)
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 255}))
+    with pytest.raises(ValueError, match="size 255 cannot be divided over 2"):
+        make(tmp_path, load_format="dummy", skip_tokenizer_init=True)
+    assert time.monotonic() - start < 3  # before any process is started
+
+
+def test_a_worker_killed_while_there_is_nothing_to_do(tiny, greedy):
+    died = threading.Event()
+    llm = AsyncLLM(
+        EngineConfig(str(tiny), tensor_parallel_size=2, num_blocks=40, device="cpu"), on_death=died.set
+    )
+    worker = llm.engine.executor._ranks.workers[0].process
+
+    async def last() -> list[int]:
+        return [o async for o in llm.generate([7], GREEDY, "r")][-1].outputs[0].token_ids
+
+    assert asyncio.run(last()) == greedy(tiny, [7], 16)
+    worker.kill()
+    assert died.wait(10) and not llm.healthy
+    assert llm.dead == f"WorkerDied: rank 1 (pid {worker.pid}) was killed by SIGKILL"
+    assert gone(worker.pid) and llm.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_two_gpus_give_the_tokens_of_one_and_notice_a_death(tiny):
+    settings = {"device": "cuda", "dtype": "float32", "max_model_len": 512, "num_blocks": 200}
+    eager = make(tiny, tensor_parallel_size=1, enforce_eager=True, **settings)
+    graphs = make(tiny, **settings)
+    for n in (1, 3, 4):
+        assert tokens(graphs.generate(PROMPTS[:n], GREEDY)) == tokens(eager.generate(PROMPTS[:n], GREEDY))
+    (pid,) = pids(graphs)
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
+        while time.monotonic() - start < 30:
+            graphs.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+    assert time.monotonic() - start < 10 and gone(pid)
+
+
+PARENT = """
+import sys
+from fastkernels import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, num_blocks=200)
+print(llm.llm_engine.executor._ranks.workers[0].process.pid, flush=True)
+if sys.argv[2] == "kill":
+    while True:
+        llm.generate([[5, 6]] * 4, SamplingParams(max_tokens=64, ignore_eos=True))
+llm.generate([[5, 6]], SamplingParams(max_tokens=4))  # and then it forgets to shut down
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "forget"])
+def test_workers_end_with_their_parent(tiny, end):
+    command = [sys.executable, "-c", PARENT, str(tiny), end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+        if end == "kill":
+            time.sleep(0.5)
+            parent.kill()
+        assert (parent.wait(60) == 0) is (end == "forget")
+        assert gone(pid)

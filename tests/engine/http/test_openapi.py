@@ -1,0 +1,99 @@
+"""schemathesis over the OpenAPI document: whatever it makes up gets an answer that the document knows."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.server import Server
+
+CHECKS = (
+    not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
+    response_schema_conformance, negative_data_rejection, unsupported_method,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    """Sequences are short, so that what asks for all the tokens that there are is served soon."""
+    config = EngineConfig(str(tiny), device="cpu", max_model_len=48, num_blocks=64, max_num_seqs=64)
+    server = Server(config, ServerConfig("tiny"))
+    yield server
+    server.close()
+
+
+ROUTES = [
+    ("GET", "/health"), ("GET", "/ping"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def document(server):
+    return schemathesis.openapi.from_asgi("/openapi.json", server.app)
+
+
+def run(document, server, method, path, mode, max_examples):
+    strategy = document[path][method].as_strategy(generation_mode=mode)
+
+    @settings(
+        max_examples=max_examples, deadline=None, database=None, derandomize=True,
+        phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=strategy)
+    def check(case):
+        case.call_and_validate(checks=CHECKS)
+        assert server.llm.healthy and server.llm.num_failed_steps == 0
+
+    check()
+
+
+def skip_what_cannot_be_wrong(method, path, mode):
+    if mode is GenerationMode.NEGATIVE and (method == "GET" or path.endswith("_cache")):
+        pytest.skip("nothing of it can be wrong but its path")
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route(document, server, method, path, mode):
+    skip_what_cannot_be_wrong(method, path, mode)
+    run(document, server, method, path, mode, 20 if method == "POST" else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize(("method", "path"), [r for r in ROUTES if r[0] == "POST"])
+def test_every_route_at_length(document, server, method, path, mode):
+    skip_what_cannot_be_wrong(method, path, mode)
+    run(document, server, method, path, mode, 1000)
+
+
+def test_the_routes_are_all(document):
+    assert sorted(ROUTES) == sorted(
+        (o.method.upper(), o.path) for o in (r.ok() for r in document.get_all_operations())
+    )
+
+
+def test_the_document_names_the_limits(server):
+    document = server.routes.openapi()
+    assert set(document["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"}
+    fields = document["components"]["schemas"]["CompletionRequest"]
+    assert fields["additionalProperties"] is False and fields["required"] == ["prompt"]
+    n = fields["properties"]["n"]["anyOf"][0]
+    assert (n["minimum"], n["maximum"]) == (1, 128)
+    assert fields["properties"]["suffix"]["enum"] == [None, ""]
+    assert "422" not in document["paths"]["/v1/completions"]["post"]["responses"]

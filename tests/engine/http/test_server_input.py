@@ -1,0 +1,206 @@
+"""Bad input gets a 4xx in OpenAI's shape that names the field, the value and the limit; the server goes on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from support.live import live_server, metric, wait_for
+
+from fastkernels.engine.http.config import ServerConfig
+
+
+@pytest.fixture(scope="module")
+def url(tiny):
+    config = ServerConfig("tiny", max_body_size=1 << 20)
+    with live_server(tiny, config, max_waiting=4, max_num_seqs=4, num_blocks=60, max_model_len=512) as (
+        url,
+        _,
+    ):
+        yield url
+
+
+def send(url, path="/v1/completions", content=None, **body):
+    more = {"content": content} if content is not None else {"json": body}
+    return httpx.post(url + path, headers={"content-type": "application/json"}, timeout=60, **more)
+
+
+def error(answer, status=400):
+    assert answer.status_code == status, answer.text
+    found = answer.json()["error"]
+    assert found["code"] == status and found["message"] and found["type"] and set(found) == {
+        "message", "type", "param", "code",
+    }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    ("field", "body", "words"),
+    [
+        ("temperature", {"temperature": -1}, ("greater than or equal to 0", "-1")),
+        ("temperature", {"temperature": "0.5"}, ("number", "'0.5'")),
+        ("temperature", {"temperature": True}, ("number", "True")),
+        ("top_p", {"top_p": 7}, ("1", "7")),
+        ("top_p", {"top_p": 0}, ("greater than 0",)),
+        ("top_k", {"top_k": 2**31}, ("2147483647",)),
+        ("min_p", {"min_p": 2}, ("1", "2")),
+        ("presence_penalty", {"presence_penalty": 3}, ("2", "3")),
+        ("frequency_penalty", {"frequency_penalty": -3}, ("-2", "-3")),
+        ("repetition_penalty", {"repetition_penalty": 0}, ("0",)),
+        ("seed", {"seed": 2**63}, ("9223372036854775807",)),
+        ("seed", {"seed": 1.5}, ("integer", "1.5")),
+        ("n", {"n": 0}, ("1", "0")),
+        ("n", {"n": 129}, ("128", "129")),
+        ("n", {"n": 2, "temperature": 0}, ("greedy",)),
+        ("best_of", {"best_of": 3, "n": 2}, ("2", "3")),
+        ("max_tokens", {"max_tokens": "many"}, ("integer", "'many'")),
+        ("max_tokens", {"max_tokens": 0}, ("at least 1",)),
+        ("min_tokens", {"min_tokens": 9, "max_tokens": 3}, ("9", "3")),
+        ("stop", {"stop": ["x"] * 1000}, ("128", "1000")),
+        ("stop", {"stop": ["", "x"]}, ("1 to 1024",)),
+        ("stop", {"stop": "x" * 1025}, ("1024",)),
+        ("stop_token_ids", {"stop_token_ids": [10**6]}, ("1000000", "512")),
+        ("logit_bias.x", {"logit_bias": {"x": 1}}, ("x",)),
+        ("logit_bias.5", {"logit_bias": {"5": 101}}, ("100", "101")),
+        ("logit_bias", {"logit_bias": {str(i): 1 for i in range(2000)}}, ("1024", "2000")),
+        ("logprobs", {"logprobs": 21}, ("20", "21")),
+        ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}, ("stream",)),
+        ("stream_options", {"stream_options": {"include_usage": True}}, ("stream",)),
+        ("temprature", {"temprature": 1}, ("unknown", "did you mean 'temperature'")),
+        ("response_format", {"response_format": {"type": "json_object"}}, ("not supported", "json_object")),
+        ("suffix", {"suffix": "end"}, ("not supported", "end")),
+        ("use_beam_search", {"use_beam_search": True}, ("not supported",)),
+        ("guided_json", {"guided_json": {}}, ("not supported",)),
+        ("prompt", {"prompt": ""}, ("empty",)),
+        ("prompt", {"prompt": []}, ("empty",)),
+        ("prompt", {"prompt": [[1], []]}, ("prompt 1", "empty")),
+        ("prompt", {"prompt": ["a", [1]]}, ("prompt 1",)),
+        ("prompt", {"prompt": [1, "a"]}, ("token ids",)),
+        ("prompt", {"prompt": [1, True]}, ("token ids",)),
+        ("prompt", {"prompt": [-1]}, ("at least 0",)),
+        ("prompt", {"prompt": [5, 99999]}, ("99999", "511")),
+        ("prompt", {"prompt": [5] * 600}, ("600", "512")),
+        ("prompt", {"prompt": "a" * 600}, ("600", "512")),
+        ("prompt", {"prompt": "a" * 900_000}, ("900000 characters", "512")),
+        ("prompt", {"prompt": [[1]] * 1025}, ("1024", "1025")),
+        ("prompt", {"prompt": {"text": "a"}}, ("text",)),
+        ("prompt", {"prompt": None}, ("text",)),
+        ("model", {"model": 5}, ("string", "5")),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_wrong_is_named_with_its_limit(url, field, body, words):
+    found = error(send(url, **{"prompt": "a", **body}))
+    assert found["type"] == "invalid_request_error" and found["param"] == field, found
+    assert all(w in found["message"] for w in (field.split(".")[0], *words)), found["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("messages", {"messages": []}),
+        ("messages[0].role", {"messages": [{"content": "no role"}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+        ("messages[1]", {"messages": [{"role": "user", "content": "a"}, "b"]}),
+        ("messages", {"messages": [{"role": "user", "tool_calls": [{"function": {"arguments": "{"}}]}]}),
+        ("messages[0].tool_calls", {"messages": [{"role": "user", "tool_calls": 3}]}),
+        ("messages[0].tool_calls[0]", {"messages": [{"role": "user", "tool_calls": [3]}]}),
+        ("echo", {"echo": 0.0}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("logprobs", {"logprobs": 1}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ("tools[0].function", {"tools": [{"type": "function"}]}),
+        ("max_completion_tokens", {"max_completion_tokens": 0}),
+        ("chat_template", {"chat_template": "{{ 1 }}"}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"tokenize": True}}),
+        ("prompt", {"prompt": "a"}),
+    ],
+)  # fmt: skip
+def test_bad_chats(url, field, body):
+    answer = send(url, "/v1/chat/completions", **{"messages": [{"role": "user", "content": "a"}], **body})
+    found = error(answer)
+    if "top_logprobs" not in field:  # the engine's own limit is on logprobs
+        assert found["param"] == field, found
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "empty"),
+        (b"{}", "prompt is required"),
+        (b"{", "JSON"),
+        (b"[]", "object"),
+        (b"null", "object"),
+        (b'"a"', "object"),
+        (b'{"prompt": "\xff"}', "UTF-8: byte 0xff at position 12"),
+        (b'{"prompt": "a", "temperature": NaN}', "JSON"),
+        (b'{"prompt": "a", "temperature": Infinity}', "JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "finite"),
+        (b'{"prompt": "\\ud800"}', "JSON"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "JSON"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "JSON"),
+        (b'{"prompt": "a", "user": {"a": [{"b": "{x} %s {{y}}"}]}, "{z}": 1}', "{z}"),
+    ],
+)
+def test_bad_bodies(url, body, words):
+    found = error(send(url, content=body))
+    assert words in found["message"] or words in str(found["param"]), found
+
+
+def test_paths_methods_and_models(url):
+    assert error(send(url, model="nope", prompt="a"), 404)["param"] == "model"
+    error(httpx.get(f"{url}/v1/nothing"), 404)
+    wrong = httpx.get(f"{url}/v1/completions")
+    error(wrong, 405)
+    assert wrong.headers["allow"] == "POST"
+    form = httpx.post(f"{url}/v1/completions", data={"prompt": "a"})
+    assert "application/x-www-form-urlencoded" in error(form, 415)["message"]
+
+
+def test_a_body_over_the_limit_is_413_with_and_without_its_length(url):
+    def parts():
+        for _ in range(64):
+            yield b"a" * (1 << 16)
+
+    for body in (b"a" * ((1 << 20) + 1), parts()):
+        answer = send(url, content=body)
+        assert "1048576" in error(answer, 413)["message"] and answer.headers["connection"] == "close"
+
+
+def test_a_full_queue_is_429_at_once_for_a_stream_too_and_nothing_of_it_runs(url):
+    refused = metric(url, "fastkernels:requests_refused_total")
+    four = {"prompt": [[5], [6], [7], [8]], "ignore_eos": True}
+    with ExitStack() as stack:
+        for running, waiting in ((4, 0), (4, 4)):  # both what may run and what may wait
+            body = {**four, "max_tokens": 480, "stream": True}
+            stack.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60))
+            wait_for(lambda r=running: metric(url, "vllm:num_requests_running") == r)
+            wait_for(lambda w=waiting: metric(url, "vllm:num_requests_waiting") == w)
+        for stream in (False, True):
+            answer = send(url, **four, stream=stream)
+            assert "waiting" in error(answer, 429)["message"] and int(answer.headers["retry-after"]) >= 1
+        assert metric(url, "vllm:num_requests_waiting") == 4
+    assert metric(url, "fastkernels:requests_refused_total") == refused + 2
+    wait_for(lambda: metric(url, "vllm:num_requests_running") == 0)
+    assert send(url, prompt=[5], max_tokens=2).status_code == 200
+    assert "5 sequences" in error(send(url, prompt="a", n=5))["message"]
+
+
+def test_the_key_is_asked_for_where_there_is_one(tiny):
+    with live_server(tiny, ServerConfig("tiny", api_key="geheim")) as (url, _):
+        for path in ("/health", "/ping", "/version", "/metrics"):
+            assert httpx.get(url + path).status_code == 200
+        for header in ({}, {"authorization": "Bearer falsch"}, {"authorization": "Basic geheim"}):
+            assert error(httpx.get(f"{url}/v1/models", headers=header), 401)["type"] == "authentication_error"
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=header)
+            error(answer, 401)
+        good = {"authorization": "Bearer geheim"}
+        assert httpx.get(f"{url}/v1/models", headers=good).status_code == 200
+
+
+def test_after_all_this_it_serves(url):
+    assert send(url, model="tiny", prompt="still here", max_tokens=1).status_code == 200
+    assert metric(url, "fastkernels:failed_steps_total") == 0

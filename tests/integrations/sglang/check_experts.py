@@ -1,0 +1,172 @@
+"""SGLang's own method and runner of unquantized experts, swapped as in a model. Its CPU platform runs neither: a layer
+of the same attributes calls them here, as SGLang's on a GPU does, and the host's Triton kernel is not called.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fk_integrations.sglang import experts as sglang_experts
+from fk_integrations.sglang.scheduler import SglangAdapter
+from sglang.srt.layers.moe import MoeRunnerBackend, MoeRunnerConfig
+from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
+from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from torch import nn
+
+from fastkernels.overrides.moe import fused_experts, fused_experts_fp8
+from fastkernels.overrides.moe.fused_experts_sglang import SGLangMoeRunner
+from fastkernels.patch import PatchError, Request
+
+E, K, H, INNER, T = 4, 2, 128, 96, 9
+
+
+@pytest.fixture(autouse=True)
+def server_args():
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    set_global_server_args_for_scheduler(ServerArgs(model_path="none", device="cpu"))
+
+
+def randn(*size, seed=0):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+class Layer(nn.Module):
+    """A FusedMoE as far as its method and ours are concerned."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.moe_runner_config = MoeRunnerConfig(
+            num_experts=E, num_local_experts=E, top_k=K, params_dtype=torch.float32, **options
+        )
+        self.w13_weight = nn.Parameter(randn(E, 2 * INNER, H) / 10, requires_grad=False)
+        self.w2_weight = nn.Parameter(randn(E, H, INNER, seed=1) / 10, requires_grad=False)
+        self.quant_method = UnquantizedFusedMoEMethod()
+        self.quant_method._forward_method = self.quant_method.forward_cuda  # as a GPU's platform chooses
+        self.quant_method.moe_runner_config = self.moe_runner_config
+        self.quant_method.runner = MoeRunner(MoeRunnerBackend.TRITON, self.moe_runner_config)
+
+    @property
+    def runner(self):
+        return self.quant_method.runner
+
+    def forward(self, x, weights, ids, **more):
+        topk = StandardTopKOutput(weights, ids, None)
+        dispatched = StandardDispatchOutput(x, None, topk, **more)
+        return self.quant_method.apply(self, dispatched)
+
+
+def arguments():
+    x, logits = randn(T, H, seed=2), randn(T, E, seed=3)
+    weights, ids = logits.softmax(-1).topk(K)
+    return x, weights, ids.int()
+
+
+def patch(layer, ops=("fused_experts",), **more):
+    from fk_integrations.core.apply import apply
+
+    runner = SimpleNamespace(server_args=SimpleNamespace(pp_size=1, enable_deterministic_inference=False))
+    return apply(SglangAdapter(runner), nn.ModuleList([layer]), Request("patch", ops=ops, **more))
+
+
+@pytest.mark.parametrize("options", [{}, {"inplace": False}, {"routed_scaling_factor": 2.5}], ids=str)
+def test_the_hosts_method_runs_ours_on_its_own_weights(options):
+    layer, (x, weights, ids) = Layer(**options), arguments()
+    before, runner = x.clone(), layer.runner
+    patched = patch(layer, strict=True)
+    out = layer(x, weights, ids)
+    want = fused_experts.reference(x, layer.w13_weight, layer.w2_weight, weights, ids)
+    torch.testing.assert_close(out.hidden_states, want * options.get("routed_scaling_factor", 1))
+    assert type(out) is StandardCombineInput and torch.equal(x, before)
+    assert layer.runner is runner and isinstance(runner, MoeRunner) and type(runner) is not MoeRunner
+    (row,) = patched.report()
+    assert (row["state"], row["modules"], row["calls"], row["fallbacks"]) == ("active", 1, 1, {})
+    patched.undo()
+    assert type(runner) is MoeRunner and "run" not in vars(runner)
+
+
+def test_without_a_name_it_is_left_to_the_host(monkeypatch):
+    from fk_integrations.core import apply as apply_module
+
+    monkeypatch.setattr(apply_module, "_by_table", lambda spec, model: spec.name == "fused_experts")
+    monkeypatch.setattr(apply_module.tuned, "untuned", lambda op, device: None)
+    with pytest.raises(
+        PatchError, match=f"1 left to the host: {sglang_experts.NOT_MEASURED.replace(', ', '. ')}"
+    ):
+        patch(layer := Layer(), ops=None)
+    assert type(layer.runner) is MoeRunner
+
+
+def test_a_call_that_ours_does_not_take_is_the_hosts(monkeypatch):
+    layer, args = Layer(), arguments()
+    patched = patch(layer)
+    monkeypatch.setattr(layer.runner, "fused_func", lambda dispatched, quant, config: "the host's")
+    assert layer(*args, hidden_states_pre_quant=(args[0], args[0])) == "the host's"
+    layer.w13_weight_bias = torch.zeros(E, 2 * INNER)
+    assert layer(*args) == "the host's"
+    (row,) = patched.report()
+    assert row["calls"] == 0 and sum(row["fallbacks"].values()) == 2
+    assert "quantized already" in str(row["fallbacks"]) and "quant_info.b13=" in str(row["fallbacks"])
+
+
+@pytest.mark.parametrize("block", [None, [128, 128]], ids=str)
+def test_float8(block):
+    layer, (x, weights, ids) = Layer(), arguments()
+    w13, w2 = randn(E, 256, H), randn(E, H, 128, seed=1)
+    layer.w13_weight.data, layer.w2_weight.data = (w.to(torch.float8_e4m3fn) for w in (w13, w2))
+    shapes = [(E, 2, 1), (E, 1, 1)] if block else [(E,), (E,)]
+    scales = [torch.rand(s, generator=torch.Generator().manual_seed(4)) / 10 + 0.01 for s in shapes]
+    patched = patch(layer, ops=("fused_experts_fp8",), strict=True)
+    quant = TritonMoeQuantInfo(
+        layer.w13_weight, layer.w2_weight, use_fp8_w8a8=True, w13_scale=scales[0], w2_scale=scales[1],
+        block_shape=block,
+    )  # fmt: skip
+    dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids, None))
+    found = layer.runner.run(dispatched, quant).hidden_states
+    want = fused_experts_fp8.reference(
+        x, layer.w13_weight, layer.w2_weight, *scales, weights, ids, block_shape=block
+    )
+    torch.testing.assert_close(found, want)
+    assert patched.report()[0]["calls"] == 1
+    with pytest.raises(PatchError, match="the model has no such module"):  # it is of the other op
+        patch(Layer(), ops=("fused_experts_fp8",))
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "why"),
+    [
+        ({"activation": "gelu"}, None, "moe_runner_config.activation='gelu'"),
+        ({"swiglu_limit": 7.0}, None, "moe_runner_config.swiglu_limit=7.0"),
+        ({"apply_router_weight_on_input": True}, None, "router's weights on the input"),
+        ({}, lambda m: setattr(m.moe_runner_config, "num_experts", 8), "only 4 of 8 experts are here"),
+        ({}, lambda m: setattr(m.runner, "lora_enabled", True), "LoRA"),
+        ({}, lambda m: setattr(m.runner, "fused_func", None), "TritonRunnerCore, whose weights may be"),
+        ({}, lambda m: setattr(m.runner, "fused_func", print), "run by builtins:print"),
+        ({}, lambda m: setattr(m.quant_method, "runner", None), "unquant:UnquantizedFusedMoEMethod"),
+        ({}, lambda m: setattr(m.quant_method, "w13_swiglu_interleaved", True), "interleaved"),
+        ({}, lambda m: setattr(m.runner, "run", print), "replaced by somebody else"),
+        ({}, lambda m: setattr(m.w2_weight, "data", m.w2_weight.data[..., :5]), "not .E, 2 I, H."),
+        (
+            {},
+            lambda m: setattr(m.quant_method, "_forward_method", m.quant_method.forward_cpu),
+            "runs forward_cpu, which calls no runner",
+        ),
+        ({}, lambda m: m.bfloat16(), "weights are torch.bfloat16 for torch.float32"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_run_is_left_with_the_reason(options, change, why):
+    layer = Layer(**options)
+    if change is not None:
+        change(layer)
+    with pytest.raises(PatchError, match=rf"fused_experts \(MoeRunner\): 1 unsupported: .*{why}"):
+        patch(layer)
+
+
+def test_signature_of_the_host():
+    import inspect
+
+    theirs, ours = (list(inspect.signature(c.run).parameters) for c in (MoeRunner, SGLangMoeRunner))
+    assert theirs == ours

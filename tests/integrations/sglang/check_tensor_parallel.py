@@ -1,0 +1,34 @@
+"""Two ranks: both are patched, or none."""
+
+import pytest
+from support.checks import PROMPTS
+from support.sglang_engine import generate, ids, make_engine
+
+import fastkernels
+from fastkernels.patch import PatchError
+
+
+def test_two_ranks(tmp_path, candidate):
+    engine = make_engine(tp_size=2, dtype="float32")
+    try:
+        stock = generate(engine)
+        with fastkernels.patch(engine) as report:
+            assert ids(generate(engine)) == ids(stock)
+            assert report.refresh().verified and sorted(report.pids) == [0, 1]
+            assert len(set(report.pids.values())) == 2
+        assert generate(engine) == stock
+        with fastkernels.patch(engine, ops=["attention"]) as report:
+            assert ids(generate(engine)) == ids(stock)
+            rows = report.refresh().active
+            assert [(r.rank, r.modules) for r in rows] == [(0, 2), (1, 2)]
+            assert all(r.calls == 2 * 2 * 8 * len(PROMPTS) and not r.fallbacks for r in rows)
+        assert generate(engine) == stock
+        once = tmp_path / "taken"
+        one_fails = f"import os\nos.mkdir({str(once)!r})\ndef rms_norm(*args): pass\n"
+        with pytest.raises(PatchError, match="another rank failed"):
+            fastkernels.patch(engine, candidates={"rms_norm": candidate(one_fails)})
+        assert ids(generate(engine)) == ids(
+            stock
+        )  # prefixes are cached: other shapes, not bit for bit in float32
+    finally:
+        engine.shutdown()

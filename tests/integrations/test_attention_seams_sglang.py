@@ -1,0 +1,171 @@
+"""The attention seam on the KV layout of SGLang's FlashAttention backend, which needs a GPU itself, on the CPU.
+
+The layout: keys and values apart, [slots, Hkv, D], a page being block_size slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fk_integrations.core.apply import Journal
+from fk_integrations.sglang import attention as sglang_attention
+from support import seams as support_seams
+from support.seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
+
+from fastkernels.overrides.attention.attention_decode import attention_decode
+from fastkernels.overrides.attention.attention_prefill import attention_prefill
+from fastkernels.overrides.cache.store_kvcache import store_kvcache
+
+use = support_seams.use  # the fixture
+
+
+class HostBackend:
+    """The state of SGLang's FlashAttentionBackend that the seam reads."""
+
+    page_size = BLOCK
+    forward_metadata: Any
+    token_to_kv_pool: Any
+
+    def forward_decode(self, *args: object, **kwargs: object) -> str:
+        return "the host's decode"
+
+    def forward_extend(self, *args: object, **kwargs: object) -> str:
+        return "the host's extend"
+
+
+class Layer(torch.nn.Module):
+    tp_q_head_num, tp_k_head_num, head_dim, layer_id = HEADS, KV_HEADS, D, 0
+    scaling, logit_cap, sliding_window_size = D**-0.5, 0.0, -1
+
+
+def sglang(batch: Batch, by_table: bool = False) -> tuple[Any, Layer, SimpleNamespace]:
+    """(backend with our methods, a layer that it serves, the forward batch); the pool holds the context already."""
+    pool = torch.full((2, batch.blocks * BLOCK, KV_HEADS, D), float("nan"))
+    for slots, n, keys, values in zip(batch.slots, batch.context, batch.keys, batch.values, strict=True):
+        pool[0, slots[:n]], pool[1, slots[:n]] = keys[:n], values[:n]
+    backend: Any = sglang_attention._implementation(HostBackend, sglang_attention._flash_step, by_table)()
+    backend.token_to_kv_pool = SimpleNamespace(
+        get_kv_buffer=lambda layer_id: tuple(pool), dtype=torch.float32
+    )
+    backend.forward_metadata = SimpleNamespace(
+        page_table=batch.table, cache_seqlens_int32=batch.seq_lens, cu_seqlens_q=batch.starts,
+        max_seq_len_q=max(batch.queries), max_seq_len_k=1,
+    )  # fmt: skip
+    layer = Layer()
+    backend.fastkernels_layers.add(layer)
+    mode = SimpleNamespace(name="DECODE" if max(batch.queries) == 1 else "EXTEND")
+    out_cache_loc = batch.new(batch.slots)
+    forward_batch = SimpleNamespace(
+        forward_mode=mode, spec_info=None, encoder_lens=None, out_cache_loc=out_cache_loc
+    )
+    return backend, layer, forward_batch
+
+
+@WINDOWS
+@BATCHES
+def test_sglang_reads_and_writes_the_hosts_layout(queries: list[int], window: int) -> None:
+    batch = Batch(queries)
+    backend, layer, forward_batch = sglang(batch)
+    layer.sliding_window_size = window
+    calls = attention_decode.calls
+    forward = backend.forward_decode if max(queries) == 1 else backend.forward_extend
+    q = batch.query.view(-1, HEADS * D)
+    out = forward(q, batch.new(batch.keys), batch.new(batch.values), layer, forward_batch, sinks=None)
+    torch.testing.assert_close(out.view(-1, HEADS, D), batch.expected(window), atol=1e-5, rtol=1e-5)
+    assert (attention_decode.calls > calls) == (max(queries) == 1)
+    again = forward(q, None, None, layer, forward_batch)  # a layer that shares the keys of another
+    assert torch.equal(again, out)
+
+
+def test_sglang_what_it_cannot_do_goes_to_the_host_and_is_counted() -> None:
+    batch = Batch([1, 1, 1])
+    backend, layer, forward_batch = sglang(batch)
+    attention_prefill.reset()
+    args = (batch.query, batch.new(batch.keys), batch.new(batch.values), layer, forward_batch)
+    assert backend.forward_decode(*args, sinks=torch.ones(HEADS)) == "the host's decode"
+    forward_batch.forward_mode.name = "TARGET_VERIFY"
+    assert backend.forward_extend(*args) == "the host's extend"
+    forward_batch.forward_mode.name, forward_batch.spec_info = "DECODE", object()
+    assert backend.forward_decode(*args) == "the host's decode"
+    forward_batch.spec_info = None
+    backend.forward_metadata.cache_seqlens_int32 = batch.seq_lens[:1]
+    assert backend.forward_decode(*args) == "the host's decode"
+    counted = dict(attention_prefill.fallbacks)
+    assert list(counted) == [
+        "sinks is set", "forward mode TARGET_VERIFY", "speculative decoding", "a decode of several queries a sequence",
+    ]  # fmt: skip
+    assert set(counted.values()) == {1}
+    assert backend.forward_decode(*args[:3], Layer(), forward_batch) == "the host's decode"  # not one of ours
+    assert attention_prefill.fallbacks == counted
+
+
+def test_sglang_by_table_only_what_is_faster_is_ours(
+    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(64)
+    monkeypatch.setenv("FASTKERNELS_STRICT", "1")
+
+    def step(queries: list[int], **mode: str) -> Any:
+        batch = Batch(queries)
+        backend, layer, forward_batch = sglang(batch, by_table=True)
+        vars(forward_batch.forward_mode).update(mode)
+        forward = backend.forward_decode if max(queries) == 1 else backend.forward_extend
+        out = forward(batch.query, batch.new(batch.keys), batch.new(batch.values), layer, forward_batch)
+        if not isinstance(out, str):
+            torch.testing.assert_close(out.view(-1, HEADS, D), batch.expected(-1), atol=1e-5, rtol=1e-5)
+        return out
+
+    assert not isinstance(step([1, 1, 1]), str)
+    assert step([63, 1, 7]) == step([4, 4, 4], name="TARGET_VERIFY") == "the host's extend"
+    use(512)
+    assert step([1, 1, 1]) == "the host's decode"
+    assert store_kvcache.calls == 0  # the host stores them
+    use(64)
+    step([1, 1, 1]), step([5]), step([4, 4, 4], name="TARGET_VERIFY")
+    assert attention_decode.left == {sglang_attention.NO_DECODE: 1, "forward mode TARGET_VERIFY": 1}
+    assert attention_decode.calls == 1 and attention_prefill.calls == 0 and not attention_prefill.fallbacks
+
+
+class Backend:
+    """An attention backend of SGLang that we do not know; with parts, a wrapper such as the hybrid one."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+    def init_cuda_graph_state(self) -> None: ...
+
+
+def test_sglang_backends_inside_wrappers_are_found_once() -> None:
+    prefill, decode = Backend(), Backend()
+    wrapper = Backend(prefill_backend=prefill, children=[decode, prefill])
+    runner = SimpleNamespace(
+        attn_backend=wrapper, decode_attn_backend=decode, decode_attn_backend_group=[decode]
+    )
+    assert sglang_attention.backends(runner) == [wrapper, decode, prefill]
+
+
+def test_sglang_says_why_a_layer_or_a_backend_is_left_alone() -> None:
+    runner, journal, layer = SimpleNamespace(attn_backend=Backend()), Journal(), Layer()
+    layer.__dict__ |= {
+        "attn_type": SimpleNamespace(value="decoder"), "is_cross_attention": False, "qk_head_dim": D, "v_head_dim": D,
+        "tp_v_head_num": KV_HEADS, "pos_encoding_mode": "NONE", "logit_capping_method": "tanh",
+        "xai_temperature_len": -1, "k_scale": None, "v_scale": None,
+    }  # fmt: skip
+
+    def reason(**change: Any) -> str:
+        layer.__dict__ |= change
+        return str(sglang_attention.swap_attention(runner, layer, "0.5.23", journal))
+
+    assert "Backend; known: sglang.srt" in reason()
+    assert "keys of 32 with values of 16" in reason(v_head_dim=16)
+    layer.v_head_dim = D
+    ones, runner.server_args = torch.ones(()), SimpleNamespace(kv_cache_dtype="auto")
+    assert "Backend; known: sglang.srt" in reason(k_scale=ones, v_scale=ones)  # as in an FP8 model
+    runner.server_args.kv_cache_dtype = "bfloat16"
+    assert reason() == "scaled keys and values are not supported"
+    assert "encoder_only" in reason(attn_type=SimpleNamespace(value="encoder_only"))
+    assert type(runner.attn_backend) is Backend and not journal.steps

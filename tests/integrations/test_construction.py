@@ -1,0 +1,65 @@
+"""A patch before construction: what it sets, what it refuses, and that undo puts the environment back."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fk_integrations.core.construction import BeforeConstruction
+
+from fastkernels.patch import PatchError, Request
+
+HOSTS = [("vllm", "VLLM_PLUGINS", "0.32.0"), ("sglang", "SGLANG_PLUGINS", "0.5.23")]
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.startswith("FASTKERNELS") and n != "FASTKERNELS_CACHE"]:
+        monkeypatch.delenv(name)
+    for _, allowed, _ in HOSTS:
+        monkeypatch.delenv(allowed, raising=False)
+
+
+@pytest.mark.parametrize(("host", "allowed", "version"), HOSTS)
+def test_it_asks_in_the_environment_and_undo_takes_it_back(host: str, allowed: str, version: str) -> None:
+    looks: list[str | None] = []
+    before = BeforeConstruction(
+        host, host, allowed, lambda: version, lambda: looks.append(os.environ.get("FASTKERNELS"))
+    )
+    os.environ["FASTKERNELS_OPS"] = "linear"
+    candidates = {"rms_norm": "norm.py"}
+    request = Request("patch", ("rms_norm", "silu_and_mul"), candidates, ("silu_and_mul",), True)
+    (reply,) = before.call(request)
+    assert {(r["op"], r["state"]) for r in reply["rows"]} == {
+        ("rms_norm", "planned"),
+        ("silu_and_mul", "off"),
+    }
+    assert (reply["host"], reply["version"], reply["error"]) == (host, version, None)
+    assert os.environ["FASTKERNELS"] == "1" and os.environ["FASTKERNELS_STRICT"] == "1"
+    assert Request.from_environment() == Request(
+        "patch", request.ops, {"rms_norm": os.path.abspath("norm.py")}, request.disable, True
+    )
+    with pytest.raises(PatchError, match="undo"):
+        before.call(request)
+    before.call(Request("undo"))
+    assert os.environ.pop("FASTKERNELS_OPS") == "linear"
+    assert not [n for n in os.environ if n.startswith("FASTKERNELS") and n != "FASTKERNELS_CACHE"]
+    assert looks == ["1", None]
+
+
+@pytest.mark.parametrize(("host", "allowed", "version"), HOSTS)
+def test_it_refuses_what_would_leave_the_host_unpatched(
+    host: str, allowed: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PatchError, match="not installed"):
+        BeforeConstruction(host, host, allowed, lambda: None).call(Request("patch"))
+    before = BeforeConstruction(host, host, allowed, lambda: version)
+    with pytest.raises(PatchError, match="live engine"):
+        before.call(Request("reset"))
+    monkeypatch.setenv(allowed, "another")
+    with pytest.raises(PatchError, match="keeps our plugin out"):
+        before.call(Request("patch"))
+    monkeypatch.setenv(allowed, "another,fastkernels")
+    before.call(Request("patch"))
+    before.call(Request("undo"))
+    assert "FASTKERNELS" not in os.environ

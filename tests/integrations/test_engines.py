@@ -1,0 +1,101 @@
+"""Real vLLM and SGLang on the CPU: HOST/check_*.py under pytest in .venv-HOST, and check_server.py in both.
+
+One check alone: PYTHONPATH=tests TINY_LLAMA=MODEL .venv-HOST/bin/python -m pytest tests/integrations/HOST/check_X.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+SLOW = (
+    "check_async", "check_gemma", "check_pipeline", "check_quant", "check_tensor_parallel", "check_works_more",
+    "check_before", ("sglang", "check_by_table"), ("sglang", "check_server"), ("sglang", "check_works"),
+)  # fmt: skip
+IN_PROCESS = ("check_eager", "check_experts", "check_before", "check_works", "check_works_more")
+CHECKS = [
+    pytest.param(
+        host,
+        check,
+        id=f"{host}-{check.stem.removeprefix('check_')}",
+        marks=[
+            getattr(pytest.mark, host),
+            *([pytest.mark.slow] if check.stem in SLOW or (host, check.stem) in SLOW else []),
+            pytest.mark.skipif(
+                not (ROOT / f".venv-{host}").exists(), reason=f"no .venv-{host}: run `make setup`"
+            ),
+        ],
+    )
+    for host in ("vllm", "sglang")
+    for check in sorted([*(HERE / host).glob("check_*.py"), HERE / "check_server.py"], key=lambda p: p.stem)
+]
+
+
+def python(host: str) -> str:
+    return str(ROOT / f".venv-{host}" / "bin" / "python")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoint of the checks, for each host made by the environment that reads it."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    return {host: folder / host for host in ("vllm", "sglang")}
+
+
+def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, str]:
+    foreign = ("FASTKERNELS", "VLLM_", "SGLANG_", "PYTEST")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    path = os.pathsep.join(filter(None, [str(ROOT / "tests"), kept.get("PYTHONPATH")]))
+    kept |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    kept |= {"TINY_LLAMA": str(model), "CHECKED_HOST": host}
+    cores = "0|1" if check in ("check_pipeline", "check_tensor_parallel") else None
+    if check in ("check_eager", "check_live"):
+        kept["FASTKERNELS_CAPTURE"] = "1"  # for their tests of recording
+    if host == "sglang":
+        return kept | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if cores else {})
+    return kept | {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cores or "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if check in IN_PROCESS else "1",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+    }
+
+
+@pytest.mark.parametrize(("host", "check"), CHECKS)
+def test_engine(host: str, check: Path, tiny: dict[str, Path], tmp_path: Path) -> None:
+    model = tiny[host]
+    if not model.exists():
+        make = [python(host), str(ROOT / "tests" / "support" / "tiny.py"), str(model)]
+        subprocess.run(make, check=True, env=dict(os.environ, HF_HUB_OFFLINE="1"), stdout=sys.stderr)
+    command = [python(host), "-m", "pytest", "-p", "no:cacheprovider", "-x", str(check)]
+    chosen = environment(host, check.stem, model, tmp_path)
+    with open(
+        tmp_path / "log", "w+"
+    ) as log:  # not a pipe: a process that outlives its parent would hold it open
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=chosen, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=400)
+        finally:
+            _end(process)
+        log.seek(0)
+        assert code == 0, f"{' '.join(command)}\n{log.read()[-6000:]}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The whole session: engine cores, workers, schedulers and detokenizers too."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()

@@ -1,0 +1,213 @@
+"""Our classes against the signatures recorded from the hosts' wheels, and the recorder itself."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import importlib.metadata
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from fk_integrations.core import signature_diff as compare
+from fk_integrations.core import signature_recorder as record
+from fk_integrations.core import versions as compat
+from torch import nn
+
+from fastkernels.core import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = list(compare.comparisons())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.op}-{r.host}-{r.version}-{r.cls}")
+def test_signature_is_the_hosts(row: compare.Comparison) -> None:
+    """Exact is the rule; what cannot be exact says why in its Target's note."""
+    target = next(t for t in registry.get(row.op).targets if (t.path, t.cls) == (row.path, row.cls))
+    if not row.exact and target.note:
+        assert target.note in row.difference
+    else:
+        assert row.exact, f"{row.op} {row.cls} for {row.host} {row.version}: {row.difference}"
+
+
+def test_every_op_has_a_row_in_every_version_it_is_for() -> None:
+    seen = {(r.op, r.host, r.version) for r in ROWS}
+    for name in registry.op_names():
+        for target in registry.get(name).targets:
+            found = [v for v in compare.versions(target.host) if target.applies_to(v)]
+            assert found, (
+                f"{name}: {target.cls} is for {target.host} {target.versions}, of which no version is recorded"
+            )
+            assert {(name, target.host, v) for v in found} <= seen
+
+
+@pytest.mark.parametrize("name", registry.op_names())
+def test_one_class_a_version(name: str) -> None:
+    """The table picks one class for a path and version, never two."""
+    spec = registry.get(name)
+    for host in {t.host for t in spec.targets}:
+        for version in compare.versions(host):
+            paths = [t.path for t in spec.targets_for(host, version)]
+            assert len(paths) == len(set(paths)), f"{name}, {host} {version}: {sorted(paths)}"
+
+
+def test_nothing_sets_its_signature() -> None:
+    for file in (ROOT / "fastkernels").rglob("*.py"):
+        names = {n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
+        names |= {n.id for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)}
+        names |= {
+            n.value
+            for n in ast.walk(ast.parse(file.read_text()))
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        }
+        assert not names & {"__signature__", "__text_signature__"}, file
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r.exact], ids=lambda r: f"{r.op}-{r.host}-{r.version}-{r.cls}"
+)
+def test_a_call_binds(row: compare.Comparison) -> None:
+    """Python binds a call with all of the recorded names, as keywords where it may be."""
+    ours = getattr(registry.op_module(row.op), row.cls)
+    entry = compat.recorded(row.host)[row.version]["classes"][row.path]
+    for method, text in entry["methods"].items():
+        if method not in ("__init__", entry["call"]):
+            continue
+        function = (
+            ours
+            if entry["kind"] == "function"
+            else getattr(ours, "forward" if method == "forward_native" else method)
+        )
+        theirs = ast.parse(f"def f{text}: pass").body[0]
+        assert isinstance(theirs, ast.FunctionDef)
+        bound = method != "__call__" and method not in entry["static"]
+        static = isinstance(
+            inspect.getattr_static(ours, getattr(function, "__name__", ""), None), staticmethod
+        )
+        first = [] if not bound or static else [object()]
+        first += [] if bound or entry["kind"] == "function" or static else [object()]
+        positional = [object() for _ in theirs.args.posonlyargs]
+        keywords = {a.arg: object() for a in (*theirs.args.args, *theirs.args.kwonlyargs)}
+        inspect.signature(function).bind(*first, *positional, **keywords)
+
+
+class _Kind(enum.Enum):
+    DECODER = "decoder"
+
+
+class _Example(nn.Module):
+    def __init__(
+        self, a: int, /, b: float = 1e-6, *c: int, d: str = "x", kind: _Kind = _Kind.DECODER, **e: int
+    ) -> None:
+        super().__init__()
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> None: ...
+
+
+def _module(folder: Path, name: str, text: str) -> None:
+    file = folder.joinpath(*name.split("."))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_suffix(".py").write_text(text)
+
+
+def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> None:
+    _module(tmp_path, "host.sizes", "PAD = 64\n")
+    _module(
+        tmp_path, "host.base",
+        "import torch\nfrom .sizes import PAD\n"
+        "class Base(torch.nn.Module):\n"
+        "    def __init__(self, a, /, b: float = 1e-06, *c, d='x', kind=_Kind.DECODER, **e): ...\n"
+        "    def forward(self, x, y=None, *, dtype=torch.float32): ...\n"
+        "class Dispatched(Base):\n"
+        "    def __init__(self, size=PAD): ...\n"
+        "    def forward(self, *args, **kwargs): ...\n"
+        "    @staticmethod\n"
+        "    def forward_native(x): ...\n",
+    )  # fmt: skip
+    _module(
+        tmp_path, "host.derived", "from host.base import Base as B\n@dec\nclass Derived(B):\n    size = 3\n"
+    )
+    paths = ["host.derived:Derived", "host.base:Dispatched", "host.base:Absent", "host.base:Base"]
+    data = record.record("host", "1.0", tmp_path, paths)["classes"]
+    assert set(data) == set(paths) - {"host.base:Absent"}
+    derived, dispatched = data["host.derived:Derived"], data["host.base:Dispatched"]
+    assert derived["methods"]["__init__"] == "(a, /, b=1e-06, *c, d='x', kind=_Kind.DECODER, **e)"
+    assert (derived["call"], derived["methods"]["forward"]) == (
+        "forward",
+        "(x, y=None, *, dtype=torch.float32)",
+    )
+    assert dispatched["methods"] == {"__init__": "(size=64)", "forward_native": "(x)"}
+    assert (dispatched["call"], dispatched["static"]) == ("forward_native", ["forward_native"])
+    assert derived["fingerprint"] == compat.fingerprint("@dec\nclass Derived(B):\n    size = 3")
+    assert compare.difference(derived, _Example) == compare.difference(data["host.base:Base"], _Example) == ""
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("(a, /, b=1e-05, *c, d='x', kind=_Kind.DECODER, **e)", "b=1e-05"),
+        ("(a, b=1e-06, *c, d='x', kind=_Kind.DECODER, **e)", "(a, b"),
+        ("(a, /, b=1e-06, *, d='x', kind=_Kind.DECODER, **e)", "*, d"),
+        ("(a, /, c=1e-06, *b, d='x', kind=_Kind.DECODER, **e)", "*b"),
+        ("(a, /, b=1e-06, *c, kind=_Kind.DECODER, d='x', **e)", "kind=_Kind.DECODER, d"),
+        (None, "has none of its own"),
+    ],
+)
+def test_a_difference_is_found(text: str | None, says: str) -> None:
+    """Defaults, kinds, names and order all count."""
+    methods = {"forward": "(x, y=None, *, dtype=torch.float32)", **({"__init__": text} if text else {})}
+    entry = {"kind": "class", "call": "forward", "methods": methods, "static": []}
+    assert says in compare.difference(entry, _Example)
+
+
+def test_a_set_signature_fools_nobody() -> None:
+    class Liar(_Example):
+        def forward(self, x: torch.Tensor) -> None: ...  # type: ignore[override]
+
+    Liar.forward.__signature__ = inspect.signature(_Example.forward)  # type: ignore[attr-defined]
+    assert compare.our_signature(Liar, "forward") == "(x)"
+
+
+def test_fingerprint_ignores_space_only() -> None:
+    text = "class A:\n    x = 1\n"
+    assert compat.fingerprint(text) == compat.fingerprint("    class A:   \n\n        x = 1")
+    assert compat.fingerprint(text) != compat.fingerprint(text.replace("1", "2"))
+
+
+def test_an_overload_is_not_the_function(tmp_path: Path) -> None:
+    text = "@overload\ndef f(x: int) -> int: ...\n@typing.overload\ndef f(x: str) -> str: ...\ndef f(x, y=3): ...\n"
+    _module(tmp_path, "host.overloaded", text)
+    entry = record.record("host", "1.0", tmp_path, ["host.overloaded:f"])["classes"]["host.overloaded:f"]
+    assert entry["methods"] == {"__call__": "(x, y=3)"}
+    assert entry["fingerprint"] == compat.fingerprint("def f(x, y=3): ...") and entry["line"] == 5
+
+
+def test_wrong_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(record.RecordError, match="no folder 'vllm'"):
+        record.record("vllm", "1.0", tmp_path, [])
+    with pytest.raises(SystemExit):
+        record.main(["vllm", "1.0", str(tmp_path)])
+    assert "the wheel was unpacked into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", compare.hosts())
+def test_installed_classes_are_known(host: str) -> None:
+    """Where a recorded version is installed, each class's source is the recorded one, through the import too."""
+    try:
+        version = importlib.metadata.version(host).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{host} is not installed in this environment")
+    if version not in compare.versions(host):
+        pytest.skip(f"{host} {version} is not recorded")
+    wanted = {t.path for name in registry.op_names() for t in registry.get(name).targets_for(host, version)}
+    entries = compat.recorded(host)[version]["classes"]
+    for path in wanted or list(entries)[:4]:
+        module, _, name = path.partition(":")
+        found = getattr(importlib.import_module(module), name)
+        assert compat.unknown(host, version, path, found) is None
+        assert compat.unknown_source(host, version, path, entries[path]["fingerprint"]) is None
+    assert "which we do not know" in (compat.unknown_source(host, version, path, "0" * 16) or "")

@@ -1,0 +1,236 @@
+"""Real transformers models, patched in this process: tiny and random, float32 and bfloat16."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from fk_integrations.core.apply import apply
+from fk_integrations.transformers.host import TransformersAdapter
+
+import fastkernels
+from fastkernels import capture
+from fastkernels.core import registry
+from fastkernels.patch import PatchError, Request
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm  # noqa: E402
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 72, "intermediate_size": 130, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 18, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def tiny(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.3)
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.arange(1, 40).reshape(3, 13)
+    with torch.no_grad():
+        return model(ids).logits
+
+
+# rms_norm: two a layer and the last; Qwen3 has two more a layer, on queries and keys
+@pytest.mark.parametrize(("kind", "norms"), [("Llama", 5), ("Mistral", 5), ("Qwen2", 5), ("Qwen3", 9)])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_patch_and_undo(kind: str, norms: int, dtype: torch.dtype, atol: float) -> None:
+    model = tiny(kind, dtype)
+    before, classes = logits(model), [type(m) for m in model.modules()]
+    report = fastkernels.patch(model)
+    after = logits(model)
+    rows = {r.op: r for r in report.refresh().rows}
+    assert rows["rms_norm"].modules == norms and rows["rms_norm"].calls == norms
+    assert rows["gated_mlp"].modules == 2 and report.version == transformers.__version__
+    assert rows["rms_norm"].proof == "calls"
+    torch.testing.assert_close(after, before, atol=atol, rtol=atol)
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(logits(model), before)
+    assert all("_fastkernels_patched" not in vars(m) for m in model.modules())
+
+
+_T5 = {
+    "vocab_size": 97, "d_model": 72, "d_kv": 18, "d_ff": 130, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+_GPT2 = {"vocab_size": 97, "n_embd": 72, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_BERT = {
+    "vocab_size": 97, "hidden_size": 72, "intermediate_size": 130, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+_CLIP = {**_BERT, "projection_dim": 24, "max_position_embeddings": 64}
+_NEMOTRON = {**SIZES, "hidden_act": "relu2"}
+
+
+# T5 has two norms a layer of the encoder, three of the decoder, and one last in each; v1.1's MLPs are gated by gelu_new
+@pytest.mark.parametrize(
+    ("cls", "config", "expected"),
+    [
+        ("T5ForConditionalGeneration", _T5, {"t5_layer_norm": 12}),
+        (
+            "T5ForConditionalGeneration",
+            {**_T5, "feed_forward_proj": "gated-gelu"},
+            {"t5_layer_norm": 12, "gelu": 4},
+        ),
+        (
+            "UMT5ForConditionalGeneration",
+            {**_T5, "feed_forward_proj": "quick_gelu"},
+            {"t5_layer_norm": 12, "quick_gelu": 4},
+        ),
+        ("GPT2LMHeadModel", _GPT2, {"gelu": 2}),
+        ("BertModel", _BERT, {"gelu": 2}),
+        ("CLIPTextModelWithProjection", _CLIP, {"quick_gelu": 2}),
+        ("NemotronForCausalLM", _NEMOTRON, {"relu2": 2}),
+    ],
+    ids=["t5", "t5-v1.1", "umt5", "gpt2", "bert", "clip", "nemotron"],
+)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
+def test_norms_and_activations_of_other_models(
+    cls: str, config: dict, expected: dict[str, int], dtype: torch.dtype, atol: float
+) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, cls)
+    model = kind(kind.config_class(**config)).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layer_norm" in name:
+                parameter.normal_(1.0, 0.3)
+    ids = torch.arange(1, 40).reshape(3, 13)
+    more = {"decoder_input_ids": ids.flip(0)} if "T5" in cls else {}
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids, **more)[0]
+
+    before, classes = run(), [type(m) for m in model.modules()]
+    report = fastkernels.patch(model)
+    assert {r.op: r.modules for r in report.active} == expected
+    after = run()
+    calls = {r.op: r.calls for r in report.refresh().active}
+    assert calls == expected and report.verified
+    assert after.dtype == before.dtype
+    torch.testing.assert_close(after, before, atol=atol, rtol=atol)
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
+
+
+def test_only_the_ops_asked_for_and_a_context_manager() -> None:
+    model = tiny("Llama")
+    with fastkernels.patch(model, ops=["rms_norm"]) as report:
+        assert {r.op for r in report.active} == {"rms_norm"}
+        assert type(model.model.norm) is not LlamaRMSNorm and isinstance(model.model.norm, LlamaRMSNorm)
+        assert type(model.model.layers[0].mlp) is LlamaMLP
+    assert type(model.model.norm) is LlamaRMSNorm
+
+
+def test_a_weight_of_another_dtype_keeps_the_hosts_result_dtype() -> None:
+    model = tiny("Llama")
+    norm, x = model.model.norm, torch.randn(5, 72).bfloat16()
+    expected = norm(x)
+    with fastkernels.patch(model, ops=["rms_norm"]):
+        found = norm(x)
+    assert found.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1.6e-2, rtol=1.6e-2)
+
+
+def test_other_semantics_are_left_alone() -> None:
+    """Gemma multiplies by weight + 1, and its MLP's activation is not SiLU."""
+    config = transformers.GemmaConfig(**SIZES)
+    model = transformers.GemmaForCausalLM(config).eval()
+    with pytest.raises(PatchError, match="act_fn is"):
+        fastkernels.patch(model, ops=["rms_norm", "gated_mlp"])
+    assert type(model.model.norm) is GemmaRMSNorm
+    with pytest.raises(PatchError, match="nothing to patch"):
+        fastkernels.patch(model, ops=["rms_norm"])
+
+
+def test_a_module_that_somebody_replaced_is_left_alone() -> None:
+    model = tiny("Llama")
+    model.model.norm.forward = lambda x: x
+    report = fastkernels.patch(model, ops=["rms_norm"])
+    (row,) = report.rows
+    assert row.modules == 4 and "replaced by somebody else" in row.reason
+    report.undo()
+
+
+def test_a_class_that_somebody_wrapped_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("Llama")
+    fastkernels.patch(model, ops=["rms_norm"]).undo()  # what was known of the class before says nothing
+    stock = LlamaRMSNorm.forward
+
+    @functools.wraps(stock)
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return stock(self, x)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+    with pytest.raises(PatchError, match="nothing to patch"):
+        fastkernels.patch(model, ops=["rms_norm"])
+
+
+def test_where_a_host_promises_batch_invariance_only_such_ops_go_in() -> None:
+    class Invariant(TransformersAdapter):
+        def batch_invariant(self) -> str:
+            return "--enable-deterministic-inference"
+
+    rows = {r.op: r for r in apply(Invariant(), tiny("Llama"), Request("patch")).rows}
+    assert rows["rms_norm"].modules == 5
+    assert rows["gated_mlp"].state == "off" and "depend on the batch" in rows["gated_mlp"].reason
+    invariant = [name for name in registry.op_names() if registry.get(name).batch_invariant]
+    assert not {"linear", "attention", "attention_decode", "attention_prefill"} & set(invariant)
+
+
+def test_a_second_patch_is_refused_until_undo() -> None:
+    model = tiny("Llama")
+    with fastkernels.patch(model), pytest.raises(PatchError, match="undo that patch first"):
+        fastkernels.patch(model)
+    fastkernels.patch(model).undo()
+
+
+def test_a_failing_candidate_leaves_everything_as_it_was(tmp_path) -> None:
+    model = tiny("Llama")
+    before, classes = logits(model), [type(m) for m in model.modules()]
+    path = tmp_path / "candidate.py"
+    path.write_text("import nothing_of_that_name\n")
+    with pytest.raises((PatchError, ValueError), match="nothing_of_that_name"):
+        fastkernels.patch(model, candidates={"rms_norm": str(path)})
+    assert [type(m) for m in model.modules()] == classes and torch.equal(logits(model), before)
+
+
+def test_a_module_around_a_model_and_a_name() -> None:
+    model = tiny("Llama")
+    wrapped = torch.nn.Sequential(model)
+    with fastkernels.patch(wrapped, ops=["rms_norm"]) as report:
+        assert report.patched_modules == 5
+    with pytest.raises(PatchError, match="pass the model"):
+        fastkernels.patch("transformers")
+
+
+def test_calls_are_recorded_with_how_modules_were_made() -> None:
+    with capture.record_modules() as modules:
+        model = tiny("Qwen3")
+    before = logits(model)
+    with fastkernels.patch(model, ops=["rms_norm"]), capture.record() as recording:
+        torch.testing.assert_close(logits(model), before, atol=2e-5, rtol=2e-5)
+    calls = recording.to_dict()[0]["ops"]["rms_norm"]["calls"]
+    shapes = {tuple(c["args"][0]["shape"]): c["count"] for c in calls}
+    assert shapes == {
+        (3, 13, 72): 5,
+        (3, 13, 4, 18): 2,
+        (3, 13, 2, 18): 2,
+    }  # queries and keys have a norm of their own
+    norms = {
+        m["args"]["hidden_size"]: m["count"]
+        for m in modules.rows(model)
+        if m["cls"].endswith(":Qwen3RMSNorm")
+    }
+    assert norms == {72: 5, 18: 4}

@@ -1,0 +1,34 @@
+"""The sizes of longer prompts' CUDA graphs; what vLLM makes of them is in vllm/check_graphs.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from fk_integrations.vllm.graphs import sizes_above
+
+from fastkernels.core.env import Environment
+
+
+def test_sizes_above_vllms_last() -> None:
+    assert sizes_above(512, 2048) == [*range(576, 1024, 64), *range(1024, 2049, 128)]
+    assert sizes_above(2048, 4096) == [*range(2304, 4097, 256)]
+    assert sizes_above(512, 1000) == [576, 640, 704, 768, 832, 896, 960, 1000]
+    assert sizes_above(512, 512) == sizes_above(1024, 512) == []
+
+
+@pytest.mark.parametrize("last", [1, 5, 8, 32, 300, 512, 520])
+def test_no_prompt_is_padded_by_much(last: int) -> None:
+    found = [last, *sizes_above(last, 4096)]
+    assert found[-1] == 4096 and found == sorted(set(found))
+    for below, size in itertools.pairwise(found):
+        assert size - below <= max(16, below / 8)
+
+
+def test_the_variable() -> None:
+    assert Environment.read({}).graph_tokens is Environment().graph_tokens is None  # by the model
+    assert Environment.read({"FASTKERNELS_GRAPH_TOKENS": "0"}).graph_tokens == 0
+    assert Environment.read({"FASTKERNELS_GRAPH_TOKENS": " 1024 "}).graph_tokens == 1024
+    for value in ("-1", "many", "1.5"):
+        with pytest.raises(ValueError, match=f"FASTKERNELS_GRAPH_TOKENS: .*0 or more, got '{value}'"):
+            Environment.read({"FASTKERNELS_GRAPH_TOKENS": value})

@@ -1,0 +1,275 @@
+"""One eager vLLM engine in this process: asleep, live patch, undo, and everything that must be refused."""
+
+import json
+import os
+
+import pytest
+import torch
+from support.checks import PROMPTS, RMS_NORM_BUG, RMS_NORM_TWICE, check_folder
+from support.vllm_engine import first_logprobs, generate, make_llm
+
+import fastkernels
+from fastkernels.core.registry import UnknownName
+from fastkernels.patch import PatchError
+
+LEAVES = ["rms_norm", "silu_and_mul", "rotary_emb"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(os.environ["TINY_LLAMA"])
+
+
+@pytest.fixture(scope="module")
+def stock(llm):
+    return generate(llm)
+
+
+@pytest.fixture(autouse=True)
+def unpatched_afterwards(llm, stock):
+    yield
+    assert generate(llm) == stock  # tokens and log probabilities, exactly
+
+
+def worker(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def modules(llm):
+    return [
+        (name, type(m), vars(m).get("_forward_method")) for name, m in worker(llm).get_model().named_modules()
+    ]
+
+
+def test_asleep_the_plugin_adds_one_method(llm, stock):
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    assert VllmConfig.compute_hash.__module__ == "vllm.config.vllm"
+    assert WorkerBase.__init__.__module__ == "vllm.v1.worker.worker_base"
+    assert WorkerBase.fastkernels_rpc.__module__ == "fk_integrations.vllm.host"
+    assert not any(hasattr(kind, "fastkernels") for _, kind, _ in modules(llm))
+
+
+def test_live_patch_runs_ours_and_undo_is_exact(llm, stock):
+    before = modules(llm)
+    report = fastkernels.patch(llm, ops=LEAVES)
+    assert report.verified and report.version == "0.32.0"
+    calls = report.patched_calls
+    patched = generate(llm)
+    rows = {(r.op, r.host_class): r for r in report.refresh().active}
+    assert rows["rms_norm", "RMSNorm"].modules == 5
+    assert rows["silu_and_mul", "SiluAndMul"].modules == 2
+    assert rows["rotary_emb", "Llama3RotaryEmbedding"].modules == 1  # the two layers share it
+    assert report.patched_calls >= calls + 3 * 8 * (5 + 2 + 2)
+    assert first_logprobs(patched) == pytest.approx(first_logprobs(stock), abs=0.1)
+    assert not any(r.fallbacks for r in report.rows)
+    report.undo()
+    report.undo()
+    after = modules(llm)
+    assert after == before
+
+
+def test_default_ops_on_the_cpu(llm, stock):
+    with fastkernels.patch(llm) as report:
+        assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=0.1)
+        assert report.refresh().verified
+        assert {"rms_norm", "silu_and_mul", "rotary_emb"} <= {r.op for r in report.active}
+
+
+def test_a_linear_whose_weight_was_freed_is_off_with_that_reason(llm, monkeypatch):
+    layer = worker(llm).get_model().model.layers[0].mlp.down_proj
+    monkeypatch.setattr(
+        layer.weight, "data", torch.empty(0, dtype=torch.bfloat16)
+    )  # as vLLM does after packing
+    with pytest.raises(PatchError, match=r"strict: linear .*1 unsupported: weight has shape \(0,\)"):
+        fastkernels.patch(llm, ops=["linear"], strict=True)
+
+
+def test_quant_methods_are_replaced_and_given_back(llm, stock):
+    methods = [id(getattr(m, "quant_method", None)) for m in worker(llm).get_model().modules()]
+    report = fastkernels.patch(llm, ops=["linear", "embedding"])
+    assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=0.1)
+    assert {r.op for r in report.refresh().active if r.calls} >= {"embedding"}
+    report.undo()
+    assert [id(getattr(m, "quant_method", None)) for m in worker(llm).get_model().modules()] == methods
+
+
+def test_attention_on_the_cpus_packed_cache_is_off_with_that_reason(llm):
+    with fastkernels.patch(llm, ops=["attention", "rms_norm"]) as report:
+        row = next(r for r in report.rows if r.op == "attention")
+        assert row.state == "off" and "cpu_attn" in row.reason and "packed" in row.reason
+
+
+def test_context_manager_and_candidate(llm, stock, candidate):
+    with fastkernels.patch(
+        llm, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_TWICE)}
+    ) as report:
+        assert first_logprobs(generate(llm)) != pytest.approx(first_logprobs(stock), abs=0.1)
+        assert report.refresh().verified
+
+
+def test_a_folder_of_candidates(llm, stock, folder):
+    with fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"], candidates=folder) as report:
+        assert first_logprobs(generate(llm)) != pytest.approx(first_logprobs(stock), abs=0.1)
+        check_folder(report, folder)
+    assert first_logprobs(generate(llm)) == first_logprobs(stock)
+
+
+def test_reset_sets_the_counters_to_zero(llm):
+    with fastkernels.patch(llm, ops=["rms_norm"]) as report:
+        assert report.reset().patched_calls == 0 and not report.verified
+        generate(llm, tokens=1)
+        assert report.refresh().patched_calls == 3 * 5
+
+
+def test_disable(llm, monkeypatch):
+    monkeypatch.setenv("FASTKERNELS_DISABLE", "silu_and_mul")
+    with fastkernels.patch(llm, ops=LEAVES) as report:
+        assert {r.op: (r.state, r.reason) for r in report.rows}["silu_and_mul"] == (
+            "off",
+            "FASTKERNELS_DISABLE",
+        )
+        assert {r.op for r in report.active} == {"rms_norm", "rotary_emb"}
+
+
+def test_unknown_source_turns_the_op_off_or_fails_when_strict(llm, monkeypatch):
+    from fk_integrations.core import versions as compat
+
+    path = "vllm.model_executor.layers.layernorm:RMSNorm"
+    recorded = {"0.32.0": {"classes": {path: {"fingerprint": "0" * 16}}}}
+    known = compat.recorded("vllm")
+    classes = {k: v for k, v in known["0.32.0"]["classes"].items() if k != path}
+    recorded["0.32.0"]["classes"].update(classes)
+    monkeypatch.setattr(compat, "recorded", lambda host: recorded)
+    with fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"]) as report:
+        row = next(r for r in report.rows if r.op == "rms_norm")
+        assert row.state == "off" and path in row.reason and "0.32.0" in row.reason
+        assert [r.op for r in report.active] == ["silu_and_mul"]
+    with pytest.raises(PatchError, match=r"strict.*which we do not know"):
+        fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"], strict=True)
+
+
+def test_second_patch_is_refused_until_undo(llm):
+    with fastkernels.patch(llm, ops=["rms_norm"]) as report:
+        with pytest.raises(PatchError, match="patched already"):
+            fastkernels.patch(llm, ops=["silu_and_mul"])
+        generate(llm)
+        assert [r.op for r in report.refresh().active] == ["rms_norm"]
+    fastkernels.patch(llm, ops=["silu_and_mul"]).undo()
+
+
+def test_what_somebody_else_patched_is_refused(llm):
+    norm = worker(llm).get_model().model.norm
+    norm.forward = norm.forward
+    try:
+        with fastkernels.patch(llm, ops=["rms_norm"]) as report:
+            assert report.rows[0].modules == 4 and "somebody else" in report.rows[0].reason
+    finally:
+        del norm.forward
+
+
+def test_a_class_that_somebody_patched_is_refused(llm, monkeypatch):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    stock = RMSNorm.forward_native
+    monkeypatch.setattr(RMSNorm, "forward_native", lambda self, x, residual=None: stock(self, x, residual))
+    with fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"]) as report:
+        rows = {r.op: r for r in report.rows}
+        assert (
+            rows["rms_norm"].state == "off"
+            and "RMSNorm.forward_native was replaced" in rows["rms_norm"].reason
+        )
+        assert rows["silu_and_mul"].modules == 2
+
+
+def test_batch_invariant_mode_keeps_out_what_is_not(llm, monkeypatch):
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    with fastkernels.patch(llm, ops=["rms_norm", "linear", "attention"]) as report:
+        rows = {r.op: r for r in report.rows}
+        assert rows["rms_norm"].modules == 5
+        assert all("VLLM_BATCH_INVARIANT" in rows[op].reason for op in ("linear", "attention"))
+
+
+def test_failing_candidate_leaves_everything_as_it_was(llm, candidate):
+    before = modules(llm)
+    with pytest.raises(PatchError, match="a bug in the candidate"):
+        fastkernels.patch(
+            llm, ops=["rms_norm", "silu_and_mul"], candidates={"rms_norm": candidate(RMS_NORM_BUG)}
+        )
+    assert modules(llm) == before
+    with pytest.raises(PatchError, match="there is no file"):
+        fastkernels.patch(llm, candidates={"rms_norm": "/nowhere.py"})
+    with pytest.raises(UnknownName, match="Did you mean 'rms_norm'"):
+        fastkernels.patch(llm, ops=["rms_nrom"])
+
+
+def test_unfinished_requests_are_refused(llm):
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    engine.add_request("0", "abc", SamplingParams(max_tokens=2, ignore_eos=True))
+    with pytest.raises(PatchError, match="unfinished"):
+        fastkernels.patch(llm, ops=["rms_norm"])
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_report_file_has_the_counters(llm, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTKERNELS_REPORT", str(tmp_path))
+    with fastkernels.patch(llm, ops=["rms_norm"]):
+        file = tmp_path / f"vllm-0-{os.getpid()}.json"
+        reply = json.loads(file.read_text())
+        assert reply["host"] == "vllm" and reply["rows"][0]["calls"] > 0
+    assert json.loads(file.read_text())["rows"] == []
+
+
+def test_trace_proves_what_runs(llm):
+    from fk_integrations.vllm.host import HOST
+
+    from fastkernels.patch import Request
+
+    with fastkernels.patch(llm, ops=["rms_norm"]) as report:
+        HOST.call(llm, Request("trace_start"))
+        generate(llm, tokens=1)
+        (reply,) = HOST.call(llm, Request("trace_stop"))
+        assert reply["kernels"]["fastkernels::rms_norm"] == 3 * 5
+        assert set(reply["us"]) == set(reply["kernels"]) and reply["us"]["fastkernels::rms_norm"] > 0
+        assert report.refresh().rows[0].proof == "trace"
+
+
+def test_compile_key_differs_while_patched(llm):
+    from vllm.config import VllmConfig
+
+    stock, config = VllmConfig.compute_hash, llm.llm_engine.vllm_config
+    asleep, keys = config.compute_hash(), set()
+    for ops in (["rms_norm"], ["silu_and_mul"], ["rms_norm"]):
+        with fastkernels.patch(llm, ops=ops):
+            keys.add(config.compute_hash())
+        assert VllmConfig.compute_hash is stock and config.compute_hash() == asleep
+    assert len(keys) == 2 and asleep not in keys
+
+
+def test_calls_are_recorded(llm, stock, tmp_path):
+    from fk_bench.capture import captures, replay
+    from fk_integrations.vllm.host import HOST
+
+    from fastkernels.patch import Request
+
+    with fastkernels.patch(llm, ops=LEAVES):
+        HOST.call(llm, Request("record_start", options={"values": 4}))
+        generate(llm, tokens=3)
+        options = {"folder": str(tmp_path / "made"), "meta": {"model": "tiny"}}
+        (reply,) = HOST.call(llm, Request("record_stop", options=options))
+    found = captures.load(tmp_path / "made")
+    assert found.problems == [] and reply["recorded"] == found.calls
+    steps = 3 * len(PROMPTS)
+    assert found.ops["rms_norm"].count == 5 * steps and found.ops["rotary_emb"].count == 2 * steps
+    decodes = [c for c in replay.captured_cases("rotary_emb", tmp_path) if c.case.dims["tokens"] == 1]
+    positions = sorted(int(c.values["positions"]) for c in decodes)
+    lengths = sorted(c.case.dims["tokens"] for c in replay.captured_cases("rotary_emb", tmp_path))
+    assert positions and positions[0] in lengths  # the first decoded token follows its prompt
+    (norm,) = [m for m in found.modules if m.cls.endswith(".layernorm:RMSNorm")]
+    assert norm.count == 5 and norm.args["hidden_size"] == 128

@@ -1,0 +1,89 @@
+"""vLLM's features beside the patch (docs/what-works.md): the same tokens, and in the report what the page says."""
+
+import pytest
+from features import BASE, LEAVES, NAMED, check_leaves, check_same, said
+from support.tiny import make_tiny
+from support.variants import make_lora
+from support.vllm_engine import make_llm
+
+import fastkernels
+from fastkernels.patch import PatchError
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = make_llm(str(BASE), enable_lora=True, max_lora_rank=8, max_loras=1)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_lora(llm, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("a", 1, str(make_lora(tmp_path / "lora", BASE)))
+    stock, adapted = said(llm), said(llm, adapter)
+    assert stock != adapted
+    with fastkernels.patch(llm, ops=NAMED) as report:
+        check_same(said(llm), stock)
+        check_same(said(llm, adapter), adapted)
+        check_leaves(report)
+        rows = {r.op: r for r in report.active}
+        assert rows["linear"].modules == 8 and rows["embedding"].modules == 1  # inside the wrappers, once
+        assert rows["linear"].calls == 8 * rows["embedding"].calls and rows["gated_mlp"].modules == 2
+    assert said(llm) == stock and said(llm, adapter) == adapted
+
+
+def test_prefix_cache(llm):
+    from vllm import SamplingParams
+
+    text, params = "The quick brown fox " * 10, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def cached(llm, end):
+        (output,) = llm.generate([text + end], params, use_tqdm=False)
+        return output.num_cached_tokens, list(output.outputs[0].token_ids)
+
+    (first, _), (second, tokens) = cached(llm, "jumps"), cached(llm, "sleeps")
+    assert first == 0 and second >= 128
+    with fastkernels.patch(llm, ops=LEAVES) as report:
+        (first, _), (second, patched) = cached(llm, "jumps"), cached(llm, "sleeps")
+        assert (first, second >= 128, patched) == (0, True, tokens)  # nothing of the other kernels was kept
+        check_leaves(report)
+    assert cached(llm, "sleeps") == (0, tokens)
+
+
+def test_weights_that_are_reloaded_are_those_that_ours_reads(llm, tmp_path):
+    other = make_tiny(tmp_path / "other", seed=1)
+
+    def load(path):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        llm.reset_prefix_cache()
+
+    stock = said(llm)
+    load(other)
+    changed = said(llm)
+    load(BASE)
+    assert said(llm) == stock and changed != stock
+    with fastkernels.patch(llm, ops=NAMED) as report:
+        check_same(said(llm), stock)
+        load(other)
+        report.reset()
+        check_same(said(llm), changed)
+        check_leaves(report)
+    assert said(llm) == changed
+
+
+def test_an_engine_that_sleeps_is_not_changed(llm):
+    stock = said(llm)
+    report = fastkernels.patch(llm, ops=LEAVES)
+    llm.sleep(level=1)
+    with pytest.raises(PatchError, match="the engine is asleep or paused"):
+        report.undo()
+    llm.wake_up()
+    check_same(said(llm), stock)
+    check_leaves(report)
+    report.undo()
+    llm.sleep(level=1)
+    with pytest.raises(PatchError, match="the engine is asleep or paused"):
+        fastkernels.patch(llm)
+    llm.wake_up()
+    assert said(llm) == stock

@@ -1,0 +1,133 @@
+"""config.json without transformers: the same fields as with it, and only where nothing needs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import KINDS, SIZES
+
+from fastkernels.models.common import build, config
+from fastkernels.overrides.block.llama_attention import head_size, rope_parameters, sliding_window
+
+NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
+OLD = {
+    "torch_dtype": "float16", "rope_theta": 500000.0, "eos_token_id": [7, 8],
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+}  # fmt: skip
+READ = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings",
+    "attention_bias", "mlp_bias", "bias", "qkv_bias", "eos_token_id", "architectures", "sliding_window", "is_causal",
+    "num_local_experts", "num_experts_per_tok", "rope_is_neox_style", "dual_chunk_attention_config", "dtype",
+)  # fmt: skip
+
+
+def plain(kind: str, **fields: Any) -> dict[str, Any]:
+    """A config.json as checkpoints have them; None takes a field out."""
+    made = {
+        **SIZES, **KINDS[kind][1], "model_type": kind, "architectures": [f"{KINDS[kind][0]}ForCausalLM"],
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, **({} if "torch_dtype" in fields else {"dtype": "bfloat16"}),
+        **({} if "rope_theta" in fields else NEW), **fields,
+    }  # fmt: skip
+    if "rope_theta" in fields:
+        made.pop("rope_parameters", None)
+    return {k: v for k, v in made.items() if v is not None}
+
+
+def written(folder: Path, fields: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def seen(found: Any) -> dict[str, Any]:
+    """What models and the engine read of a config."""
+    layers = [sliding_window(found, f"model.layers.{i}") for i in range(found.num_hidden_layers)]
+    rope = {k: v for k, v in rope_parameters(found).items() if v is not None}
+    own = {name: getattr(found, name, None) or None for name in READ}
+    return {**own, "rope": rope, "head_size": head_size(found), "windows": layers}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "fields", [{}, OLD, {"rope_theta": 1e6, "head_dim": 64}, {"tie_word_embeddings": True}]
+)
+def test_it_is_what_transformers_reads(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    folder = written(tmp_path, plain(kind, **fields))
+    found = config.read(folder)
+    assert found is not None
+    assert seen(found) == seen(AutoConfig.from_pretrained(folder))
+
+
+def test_no_head_dim_and_a_window(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    for kind, fields in (("llama", {"head_dim": None}), ("mixtral", {"sliding_window": 16}), ("qwen3", OLD)):
+        folder = written(tmp_path, plain(kind, **fields))
+        found = config.read(folder)
+        assert found is not None
+        assert seen(found) == seen(AutoConfig.from_pretrained(folder)), kind
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+def test_no_end_token(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoConfig
+
+    folder = written(tmp_path, {**plain(kind), "eos_token_id": None})
+    found = config.read(folder)
+    assert found is not None and found.eos_token_id is None
+    assert seen(found) == seen(AutoConfig.from_pretrained(folder))
+
+
+def test_what_transformers_saves_is_plain(tiny: Path) -> None:
+    from transformers import AutoConfig
+
+    found = config.read(tiny)
+    assert found is not None and seen(found) == seen(AutoConfig.from_pretrained(tiny))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "gemma2"}, {"vocab_size": None}, {"vocab_size": "512"}, {"num_hidden_layers": True},
+        {"hidden_size": 0}, {"num_attention_heads": 6}, {"rms_norm_eps": 1}, {"eos_token_id": None},
+        {"architectures": None}, {"dtype": "int8"}, {"quantization_config": {}}, {"use_sliding_window": True},
+        {"rope_theta": "many"}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"partial_rotary_factor": 0.5}, {"tie_word_embeddings": None}, {"layer_types": ["sliding_attention"] * 2},
+    ],
+)  # fmt: skip
+def test_all_else_is_for_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert config.read(written(tmp_path, plain("llama", **fields))) is None
+
+
+def test_qwen3_needs_its_head_size(tmp_path: Path) -> None:
+    assert config.read(written(tmp_path, plain("qwen3", head_dim=None))) is None
+    assert build.load_config(tmp_path).head_dim == 128  # transformers' default
+
+
+def test_no_file_and_no_json(tmp_path: Path) -> None:
+    assert config.read(tmp_path) is None
+    for text in ("{", "[1]", '"llama"'):
+        (tmp_path / "config.json").write_text(text)
+        assert config.read(tmp_path) is None
+
+
+def test_an_engine_without_a_tokenizer_does_not_import_what_takes_seconds(tiny: Path) -> None:
+    code = (
+        "import sys; from fastkernels import LLM, SamplingParams;"
+        f"llm = LLM({str(tiny)!r}, device='cpu', skip_tokenizer_init=True, num_blocks=9, max_model_len=64);"
+        "llm.generate([[5, 6]], SamplingParams(max_tokens=2));"
+        "print([m for m in ('transformers', 'torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == "[]"

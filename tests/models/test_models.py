@@ -1,0 +1,80 @@
+"""Every architecture against transformers in float32: the same greedy tokens and the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import KINDS, make_tiny
+
+from fastkernels import LLM, SamplingParams
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.models.common import build
+from fastkernels.models.common.registry import architectures
+from fastkernels.overrides.attention.attention import PagedAttention
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
+# name: (kind, fields of its config)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 24, "attention_bias": True}),
+    "qwen3_windows": (
+        "qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, fields = MODELS[request.param]
+    return make_tiny(tmp_path_factory.mktemp("models") / request.param, kind, "float32", **fields)
+
+
+def test_greedy_is_transformers(folder: Path, greedy: Any) -> None:
+    outputs = LLM(str(folder), device="cpu", max_model_len=256).generate(PROMPTS, GREEDY)
+    got = [o.outputs[0].token_ids for o in outputs]
+    assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
+    assert len({tuple(t) for t in got}) == len(got)
+
+
+@torch.inference_mode()
+def test_logits_are_transformers(folder: Path) -> None:
+    """A prefill of all but the last two tokens, then those one by one, each position against one forward of all."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor([(i * 37) % 500 for i in range(45)])
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = reference(ids[None]).logits[0]
+    config = build.load_config(folder)
+    model = build.build(folder, config, torch.device("cpu"), torch.float32)
+    for layer in model.modules():
+        if isinstance(layer, PagedAttention):
+            layer.kv_cache = tuple(torch.zeros(2, 4, 16, layer.num_kv_heads, layer.head_size))
+    found = []
+    for start, end in ((0, 43), (43, 44), (44, 45)):
+        with forward_context(one_sequence(start, end)):
+            hidden = model(ids[start:end], torch.arange(start, end))
+        found.append(model.compute_logits(hidden))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=2e-4)
+
+
+def one_sequence(start: int, end: int) -> AttentionMetadata:
+    """Tokens start .. end - 1 of a sequence in blocks 3, 1, 2 of 16 tokens."""
+    table = torch.tensor([[3, 1, 2]], dtype=torch.int32)
+    at = torch.arange(start, end)
+    slots = table[0, at // 16].long() * 16 + at % 16
+    starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, end - start], [end]))
+    return AttentionMetadata(slots, starts, lengths, table, end - start, end)
+
+
+def test_no_architecture_is_left_out() -> None:
+    kinds = {kind for kind, _ in MODELS.values()}
+    names = {f"{KINDS[kind][0]}ForCausalLM" for kind in kinds}
+    assert names == set(architectures())

@@ -1,0 +1,336 @@
+"""Checkpoints that cannot be loaded: the error says which file and which keys."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny import make_tiny
+
+from fastkernels import LLM
+from fastkernels.core import parallel
+from fastkernels.core.registry import UnknownName
+from fastkernels.models.common import build
+from fastkernels.models.common.registry import model_class
+from fastkernels.models.common.weights import CheckpointError, resolve
+
+
+@pytest.fixture()
+def copy(tiny, tmp_path):
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def load(folder, dtype=torch.float32, **settings):
+    folder = resolve(str(folder))
+    model = build.build(folder, build.load_config(folder), torch.device("cpu"), dtype, **settings)
+    return dict(model.named_parameters())
+
+
+def fails(folder, *parts, **settings):
+    with pytest.raises(CheckpointError) as caught:
+        load(folder, **settings)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def split(folder):
+    """The checkpoint in two files and an index, which is returned."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    keys = sorted(tensors)
+    shards = {"a.safetensors": keys[::2], "b.safetensors": keys[1::2]}
+    for name, part in shards.items():
+        save_file({k: tensors[k] for k in part}, folder / name, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {k: name for name, part in shards.items() for k in part}}
+    write_index(folder, index)
+    return index
+
+
+def write_index(folder, index):
+    text = index if isinstance(index, str) else json.dumps(index)
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def edit(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_missing_keys(copy):
+    edit(copy, lambda t: [t.pop(f"model.layers.1.self_attn.{n}_proj.weight") for n in "kv"])
+    fails(copy, str(copy), "missing", "model.layers.1.self_attn.k_proj.weight", "self_attn.v_proj.weight")
+
+
+def test_leftover_keys(copy):
+    edit(copy, lambda t: t.update({"model.layers.7.mlp.extra.weight": t["model.norm.weight"].clone()}))
+    fails(copy, "does not have", "model.layers.7.mlp.extra.weight (model.safetensors)")
+
+
+def test_wrong_shape(copy):
+    edit(copy, lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:100].clone()}))
+    fails(copy, "model.norm.weight", "(100,)", "model.safetensors")
+
+
+def test_wrong_dtype(copy):
+    edit(copy, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}))
+    fails(copy, "model.safetensors: model.norm.weight", "float8_e4m3fn", "quantized")
+
+
+def test_truncated_file(copy):
+    file = copy / "model.safetensors"
+    whole = file.read_bytes()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    last = max((v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__")[1]
+    file.write_bytes(whole[:-1])
+    fails(copy, "model.safetensors", f"truncated, {len(whole) - 1} bytes of {len(whole)}; not whole: {last}")
+    file.write_bytes(whole[:100])
+    fails(copy, "model.safetensors", "truncated")
+    file.write_bytes(b"")
+    fails(copy, "model.safetensors", "truncated")
+    file.write_bytes(whole[:8] + b"\x00" * 50 + whole[58:])
+    fails(copy, "model.safetensors", "header is damaged")
+
+
+def test_bytes_damaged_in_the_middle(copy):
+    key = "model.layers.1.mlp.down_proj.weight"
+    edit(copy, lambda t: t[key].view(-1)[777].fill_(float("nan")))
+    fails(copy, "NaN", f"{key} (model.safetensors)")
+
+
+def test_a_dtype_that_cannot_hold_the_values(copy):
+    key = "model.layers.0.self_attn.k_proj.weight"
+    edit(copy, lambda t: t[key].view(-1)[7].fill_(1e6))
+    fails(copy, "too large", f"{key} (model.safetensors; torch.float16)", dtype=torch.float16)
+    assert load(copy)["model.layers.0.self_attn.qkv_proj.weight"].max() == 1e6
+
+
+def test_shards_load_and_a_missing_shard_is_named(copy, tiny):
+    split(copy)
+    whole, sharded = load(tiny), load(copy)
+    assert all(torch.equal(sharded[name], value) for name, value in whole.items())
+    (copy / "b.safetensors").unlink()
+    fails(copy, "b.safetensors")
+
+
+def test_an_index_that_lies(copy):
+    index = split(copy)
+    places = index["weight_map"]
+    write_index(copy, {"weight_map": {**places, "model.norm.bias": "a.safetensors"}})
+    fails(copy, "index.json", "a.safetensors does not have", "model.norm.bias")
+    once = json.dumps(index)
+    key = sorted(places)[0]
+    write_index(copy, once.replace('"weight_map": {', f'"weight_map": {{"{key}": "b.safetensors", '))
+    fails(copy, "index.json", f"{key} twice: b.safetensors and a.safetensors")
+    write_index(copy, {"weight_map": {**places, key: "../a.safetensors"}})
+    fails(copy, "outside of its folder", "../a.safetensors")
+    write_index(copy, '{"weight_map": [1]}')
+    fails(copy, "index.json is not a safetensors index")
+    write_index(copy, index)
+    tensors = load_file(copy / "b.safetensors")
+    tensors[key] = load_file(copy / "a.safetensors")[key]
+    save_file(tensors, copy / "b.safetensors", metadata={"format": "pt"})
+    fails(copy, f"{key} is in both a.safetensors and b.safetensors")
+
+
+def test_no_weights_and_no_config(copy, tmp_path):
+    (copy / "model.safetensors").unlink()
+    fails(copy, "model.safetensors", str(copy))
+    (tmp_path / "empty").mkdir()
+    fails(tmp_path / "empty", "config.json")
+    fails(tmp_path / "nowhere", "neither a folder nor a hub id")
+    (copy / "pytorch_model.bin").write_bytes(b"")
+    fails(copy, "pytorch_model.bin: convert it")
+
+
+def test_a_hub_id_without_the_hub(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for model in ("somebody/no-such-model", "somebody/no-such-model@v2"):
+        with pytest.raises(CheckpointError, match=f"{model}.*not in the local hub cache.*HF_HUB_OFFLINE"):
+            resolve(model)
+    with pytest.raises(CheckpointError, match="not a hub id"):
+        resolve("some body/model")
+
+
+def test_a_revision_from_the_hub_cache(monkeypatch, tmp_path, tiny):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--somebody--tiny", "0" * 39 + "1"
+    shutil.copytree(tiny, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v2").write_text(commit)
+    assert resolve("somebody/tiny@v2") == repository / "snapshots" / commit
+    with pytest.raises(CheckpointError, match="somebody/tiny"):
+        resolve("somebody/tiny")
+
+
+def test_config_that_is_no_json(copy):
+    (copy / "config.json").write_text('{"architectures": [')
+    fails(copy, "config.json")
+
+
+def test_config_that_contradicts_itself(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "num_attention_heads": 6}))
+    fails(copy, "config.json cannot be used", "hidden size (128) is not a multiple", "(6)")
+
+
+def test_unknown_architecture(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalML"]}))
+    with pytest.raises(UnknownName, match=r"LlamaForCausalML.*LlamaForCausalLM"):
+        load(copy)
+    with pytest.raises(UnknownName):
+        model_class("GPT5")
+
+
+def test_resolve_keeps_a_folder(tiny):
+    assert resolve(str(tiny)) == tiny
+
+
+def test_cache_too_small_for_the_length_says_so(tiny):
+    with pytest.raises(ValueError, match="max_model_len 512 does not fit"):
+        LLM(str(tiny), device="cpu", max_model_len=512, num_blocks=9)
+    with pytest.raises(ValueError, match="more than the model's 2048"):
+        LLM(str(tiny), device="cpu", max_model_len=4096)
+
+
+def as_checkpoint(parameters, vocabulary):
+    """What weights.load would have read these parameters from: packed ones in their parts, without padding."""
+    found = {}
+    for name, p in parameters.items():
+        head = name.rpartition(".")[0]
+        if name.endswith("qkv_proj.weight"):
+            parts = zip("qkv", p.split([128, 64, 64]), strict=True)
+            found |= {f"{head[:-8]}{n}_proj.weight": part for n, part in parts}
+        elif name.endswith("gate_up_proj.weight"):
+            found |= {
+                f"{head[:-12]}{n}_proj.weight": part
+                for n, part in zip(("gate", "up"), p.chunk(2), strict=True)
+            }
+        elif name.endswith("w13_weight"):
+            found |= {f"{head}.{e}.{n}.weight": part for e, pair in enumerate(p)
+                      for n, part in zip(("w1", "w3"), pair.chunk(2), strict=True)}  # fmt: skip
+        elif name.endswith("w2_weight"):
+            found |= {f"{head}.{e}.w2.weight": part for e, part in enumerate(p)}
+        else:
+            found[name] = p[:vocabulary] if "embed" in name or "lm_head" in name else p
+    return {key: part.detach().contiguous() for key, part in found.items()}
+
+
+@pytest.mark.parametrize(("kind", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2)])
+def test_dummy_weights_are_the_same_model_whatever_the_ranks(tmp_path, kind, size):
+    """Loading the whole model's weights as a checkpoint gives each rank what it drew itself."""
+    make_tiny(tmp_path, kind, "float32", vocab_size=500)
+    whole = load(tmp_path, load_format="dummy", seed=3)
+    matrices = [p for p in whole.values() if p.dim() > 1]
+    assert all(0.018 < p[p != 0].std() < 0.022 for p in matrices if p.numel() > 1000)
+    assert len({float(p.flatten()[0]) for p in matrices}) == len(matrices)
+    assert not whole["lm_head.weight"][500:].any() and whole["lm_head.weight"][499].any()
+    save_file(as_checkpoint(whole, 500), tmp_path / "model.safetensors")
+    for rank in range(size):
+        with parallel.build_as(rank, size):
+            drawn, loaded = load(tmp_path, load_format="dummy", seed=3), load(tmp_path)
+        assert all(torch.equal(drawn[name], loaded[name]) for name in whole)
+        assert sum(p.numel() for p in drawn.values()) < 1.1 * sum(p.numel() for p in whole.values()) / size
+    assert not torch.equal(
+        load(tmp_path, load_format="dummy", seed=4)["lm_head.weight"], whole["lm_head.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "change", "message"),
+    [
+        (3, {}, "padded vocabulary of 512 cannot be divided over 3 ranks"),
+        (8, {}, "query heads 4 cannot be divided over 8 ranks"),
+        (
+            2,
+            {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3},
+            "KV heads 3 cannot be divided over 2 ranks",
+        ),
+        (4, {"intermediate_size": 254}, "size 254 cannot be divided over 4 ranks"),
+    ],
+)
+def test_sizes_that_the_ranks_cannot_share(tiny, tmp_path, size, change, message):
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with parallel.build_as(0, size), pytest.raises(ValueError, match=message):
+        load(tmp_path, load_format="dummy")
+
+
+def test_a_model_that_does_not_fit_says_how_much_it_needs(tiny, tmp_path):
+    config = json.loads((tiny / "config.json").read_text())
+    large = {"hidden_size": 65536, "intermediate_size": 1 << 20, "vocab_size": 1 << 20}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **large}))
+    with pytest.raises(
+        ValueError, match=r"weights need \d{4}\.\d GiB, and cpu has [\d.]+ GiB free.*tensor_parallel"
+    ):
+        load(tmp_path, load_format="dummy")
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from fastkernels import parallel
+from fastkernels.models import build
+def load(folder):
+    return build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
+def resident(line):
+    return int(next(l for l in open("/proc/self/status") if l.startswith(line)).split()[1])
+load(Path(sys.argv[1]))
+for rank, size in ((1, 4), (0, 1)):  # the larger peak last: a process has but one
+    before = resident("VmRSS")
+    with parallel.build_as(rank, size):
+        model = load(Path(sys.argv[2]))
+    print(resident("VmHWM") - before, build.weight_bytes(model) // 1024)
+    del model
+"""
+
+
+def test_peak_memory_is_the_share_of_the_model_and_of_one_file(tiny, tmp_path):
+    """Four files of 50 MB: the peak is the model and one file; a rank of four reads its quarter of them."""
+    config = json.loads((tiny / "config.json").read_text())
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 16384,
+             "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # fmt: skip
+    shutil.copytree(tiny, tmp_path / "small")
+    folder = tmp_path / "large"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **shape}))
+    sizes = {"self_attn.q_proj": (512, 512), "self_attn.k_proj": (512, 512), "self_attn.v_proj": (512, 512),
+             "self_attn.o_proj": (512, 512), "mlp.gate_proj": (2048, 512), "mlp.up_proj": (2048, 512),
+             "mlp.down_proj": (512, 2048), "input_layernorm": (512,), "post_attention_layernorm": (512,)}  # fmt: skip
+    keys = {f"model.layers.{i}.{name}.weight": size for i in range(8) for name, size in sizes.items()}
+    ends = {
+        "model.embed_tokens.weight": (16384, 512),
+        "lm_head.weight": (16384, 512),
+        "model.norm.weight": (512,),
+    }
+    parts = [ends, *({k: v for k, v in keys.items() if int(k.split(".")[2]) // 3 == i} for i in range(3))]
+    places = {}
+    for i, part in enumerate(parts):
+        save_file({k: torch.full(v, 0.01) for k, v in part.items()}, folder / f"{i}.safetensors")
+        places |= dict.fromkeys(part, f"{i}.safetensors")
+    write_index(folder, {"weight_map": places})
+    largest = max(f.stat().st_size for f in folder.glob("*.safetensors")) // 1024
+    total = sum(f.stat().st_size for f in folder.glob("*.safetensors")) // 1024
+
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(folder)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    quarter_growth, quarter, growth, model = map(int, out)
+    assert model > 0.98 * total and total > 3 * largest
+    assert growth < model + largest + 8 * 1024
+    # Columns (o_proj, down_proj) lie on all pages of their tensor, rows on a quarter.
+    assert quarter < 0.28 * total
+    assert quarter_growth < quarter + 0.6 * largest + 8 * 1024

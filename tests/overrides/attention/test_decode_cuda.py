@@ -1,0 +1,300 @@
+"""attention_decode in CUDA C++: its text by lanes of a CPU against float64, what it refuses, who picks it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernels import emulated_decode
+from support.kernels.op_cases import make_args, mismatch, oracle
+
+from fastkernels.core import cuda_rtc, registry
+from fastkernels.core import tuning as tuned
+from fastkernels.core.spec import Case
+from fastkernels.core.tuning import Entry
+from fastkernels.overrides.attention import attention_decode_cuda as cuda
+from fastkernels.overrides.attention.attention_decode import attention_decode
+
+NO_NVRTC = cuda_rtc.unavailable()
+SPEC = registry.get("attention_decode")
+LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}
+EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100]
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[str, Any]:
+    return {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "block_size": block_size}
+
+
+# -- what it computes
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    ("lens", "dims", "dtype", "params", "sms", "stale"),
+    [  # of params: warps, keys, stages, per_sm, least, ahead, cluster, whole
+        (EDGES, layout(1, 1, 64, 1), "float16", (2, 16, 2, 1, 16, 1), 5, 2),
+        (EDGES, layout(6, 2, 128, 5), "bfloat16", (2, 32, 2, 1, 16, 0), 8, 1),
+        (EDGES, layout(8, 1, 64, 16), "bfloat16", (4, 16, 3, 2, 64, 3), 4, 2),
+        (EDGES, layout(16, 1, 128, 64), "float16", (2, 16, 4, 1, 32, 2), 4, 1),
+        ([0] * 40, layout(8, 2, 128, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 3, 0),
+        ([i * 37 % 90 for i in range(40)], layout(12, 1, 64, 32), "bfloat16", (4, 32, 2, 1, 64, 2), 6, 2),
+        ([1500], layout(4, 1, 128, 16), "bfloat16", (4, 16, 3, 1, 16, 2), 40, 2),  # one, cut by all workers
+        ([5, 1000, 7], layout(4, 1, 128, 1), "float16", (8, 16, 3, 1, 64, 2), 7, 1),
+        (
+            [5, 1000, 7],
+            layout(3, 1, 128, 16),
+            "bfloat16",
+            (2, 16, 3, 1, 64, 2),
+            2,
+            3,
+        ),  # rings that are used again
+        ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256
+        (EDGES, layout(8, 1, 64, 16), "bfloat16", (2, 16, 3, 1, 64, 3, 2), 8, 2),  # clusters
+        ([1500, 3, 0, 700], layout(4, 1, 64, 16), "bfloat16", (2, 16, 2, 1, 64, 1, 4), 16, 2),
+        ([40] * 7, layout(6, 2, 128, 5), "float16", (2, 16, 2, 2, 16, 1, 2), 8, 0),
+        ([300], layout(4, 4, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 1, 2),  # fewer workers than key heads
+        (
+            [5, 17, 131, 1],
+            layout(3, 1, 64, 16),
+            "bfloat16",
+            (8, 16, 3, 1, 128, 2, 1, 256),
+            132,
+            2,
+        ),  # none is cut
+        (
+            [4, 0, 19],
+            layout(6, 2, 128, 5),
+            "float16",
+            (4, 16, 3, 1, 16, 0, 1, 64),
+            7,
+            0,
+        ),  # as many as workers
+        (
+            [5, 17, 65, 0],
+            layout(4, 1, 64, 16),
+            "bfloat16",
+            (4, 16, 3, 1, 16, 3, 1, 64),
+            6,
+            2,
+        ),  # one is longer
+        (
+            [9, 64, 0, 31],
+            layout(4, 1, 64, 16),
+            "float16",
+            (2, 16, 3, 1, 16, 1, 1, 64),
+            3,
+            2,
+        ),  # more than workers
+        ([64, 0, 33], layout(8, 2, 64, 16), "bfloat16", (2, 16, 3, 1, 16, 1, 2, 64), 17, 2),  # in clusters
+        ([0], layout(4, 4, 64, 1), "bfloat16", (2, 16, 2, 1, 16, 2, 1, 64), 5, 3),
+    ],
+)
+def test_the_kernel_by_lanes_of_a_cpu(
+    lens: list[int], dims: dict[str, Any], dtype: str, params: tuple[int, ...], sms: int, stale: int, tmp_path: Path
+) -> None:  # fmt: skip
+    """The text that NVRTC gets, with PTX by its meaning: indices, rings, barriers, shares, parts, tickets.
+
+    stale 2, 3: what is looked at before griddepcontrol.wait is nonsense. What is no sequence's is not a number.
+    """
+    case = Case("lanes", {"seq_lens": lens, **dims}, dtype)
+    args = make_args(SPEC, case)
+    unused = torch.ones(args[1].shape[0], dtype=torch.bool)
+    for row, n in zip(args[4], lens, strict=True):
+        unused[row[: -(-n // dims["block_size"])].long()] = False
+    for cache in args[1:3]:
+        cache[unused] = float("nan")
+    forwards, backwards = emulated_decode.decode(args, cuda._set(*params), sms, stale, tmp_path)
+    assert torch.equal(forwards, backwards), "who comes last changes the bits"
+    assert mismatch(SPEC, case, [forwards], [oracle(SPEC, args)[0]]) is None
+
+
+@needs_gxx
+def test_rows_in_wider_tensors(tmp_path: Path) -> None:
+    """q in a packed qkv, keys and values of a block beside each other, as in a host."""
+    case = Case("strided", {"seq_lens": [70, 3, 0, 200], **layout(8, 2, 128, 16)}, "bfloat16")
+    args = make_args(SPEC, case)
+    want = oracle(SPEC, args)[0]
+    packed = torch.cat([args[0], torch.full_like(args[0], float("nan"))], dim=1)
+    both = torch.stack(args[1:3], dim=1)
+    call = [packed[:, :8], both[:, 0], both[:, 1], *args[3:]]
+    assert cuda.refused(*call[:5]) is None and call[0].stride(0) == 2 * 8 * 128
+    for got in emulated_decode.decode(call, cuda.PARAMS[0], 2, 2, tmp_path):
+        assert mismatch(SPEC, case, [got], [want]) is None
+
+
+@needs_gxx
+def test_whole_sequences_take_no_tickets(tmp_path: Path) -> None:
+    """Where each has a worker and none has more keys than `whole`; a longer one is cut, and so are the others."""
+    for lens, cut in (([5, 64, 0, 31], False), ([5, 65, 0, 31], True)):
+        case = Case("whole", {"seq_lens": lens, **layout(4, 1, 64, 16)}, "bfloat16")
+        args, params = make_args(SPEC, case), cuda._set(2, 16, 3, 1, 16, 1, whole=64)
+        if cut:
+            with pytest.raises(RuntimeError, match="a ticket was taken"):
+                emulated_decode.decode(args, params, 6, 2, tmp_path, tickets=False)
+        else:
+            got = emulated_decode.decode(args, params, 6, 2, tmp_path, tickets=False)[0]
+            assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None
+
+
+def test_no_sequences() -> None:
+    args = make_args(SPEC, Case("none", {"seq_lens": [], **LLAMA}))
+    assert cuda.decode_cuda(*args).shape == (0, 32, 128)
+
+
+# -- sizes
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    group=st.integers(1, cuda.MAX_HEADS), head_size=st.sampled_from([64, 128]), batch=st.integers(1, cuda.MAX_BATCH),
+    params=st.sampled_from(cuda.PARAMS),
+)  # fmt: skip
+def test_sizes_fit_the_chip(group: int, head_size: int, batch: int, params: dict[str, int]) -> None:
+    q = torch.empty(batch, group, head_size, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(1, 16, 1, head_size, dtype=torch.bfloat16, device="meta")
+    for most in (1, 256, 257, 8192):
+        chosen = cuda.choose(q, cache, most)
+        assert chosen in cuda.PARAMS and cuda.fits(chosen, q, cache)
+    p = cuda.plan(params, q, cache)
+    if not cuda.has_room(p):
+        return
+    assert p.shared <= cuda.SHARED and p.seqs >= batch
+    assert p.resident >= 1 and p.resident * p.warps * 32 * 168 <= 1 << 16
+    if p.resident > 1:
+        assert p.resident * (p.shared + 1024) <= cuda.SHARED_OF_ALL
+
+
+def test_sets_are_different_and_have_room_for_llama() -> None:
+    assert len({tuple(p.values()) for p in cuda.PARAMS}) == len(cuda.PARAMS)
+    q, cache = make_args(SPEC, Case("room", {"seq_lens": [1], **LLAMA}))[:2]
+    for p in cuda.PARAMS:
+        assert cuda.fits(p, q, cache), p
+        assert p["keys"] in (16, 32) and p["stages"] >= 2 and 0 <= p["ahead"] <= p["stages"], p
+        assert (
+            p["warps"] <= 8
+            and p["cluster"] in (1, 2, 4, 8)
+            and p["per_sm"] >= 1
+            and p["least"] % p["keys"] == 0
+        ), p
+
+
+def test_workers_fill_the_chip() -> None:
+    def most(kv_heads: int, per_sm: int, cluster: int = 1) -> int:
+        return cuda.most_workers(kv_heads, {"per_sm": per_sm, "cluster": cluster}, 132)
+
+    assert most(8, 1) == 16 and most(8, 2) == 33 and most(8, 1, 8) == 2 and most(8, 1, 2) == 8
+    assert most(3, 1) == 44 and most(300, 1) == 1 and most(4, 2, 8) == 8
+
+
+def test_calls_of_few_keys_have_a_set_of_their_own() -> None:
+    def chosen(most: int, batch: int = 4, **dims: int) -> dict[str, int]:
+        q, cache = make_args(SPEC, Case("few", {"seq_lens": [1] * batch, **LLAMA, **dims}))[:2]
+        return cuda.choose(q, cache, most)
+
+    whole = cuda.FEW[256]
+    assert whole["whole"] == 256 and whole in cuda.PARAMS and "whole" not in cuda.PARAMS[0]
+    small = {"heads": 3, "kv_heads": 1, "head_size": 64}
+    assert chosen(131, **small) == chosen(256, 132, **small) == chosen(1, 16) == whole
+    assert chosen(257, **small) == chosen(256, 133, **small) == chosen(1, 17) == cuda.PARAMS[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.parametrize("params", cuda.PARAMS, ids=str)
+def test_every_set_compiles(params: dict[str, int]) -> None:
+    for dims, dtype in ((LLAMA, "bfloat16"), (layout(9, 3, 64, 1), "float16")):
+        args = make_args(SPEC, Case("compile", {"seq_lens": [1], **dims}, dtype))
+        told = ("--gpu-architecture=sm_90a", *cuda.plan(params, *args[:2]).options)
+        assert cuda_rtc.cubin(cuda.source(), told)[:4] == b"\x7fELF"
+
+
+# -- who takes which call
+
+
+def refusal(dtype: str = "bfloat16", lens: tuple[int, ...] = (3,), **dims: Any) -> str | None:
+    args = make_args(SPEC, Case("refused", {"seq_lens": list(lens), **LLAMA, **dims}, dtype))
+    return cuda.refused(*args[:5], *args[7:9])
+
+
+def test_refuses_with_a_reason() -> None:
+    assert refusal() is None and refusal("float16", head_size=64, block_size=5) is None
+    assert "float32" in str(refusal("float32"))
+    assert "the caches are torch.float8" in str(refusal("float8_e4m3fn", queries="bfloat16"))
+    assert "neither a window nor a softcap" in str(refusal(window_left=5))
+    assert "neither a window nor a softcap" in str(refusal(softcap=2.0))
+    assert "head size 96" in str(refusal(head_size=96))
+    assert "17 query heads on one key head are over 16" in str(refusal(heads=17, kv_heads=1))
+    assert "over 4096" in str(refusal(lens=(1,) * 4097, head_size=64, kv_heads=1, heads=1))
+    args = make_args(SPEC, Case("refused", {"seq_lens": [3], **LLAMA}))
+    for at, name in ((0, "q"), (1, "key_cache"), (2, "value_cache")):
+        wrong = list(args)
+        wrong[at] = torch.cat([args[at], args[at]], dim=-1)[..., 4:132]  # starts at 8 bytes
+        assert f"{name} has strides" in str(cuda.refused(*wrong[:5]))
+    assert "int32" in str(cuda.refused(*args[:3], args[3].long(), args[4]))
+    assert "rows of the block table" in str(
+        cuda.refused(*args[:4], args[4].t().contiguous().t().expand(4, -1).t())
+    )
+    wide = torch.empty(4096, 1 << 20, dtype=torch.int32, device="meta")
+    assert "too large" in str(cuda.refused(args[0].expand(4096, -1, -1), *args[1:4], wide))
+
+
+def test_without_a_hopper_it_is_passed_over() -> None:
+    args = make_args(SPEC, Case("cpu", {"seq_lens": [3], **LLAMA}))
+    assert cuda.supports_cuda(*args) is not None
+    provider = next(p for p in attention_decode.providers if p.name == "cuda-split")
+    assert "not on cpu" in str(provider.unavailable("cpu"))
+
+
+def test_a_capture_takes_it_only_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = make_args(SPEC, Case("captured", {"seq_lens": [3], **LLAMA}))
+    monkeypatch.setattr(cuda, "_loaded", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert cuda.not_loaded(*args[:2], 3) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "not loaded" in str(cuda.not_loaded(*args[:2], 3))
+    cuda._loaded.add(cuda._kind(*args[:2], 3))
+    assert cuda.not_loaded(args[0].repeat(16, 1, 1), args[1], 256) is None
+    assert "not loaded" in str(cuda.not_loaded(*args[:2], 257))  # of the other set
+    cuda._loaded.add(cuda._kind(*args[:2], 4096))
+    assert cuda.not_loaded(args[0].repeat(256, 1, 1), args[1], 3) is None
+    assert "not loaded" in str(cuda.not_loaded(args[0].repeat(257, 1, 1), args[1], 3))
+
+
+def test_it_comes_first_and_a_table_gives_it_its_sizes() -> None:
+    names = [p.name for p in attention_decode.providers]
+    assert names[:4] == ["cuda-split", "fa3", "triton", "triton-split"]
+    entry = Entry(
+        "attention_decode", {**LLAMA, "window": 0, "dtype": "bfloat16"}, {"batch": 8, "context": 4096}, "cuda-split",
+        params=cuda.PARAMS[1], speedup=1.2, ci95=(1.1, 1.3), baseline="fa3", run="r",
+    )  # fmt: skip
+    key = attention_decode.key
+    assert key is not None
+    args = make_args(SPEC, Case("key", {"seq_lens": [1] * 5, "max_seqlen_k": 3000, **LLAMA}))
+    found = tuned.lookup(key, [entry]).find(*key.of(*args))
+    assert found is entry
+    provider = next(p for p in attention_decode.providers if p.name == found.provider).bound(found.params)
+    assert provider.fn.keywords == cuda.PARAMS[1] and provider.out
+
+
+# -- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", cuda.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
+def test_on_the_gpu(params: dict[str, int]) -> None:
+    for dims in (LLAMA, layout(9, 3, 64, 1), layout(16, 1, 128, 5)):
+        case = Case("gpu", {"seq_lens": [*EDGES, 700, 3000], **dims})
+        args = make_args(SPEC, case, "cuda")
+        if (reason := cuda.supports_cuda(*args)) is not None:
+            pytest.skip(reason)
+        if not cuda.fits(params, *args):
+            continue
+        got = cuda.decode_cuda(*args, **params)
+        assert torch.equal(got, cuda.decode_cuda(*args, **params))
+        assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None

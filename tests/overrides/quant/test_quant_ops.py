@@ -1,0 +1,276 @@
+"""The float8 ops and merge_state beyond their cases: fused is unfused, layouts, the hosts' functions, errors."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.kernels.op_cases import make_args, mismatch, oracle
+
+from fastkernels.core import registry
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.attention import merge_state
+from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.quant import quantize_fp8, rms_norm_quant_fp8, silu_mul_quant_fp8
+
+FP8 = torch.float8_e4m3fn
+
+
+def randn(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def same(found: Any, wanted: Any) -> None:
+    """To the bit."""
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a.float(), b.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "how", [("static", -1), ("", -1), ("", 64), ("upper bound", -1), ("column-major", 32)], ids=str
+)
+def test_fused_is_unfused(how: tuple[str, int], dtype: torch.dtype) -> None:
+    kind, group = how
+    scale = torch.tensor([0.02]) if kind == "static" else None
+    scale_ub = torch.tensor([1.5]) if kind == "upper bound" else None
+    column_major = kind == "column-major"
+    x, weight = randn(9, 256).to(dtype), randn(128, seed=1).to(dtype)
+    residual = randn(9, 128, seed=2).to(dtype)
+    found = silu_mul_quant_fp8.silu_mul_quant_fp8(x, scale, group, scale_ub, 1 / 512, column_major)
+    same(found, quantize_fp8.quantize_fp8(silu_and_mul(x), scale, group, scale_ub, 1 / 512, column_major))
+    h, ours = x[:, 3:131], residual.clone()
+    args = (scale, group, ours, scale_ub, 1 / 512, column_major)
+    found = rms_norm_quant_fp8.rms_norm_quant_fp8(h, weight, 1e-5, *args)
+    y = rms_norm(h, weight, 1e-5, residual, None, False)
+    same(found, quantize_fp8.quantize_fp8(y, scale, group, scale_ub, 1 / 512, column_major))
+    assert torch.equal(ours, residual)
+
+
+def test_values_times_scales_are_the_input() -> None:
+    x = randn(7, 3, 256) * torch.logspace(-3, 3, 7)[:, None, None]
+    for group in (0, -1, 64):
+        q, scales = quantize_fp8.quantize_fp8(x, None, group)
+        width = x.shape[-1] // max(scales.shape[-1], 1) if group else x.shape[-1]
+        back = (q.float().unflatten(-1, (-1, width)) * (scales.unsqueeze(-1) if group else scales)).flatten(
+            -2
+        )
+        step = 2.0**-9 * (scales.max() if group == 0 else scales.repeat_interleave(width, dim=-1))
+        assert ((back - x).abs() <= x.abs() / 16 + step / 2).all()
+        largest = (back if group == 0 else back.unflatten(-1, (-1, width))).abs().float()
+        assert torch.allclose(largest.max(), x.abs().max()), "the largest value is kept"
+
+
+def test_powers_of_two() -> None:
+    x = torch.cat(
+        (randn(5, 128) * 100, torch.full((1, 128), 448.0), torch.full((1, 128), 449.0), torch.zeros(1, 128))
+    )
+    q, scales = quantize_fp8.quantize_fp8(x, None, 128, None, 1e-10, False, False, True)
+    exponents = scales.log2()
+    assert torch.equal(exponents, exponents.round()) and scales[5:7, 0].tolist() == [1, 2]
+    most = q.float().abs().amax(dim=-1)
+    assert ((most[:-1] >= 224) & (most[:-1] <= 448)).all() and most[-1] == 0
+
+
+def test_zeros_and_the_least_scale() -> None:
+    """vLLM's floor for tokens, both hosts' for groups, and SGLang's tokens of zeros, whose scale is 0."""
+    x = torch.zeros(2, 128).bfloat16()
+    x[1, 0] = 1e-4
+    for found, least in (
+        (quantize_fp8.vllm_scaled_fp8_quant(x, use_per_token_if_dynamic=True), 1 / (448 * 512)),
+        (quantize_fp8.vllm_per_token_group_quant_fp8(x, 128), 1e-10 / 448),
+        (quantize_fp8.sglang_per_token_quant_fp8(x), 0.0),
+    ):
+        q, scales = found
+        assert scales[0, 0].item() == pytest.approx(least) and not q[0].float().any()
+        assert q[1].float().isfinite().all() and q[1, 0].float() > 0
+    assert not quantize_fp8.quantize_fp8(x[:1], None, 0, None, 0.0)[0].float().any()
+    assert quantize_fp8.quantize_fp8(x[:0])[1].tolist() == [pytest.approx(1 / (448 * 512))]
+
+
+def test_scales_lie_where_the_hosts_want_them() -> None:
+    x = randn(5, 512)
+    plain = quantize_fp8.vllm_per_token_group_quant_fp8(x, 128)
+    for function, aligned in (
+        (quantize_fp8.vllm_per_token_group_quant_fp8, "tma_aligned_scales"),
+        (quantize_fp8.sglang_per_token_group_quant_fp8, "scale_tma_aligned"),
+    ):
+        for flag, stride in ((False, (1, 5)), (True, (1, 8))):
+            q, scales = function(x, 128, column_major_scales=True, **{aligned: flag})
+            assert scales.stride() == stride and torch.equal(scales, plain[1])
+            assert torch.equal(q.float(), plain[0].float())
+    layer = quantize_fp8.VllmQuantFP8(False, quantize_fp8.GroupShape(1, 128), None, True, True)
+    assert layer(x)[1].stride() == (1, 8)
+
+
+def test_padding_and_memory_that_is_given() -> None:
+    x, scale = randn(5, 64), torch.tensor(0.02)
+    q, scales = quantize_fp8.VllmQuantFP8(False, quantize_fp8.GroupShape(1, -1), 8)(x)
+    assert q.shape == (8, 64) and scales.shape == (8, 1) and not q[5:].float().any()
+    q, same_scale = quantize_fp8.sglang_scaled_fp8_quant(x, scale, 7)
+    assert q.shape == (7, 64) and same_scale is scale
+    assert quantize_fp8.sglang_static_quant_fp8(x, scale, True)[1].shape == (5, 1)
+    out_q, out_s = torch.zeros(5, 64).to(FP8), torch.zeros(5, 1)
+    found = quantize_fp8.sglang_per_token_quant_fp8(x, output_q=out_q, output_s=out_s)
+    assert found[0] is out_q and found[1] is out_s and out_s.all() and out_q.float().any()
+    out = torch.ones(5, 32).to(FP8)
+    silu_mul_quant_fp8.sglang_silu_mul_static_tensorwise_quant_for_cutlass_moe(
+        x, out, scale, torch.tensor([3]), 5, 32
+    )
+    assert torch.equal(out[:3].float(), silu_mul_quant_fp8.silu_mul_quant_fp8(x, scale)[0][:3].float())
+    assert (out[3:].float() == 1).all(), "rows behind num_tokens_tensor stay"
+
+
+def test_sglang_norm_leaves_the_residual() -> None:
+    x, weight, residual = randn(3, 64), randn(64, seed=1), randn(3, 64, seed=2)
+    before = residual.clone()
+    (q, scales), new = rms_norm_quant_fp8.sglang_fused_rmsnorm_fp8_per_token_quant(x, weight, 1e-5, residual)
+    assert torch.equal(residual, before) and torch.equal(new, x + residual) and scales.shape == (3, 1)
+    same((q, scales), rms_norm_quant_fp8.sglang_fused_rmsnorm_fp8_per_token_quant(new, weight, 1e-5))
+    theirs = rms_norm_quant_fp8.vllm_rms_norm_dynamic_per_token_quant(x, weight, 1e-5, FP8, None, residual)
+    same(theirs, (q, scales))
+    assert torch.equal(residual, new)
+
+
+X = torch.ones(4, 64)
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: quantize_fp8.quantize_fp8(X, None, 48), "64 columns are not a multiple of group_size 48"),
+        (lambda: quantize_fp8.quantize_fp8(X, None, -2), "group_size -2 is neither"),
+        (lambda: quantize_fp8.quantize_fp8(X, torch.ones(4)), r"one value, got shape \(4,\)"),
+        (
+            lambda: quantize_fp8.VllmQuantFP8(True, quantize_fp8.GroupShape(1, -1)),
+            r"static scales of group_shape \(1,",
+        ),
+        (
+            lambda: quantize_fp8.VllmQuantFP8(False, quantize_fp8.GroupShape(-1, 1)),
+            r"group_shape \(-1, 1\) is not",
+        ),
+        (
+            lambda: quantize_fp8.VllmQuantFP8(True, quantize_fp8.GroupShape(-1, -1))(X),
+            "a scale is for static",
+        ),
+        (
+            lambda: quantize_fp8.sglang_per_token_group_quant_fp8(X, 64, masked_m=X),
+            r"masked_m=Tensor\(4, 64\) is not supported",
+        ),
+        (
+            lambda: quantize_fp8.sglang_per_token_group_quant_fp8(X, 64, 1e-10, True, True, True),
+            "scale_ue8m0=True is not supported",
+        ),
+        (
+            lambda: quantize_fp8.sglang_per_token_quant_fp8(X, torch.int8),
+            r"dtype=torch.int8 is not supported",
+        ),
+        (lambda: silu_mul_quant_fp8.silu_mul_quant_fp8(X[:, :3]), r"2 \* d\], got shape \(4, 3\)"),
+        (lambda: silu_mul_quant_fp8.silu_mul_quant_fp8(X, None, 0), "must be given"),
+        (
+            lambda: silu_mul_quant_fp8.vllm_silu_mul_per_token_group_quant_fp8_colmajor(X, clamp_limit=7.0),
+            "clamp_limit=7.0 is not supported",
+        ),
+        (lambda: rms_norm_quant_fp8.rms_norm_quant_fp8(X, torch.ones(3), 1e-5), r"weight \(3,\) is not of"),
+        (lambda: merge_state.merge_state(X, X, X, X, X), r"must be \[T, Q, D\], got shape \(4, 64\)"),
+    ],
+)
+def test_what_cannot_be_is_said(ask: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ask()
+
+
+def test_truncation_is_no_rounding() -> None:
+    """The tolerance of float8 outputs is half a step: a kernel that cuts bits off does not pass."""
+    spec = registry.get("quantize_fp8")
+    case = next(c for c in spec.cases if c.name == "token_1000")
+    args = make_args(spec, case)
+    want = oracle(spec, args)
+    q, scales = spec.op(*args)
+    assert mismatch(spec, case, [q, scales], want) is None
+    too_far = q.float().abs() > want[0].abs()
+    cut = torch.where(too_far & (q.float() != 0), q.view(torch.uint8) - 1, q.view(torch.uint8)).view(FP8)
+    assert "values wrong" in (mismatch(spec, case, [cut, scales], want) or "")
+    assert "values wrong" in (mismatch(spec, case, [q, scales * (1 + 1e-5)], want) or "")
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, Q, D] and [S, Q, D]: the output and the log of the sum of exponentials [T, Q]."""
+    scores = torch.einsum("tqd,sqd->tqs", q, k)
+    return torch.einsum("tqs,sqd->tqd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def test_merged_halves_are_the_whole() -> None:
+    q, k, v = randn(9, 3, 16), randn(21, 3, 16, seed=1), randn(21, 3, 16, seed=2)
+    first, second, (whole, lse) = attend(q, k[:8], v[:8]), attend(q, k[8:], v[8:]), attend(q, k, v)
+    out, out_lse = merge_state.sglang_merge_state(*first, *second)
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(out_lse, lse)
+    vllm, vllm_lse = torch.empty_like(whole), torch.empty(3, 9)
+    merge_state.vllm_merge_attn_states(
+        vllm, first[0], first[1].t().contiguous(), second[0], second[1].t().contiguous(), vllm_lse, 5
+    )
+    torch.testing.assert_close(vllm[:5], whole[:5])
+    torch.testing.assert_close(vllm_lse[:, :5], lse.t()[:, :5])
+    assert torch.equal(vllm[5:], second[0][5:]) and torch.equal(vllm_lse[:, 5:], second[1].t()[:, 5:])
+    small, scale = torch.zeros(9, 3, 16).to(FP8), torch.tensor([0.01])
+    merge_state.merge_state(*first, *second, small, None, None, scale)
+    assert torch.equal(small.float(), quantize_fp8.quantize_fp8(out, scale)[0].float())
+
+
+def test_a_side_without_keys_does_not_count() -> None:
+    p, s = torch.full((4, 1, 8), math.nan), randn(4, 1, 8)
+    p_lse = torch.tensor([[-math.inf], [math.inf], [-math.inf], [0.5]])
+    s_lse = torch.tensor([[1.0], [2.0], [-math.inf], [-math.inf]])
+    p[3], s[2:] = 1.0, math.nan
+    out, lse = merge_state.sglang_merge_state(p, p_lse, s, s_lse)
+    assert torch.equal(out[:2], s[:2]) and (out[2] == 0).all() and (out[3] == 1).all()
+    assert lse.flatten().tolist() == [1, 2, -math.inf, 0.5]
+
+
+# Many pairs of token and head are done in tiles, with last tokens that do not fill one: none is left out, and what a
+# side without keys holds, which is read, does not count.
+TILES = """
+import math
+import torch
+from fastkernels import registry
+from fastkernels.overrides.attention import merge_state
+from fastkernels.core.spec import Case
+
+seen = []
+launch = merge_state.launch_kernel
+merge_state.launch_kernel = lambda *a, **rest: (seen.append((a[1], rest["ROWS"], rest["HEADS"])), launch(*a, **rest))
+for heads_first, grid, heads_of in ((True, 8 * 36, 2), (False, 31 * 9, 8)):
+    dims = {"tokens": 61, "heads": 72, "head_size": 16, "heads_first": heads_first, "empty": True, "context": 50}
+    args = merge_state.SPEC.inputs(Case("", dims, "float32"), "cpu", torch.Generator().manual_seed(0))
+    for side in (0, 2):
+        args[side][args[side + 1].abs() == math.inf] = math.nan
+    args[4].fill_(math.nan), args[5].fill_(math.nan)
+    out, lse = merge_state.reference(*args)
+    merge_state._triton(*args)
+    assert seen.pop() == ((grid,), 16, heads_of)
+    torch.testing.assert_close(args[4], out, equal_nan=True)
+    torch.testing.assert_close(args[5], lse)
+    assert not args[4][:50].isnan().any()
+"""
+
+
+def test_tiles_have_every_token_and_head_once() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", TILES], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_float8_output_has_its_own_tolerance() -> None:
+    spec = registry.get("quantize_fp8")
+    case = SimpleNamespace(dtype="bfloat16")
+    assert spec.tolerance_for(case, FP8) == spec.tolerance["float8_e4m3fn"]
+    assert spec.tolerance_for(case, torch.float32) == spec.tolerance["bfloat16"]
+    other = registry.get("rms_norm")
+    assert other.tolerance_for(case, torch.float32) == other.tolerance["bfloat16"]

@@ -1,0 +1,188 @@
+"""rope_store_kvcache: the same bits as the ops that it stands for, and when a layer lets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.kernels.op_cases import make_args
+from support.modules import CONFIG, bind_cache, fill, metadata, randn
+
+from fastkernels.core import dispatch, registry
+from fastkernels.core.dispatch import OPS
+from fastkernels.core.forward_context import forward_context
+from fastkernels.core.spec import Case
+from fastkernels.overrides.block.llama_decoder_layer import VllmLlamaDecoderLayer
+from fastkernels.overrides.block.qwen3_decoder_layer import VllmQwen3DecoderLayer
+from fastkernels.overrides.cache import store_kvcache
+from fastkernels.overrides.norm import rms_norm
+from fastkernels.overrides.rope import rope_store_kvcache, rotary_emb
+
+SPEC = registry.get("rope_store_kvcache")
+ODD = [case for case in SPEC.cases if "odd" in case.tags]
+SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "rope_store_cases.py"
+ASKED = "rope_store_kvcache:reference"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in ("FASTKERNELS_PROVIDER", "FASTKERNELS_DISABLE", "FASTKERNELS_STRICT"):
+        monkeypatch.delenv(variable, raising=False)
+    yield
+    monkeypatch.undo()
+    for op in OPS.values():
+        op.set_candidate(None)
+        op.reset()
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda c: c.name)
+def test_reference_has_the_bits_of_the_ops_apart(case: Any) -> None:
+    args = make_args(SPEC, case)
+    _, query, key, value, *caches = (a.clone() for a in args[:6])
+    slots, table, neox, q_weight, k_weight, eps, *scales = args[6:]
+    if q_weight is not None:
+        query = rms_norm._reference(query, q_weight, eps, None, None, False)
+        key = rms_norm._reference(key, k_weight, eps, None, None, False)
+    rotary_emb._reference(args[0], query, key, query.shape[-1], table, neox)
+    store_kvcache._reference(key, value, *caches, slots, *scales)
+    rope_store_kvcache._reference(*args)
+    for got, want in zip((args[1], *args[4:6]), (query, *caches), strict=True):
+        assert torch.equal(got.float(), want.float())
+
+
+def test_kernel_has_the_bits_of_the_kernels_apart() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
+    assert len(found) == len(ODD) and {c: p for c, p in found.items() if p} == {}
+
+
+def test_what_does_not_go_together_is_said() -> None:
+    args = make_args(SPEC, ODD[1])
+    for i, wrong, message in (
+        (0, args[0][1:], "positions"),
+        (3, args[3][1:], "key and value"),
+        (6, args[6][1:], "slot_mapping"),
+        (9, torch.ones(64), "both or not at all"),
+        (7, torch.ones(4096, 128), "rotary_dim 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rope_store_kvcache.rope_store_kvcache(*args[:i], wrong, *args[i + 1 :])
+
+
+# -- in a layer
+
+
+def ran(kind: str) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Outputs and cache of a layer's prefill and decode, and which ops were called."""
+    layer: Any = {
+        "llama": lambda: VllmLlamaDecoderLayer(None, "model.layers.0", config=CONFIG),
+        "qwen3": lambda: VllmQwen3DecoderLayer(CONFIG, prefix="model.layers.0"),
+    }[kind]()
+    fill(layer)
+    bind_cache(layer, 8, 4)
+    for op in OPS.values():
+        op.calls = 0
+    outs = []
+    with torch.inference_mode():
+        for queries, lengths in (([5, 3], [5, 3]), ([1, 1], [6, 4])):
+            step = metadata(queries, lengths, 4)
+            positions = torch.cat([torch.arange(k - n, k) for n, k in zip(queries, lengths, strict=True)])
+            with forward_context(step):
+                outs += layer(positions, randn(len(positions), CONFIG.hidden_size, seed=sum(lengths)), None)
+    names = ("rope_store_kvcache", "rotary_emb", "store_kvcache")
+    return [*outs, *layer.self_attn.attn.kv_cache], {name: OPS[name].calls for name in names}
+
+
+FUSED = {"rope_store_kvcache": 2, "rotary_emb": 0, "store_kvcache": 0}
+APART = {"rope_store_kvcache": 0, "rotary_emb": 2, "store_kvcache": 2}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_layer_gives_the_same_bits_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, calls = ran(kind)
+    assert calls == APART  # a CPU gains nothing
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", ASKED)
+    OPS["rope_store_kvcache"].reset()
+    got, calls = ran(kind)
+    assert calls == FUSED
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_DISABLE", "rope_store_kvcache")
+
+
+def _named_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", f"{ASKED},store_kvcache:reference")
+
+
+def _candidate_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary_emb.rotary_emb.set_candidate(rotary_emb._reference)
+
+
+def _candidate_of_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    rms_norm.rms_norm.set_candidate(rms_norm._reference)
+
+
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_around", lambda op, provider: provider)
+
+
+def _other_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer's own is a subclass of ours, as where a candidate's class was put in."""
+    ours = rotary_emb.VllmRotaryEmbedding
+    live = type("VllmRotaryEmbedding", (ours,), {"forward": ours.forward})
+    monkeypatch.setattr(rotary_emb, "VllmRotaryEmbedding", live)
+
+
+@pytest.mark.parametrize(
+    "asked", [_off, _named_part, _candidate_of_a_part, _candidate_of_a_norm, _recorded, _other_class]
+)
+def test_it_stands_back_where_a_part_is_asked_for(
+    asked: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", ASKED)
+    asked(monkeypatch)
+    for op in OPS.values():
+        op.forget()
+    _, calls = ran("qwen3")
+    assert calls == APART
+
+
+def test_a_norm_that_a_model_does_not_have_keeps_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", ASKED)
+    _candidate_of_a_norm(monkeypatch)
+    OPS["rope_store_kvcache"].reset()
+    assert ran("llama")[1] == FUSED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("norms", [False, True])
+def test_on_the_gpu(tokens: int, norms: bool) -> None:
+    dims = {"tokens": tokens, "heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16, "norms": norms}
+    args = make_args(SPEC, Case("gpu", dims), "cuda")
+    _, query, key, value, *caches = (a.clone() for a in args[:6])
+    if norms:
+        query, key = (
+            rms_norm._triton(x, w, args[11], None, None, False)
+            for x, w in ((query, args[9]), (key, args[10]))
+        )
+    rotary_emb._triton(args[0], query, key, 128, args[7], True)
+    store_kvcache._triton(key, value, *caches, args[6])
+    rope_store_kvcache._triton(*args)
+    for got, want in zip((args[1], *args[4:6]), (query, *caches), strict=True):
+        if norms:
+            # Apart, a norm is rounded before it is turned: half a unit of up to 4, in both of a pair.
+            torch.testing.assert_close(got.float(), want.float(), rtol=1.6e-2, atol=1.6e-2)
+        else:
+            assert torch.equal(got, want)

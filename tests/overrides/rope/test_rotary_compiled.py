@@ -1,0 +1,78 @@
+"""rotary_emb under torch.compile: new tensors instead of changed ones, so that nothing is copied around the op."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from fastkernels.core.spec import Case
+from fastkernels.overrides.rope import rotary_emb as module
+from fastkernels.overrides.rope.rotary_calls import inputs
+from fastkernels.overrides.rope.rotary_emb import rotary_emb
+
+WHOLE = {"tokens": 5, "heads": 4, "kv_heads": 2, "head_size": 16}
+DIMS = [WHOLE, {**WHOLE, "rotary_dim": 6, "neox": False}, {**WHOLE, "by_head": True}]
+
+
+def arguments(dims: dict[str, Any]) -> list[Any]:
+    return inputs(Case("c", dims, "float32"), "cpu", torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=["triton", "reference", "candidate"])
+def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the interpreter is off")
+    found = next(p for p in rotary_emb.providers if p.name in (request.param, "reference"))
+    rotary_emb.set_candidate(found.fn)  # without `out`, as anybody's
+    if request.param != "candidate":
+        rotary_emb.set_candidate(None)
+        monkeypatch.setenv("FASTKERNELS_PROVIDER", f"rotary_emb:{request.param}")
+        rotary_emb.reset()
+    yield request.param
+    rotary_emb.set_candidate(None)
+    rotary_emb.reset()
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_new_tensors_and_the_old_ones_as_they_were(dims: dict[str, Any], provider: str) -> None:
+    args = arguments(dims)
+    before = [t.clone() for t in args[1:3]]
+    found = torch.ops.fastkernels.rotary_emb_functional(*args)
+    want = module.reference(*args)
+    assert rotary_emb.calls == 1
+    for new, right, old, was in zip(found, want, args[1:3], before, strict=True):
+        assert new.is_contiguous() and torch.equal(old, was)
+        torch.testing.assert_close(new, right)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is what it runs")
+def test_the_kernel_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", __file__, "-k", "triton"]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "SKIPPED" not in done.stdout, done.stdout
+
+
+def test_a_compiled_layer_copies_nothing_around_it() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    rope = module.VllmRotaryEmbedding(16, 16, 64, 10000.0, True, torch.float32)
+    weight = torch.randn(32, 128)
+
+    def layer(positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = (x @ weight).split([64, 32, 32], dim=-1)
+        return (*rope(positions, q, k), v)
+
+    x, positions = torch.randn(5, 32), torch.arange(5)
+    compiled = torch.compile(layer, fullgraph=True, options={"enable_auto_functionalized_v2": False})
+    with torch.no_grad():
+        found, code = run_and_get_code(compiled, positions, x)
+        want = layer(positions, x)
+    for new, right in zip(found, want, strict=True):
+        torch.testing.assert_close(new, right)
+    assert "rotary_emb_functional" in code[0] and "cpp_fused" not in code[0], code[0]

@@ -1,0 +1,89 @@
+"""Ops that claim it give a token the same result, bit for bit, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fastkernels.core import registry
+from fastkernels.overrides.activation.gelu import gelu
+from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
+from fastkernels.overrides.activation.quick_gelu import quick_gelu
+from fastkernels.overrides.activation.relu2 import relu2
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
+from fastkernels.overrides.norm.l2_norm import l2_norm
+from fastkernels.overrides.norm.layer_norm import layer_norm
+from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
+from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
+from fastkernels.overrides.rope.rotary_emb import rotary_emb
+
+HIDDEN, HEAD = 1128, 64
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """Positions are a function of the token, not of its place in the batch."""
+    q = x[:, : 2 * HEAD].clone()
+    table = torch.linspace(-1, 1, 100 * HEAD, device=x.device).view(100, HEAD)
+    rotary_emb((x[:, 0].abs() * 20).long().clamp(max=99), q, None, HEAD, table.to(x.dtype), True)
+    return q
+
+
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    """Queries and keys as they are behind it; each token has a block of its own."""
+    q, k, v = (x[:, i * 2 * HEAD : (i + 1) * 2 * HEAD].reshape(-1, 2, HEAD).clone() for i in range(3))
+    table = torch.linspace(-1, 1, 100 * HEAD, device=x.device).view(100, HEAD).to(x.dtype)
+    caches = [torch.zeros(len(x), 1, 2, HEAD, dtype=x.dtype, device=x.device) for _ in range(2)]
+    positions, weight = (x[:, 0].abs() * 20).long().clamp(max=99), _weight(x)[:HEAD]
+    rope_store_kvcache(
+        positions, q, k, v, *caches, torch.arange(len(x), device=x.device), table, True, weight, weight
+    )
+    return torch.cat([q, *(cache[:, 0] for cache in caches)], dim=1)
+
+
+def _weight(x: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0.5, 2, HIDDEN, device=x.device).to(x.dtype)
+
+
+RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rms_norm": lambda x: rms_norm(x, _weight(x), 1e-6),
+    "gemma_rms_norm": lambda x: gemma_rms_norm(x, _weight(x), 1e-6),
+    "layer_norm": lambda x: layer_norm(x, _weight(x), _weight(x), 1e-6),
+    "gelu_and_mul": lambda x: gelu_and_mul(x, "tanh"),
+    "gelu": lambda x: gelu(x, "tanh"),
+    "quick_gelu": quick_gelu,
+    "relu2": relu2,
+    "l2_norm": l2_norm,
+    "t5_layer_norm": lambda x: t5_layer_norm(x, _weight(x), 1e-6),
+    "silu_and_mul": silu_and_mul,
+    "rotary_emb": _rotated,
+    "rope_store_kvcache": _stored,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On the CPU, threads cut a row in two, and PyTorch computes exp by another code at the cut."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_op_that_claims_it_is_here() -> None:
+    claimed = {name for name in registry.op_names() if registry.get(name).batch_invariant}
+    assert claimed - {"embedding", "store_kvcache"} == set(RUNS)  # those two copy
+    assert not claimed & {"linear", "attention", "attention_decode", "attention_prefill", "logits_processor"}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_token_alone_and_in_a_batch(name: str, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(131, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    together = RUNS[name](x)
+    for rows in (slice(0, 1), slice(77, 78), slice(5, 68)):
+        assert torch.equal(RUNS[name](x[rows]), together[rows])

@@ -1,0 +1,49 @@
+"""Element-wise kernels, interpreted: on large tensors, whose programs have larger tiles, and on every number."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+LARGE = """
+import torch
+from fastkernels.overrides.activation import gelu, relu2
+from fastkernels.overrides.kit import elementwise as _elementwise
+_elementwise.LARGE = 1
+for shape, strided in (((3, 5000), False), ((2, 4096), True), ((1, 4097), False)):
+    x = torch.randn(shape[0], 2 * shape[1])[:, : shape[1]] if strided else torch.randn(shape)
+    assert torch.allclose(gelu._triton(x), torch.nn.functional.gelu(x), atol=1e-5)
+    assert torch.equal(relu2._triton(x), torch.relu(x).square())
+"""
+
+
+CDF = """
+import torch
+from fastkernels.overrides.activation import gelu, gelu_and_mul
+x = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16)  # every number, infinities and those that are none
+exact = x.double() * torch.special.ndtr(x.double())
+got, own = gelu._triton(x), exact.half()
+assert torch.equal(got.isnan(), own.isnan()) and torch.equal(got.isinf(), own.isinf())
+known = own.isfinite()
+apart = (got.double() - exact).abs()[known]
+limit = (own.double() - exact).abs()[known] + 4e-7 + 2e-5 * exact.abs()[known]
+assert bool((apart <= limit).all()), (apart - limit).max()
+assert (got != own)[known].float().mean() < 0.05  # nearly always the number that exact is rounded to
+pair = torch.cat([x, torch.ones_like(x)])
+assert torch.equal(gelu_and_mul._triton(pair)[known], got[known])
+"""
+
+
+def interpret(code: str) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_large_tiles_leave_nothing_out() -> None:
+    interpret(LARGE)
+
+
+def test_the_exact_gelu_of_every_number_of_16_bits() -> None:
+    interpret(CDF)

@@ -1,0 +1,97 @@
+"""Kernels that may start early wait first: of every kernel that is launched so, and on a GPU what comes out of it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastkernels.overrides
+from fastkernels.overrides.kit.overlap import MOST, overlap, overlaps
+
+FILES = sorted(Path(fastkernels.overrides.__file__).parent.rglob("*.py"))
+
+
+def kernels(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    """{name: function} of those with triton.jit."""
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    return {n.name: n for n in found if any("jit" in ast.unparse(d) for d in n.decorator_list)}
+
+
+def launched_early(tree: ast.Module) -> set[str]:
+    """Kernels of `launch_kernel(name, ...)`, `name[grid](..., **overlap(device))`, `_elementwise.launch(name, ...)`."""
+    names = set()
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+        starred = [ast.unparse(k.value) for k in call.keywords if k.arg is None]
+        if any(s.startswith("overlap(") for s in starred) and isinstance(call.func, ast.Subscript):
+            names.add(ast.unparse(call.func.value))
+        if ast.unparse(call.func) in ("_elementwise.launch", "launch_kernel"):
+            names.add(ast.unparse(call.args[0]))
+    return names - {"kernel"}
+
+
+def test_every_kernel_that_starts_early_waits_first() -> None:
+    count = 0
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        found, early = kernels(tree), launched_early(tree)
+        for name in early:
+            first = next(
+                s for s in found[name].body if not isinstance(s, ast.Expr) or "follow" in ast.unparse(s)
+            )
+            assert ast.unparse(first) == "follow(OVERLAP)", f"{path.name}: {name}"
+            assert "OVERLAP" in [a.arg for a in found[name].args.args], f"{path.name}: {name}"
+            count += 1
+        waiting = {n for n, f in found.items() if any("follow(OVERLAP)" in ast.unparse(s) for s in f.body)}
+        assert waiting == early, path.name
+    assert count > 20
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule alone: the chip is made up."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for value, early in (("0", False), ("1", True), ("", True)):
+        monkeypatch.setenv("FASTKERNELS_OVERLAP", value)
+        overlaps.cache_clear()
+        assert overlaps(torch.device("cuda", 0)) is early
+        assert overlap(torch.device("cuda", 0)).get("launch_pdl", False) is early
+        assert overlap(torch.device("cuda", 0), (MOST, 2)) == {"OVERLAP": False}
+        assert overlap(torch.device("cuda", 0), early=False) == {"OVERLAP": False}
+        assert not overlaps(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    overlaps.cache_clear()
+    assert overlap(torch.device("cuda", 0)) == {"OVERLAP": False}
+    overlaps.cache_clear()
+
+
+@pytest.mark.gpu
+def test_a_chain_has_the_bits_of_calls_one_by_one() -> None:
+    """Kernels that read what the one before has just written, in a graph, many times: nothing is read too early."""
+    from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+    from fastkernels.overrides.norm.rms_norm import rms_norm
+
+    weight = torch.rand(4096, device="cuda", dtype=torch.bfloat16) + 0.5
+    x = torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def chain(x: torch.Tensor, alone: bool) -> torch.Tensor:
+        for _ in range(50):
+            y = silu_and_mul(x)
+            if alone:
+                torch.cuda.synchronize()
+            y = rms_norm(y, weight, 1e-5)
+            if alone:
+                torch.cuda.synchronize()
+            x = torch.cat([y, y.flip(0)], dim=-1)
+        return x
+
+    want = chain(x, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x, False)
+    for _ in range(20):
+        got.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)

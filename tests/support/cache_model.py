@@ -1,0 +1,90 @@
+"""An executor without a model: it keeps the KV cache as a list of tokens and reads sequences back through the block
+tables, so that a block that is shared while it is written, freed too early or named wrongly gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastkernels.engine.execution.step import SAMPLED, StepInput, StepOutput
+
+VOCAB = 50
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """What the 'model' says after these tokens."""
+    value = 7
+    for token in token_ids:
+        value = (value * 31 + int(token) + 1) % 1000003
+    return value % VOCAB
+
+
+def continuation(prompt: Sequence[int], num: int) -> list[int]:
+    """The next `num` tokens after a prompt."""
+    found = list(prompt)
+    for _ in range(num):
+        found.append(next_token(found))
+    return found[len(prompt) :]
+
+
+@dataclass
+class Done:
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+class CacheModel:
+    """The ranks' side of a step."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int):
+        self.block_size, self.budget = block_size, max_num_batched_tokens
+        self.cache = np.full(num_blocks * block_size, -1, np.int64)
+        self.tables = np.zeros((max_num_seqs, num_blocks), np.int64)
+        self.last = np.full(max_num_seqs, -1, np.int64)
+        self.computed_tokens = 0
+
+    def launch(self, step: StepInput) -> Done:
+        assert 0 < step.query_lens.sum() == len(step.input_ids) <= self.budget
+        assert len(set(step.slots.tolist())) == len(step.slots), "a slot has two rows"
+        assert (step.query_lens[: step.num_decodes] == 1).all() and (
+            step.query_lens[step.num_decodes :] > 1
+        ).all()
+        for row in step.new_rows:
+            self.tables[row.slot] = 0
+        for slot, column, block in step.block_updates.tolist():
+            assert block > 0
+            self.tables[slot, column] = block
+        ids = self._input_ids(step)
+        self._store(step, ids)
+        found = [self._sample(slot, length) for slot, length in zip(step.slots, step.seq_lens, strict=True)]
+        self.last[step.slots] = found
+        self.computed_tokens += len(ids)
+        return Done(StepOutput(np.array(found)))
+
+    def _input_ids(self, step: StepInput) -> np.ndarray:
+        rows = np.repeat(step.slots, step.query_lens)
+        return np.where(step.input_ids == SAMPLED, self.last[rows], step.input_ids)
+
+    def _store(self, step: StepInput, ids: np.ndarray) -> None:
+        written: dict[int, int] = {}
+        at = 0
+        for slot, count, length in zip(step.slots, step.query_lens, step.seq_lens, strict=True):
+            for position in range(length - count, length):
+                block = self.tables[slot, position // self.block_size]
+                assert block > 0, "a token without a block"
+                place = int(block) * self.block_size + position % self.block_size
+                assert place not in written, "two rows write the same place"
+                written[place] = self.cache[place] = ids[at]
+                at += 1
+
+    def _sample(self, slot: int, length: int) -> int:
+        positions = np.arange(length)
+        places = (
+            self.tables[slot, positions // self.block_size] * self.block_size + positions % self.block_size
+        )
+        return next_token(self.cache[places])

@@ -1,0 +1,64 @@
+"""`make bench-h200` run with commands that are printed, for tests of what it plans."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_SET = (
+    "MODEL", "FP8_MODEL", "ONLY", "GPUS", "LIMIT", "QUICK", "CUDA_VISIBLE_DEVICES", "TABLES", "VLLM_ENGINE",
+    "SGLANG_ENGINE",
+)  # fmt: skip
+
+
+# what a Python answers that has both hosts, and us in them
+ANSWER = """#!/bin/sh
+echo '{"versions": {}, "plugins": ["vllm.general_plugins", "sglang.srt.plugins"], "modules": ["vllm", "sglang"]}'
+"""
+
+
+@functools.cache
+def given(root: Path) -> dict[str, str]:
+    """Folders and Pythons that are there, all else is made up."""
+    folder = root / "given"
+    for name in ("t", "s", "v", "g"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in ("v", "g"):
+        (folder / name / "python").write_text(ANSWER)
+        (folder / name / "python").chmod(0o755)
+    (folder / "t/tokenizer.json").write_text("{}")
+    return {
+        "TOKENIZER": f"{folder}/t", "TEXT_MODEL": f"{folder}/s", "VLLM": f"{folder}/v/python",
+        "SGLANG": f"{folder}/g/python",
+    }  # fmt: skip
+
+
+def planned(out: Path, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in NOT_SET}
+    env |= {"RUN": "echo", "OUT": str(out), "GPUS": "0,1,2,3", **given(out.parent), **more}
+    command = [sys.executable, *flags, str(ROOT / "bench/h200.py")]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def commands(done: subprocess.CompletedProcess[str]) -> dict[str, list[list[str]]]:
+    """{part: its commands, from the interpreter on}; those of tables under ''."""
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[list[str]]] = {"": []}
+    name = ""
+    for line in done.stdout.splitlines():
+        if line.startswith("== "):
+            name = line[3:].partition(":")[0]
+            assert name not in found
+            found[name] = []
+        elif line.startswith("env "):
+            words = shlex.split(line)
+            words = words[
+                next(i for i, w in enumerate(words) if w.endswith("python") or w == sys.executable) :
+            ]
+            found["" if "tables" in words else name].append(words)
+    return found

@@ -1,0 +1,148 @@
+"""What Triton would compile for calls of our ops, as on an H200: nothing is compiled, and nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from support.kernels.made_up_chip import MadeUp
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fastkernels.core import registry
+from fastkernels.overrides.embedding.logits_processor import _finish_triton
+from fastkernels.overrides.kit import overlap as _overlap
+from fastkernels.overrides.moe.moe_align import padded_size
+
+BF16, F32 = torch.bfloat16, torch.float32
+Model = dict[str, int]
+LLAMA: Model = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
+QWEN: Model = {"hidden": 4096, "inner": 12288, "heads": 32, "kv_heads": 8, "vocab": 151936}
+MIXTRAL: Model = {"hidden": 4096, "inner": 14336, "experts": 8, "topk": 2}
+HEAD = 128
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+@contextmanager
+def compiled() -> Iterator[set[str]]:
+    """The kernels that Triton would compile inside, each by its name, constants and what is known of its arguments."""
+    found: set[str] = set()
+
+    def note(kernel: Any, key: str, *_: Any) -> Any:
+        found.add(f"{kernel.__name__} {key}")
+        return SimpleNamespace(run=nothing, function=None, packed_metadata=None, launch_metadata=nothing)
+
+    chip = MadeUp()
+    chip.device = 1000  # which has no kernel yet
+    with (
+        patch.object(driver, "_active", chip),
+        patch.object(_overlap, "_quick", True),
+        patch.object(_overlap, "_compiled", {}),
+        patch.object(_overlap, "overlaps", lambda device: True),
+        patch.object(JITFunction, "_do_compile", note),
+    ):
+        yield found
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def triton(name: str, *args: Any) -> Any:
+    """The op by its Triton provider."""
+    return next(p for p in registry.get(name).op.providers if p.name == "triton").fn(*args)
+
+
+def _heads(m: Model, tokens: int, qkv: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values [T, heads, D], parts of one tensor as in the hosts."""
+    parts = qkv.split([m["heads"] * HEAD, m["kv_heads"] * HEAD, m["kv_heads"] * HEAD], dim=-1)
+    return [part.view(tokens, -1, HEAD) for part in parts]
+
+
+def step(m: Model, tokens: int, fp8: bool, norms: bool = False) -> None:
+    """A prompt of so many tokens through one layer of a dense model: what hosts call that is ours, and the like."""
+    h, i = m["hidden"], m["inner"]
+    x, residual, weight = empty(tokens, h), empty(tokens, h), empty(h)
+    triton("embedding", empty(tokens, dtype=torch.int64), empty(m["vocab"], h))
+    triton("rms_norm", x, weight, 1e-5)
+    for cast in (False, True):
+        triton("rms_norm", x, weight, 1e-5, residual, None, cast)
+    triton("gemma_rms_norm", x, weight, 1e-6, residual)
+    both = empty(tokens, 2 * i)
+    triton("silu_and_mul", both)
+    triton("gelu_and_mul", both, "tanh")
+    triton("gelu_and_mul", both, "none")
+    q, k, v = _heads(m, tokens, empty(tokens, (m["heads"] + 2 * m["kv_heads"]) * HEAD))
+    positions, slots = empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.int64)
+    table, caches = empty(1024, HEAD), [empty(64, 16, m["kv_heads"], HEAD) for _ in range(2)]
+    triton("rotary_emb", positions, q.flatten(1), k.flatten(1), HEAD, table, True)
+    triton("store_kvcache", k, v, *caches, slots)
+    triton("rope_store_kvcache", positions, q, k, v, *caches, slots, table, True)
+    if norms:
+        head = empty(HEAD)
+        for part in (q, k):
+            triton("rms_norm", part, head, 1e-6)
+        triton("rope_store_kvcache", positions, q, k, v, *caches, slots, table, True, head, head)
+    if fp8:
+        _quantizing(x, residual, weight, both)
+
+
+def _quantizing(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, both: torch.Tensor) -> None:
+    one = empty(1, dtype=F32)
+    for scale, group, columns in ((None, -1, False), (None, 128, False), (None, 128, True), (one, -1, False)):
+        triton("quantize_fp8", x, scale, group, None, 1e-10, columns, columns)
+        triton("quantize_fp8", both, scale, group, None, 1e-10, columns)
+        triton("rms_norm_quant_fp8", x, weight, 1e-5, scale, group, residual, None, 1e-10, columns)
+        triton("silu_mul_quant_fp8", both, scale, group, None, 1e-10, columns)
+    triton("quantize_fp8", x)
+
+
+def others(m: Model, tokens: int) -> None:
+    """The same tokens through ops that some models and some ways of serving have beside those of `step`."""
+    heads, x = m["heads"], empty(tokens, m["hidden"])
+    parts = [empty(tokens, heads, HEAD) for _ in range(3)]
+    for lse in (lambda: empty(tokens, heads, dtype=F32), lambda: empty(heads, tokens, dtype=F32).t()):
+        triton("merge_state", parts[0], lse(), parts[1], lse(), parts[2], lse())
+        triton("merge_state", parts[0], lse(), parts[1], lse(), parts[2], lse(), max(tokens - 3, 0))
+    wide = empty(tokens, m["inner"])
+    for name in ("gelu", "quick_gelu", "relu2"):
+        triton(name, wide)
+    triton("layer_norm", x, empty(m["hidden"]), empty(m["hidden"]), 1e-5)
+    triton("t5_layer_norm", x, empty(m["hidden"]), 1e-6)
+    triton("l2_norm", parts[0])
+
+
+def experts(m: Model, tokens: int) -> None:
+    """A mixture of experts: its router, the sorting and the sums."""
+    e, topk = m["experts"], m["topk"]
+    logits = empty(tokens, e)
+    _, ids, _ = triton("topk_softmax", logits, topk, True)
+    if e % 8 == 0 and e > 8:
+        triton("grouped_topk", logits, topk, True, 8, 4, "sigmoid", empty(e, dtype=F32))
+    for block in (16, 64, 128):
+        triton("moe_align", ids, block, e, padded_size(ids.numel(), block, e))
+    triton("moe_sum", empty(tokens, topk, m["hidden"]), empty(tokens, m["hidden"]))
+
+
+def batch(m: Model, rows: int) -> None:
+    """What comes behind the layers, of so many sequences."""
+    logits = empty(rows, m["vocab"])
+    _finish_triton(logits, 1.0, 30.0, False, False)
+    temperature, top_p, min_p = (empty(rows, dtype=F32) for _ in range(3))
+    seeds, offsets = (empty(rows, dtype=torch.int64) for _ in range(2))
+    triton("sampling", logits, temperature, empty(rows, dtype=torch.int32), top_p, min_p, seeds, offsets)
+
+
+def of(calls: Callable[[int], None], sizes: Iterable[int]) -> set[str]:
+    """The kernels that calls(size) needs, for any of the sizes."""
+    with compiled() as found:
+        for size in sizes:
+            calls(size)
+    return found

@@ -1,0 +1,62 @@
+"""As a script under TRITON_INTERPRET=1: the norms' kernels against products in float32 that are rounded once, or twice.
+
+In float16: the interpreter truncates bfloat16. The kernels add squares in another order than torch does, so that a few
+values in a thousand may be the next number; of another number of roundings it is one in five.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastkernels.overrides.norm import rms_norm
+from fastkernels.overrides.quant import rms_norm_quant_fp8
+from fastkernels.overrides.rope import rope_store_kvcache
+
+EPS, FEW = 1e-5, 0.01
+
+
+def some(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, first: bool) -> torch.Tensor:
+    y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
+    y = y.half().float() if first else y
+    return (y * weight.float()).half()
+
+
+def apart(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, first: bool, what: str) -> None:
+    for wanted, right in ((first, True), (not first, False)):
+        share = float((found != normed(x, weight, wanted)).float().mean())
+        assert (share < FEW) == right, f"{what}, cast_x_before_out_mul={wanted}: {share:.1%} differ"
+
+
+def main() -> None:
+    for hidden in (64, 576):  # several rows a program, and one
+        x, weight = some(16, hidden, seed=0), some(hidden, seed=1)
+        for first in (False, True):
+            found = rms_norm._triton(x, weight, EPS, None, None, first)
+            apart(found, x, weight, first, f"rms_norm of {hidden}")
+    # float8 has fewer bits than float16: few values show it.
+    q = rms_norm_quant_fp8._triton(x, weight, EPS)[0]
+    shares = []
+    for first in (False, True):
+        wanted = rms_norm_quant_fp8.quantize_rows(
+            normed(x, weight, first).float(), None, -1, None, 1 / 512, False
+        )
+        shares.append(int((q.float() != wanted[0].float()).sum()))
+    assert shares[0] < shares[1] / 3, f"rms_norm_quant_fp8: {shares} of {q.numel()} values differ"
+    heads, size = 4, 64
+    query, key, weight = some(16, heads, size, seed=2), some(16, 2, size, seed=3), some(size, seed=4)
+    turned, cache = query.clone(), torch.zeros(2, 16, 2, size, dtype=torch.float16)
+    table = torch.cat([torch.ones(8, size // 2), torch.zeros(8, size // 2)], dim=-1).half()  # turns nothing
+    rope_store_kvcache._triton(
+        torch.zeros(16, dtype=torch.int64), turned, key, key, cache, cache.clone(), torch.arange(16), table, True,
+        weight, weight, EPS,
+    )  # fmt: skip
+    apart(turned, query, weight, False, "rope_store_kvcache's queries")
+    apart(cache[0], key, weight, False, "rope_store_kvcache's keys")
+
+
+if __name__ == "__main__":
+    main()
