@@ -93,7 +93,7 @@ class RankPatch:
             self.steps.append(undo)
             done.kinds.append("function")
         for cls_name, cls in found.classes.items():
-            ours: Any = getattr(registry.op_module(name), cls_name)
+            ours: Any = registry.op_class(name, cls_name)
             methods = ("forward",) if hasattr(cls, "forward") else getattr(ours, "live_methods", ())
             body = {m: getattr(cls, m) for m in methods}
             live = type(ours.__name__, (ours,), {**body, "__module__": ours.__module__})

@@ -201,7 +201,7 @@ def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
     found = patched.candidates.get(spec.name)
     if found is not None and target.cls in found.classes:
         return found.classes[target.cls]
-    return getattr(registry.op_module(spec.name), target.cls)
+    return registry.target_class(target)
 
 
 def _instances(adapter: Adapter, model: Any, spec: OpSpec, host_class: type, seam: str) -> list[Any]:
