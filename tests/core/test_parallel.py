@@ -16,7 +16,7 @@ from fastkernels.overrides.embedding.embedding import (
     VllmVocabParallelEmbedding,
 )
 from fastkernels.overrides.embedding.logits_processor import VllmLogitsProcessor
-from fastkernels.overrides.linear.parallel_linear import (
+from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmQKVParallelLinear,
     VllmRowParallelLinear,

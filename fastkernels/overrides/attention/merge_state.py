@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Case, OpSpec, Tolerance
 from fastkernels.overrides.kit.fp8 import FP8, fp8_inverse, quantized, to_fp8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -217,45 +217,6 @@ merge_state = define(
 )
 
 
-def vllm_merge_attn_states(
-    output: torch.Tensor,
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    output_lse: torch.Tensor | None = None,
-    prefill_tokens_with_context: int | None = None,
-    output_scale: torch.Tensor | None = None,
-) -> None:
-    """vllm.v1.attention.ops.merge_attn_states.merge_attn_states: outputs [T, Q, D], lse [Q, T].
-
-    Unlike the host's, outputs may have any strides, and a side that saw no key may hold NaN.
-    """
-    new_lse = None if output_lse is None else output_lse.t()
-    merge_state(
-        prefix_output, prefix_lse.t(), suffix_output, suffix_lse.t(), output, new_lse, prefill_tokens_with_context,
-        output_scale,
-    )  # fmt: skip
-
-
-def sglang_merge_state(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    output: torch.Tensor | None = None,
-    output_lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """sglang.srt.layers.attention.merge_state.merge_state: outputs [T, Q, D], lse [T, Q]; returns (output, lse).
-
-    Where neither side saw a key, the output is 0 and the lse -inf; the host's are NaN.
-    """
-    output = torch.empty_like(prefix_output) if output is None else output
-    output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
-    merge_state(prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse)
-    return output, output_lse
-
-
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
     tokens, heads, size = d["tokens"], d["heads"], d["head_size"]
@@ -339,8 +300,6 @@ def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **d
     return Case(name, dims, dtype, weight, (tag,))
 
 
-_NOTE = "the hosts' attention backends bind the function when they are imported: for forks and for our engine"
-
 SPEC = OpSpec(
     name="merge_state",
     level=1,
@@ -376,20 +335,4 @@ SPEC = OpSpec(
     vary=_vary,
     activations=(0, 2),
     extremes={"no_key": _no_key, "far_apart": _far_apart},
-    targets=(
-        Target(
-            "vllm",
-            "vllm.v1.attention.ops.merge_attn_states:merge_attn_states",
-            "vllm_merge_attn_states",
-            "function",
-            note=_NOTE,
-        ),
-        Target(
-            "sglang",
-            "sglang.srt.layers.attention.merge_state:merge_state",
-            "sglang_merge_state",
-            "function",
-            note=_NOTE,
-        ),
-    ),
 )

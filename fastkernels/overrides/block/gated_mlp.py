@@ -17,15 +17,14 @@ from fastkernels.core import assemble
 from fastkernels.core.shapes import drawn, varied
 from fastkernels.core.spec import Case, OpSpec, Target
 from fastkernels.overrides.activation.silu_and_mul import SGLangSiluAndMul, VllmSiluAndMul, silu_and_mul
-from fastkernels.overrides.linear.parallel_linear import (
+from fastkernels.overrides.linear.parallel_linear import Row
+from fastkernels.overrides.linear.sglang import (
     SGLangMergedColumnParallelLinear,
     SGLangMergedColumnParallelLinear_0_5_16,
     SGLangRowParallelLinear,
     SGLangRowParallelLinear_0_5_17,
-    VllmMergedColumnParallelLinear,
-    VllmRowParallelLinear,
 )
-from fastkernels.overrides.linear.parallel_linear_base import Row
+from fastkernels.overrides.linear.vllm import VllmMergedColumnParallelLinear, VllmRowParallelLinear
 
 
 def reference(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

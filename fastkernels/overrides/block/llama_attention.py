@@ -9,22 +9,16 @@ import torch
 from torch import nn
 
 from fastkernels.core.forward_context import get_forward_context
-from fastkernels.overrides.attention.attention import AttentionType, SGLangRadixAttention, VllmAttention
+from fastkernels.overrides.attention.attention import AttentionType
+from fastkernels.overrides.attention.sglang import SGLangRadixAttention
+from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
-from fastkernels.overrides.linear.parallel_linear import (
-    SGLangQKVParallelLinear,
-    SGLangRowParallelLinear,
-    VllmQKVParallelLinear,
-    VllmRowParallelLinear,
-)
+from fastkernels.overrides.linear.sglang import SGLangQKVParallelLinear, SGLangRowParallelLinear
+from fastkernels.overrides.linear.vllm import VllmQKVParallelLinear, VllmRowParallelLinear
 from fastkernels.overrides.norm.rms_norm import VllmRMSNorm, rms_norm
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
-from fastkernels.overrides.rope.rotary_emb import (
-    VllmLlama3RotaryEmbedding,
-    VllmRotaryEmbedding,
-    get_rope,
-    rotary_emb,
-)
+from fastkernels.overrides.rope.rotary_emb import rotary_emb
+from fastkernels.overrides.rope.vllm import VllmLlama3RotaryEmbedding, VllmRotaryEmbedding, get_rope
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:

@@ -33,12 +33,12 @@ def reference(
     Returns new (key_cache, value_cache).
     """
     key_cache, value_cache = key_cache.clone(), value_cache.clone()
-    _reference(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    store_in_place(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return key_cache, value_cache
 
 
 @triton.jit
-def _round_e4m3(x):
+def round_e4m3(x):
     # To the nearest e4m3 value, ties to even, in float32: the cast is exact then, on a GPU and in the interpreter,
     # whose own rounding loses the carry into the exponent.
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -65,14 +65,14 @@ def _store_kvcache_kernel(
         k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + dims, mask=mask, other=0.0)
         v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + dims, mask=mask, other=0.0)
         if FP8:
-            k, v = _round_e4m3(k.to(tl.float32) / k_scale), _round_e4m3(v.to(tl.float32) / v_scale)
+            k, v = round_e4m3(k.to(tl.float32) / k_scale), round_e4m3(v.to(tl.float32) / v_scale)
         kc_at = kc_ptr + block * kc_stride_b + offset * kc_stride_s + heads * kc_stride_h + dims
         vc_at = vc_ptr + block * vc_stride_b + offset * vc_stride_s + heads * vc_stride_h + dims
         tl.store(kc_at, k.to(kc_ptr.dtype.element_ty), mask=mask)
         tl.store(vc_at, v.to(vc_ptr.dtype.element_ty), mask=mask)
 
 
-def _check(
+def check(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -135,7 +135,7 @@ def _triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    _check(key, value, key_cache, value_cache, slot_mapping)
+    check(key, value, key_cache, value_cache, slot_mapping)
     tokens, heads, d = key.shape
     if key.numel() == 0:
         return
@@ -150,7 +150,7 @@ def _triton(
     )  # fmt: skip
 
 
-def _reference(
+def store_in_place(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -159,7 +159,7 @@ def _reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    _check(key, value, key_cache, value_cache, slot_mapping)
+    check(key, value, key_cache, value_cache, slot_mapping)
     used = slot_mapping >= 0
     slots = slot_mapping[used].long()
     block_size = key_cache.shape[1]
@@ -179,7 +179,7 @@ store_kvcache = define(
     fake=lambda *args, **kwargs: None,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
-        Provider("reference", _reference, devices=("cuda", "cpu")),
+        Provider("reference", store_in_place, devices=("cuda", "cpu")),
     ),
 )
 

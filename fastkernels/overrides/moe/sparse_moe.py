@@ -12,7 +12,8 @@ from torch import nn
 
 from fastkernels.core import assemble, parallel
 from fastkernels.core.spec import Case, Moves, OpSpec, Target
-from fastkernels.overrides.linear.parallel_linear import SGLangReplicatedLinear, VllmReplicatedLinear
+from fastkernels.overrides.linear.sglang import SGLangReplicatedLinear
+from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 from fastkernels.overrides.moe import fused_experts as experts
 from fastkernels.overrides.moe.topk_softmax import reference as topk_softmax_reference
 from fastkernels.overrides.moe.topk_softmax import topk_softmax
