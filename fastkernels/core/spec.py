@@ -45,6 +45,7 @@ class Target:
     default   whether patch() without a list of ops applies it
     note      why the class is not applied to live hosts, or how it differs from the host's
     computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
+    module    module of our class; the registry sets it
     """
 
     host: str
@@ -55,6 +56,7 @@ class Target:
     default: bool = True
     note: str = ""
     computes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    module: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.seam not in SEAMS:
