@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,8 +13,7 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, OpSpec, Tolerance
+from fastkernels.core.spec import Axis, Case, OpSpec, Tensor, Tolerance
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.linear import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
 from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
@@ -233,37 +230,6 @@ def _packed(module: nn.Module) -> str | None:
     return None
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    dtype = getattr(torch, case.dtype)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device)
-
-    # Weights of variance 1 / K: outputs of about 1, as in a model.
-    weight = (randn(d["out"], d["in"]) / math.sqrt(d["in"])).to(dtype)
-    return [
-        randn(*d["tokens"], d["in"]).to(dtype),
-        weight,
-        randn(d["out"]).to(dtype) if d.get("bias") else None,
-    ]
-
-
-def _dims(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> dict[str, Any]:
-    sizes = {"tokens": tuple(x.shape[:-1]), "in": weight.shape[1], "out": weight.shape[0]}
-    return {**sizes, **optional(bias=bias is not None)}
-
-
-def _bytes(case: Case) -> int:
-    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
-    m = math.prod(d["tokens"])
-    return size * (m * d["in"] + d["in"] * d["out"] + m * d["out"] + (d["out"] if d.get("bias") else 0))
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
-
-
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     x, weight, *bias = args
     layer = nn.Module()
@@ -295,14 +261,18 @@ SPEC = OpSpec(
         Case("smollm2", {"tokens": (7,), "in": 576, "out": 192}, tags=("odd",)),
         Case("empty", {"tokens": (0,), "in": 64, "out": 33}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
+    arguments=(
+        Tensor("x", "*tokens in_"),
+        # Weights of variance 1 / K give outputs of about 1, as in a model.
+        Tensor("weight", "out in_", values=lambda call, shape, dtype: call.normal(shape, dtype, std=shape[1] ** -0.5)),
+        Tensor("bias", "out", when="bias"),
+    ),
+    outputs=(Tensor("out", "*tokens out"),),
+    axes={"tokens": Axis.per_call(), "in": Axis.width(), "out": Axis.width()},
+    flops="2 * prod(tokens) * in_ * out",
     build=_build,
-    bytes_moved=_bytes,
-    flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     tolerance={
-        # float32 sums of up to 14336 products in another order.
+        # float32 sums of up to 14336 products, in another order
         "float32": Tolerance(2e-5, 2e-5),
         "float16": Tolerance(2e-3, 2e-3),
         "bfloat16": Tolerance(1.6e-2, 1.6e-2),

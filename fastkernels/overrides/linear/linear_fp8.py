@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, optional, varied
-from fastkernels.core.spec import Case, OpSpec, Tolerance
-from fastkernels.overrides.kit.fp8 import FP8, FP8_MAX, empty_outputs
+from fastkernels.core.shapes import dtype_name
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
+from fastkernels.overrides.kit.fp8 import FP8, empty_outputs
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda
 from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
@@ -22,7 +21,6 @@ from fastkernels.overrides.linear.linear_fp8_layers import shape_of
 from fastkernels.overrides.linear.linear_fp8_scales import (
     BLOCK,
     ROW,
-    blocks,
     check,
     expanded,
     granularity,
@@ -74,6 +72,12 @@ def _key(
     return (n, k, kind, out_dtype or torch.bfloat16), (x.numel() // k if k else 0,)
 
 
+def _key_dims(N: int, K: int, block: int, out_dtype: Any, M: int) -> dict[str, Any]:
+    name = out_dtype if isinstance(out_dtype, str) else dtype_name(out_dtype)
+    dims = {"tokens": (M,), "in": K, "out": N, "block": block}
+    return dims if name == "bfloat16" else {**dims, "out_dtype": name}
+
+
 def _fits(
     params: dict[str, Any], x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | torch.dtype | None
 ) -> bool:
@@ -117,71 +121,25 @@ linear_fp8 = define(
         shape=("N", "K", "block", "out_dtype"),
         sizes=("M",),
         of=_key,
-        dims=lambda N, K, block, out_dtype, M: _sizes((M,), K, N, block, out_dtype),
+        dims=_key_dims,
         module=shape_of,
     ),
 )  # fmt: skip
 
 
-def _sizes(tokens: tuple[int, ...], k: int, n: int, block: int, out_dtype: Any) -> dict[str, Any]:
-    name = out_dtype if isinstance(out_dtype, str) else dtype_name(out_dtype)
-    return {
-        "tokens": tokens, "in": k, "out": n, "block": block,
-        **optional(out_dtype=None if name == "bfloat16" else name),
-    }  # fmt: skip
+def _x_scale(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Scales for which tokens of x have variance 1; block scales in quantize_fp8's layout for the hosts' kernels."""
+    scale = (call.rand(*shape) + 0.5) * 0.01
+    return (
+        empty_outputs(shape, scale.device, False, 1, True, True)[1].copy_(scale)
+        if call["block"] == BLOCK
+        else scale
+    )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    tokens, k, n, kind = d["tokens"], d["in"], d["out"], d["block"]
-    out_dtype = getattr(torch, d["out_dtype"]) if "out_dtype" in d else None
-
-    def scales(*size: int) -> torch.Tensor:  # products neither overflow nor vanish
-        return torch.rand(*size, generator=generator, device=device) + 0.5
-
-    def values(*size: int) -> torch.Tensor:
-        found = torch.randn(*size, generator=generator, device=device) * 100
-        return found.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-
-    x, weight = values(*tokens, k), values(n, k)
-    if kind == BLOCK:  # in quantize_fp8's layout for the hosts' kernels
-        x_scale = empty_outputs((*tokens, blocks(k)), x.device, False, 1, True, True)[1]
-        x_scale = x_scale.copy_(scales(*tokens, blocks(k)))
-        weight_scale = scales(blocks(n), blocks(k))
-    elif kind == ROW:
-        x_scale, weight_scale = scales(*tokens, 1), scales(n)
-    else:
-        x_scale, weight_scale = scales(1), scales(1)
-    # Weights of variance 1 / K and tokens of variance 1 give outputs of about 1, as in a model.
-    x_scale.mul_(0.01)
-    weight_scale.mul_(0.01 / math.sqrt(max(k, 1)))
-    bias = torch.randn(n, generator=generator, device=device) if d.get("bias") else None
-    return [
-        x, weight, x_scale, weight_scale, None if bias is None else bias.to(out_dtype or torch.bfloat16), out_dtype,
-    ]  # fmt: skip
-
-
-def _dims(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> dict[str, Any]:
-    (n, k, kind, dtype), _ = _key(x, weight, x_scale, weight_scale, bias, out_dtype)
-    return {**_sizes(tuple(x.shape[:-1]), k, n, kind, dtype), **optional(bias=bias is not None)}
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    m, k, n, kind = math.prod(d["tokens"]), d["in"], d["out"], d["block"]
-    scales = {BLOCK: m * blocks(k) + blocks(n) * blocks(k), ROW: m + n}.get(kind, 2)
-    return m * k + n * k + 4 * scales + 2 * (m * n + (n if d.get("bias") else 0))
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
+def _weight_scale(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Scales for which weights have variance 1 / K: outputs of about 1, as in a model."""
+    return (call.rand(*shape) + 0.5) * (0.01 / math.sqrt(max(call["in"], 1)))
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -247,13 +205,25 @@ SPEC = OpSpec(
         ),
         _odd("empty", 0, 128, 33, 1),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
+    arguments=(
+        Tensor("x", "*tokens in_", std=100),
+        Tensor("weight", "out in_", std=100),
+        Tensor("x_scale", {"block == 128": "*tokens cdiv(in_,128)", "block == 1": "*tokens 1", "": "1"}, "float32",
+               values=_x_scale),
+        Tensor("weight_scale", {"block == 128": "cdiv(out,128) cdiv(in_,128)", "block == 1": "out", "": "1"}, "float32",
+               values=_weight_scale),
+        Tensor("bias", "out", "result", when="bias"),
+        Scalar("out_dtype", default=None, dtype=True),
+    ),
+    outputs=(Tensor("out", "*tokens out", "result"),),
+    axes={
+        "tokens": Axis.per_call(), "in": Axis.width(), "out": Axis.width(),
+        "block": Axis.option(read=lambda a: granularity(a.x, a.weight, a.x_scale, a.weight_scale)),
+        "result": Axis.dtype(Expr("out_dtype or 'bfloat16'")),
+    },
+    flops="2 * prod(tokens) * in_ * out",
     build=_build,
-    activations=(2,),  # x and weight are quantized: only scales may have any magnitude
-    bytes_moved=_bytes,
-    flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
+    activations=("x_scale",),  # x and weight are quantized: only scales may have any magnitude
     # Hopper's tensor cores accumulate float8 products with 14 bits, and CUTLASS sums all of K there.
     tolerance={"float8_e4m3fn": Tolerance(4e-2, 4e-2)},
     calls=("quantize_fp8",),
