@@ -4,7 +4,6 @@ the model has them, rotary embedding, and keys and values into the paged KV cach
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
@@ -12,16 +11,20 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, near, optional, unless, varied
-from fastkernels.core.spec import TOLERANCE, Case, OpSpec, Tolerance
+from fastkernels.core.spec import TOLERANCE, Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
 from fastkernels.overrides.cache import store_kvcache
-from fastkernels.overrides.cache.store_kvcache import fp8_refusal, round_e4m3
+from fastkernels.overrides.cache.store_kvcache import (
+    CACHE_AXES,
+    CACHE_SHAPE,
+    fp8_refusal,
+    random_slots,
+    round_e4m3,
+)
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.norm import rms_norm
-from fastkernels.overrides.rope import rotary_emb
-from fastkernels.overrides.rope.rope_tables import cos_sin_table, inverse_frequencies
+from fastkernels.overrides.rope import cases, rotary_emb
 
 
 def reference(
@@ -302,100 +305,14 @@ rope_store_kvcache = define(
 )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d, dtype = case.dims, getattr(torch, case.dtype)
-    cache_dtype, dtype = dtype, torch.float16 if dtype == FP8 else dtype
-    tokens, heads, kv_heads, size = d["tokens"], d["heads"], d["kv_heads"], d["head_size"]
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-    qkv = randn(tokens, heads + 2 * kv_heads, size)  # slices of one packed tensor, as in the models
-    query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    rotary_dim = d.get("rotary_dim", size)
-    table = cos_sin_table(inverse_frequencies(500000.0, rotary_dim), d.get("max_positions", 4096))
-    table = table.to(device, getattr(torch, d.get("cache", dtype_name(dtype))))
-    positions = torch.randint(0, table.shape[0], (tokens,), generator=generator, device=device)
-    blocks = d.get("blocks", -(-tokens // d["block_size"]) + 3)
-    slots = torch.randperm(blocks * d["block_size"], generator=generator, device=device)[:tokens]
-    slots = slots.to(getattr(torch, d.get("slots", "int64")))
-    if d.get("padded"):
-        slots[:: d["padded"]] = -1
-    caches = [randn(blocks, d["block_size"], kv_heads, size).to(cache_dtype) for _ in range(2)]
-    norms = [1 + 0.1 * randn(size) if d.get("norms") else None for _ in range(2)]
-    positions = positions.to(getattr(torch, d.get("positions", "int64")))
-    scalars = [d.get("eps", 1e-6), *d.get("scales", ())]
-    return [positions, query, key, value, *caches, slots, table, d.get("neox", True), *norms, *scalars]
+def _values(call: Call) -> dict[str, torch.Tensor]:
+    """Slice query, key and value from one packed tensor, as models do."""
+    sizes = [call["heads"], call["kv_heads"], call["kv_heads"]]
+    qkv = call.normal((call["tokens"], sum(sizes), call["head_size"]), getattr(torch, call["kv_dtype"]))
+    return dict(zip(("query", "key", "value"), qkv.split(sizes, dim=1), strict=True))
 
 
-def _tokens_stored(case: Case) -> int:
-    d = case.dims
-    return d.get("stored", d["tokens"] - (-(-d["tokens"] // d["padded"]) if d.get("padded") else 0))
-
-
-def _bytes_moved(case: Case) -> int:
-    d, size = case.dims, getattr(torch, case.dtype).itemsize
-    own, tokens, rotary_dim = max(size, 2), d["tokens"], d.get("rotary_dim", d["head_size"])
-    changed = d["head_size"] if d.get("norms") else rotary_dim
-    rows = d.get("distinct", min(tokens, d.get("max_positions", 4096))) * rotary_dim
-    table = rows * getattr(torch, d["cache"]).itemsize if "cache" in d else rows * own
-    at = tokens * sum(getattr(torch, d.get(name, "int64")).itemsize for name in ("positions", "slots"))
-    stored = 2 * _tokens_stored(case) * d["kv_heads"] * d["head_size"] * (own + size)
-    return 2 * tokens * d["heads"] * changed * own + stored + table + at
-
-
-def _flops(case: Case) -> int:
-    d = case.dims
-    each = 3 * d.get("rotary_dim", d["head_size"]) + (4 * d["head_size"] if d.get("norms") else 0)
-    return d["tokens"] * (d["heads"] + d["kv_heads"]) * each
-
-
-def _dims_of(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox_style: bool,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> dict[str, Any]:
-    tokens, heads, size = query.shape
-    blocks, block_size, kv_heads, _ = key_cache.shape
-    stored = int((slot_mapping >= 0).sum())
-    max_positions, rotary_dim = cos_sin_cache.shape
-    return {
-        "tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_size": size, "block_size": block_size,
-        "blocks": blocks, "stored": stored, "rotary_dim": rotary_dim, "max_positions": max_positions,
-        "distinct": positions.unique().numel(), "neox": is_neox_style,
-        **optional(
-            norms=q_weight is not None, padded=-(-tokens // (tokens - stored)) if tokens > stored else None,
-            cache=unless(dtype_name(cos_sin_cache.dtype), dtype_name(query.dtype)), eps=unless(eps, 1e-6),
-            positions=unless(dtype_name(positions.dtype), "int64"),
-            slots=unless(dtype_name(slot_mapping.dtype), "int64"), scales=unless((k_scale, v_scale), (1.0, 1.0)),
-        ),
-    }  # fmt: skip
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "heads"), ("head_size", "rotary_dim", "max_positions"))
-        size = max(new["head_size"] // 2 * 2, 2)
-        partial = max(min(new.get("rotary_dim", size), size) // 2 * 2, 2)
-        whole = case.dims.get("rotary_dim", case.dims["head_size"]) == case.dims["head_size"]
-        return {
-            **new, "head_size": size, "rotary_dim": size if whole else partial,
-            "kv_heads": near(case.dims["kv_heads"], rng), "block_size": rng.choice((1, 5, 16, 32, 64)),
-            "distinct": None, "stored": None, "blocks": None,
-        }  # fmt: skip
-
-    return varied(case, draw, _bytes_moved, _flops)
+_STORED = "stored * kv_heads * head_size"
 
 
 def _large(args: list[Any], factor: float = 64.0) -> None:
@@ -443,17 +360,37 @@ SPEC = OpSpec(
         _odd("neox_partial", tokens=7, kv_heads=4, head_size=96, rotary_dim=24, block_size=32),
         _odd("fp8", "float8_e4m3fn", tokens=9, head_size=80, scales=(0.5, 0.75)),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes_moved,
-    flops=_flops,
-    dims_of=_dims_of,
-    vary=_vary,
+    arguments=(
+        Tensor("positions", "tokens", "positions", values=cases.random_positions),
+        Tensor("query", "tokens heads head_size", "kv_dtype", mutated=True,
+               bytes="2 * tokens * heads * changed * itemsize(kv_dtype)"),
+        Tensor("key", "tokens kv_heads head_size", "kv_dtype", bytes=f"{_STORED} * itemsize(kv_dtype)"),
+        Tensor("value", "tokens kv_heads head_size", "kv_dtype", bytes=f"{_STORED} * itemsize(kv_dtype)"),
+        Tensor("key_cache", CACHE_SHAPE, mutated=True, bytes=f"{_STORED} * itemsize(dtype)"),
+        Tensor("value_cache", CACHE_SHAPE, mutated=True, bytes=f"{_STORED} * itemsize(dtype)"),
+        Tensor("slot_mapping", "tokens", "slots", values=random_slots),
+        Tensor("cos_sin_cache", "max_positions rotary_dim", "cache", values=cases.table, bytes=cases.TABLE_BYTES),
+        Scalar("is_neox_style", "neox"),
+        Tensor("q_weight", "head_size", "kv_dtype", when="norms", mean=1, std=0.1, bytes="0"),
+        Tensor("k_weight", "head_size", "kv_dtype", when="norms", mean=1, std=0.1, bytes="0"),
+        Scalar("eps", default=1e-6),
+        Scalar("k_scale", dim="scales", index=0),
+        Scalar("v_scale", dim="scales", index=1),
+    ),
+    axes={
+        **cases.AXES,
+        **CACHE_AXES,
+        "cache": Axis.dtype(Expr("kv_dtype")),
+        "changed": Axis(Expr("head_size if norms else rotary_dim")),  # channels of a query
+    },
+    constraints=cases.CONSTRAINTS,
+    values=_values,
+    flops="tokens * (heads + kv_heads) * (3 * rotary_dim + (4 * head_size if norms else 0))",
     extremes={
         "all_padding": _all_padding, "last_position": _last_position, "large": _large, "outlier": _outlier
     },
-    activations=(1, 2, 3),
+    activations=("query", "key", "value"),
     stands_for=("rotary_emb", "store_kvcache"),
-    dtype_arg=4,  # the cache's
     # e4m3 has three bits of fraction: half a step, and keys that were rounded before.
     tolerance={**TOLERANCE, "float8_e4m3fn": Tolerance(2**-9, 0.066)},
     batch_invariant=True,  # a program a token and a block of heads, whose size follows from the heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -13,11 +12,11 @@ import triton.language as tl
 
 from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define, functional
-from fastkernels.core.shapes import drawn, dtype_name, near, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.shapes import near
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.rope.rope_tables import cos_sin_table, inverse_frequencies
+from fastkernels.overrides.rope import cases
 
 
 def reference(
@@ -263,91 +262,16 @@ rotary_emb.functional = functional(
 )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d, dtype = case.dims, getattr(torch, case.dtype)
-    tokens, size, n_k = d["tokens"], d["head_size"], d["kv_heads"]
-    width = (d["heads"] + 2 * n_k) * size
-    qkv = torch.randn(tokens, width, generator=generator, device=device).to(dtype)
-    query: torch.Tensor = qkv[:, : d["heads"] * size]
-    key = qkv[:, d["heads"] * size : -n_k * size] if n_k else None
-    if not d.get("packed", True):
-        query, key = query.clone(), None if key is None else key.clone()
-    if d.get("by_head"):
-        query, key = query.unflatten(-1, (-1, size)), None if key is None else key.unflatten(-1, (-1, size))
-    inv_freq = inverse_frequencies(500000.0, d.get("rotary_dim", size))
-    cache = cos_sin_table(inv_freq, d.get("max_positions", 4096)).to(
-        device, getattr(torch, d.get("cache", case.dtype))
-    )
-    positions = torch.randint(0, cache.shape[0], (tokens,), generator=generator, device=device)
-    flags = (d.get("cast_cache", True), d.get("round_products", False))
-    return [
-        positions.to(getattr(torch, d.get("positions", "int64"))),
-        query,
-        key,
-        size,
-        cache,
-        d.get("neox", True),
-        *flags,
-    ]
-
-
-def _rotated(case: Case) -> int:
-    """Channels that change."""
-    d = case.dims
-    return d["tokens"] * (d["heads"] + d["kv_heads"]) * d.get("rotary_dim", d["head_size"])
-
-
-def _flops(case: Case) -> int:
-    return 3 * _rotated(case)
-
-
-def _bytes_moved(case: Case) -> int:
-    d = case.dims
-    rows = d.get("distinct", min(d["tokens"], d.get("max_positions", 4096))) * d.get(
-        "rotary_dim", d["head_size"]
-    )
-    table = rows * getattr(torch, d.get("cache", case.dtype)).itemsize
-    positions = d["tokens"] * getattr(torch, d.get("positions", "int64")).itemsize
-    return 2 * _rotated(case) * getattr(torch, case.dtype).itemsize + table + positions
-
-
-def _dims_of(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox_style: bool,
-    cast_cache: bool = True,
-    round_products: bool = False,
-) -> dict[str, Any]:
-    tokens, (max_positions, rotary_dim) = positions.numel(), cos_sin_cache.shape
-    width = query.shape[1:].numel()
-    return {
-        "tokens": tokens, "heads": width // head_size,
-        "kv_heads": 0 if key is None else key.shape[1:].numel() // head_size, "head_size": head_size,
-        "rotary_dim": rotary_dim, "max_positions": max_positions, "distinct": positions.unique().numel(),
-        "neox": is_neox_style, "cast_cache": cast_cache, "packed": query.stride(0) != width,
-        **optional(
-            round_products=round_products, by_head=query.dim() == 3,
-            cache=unless(dtype_name(cos_sin_cache.dtype), dtype_name(query.dtype)),
-            positions=unless(dtype_name(positions.dtype), "int64"),
-        ),
-    }  # fmt: skip
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "heads"), ("head_size", "rotary_dim", "max_positions"))
-        size = max(new["head_size"] // 2 * 2, 2)
-        partial = max(min(new.get("rotary_dim", size), size) // 2 * 2, 2)
-        whole = case.dims.get("rotary_dim", case.dims["head_size"]) == case.dims["head_size"]
-        heads = near(case.dims["kv_heads"], rng) if case.dims["kv_heads"] else 0
-        return {
-            **new, "head_size": size, "rotary_dim": size if whole else partial, "kv_heads": heads, "distinct": None
-        }  # fmt: skip
-
-    return varied(case, draw, _bytes_moved, _flops)
+def _values(call: Call) -> dict[str, torch.Tensor]:
+    """Slice query and key from one packed tensor, as models do, unless the case is not packed."""
+    heads, kv_heads, size = call["heads"], call["kv_heads"], call["head_size"]
+    qkv = call.normal((call["tokens"], (heads + 2 * kv_heads) * size), getattr(torch, call["dtype"]))
+    found = {"query": qkv[:, : heads * size]}
+    if kv_heads:
+        found["key"] = qkv[:, heads * size : -kv_heads * size]
+    if not call["packed"]:
+        found = {name: t.clone() for name, t in found.items()}
+    return {name: t.unflatten(-1, (-1, size)) for name, t in found.items()} if call["by_head"] else found
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -402,13 +326,46 @@ SPEC = OpSpec(
         _odd("float32_cache", tokens=9, cache="float32", cast_cache=False),
         _odd("round_products", tokens=9, round_products=True, packed=False),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes_moved,
-    flops=_flops,
-    dims_of=_dims_of,
-    vary=_vary,
+    arguments=(
+        Tensor("positions", "tokens", "positions", values=cases.random_positions),
+        Tensor(
+            "query",
+            {"by_head": "tokens heads head_size", "": "tokens heads*head_size"},
+            mutated=True,
+            bytes="2 * tokens * heads * rotary_dim * itemsize(dtype)",
+        ),
+        Tensor(
+            "key",
+            {"by_head": "tokens kv_heads head_size", "": "tokens kv_heads*head_size"},
+            when="kv_heads > 0",
+            mutated=True,
+            bytes="2 * tokens * kv_heads * rotary_dim * itemsize(dtype)",
+        ),
+        Scalar("head_size"),
+        Tensor(
+            "cos_sin_cache", "max_positions rotary_dim", "cache", values=cases.table, bytes=cases.TABLE_BYTES
+        ),
+        Scalar("is_neox_style", "neox"),
+        Scalar("cast_cache", default=True, stated=True),
+        Scalar("round_products", default=False),
+    ),
+    axes={
+        **cases.AXES,
+        "kv_heads": Axis.count(
+            read=lambda a: 0 if a.key is None else None, draw=lambda n, rng: near(n, rng) if n else 0
+        ),
+        "cache": Axis.dtype(Expr("dtype")),
+        "by_head": Axis.option(False),
+        # query and key are slices of one packed tensor
+        "packed": Axis.option(
+            True, stated=True, read=lambda a: a.query.stride(0) != a.query.shape[1:].numel()
+        ),
+    },
+    constraints=cases.CONSTRAINTS,
+    values=_values,
+    flops="3 * tokens * (heads + kv_heads) * rotary_dim",
     extremes={"first_position": _first, "last_position": _last},
-    activations=(1, 2),
+    activations=("query", "key"),
     build=_build,
     batch_invariant=True,  # elementwise
 )
