@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastkernels.core import assemble
+from fastkernels.core import assemble, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import varied
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.attention import attention_prefill, cases
 from fastkernels.overrides.attention.attention_decode import attention_decode
-from fastkernels.overrides.cache.store_kvcache import reference as store_kvcache_reference
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 
 
@@ -42,12 +43,13 @@ def reference(
 
     Returns (out [T, Hq, D], new key_cache, new value_cache).
     """
-    caches = store_kvcache_reference(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    store = registry.get("store_kvcache").reference
+    key_cache, value_cache = store(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     out = attention_prefill.reference(
-        query, *caches, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale, window_left, softcap,
-        k_scale, v_scale, padded,
+        query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,
+        window_left, softcap, k_scale, v_scale, padded,
     )  # fmt: skip
-    return out, *caches
+    return out, key_cache, value_cache
 
 
 class AttentionType(str, Enum):
@@ -144,28 +146,7 @@ def _decode(
     return Case(name, {"q_lens": [1] * len(seq_lens), "seq_lens": seq_lens, **shape}, dtype, weight, tags)
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    query, _, step = cases.make_step(case, device, generator)
-    shape = (query.shape[0], case.dims["kv_heads"], query.shape[2])
-    key, value = (torch.randn(shape, generator=generator, device=device).to(query.dtype) for _ in range(2))
-    args = assemble.filled([query, key, value, *step, *cases.scalars(case)], 17, *_SCALARS)
-    return [*args[:-1], "padding" in case.dims]
-
-
 _SCALARS = (-1, 0.0, 1.0, 1.0, True)  # the defaults behind scale
-
-
-def _dims(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> dict[str, Any]:
-    step, scalars = rest[:8], assemble.filled(rest[8:], 6, *_SCALARS)
-    tokens, heads, size = query.shape
-    return {
-        **cases.step_dims(heads, query.dtype, step, tokens),
-        **cases.scalar_dims(size, *scalars[:-1]),
-    }
-
-
-def _bytes(case: Case) -> int:
-    return attention_prefill.SPEC.bytes_moved(case) + cases.stored_bytes(case)
 
 
 def _huge_key(args: list[Any]) -> None:
@@ -203,6 +184,13 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     return call
 
 
+_STORED = "attended * kv_heads * head_size"
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: cases.draw_batch(case, rng), SPEC.bytes_moved, SPEC.flops)
+
+
 SPEC = OpSpec(
     name="attention",
     level=2,
@@ -215,18 +203,43 @@ SPEC = OpSpec(
             "decode_odd", [70, 3, 19], ("odd",), 1, "float32", heads=6, kv_heads=2, head_size=40, block_size=5
         ),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=attention_prefill.SPEC.flops,
-    dims_of=_dims,
-    vary=lambda case, rng: varied(
-        case, lambda: cases.draw_batch(case, rng), _bytes, attention_prefill.SPEC.flops
+    arguments=(
+        Tensor(
+            "query",
+            "tokens heads head_size",
+            "queries",
+            bytes="attended * heads * head_size * itemsize(queries)",
+        ),
+        Tensor("key", "tokens kv_heads head_size", "queries", bytes=f"{_STORED} * itemsize(queries)"),
+        Tensor("value", "tokens kv_heads head_size", "queries", bytes=f"{_STORED} * itemsize(queries)"),
+        *(
+            replace(cache, mutated=True, bytes=f"{cache.bytes} + {_STORED} * itemsize(dtype)")
+            for cache in cases.CACHE
+        ),
+        Tensor("slot_mapping", "tokens", "int64", bytes="0"),
+        Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
+        cases.SEQ_LENS,
+        cases.BLOCK_TABLE,
+        Scalar("max_seqlen_q"),
+        Scalar("max_seqlen_k"),
+        *cases.SCALARS,
+        Scalar("padded", value="padding > 0"),
     ),
+    outputs=(
+        Tensor(
+            "out",
+            "tokens heads head_size",
+            "queries",
+            bytes="attended * heads * head_size * itemsize(queries)",
+        ),
+    ),
+    axes={**cases.AXES, **cases.RAGGED},
+    values=cases.values,
+    flops=cases.FLOPS,
+    vary=_vary,
     extremes={"huge_key": _huge_key, "equal_keys": _equal_keys},
-    activations=(2, 4),  # of values, which the result is linear in
+    activations=("value", "value_cache"),  # the result is linear in the values
     build=_build,
-    mutates=(3, 4),
-    dtype_arg=3,  # the cache's
     tolerance=attention_prefill.SPEC.tolerance,
     calls=("store_kvcache", "attention_prefill", "attention_decode"),
     by_table=attention_decode,

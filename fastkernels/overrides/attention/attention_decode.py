@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.shapes import optional, unless
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.attention import (
     attention_decode_cuda,
     attention_decode_split,
@@ -314,29 +314,6 @@ attention_decode = define(
 )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    longest = case.dims.get("max_seqlen_k", max(case.dims["seq_lens"], default=0))
-    return [*cases.make_batch(case, device, generator), longest, *cases.scalars(case)]
-
-
-def _dims(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> dict[str, Any]:
-    dims = cases.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
-    dims |= cases.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
-    return {**dims, "max_seqlen_k": max_seqlen_k}
-
-
 def _case(
     name: str, seq_lens: list[int], tag: str, dtype: str = "bfloat16", weight: float = 1, **dims: Any
 ) -> Case:
@@ -364,14 +341,21 @@ SPEC = OpSpec(
         _case("graph", [600, 63, 1], "odd", "float32", max_seqlen_k=4096, **_SMALL),
         _case("fp8", [5, 17, 600], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
-    inputs=_inputs,
-    bytes_moved=cases.bytes_moved,
-    flops=cases.flops,
-    dims_of=_dims,
-    vary=cases.vary,
+    arguments=(
+        Tensor("q", "sequences heads head_size", "queries"),
+        *cases.CACHE,
+        cases.SEQ_LENS,
+        cases.BLOCK_TABLE,
+        Scalar("max_seqlen_k"),
+        *cases.SCALARS,
+    ),
+    outputs=(Tensor("out", "sequences heads head_size", "queries"),),
+    axes=cases.AXES,
+    constraints=("heads % kv_heads == 0", "max_seqlen_k >= max(seq_lens)"),
+    values=cases.values,
+    flops=cases.FLOPS,
     extremes={**cases.EXTREMES, "one_key": lambda args: args[3].fill_(1)},
-    activations=(2,),  # of values, which the result is linear in
-    dtype_arg=1,  # the cache's
+    activations=("value_cache",),  # the result is linear in the values
     tolerance=cases.TOLERANCE,
     baseline="fa3",
 )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fastkernels.core.assemble import filled
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import optional
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.shapes import varied
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.attention import cases, fa3, flashinfer
 from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
@@ -196,30 +196,6 @@ attention_prefill = define(
 )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    q, key_cache, value_cache, seq_lens, table = cases.make_batch(case, device, generator)
-    starts = torch.tensor([0, *d["q_lens"]], device=device).cumsum(0).to(torch.int32)
-    longest = [
-        d.get(f"max_{name}", max(d[lens], default=0))
-        for name, lens in (("seqlen_q", "q_lens"), ("seqlen_k", "seq_lens"))
-    ]
-    args = [q, key_cache, value_cache, starts, seq_lens, table, *longest, *cases.scalars(case)]
-    return [*filled(args, 13, -1, 0.0, 1.0, 1.0), "padding" in d]
-
-
-def _dims(
-    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
-    window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    q_lens = cu_seqlens_q.diff().tolist()
-    dims = cases.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
-    dims |= cases.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
-    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return {"q_lens": q_lens, **dims, **longest, **optional(padding=q.shape[0] - sum(q_lens) or None)}
-
-
 def _case(
     name: str, q_lens: list[int], seq_lens: list[int], tag: str, dtype: str = "bfloat16", **dims: Any
 ) -> Case:
@@ -228,6 +204,13 @@ def _case(
 
 
 _SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
+_ATTENDED = "attended * heads * head_size * itemsize(queries)"
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: cases.draw_batch(case, rng), SPEC.bytes_moved, SPEC.flops)
+
+
 SPEC = OpSpec(
     name="attention_prefill",
     level=1,
@@ -246,14 +229,24 @@ SPEC = OpSpec(
         _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
-    inputs=_inputs,
-    bytes_moved=cases.bytes_moved,
-    flops=cases.flops,
-    dims_of=_dims,
-    vary=cases.vary,
+    arguments=(
+        Tensor("q", "tokens heads head_size", "queries", bytes=_ATTENDED),
+        *cases.CACHE,
+        Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
+        cases.SEQ_LENS,
+        cases.BLOCK_TABLE,
+        Scalar("max_seqlen_q"),
+        Scalar("max_seqlen_k"),
+        *cases.SCALARS,
+        Scalar("padded", value="padding > 0"),
+    ),
+    outputs=(Tensor("out", "tokens heads head_size", "queries", bytes=_ATTENDED),),
+    axes={**cases.AXES, **cases.RAGGED},
+    values=cases.values,
+    flops=cases.FLOPS,
+    vary=_vary,
     extremes={**cases.EXTREMES, "nothing_cached": lambda args: args[4].copy_(args[3].diff())},
-    activations=(2,),  # of values, which the result is linear in
-    dtype_arg=1,  # the cache's
+    activations=("value_cache",),  # the result is linear in the values
     tolerance=cases.TOLERANCE,
     baseline="fa3",
 )
