@@ -19,7 +19,7 @@ from fk_integrations.core import signature_diff as compare
 
 from fastkernels.core import forward_context, registry
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.export.file import ExportError, export
+from fastkernels.export.exporter import ExportError, export
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]
