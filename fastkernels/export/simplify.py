@@ -101,7 +101,8 @@ def _implementations(module: str, name: str, providers: ast.expr) -> tuple[str, 
     kernel = ast.unparse(listed[chosen].args[1])
     if params:
         kernel = f"partial({kernel}, {', '.join(f'{k}={v!r}' for k, v in params.items())})"
-    plain = next(n for n in ("cublas", "reference") if n in listed)
+    every = [n for n, call in listed.items() if all(k.arg != "supports" for k in call.keywords)]
+    plain = next(n for n in ("cublas", "torch", "reference") if n in every)
     return kernel, keywords.get("supports"), ast.unparse(listed[plain].args[1])
 
 
