@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from fastkernels.core import registry
 from fastkernels.overrides.activation.gelu import gelu
-from fastkernels.overrides.activation.gelu_and_mul import VllmGeluAndMul, gelu_and_mul
+from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
+from fastkernels.overrides.activation.vllm import VllmGeluAndMul
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
 from fastkernels.overrides.norm.gemma_rms_norm import SGLangGemmaRMSNorm, gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import SGLangL2Norm, l2norm_fwd, transformers_l2norm
