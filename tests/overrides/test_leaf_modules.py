@@ -16,10 +16,12 @@ from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.activation.vllm import VllmGeluAndMul
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.overrides.norm.gemma_rms_norm import SGLangGemmaRMSNorm, gemma_rms_norm
-from fastkernels.overrides.norm.l2_norm import SGLangL2Norm, l2norm_fwd, transformers_l2norm
-from fastkernels.overrides.norm.layer_norm import SGLangLayerNorm, VllmLayerNorm, layer_norm
-from fastkernels.overrides.norm.t5_layer_norm import TransformersT5LayerNorm, t5_layer_norm
+from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
+from fastkernels.overrides.norm.layer_norm import layer_norm
+from fastkernels.overrides.norm.sglang import SGLangGemmaRMSNorm, SGLangL2Norm, SGLangLayerNorm
+from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
+from fastkernels.overrides.norm.transformers import TransformersT5LayerNorm, transformers_l2norm
+from fastkernels.overrides.norm.vllm import VllmLayerNorm, l2norm_fwd
 
 OPS = ("gelu_and_mul", "gemma_rms_norm", "layer_norm")
 TARGETS = sorted({(name, t.host, t.cls) for name in OPS for t in registry.get(name).targets})

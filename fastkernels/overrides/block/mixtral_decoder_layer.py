@@ -25,7 +25,8 @@ from fastkernels.overrides.block.layer_calls import (
 from fastkernels.overrides.block.llama_attention import LlamaAttention, SGLangLlamaAttention
 from fastkernels.overrides.moe import sparse_moe
 from fastkernels.overrides.moe.sparse_moe import SGLangMixtralMoE, VllmMixtralMoE
-from fastkernels.overrides.norm.rms_norm import SGLangRMSNorm, VllmRMSNorm
+from fastkernels.overrides.norm.sglang import SGLangRMSNorm
+from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 
 def reference(
