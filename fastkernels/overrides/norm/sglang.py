@@ -186,7 +186,7 @@ class SGLangLayerNorm(nn.Module):
         return layer_norm(h, weight, bias, self.variance_epsilon).to(x.dtype)
 
 
-def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+def sglang_l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
     """flash-linear-attention's l2norm_fwd: x [..., D] to the same, in output_dtype or x's dtype."""
     return l2_norm(x, eps, output_dtype)
 
@@ -220,6 +220,6 @@ TARGETS = {
     "layer_norm": (Target("sglang", _HOST + "LayerNorm", "SGLangLayerNorm", "leaf"),),
     "l2_norm": (
         Target("sglang", _FLA + "L2Norm", "SGLangL2Norm", "leaf"),
-        Target("sglang", _FLA + "l2norm_fwd", "l2norm_fwd", "function", note=_L2_NOTE),
+        Target("sglang", _FLA + "l2norm_fwd", "sglang_l2norm_fwd", "function", note=_L2_NOTE),
     ),
 }

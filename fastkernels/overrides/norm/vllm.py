@@ -99,7 +99,7 @@ class VllmLayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+def vllm_l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
     """flash-linear-attention's l2norm_fwd: x [..., D] to the same, in output_dtype or x's dtype."""
     return l2_norm(x, eps, output_dtype)
 
@@ -116,7 +116,7 @@ TARGETS = {
     ),
     "l2_norm": (
         Target(
-            "vllm", "vllm.third_party.flash_linear_attention.ops.l2norm:l2norm_fwd", "l2norm_fwd", "function",
+            "vllm", "vllm.third_party.flash_linear_attention.ops.l2norm:l2norm_fwd", "vllm_l2norm_fwd", "function",
             note=_L2_NOTE,
         ),
     ),
