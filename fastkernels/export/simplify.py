@@ -7,13 +7,14 @@ import collections
 import importlib
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fastkernels.core import registry, tuning
 
 PACKAGE = __name__.partition(".")[0]
-METHODS = "into|faster|winner"  # methods of an Op that an exported file keeps, besides a call and `run`
+METHODS = "into|faster|winner|asked"  # methods of an Op that an exported file keeps, besides a call and `run`
 DROPPED = "# dropped"
 LOGGING = ("note", "leave")  # methods that count and log
 FLAT = """\
@@ -85,7 +86,7 @@ def _replacement(module: str, name: str, value: ast.expr, text: str) -> str | No
     keywords = {k.arg: k.value for k in value.keywords}
     fake = ast.unparse(keywords["fake"])
     kernel, supports, plain = _implementations(module, name, keywords["providers"])
-    if _uses_methods(module, name):
+    if _uses_methods(name):
         supports = supports or "lambda *_: None"
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
     call = f"({supports})" if supports and not supports.isidentifier() else supports
@@ -123,8 +124,8 @@ def _winner(op: Any) -> tuple[str, dict[str, Any]]:
     return best, json.loads(params)
 
 
-def _uses_methods(module: str, name: str) -> bool:
-    """Whether the op's family uses methods of the Op object beside calling it."""
-    folder = registry.OPS_ROOT / module.split(".")[-2]
+@cache
+def _uses_methods(name: str) -> bool:
+    """Whether some family uses methods of the Op object, other than a call and `run`."""
     called = re.compile(rf"\b{name}\.({METHODS})\b")
-    return any(called.search(file.read_text()) for file in folder.glob("*.py"))
+    return any(called.search(file.read_text()) for file in registry.OPS_ROOT.glob("*/*.py"))
