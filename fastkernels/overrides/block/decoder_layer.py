@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.overrides.block.gated_mlp import SGLangLlamaMLP, VllmLlamaMLP
-from fastkernels.overrides.norm.rms_norm import SGLangRMSNorm, VllmRMSNorm, rms_norm
+from fastkernels.overrides.norm.rms_norm import rms_norm
 
 
 def unsupported_norm(norm: Any) -> str | None:
@@ -53,6 +52,10 @@ def check_causal(config: Any) -> None:
         raise ValueError("config.is_causal=False (bidirectional attention) is not supported")
 
 
+def attention_bias(config: Any) -> bool:
+    return getattr(config, "attention_bias", False) or getattr(config, "bias", False)
+
+
 class DecoderLayer(nn.Module):
     """What the hosts' layers share. hidden_states, residual: [T, H]; residual is None in the first layer."""
 
@@ -70,44 +73,25 @@ class DecoderLayer(nn.Module):
         return unsupported_norm(module.input_layernorm) or unsupported_norm(module.post_attention_layernorm)
 
 
-class VllmDecoderLayer(DecoderLayer):
-    """vLLM's; the residual's memory is overwritten with the sum."""
+class SparseDecoderLayer(nn.Module):
+    """What the hosts' layers share. hidden_states, residual: [T, H]; residual is None in the first layer.
 
-    def _build_around(self, attention: nn.Module, config: Any, quant_config: Any, prefix: str) -> None:
-        self.hidden_size = config.hidden_size
-        self.self_attn = attention
-        self.mlp = VllmLlamaMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, quant_config=quant_config,
-            bias=getattr(config, "mlp_bias", False), prefix=f"{prefix}.mlp",
-        )  # fmt: skip
-        self.input_layernorm = VllmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = VllmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    The residual's memory is overwritten with the sum.
+    """
 
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    self_attn: nn.Module
+    block_sparse_moe: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def _run(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, **inputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return run_layer(self, hidden_states, residual, positions=positions)
-
-
-class SGLangDecoderLayer(DecoderLayer):
-    """SGLang's; their forwards differ by version."""
-
-    def _build_around(self, attention: nn.Module, config: Any, quant_config: Any, prefix: str) -> None:
-        self.hidden_size = config.hidden_size
-        self.self_attn = attention
-        self.mlp = SGLangLlamaMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, quant_config, f"{prefix}.mlp"
-        )
-        self.input_layernorm = SGLangRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = SGLangRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
-def run_on_stream(
-    layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any, capture_output: Any
-) -> torch.Tensor:
-    """SGLang from 0.5.23 on: hidden_states [T, H] is the residual stream, and so is the result."""
-    if capture_output is not None:
-        raise ValueError("capture_output needs SGLang's own layer boundaries")
-    inputs = {"positions": positions, "forward_batch": forward_batch}
-    hidden, stream = run_layer(layer, hidden_states.clone(), None, **inputs)
-    return hidden + stream
+        """inputs: what self_attn takes beside the hidden states."""
+        if residual is None:
+            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states=hidden_states, **inputs)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.block_sparse_moe(hidden_states), residual

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import nn
 
-from fastkernels.core import parallel
+from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.embedding import embedding_calls as _embedding_calls
-from fastkernels.overrides.embedding.vocab import (
-    Head,
-    SGLangUnquantizedEmbeddingMethod,
-    VllmUnquantizedEmbeddingMethod,
-    VocabParallel,
-    sglang_partition,
-)
+from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
+from fastkernels.core.spec import Case, OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-
-DEFAULT_VOCAB_PADDING_SIZE = 64
 
 
 def reference(
@@ -121,230 +116,83 @@ embedding = define(
 )
 
 
-class VllmVocabParallelEmbedding_0_26(VocabParallel):
-    """vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding of 0.26: ids [...] to [..., D]."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-    ) -> None:
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            parallel.get_tp_rank(), parallel.get_tp_size(), VllmUnquantizedEmbeddingMethod(),
-        )  # fmt: skip
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        return self._lookup(input_)
+WHOLE = (0, -1, 0, 0, 0)  # the weight has the rows of all ids
 
 
-class VllmVocabParallelEmbedding(VocabParallel):
-    """vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding: ids [...] to [..., D].
-
-    parallel_group: an object with rank_in_group, world_size and all_reduce(t) instead of the bound group.
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        *,
-        disable_tp: bool = False,
-        reduce_results: bool = True,
-        quant_method: Any = None,
-        parallel_group: Any = None,
-    ) -> None:
-        rank, size = (0, 1) if disable_tp else (parallel.get_tp_rank(), parallel.get_tp_size())
-        if parallel_group is not None and not disable_tp:
-            rank, size = parallel_group.rank_in_group, parallel_group.world_size
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, quant_method or VllmUnquantizedEmbeddingMethod(), reduce_results=reduce_results,
-        )  # fmt: skip
-        self.disable_tp, self.parallel_group = disable_tp, parallel_group
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        return self._lookup(input_)
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    vocab = d.get("vocab", d["rows"])
+    ids = torch.randint(vocab, d["tokens"], generator=generator, device=device)
+    weight = torch.randn(d["rows"], d["dim"], generator=generator, device=device)
+    dtype = getattr(torch, d.get("ids", "int64"))
+    return [ids.to(dtype), weight.to(getattr(torch, case.dtype)), *d.get("shard", WHOLE)]
 
 
-class VllmParallelLMHead_0_26(Head):
-    """vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead of 0.26; see Head."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-    ) -> None:
-        rank, size = parallel.get_tp_rank(), parallel.get_tp_size()
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, VllmUnquantizedEmbeddingMethod(), bias,
-        )  # fmt: skip
+def _bytes_moved(case: Case) -> int:
+    d, tokens = case.dims, int(torch.Size(case.dims["tokens"]).numel())
+    size, rows = getattr(torch, case.dtype).itemsize, d.get("distinct", min(tokens, d["rows"]))
+    return tokens * getattr(torch, d.get("ids", "int64")).itemsize + size * d["dim"] * (tokens + rows)
 
 
-class VllmParallelLMHead_0_32(Head):
-    """vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead of 0.32; see Head."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        *,
-        disable_tp: bool = False,
-    ) -> None:
-        rank, size = (0, 1) if disable_tp else (parallel.get_tp_rank(), parallel.get_tp_size())
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, VllmUnquantizedEmbeddingMethod(), bias,
-        )  # fmt: skip
-
-
-class VllmParallelLMHead(Head):
-    """vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead; see Head."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        *,
-        disable_tp: bool = False,
-        quant_method: Any = None,
-    ) -> None:
-        rank, size = (0, 1) if disable_tp else (parallel.get_tp_rank(), parallel.get_tp_size())
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, quant_method or VllmUnquantizedEmbeddingMethod(), bias,
-        )  # fmt: skip
+def _dims_of(
+    input_ids: torch.Tensor,
+    weight: torch.Tensor,
+    org_start: int = 0,
+    org_end: int = -1,
+    num_org_padding: int = 0,
+    added_start: int = 0,
+    added_end: int = 0,
+) -> dict[str, Any]:
+    shard = (org_start, org_end, num_org_padding, added_start, added_end)
+    here = input_ids
+    if org_end >= 0:
+        org = (input_ids >= org_start) & (input_ids < org_end)
+        here = input_ids[org | ((input_ids >= added_start) & (input_ids < added_end))]
+    return {
+        "tokens": tuple(input_ids.shape), "rows": weight.shape[0], "dim": weight.shape[1],
+        "distinct": here.unique().numel(),
+        **optional(
+            shard=unless(shard, WHOLE), ids=unless(dtype_name(input_ids.dtype), "int64"),
+            vocab=max(org_end, added_end) if org_end >= 0 else None,
+        ),
+    }  # fmt: skip
 
 
-class SGLangVocabParallelEmbedding_0_5_16(VocabParallel):
-    """sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding before 0.5.23: ids [...] to [..., D]."""
+def _vary(case: Case, rng: random.Random) -> Case:
+    rows = () if "shard" in case.dims else ("rows",)  # a shard's ranges are for its rows
+    return varied(
+        case,
+        lambda: {**drawn(case, rng, ("tokens", *rows), ("dim",)), "distinct": None},
+        _bytes_moved,
+        lambda case: 0,
+    )
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        enable_tp: bool = True,
-        use_attn_tp_group: bool = False,
-        use_presharded_weights: bool = False,
-    ) -> None:
-        rank, size, padding_size = sglang_partition(
-            org_num_embeddings or num_embeddings, padding_size, enable_tp, use_attn_tp_group
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    input_ids, weight, *shard = args
+    if tuple(shard) not in ((), WHOLE):
+        raise ValueError(
+            f"{cls.__name__} looks a shard's rows up in a group of ranks only, not in {tuple(shard)}"
         )
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, SGLangUnquantizedEmbeddingMethod(), None, use_presharded_weights,
-        )  # fmt: skip
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        return self._lookup(input_)
-
-
-class SGLangVocabParallelEmbedding(VocabParallel):
-    """sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding: ids [...] to [..., D]."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        params_dtype: torch.dtype | None = None,
-        output_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        enable_tp: bool = True,
-        use_attn_tp_group: bool = False,
-        use_presharded_weights: bool = False,
-    ) -> None:
-        rank, size, padding_size = sglang_partition(
-            org_num_embeddings or num_embeddings, padding_size, enable_tp, use_attn_tp_group
-        )
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, SGLangUnquantizedEmbeddingMethod(), None, use_presharded_weights,
-        )  # fmt: skip
-        self.output_dtype = output_dtype
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        out = self._lookup(input_)
-        return out if self.output_dtype is None else out.to(self.output_dtype)
+    if not issubclass(cls, nn.Module):  # a method object
+        layer = nn.Module()
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        method: Any = cls()
+        return partial(method.embedding, layer, input_ids)
+    if assemble.takes(cls, "bias"):
+        raise ValueError(f"{cls.__name__} looks nothing up: it is called through the logits processor")
+    module = assemble.make(cls, weight, *weight.shape, padding_size=1)
+    return partial(assemble.load(module, {"weight": weight}), input_ids)
 
 
-class SGLangParallelLMHead(Head):
-    """sglang.srt.layers.vocab_parallel_embedding.ParallelLMHead; see Head."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        enable_tp: bool = True,
-        use_attn_tp_group: bool = False,
-        use_presharded_weights: bool = False,
-    ) -> None:
-        rank, size, padding_size = sglang_partition(
-            org_num_embeddings or num_embeddings, padding_size, enable_tp, use_attn_tp_group
-        )
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, SGLangUnquantizedEmbeddingMethod(), bias, use_presharded_weights,
-        )  # fmt: skip
+def _repeated(args: list[Any]) -> None:
+    args[0].copy_(args[0].flatten()[:1].expand(args[0].numel()).view(args[0].shape))
 
 
-_VLLM = "vllm.model_executor.layers.vocab_parallel_embedding"
-_SGLANG = "sglang.srt.layers.vocab_parallel_embedding"
-_NOTE = "live, the host's module stays and its quant_method's lookup is replaced"
+def _ends(args: list[Any]) -> None:
+    args[0].zero_()
+    args[0].view(-1)[::2] = args[1].shape[0] - 1
 
-
-def _standalone(host: str, name: str, cls: str, versions: str) -> Target:
-    module = _VLLM if host == "vllm" else _SGLANG
-    return Target(host, f"{module}:{name}", cls, "standalone", versions, note=_NOTE)
-
-
-_VLLM_METHOD = f"{_VLLM}:UnquantizedEmbeddingMethod"
-_SGLANG_METHOD = "sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod"
 
 SPEC = OpSpec(
     name="embedding",
@@ -368,25 +216,13 @@ SPEC = OpSpec(
         Case("wide", {"tokens": (5,), "rows": 9, "dim": 3000}, dtype="float32", tags=("odd",)),
         Case("empty", {"tokens": (0,), "rows": 9, "dim": 64}, tags=("odd",)),
     ),
-    inputs=_embedding_calls.inputs,
-    bytes_moved=_embedding_calls.bytes_moved,
+    inputs=_inputs,
+    bytes_moved=_bytes_moved,
     flops=lambda case: 0,
-    dims_of=_embedding_calls.dims_of,
-    vary=_embedding_calls.vary,
-    extremes=_embedding_calls.EXTREMES,
+    dims_of=_dims_of,
+    vary=_vary,
+    extremes={"repeated": _repeated, "first_and_last": _ends},
     activations=(1,),
-    build=_embedding_calls.build,
-    targets=(
-        Target("vllm", _VLLM_METHOD, "VllmUnquantizedEmbeddingMethod", "quant_method"),
-        Target("sglang", _SGLANG_METHOD, "SGLangUnquantizedEmbeddingMethod", "quant_method"),
-        _standalone("vllm", "VocabParallelEmbedding", "VllmVocabParallelEmbedding_0_26", "<0.32"),
-        _standalone("vllm", "VocabParallelEmbedding", "VllmVocabParallelEmbedding", ">=0.32"),
-        _standalone("vllm", "ParallelLMHead", "VllmParallelLMHead_0_26", "<0.32"),
-        _standalone("vllm", "ParallelLMHead", "VllmParallelLMHead_0_32", ">=0.32,<0.33"),
-        _standalone("vllm", "ParallelLMHead", "VllmParallelLMHead", ">=0.33"),
-        _standalone("sglang", "VocabParallelEmbedding", "SGLangVocabParallelEmbedding_0_5_16", "<0.5.23"),
-        _standalone("sglang", "VocabParallelEmbedding", "SGLangVocabParallelEmbedding", ">=0.5.23"),
-        _standalone("sglang", "ParallelLMHead", "SGLangParallelLMHead", ""),
-    ),
+    build=_build,
     batch_invariant=True,  # a copy
 )  # fmt: skip

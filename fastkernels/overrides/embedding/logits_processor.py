@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from fastkernels.core import assemble, parallel
+from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.embedding.vocab import VllmUnquantizedEmbeddingMethod
+from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.embedding.vocab_parallel import UnquantizedEmbedding
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.linear import linear as gemm
@@ -43,12 +42,12 @@ def reference(
     y = hidden.to(acc) @ weight.to(acc).t()
     if bias is not None:
         y = y + bias.to(acc)
-    y = _cap_and_scale(y, scale, soft_cap, scale_first)
+    y = cap_and_scale(y, scale, soft_cap, scale_first)
     y = y.to(hidden.dtype)  # both hosts' products are rounded, also where logits are wanted as float32
     return y.to(acc) if float32 else y
 
 
-def _cap_and_scale(y: torch.Tensor, scale: float, soft_cap: float | None, scale_first: bool) -> torch.Tensor:
+def cap_and_scale(y: torch.Tensor, scale: float, soft_cap: float | None, scale_first: bool) -> torch.Tensor:
     if scale_first:
         y = y * scale
     if soft_cap is not None:
@@ -128,7 +127,7 @@ def _onednn(
     dtype = torch.float32 if float32 else y.dtype
     if scale == 1.0 and soft_cap is None:
         return y.to(dtype)
-    return _cap_and_scale(y.float(), scale, soft_cap, scale_first).to(dtype)
+    return cap_and_scale(y.float(), scale, soft_cap, scale_first).to(dtype)
 
 
 def _fake(
@@ -156,124 +155,6 @@ logits_processor = define(
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
-
-
-class _VllmLogitsProcessor(nn.Module):
-    """vLLM's LogitsProcessor, versions apart: the logits of hidden_states [T, D] are [T, org_vocab_size]."""
-
-    def __init__(
-        self,
-        vocab_size: int,
-        org_vocab_size: int | None = None,
-        scale: float = 1.0,
-        logits_as_input: bool = False,
-        soft_cap: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.scale = scale
-        self.vocab_size = vocab_size
-        self.logits_as_input = logits_as_input
-        self.org_vocab_size = org_vocab_size or vocab_size
-        self.soft_cap = soft_cap
-
-    def _logits(
-        self, lm_head: Any, hidden: torch.Tensor, bias: torch.Tensor | None, skip_gather: bool
-    ) -> torch.Tensor:
-        if self.logits_as_input:
-            return _cap_and_scale(hidden, self.scale, self.soft_cap, False)
-        logits = logits_processor(hidden, lm_head.weight, bias, self.scale, self.soft_cap)
-        if skip_gather:
-            return logits
-        if lm_head.tp_size > 1:
-            logits = parallel.all_gather(logits, -1)
-        return logits[..., : self.org_vocab_size]
-
-
-class VllmLogitsProcessor_0_26(_VllmLogitsProcessor):
-    """vllm.model_executor.layers.logits_processor.LogitsProcessor of 0.26; see _VllmLogitsProcessor."""
-
-    def forward(
-        self, lm_head: nn.Module, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        return self._logits(lm_head, hidden_states, embedding_bias, False)
-
-
-class VllmLogitsProcessor(_VllmLogitsProcessor):
-    """vllm.model_executor.layers.logits_processor.LogitsProcessor; see _VllmLogitsProcessor.
-
-    skip_gather: return this rank's shard of the logits, padding included.
-    """
-
-    def forward(
-        self,
-        lm_head: nn.Module,
-        hidden_states: torch.Tensor,
-        embedding_bias: torch.Tensor | None = None,
-        skip_gather: bool = False,
-    ) -> torch.Tensor | None:
-        return self._logits(lm_head, hidden_states, embedding_bias, skip_gather)
-
-
-@dataclass
-class LogitsProcessorOutput:
-    """What SGLang's own returns, as far as we fill it; torch.compile traces it, where it does not a SimpleNamespace."""
-
-    next_token_logits: torch.Tensor
-    hidden_states: torch.Tensor | None = None
-
-
-class SGLangLogitsProcessor(nn.Module):
-    """sglang.srt.layers.logits_processor.LogitsProcessor for what sampling needs: float32 logits of last tokens.
-
-    logits_metadata: SGLang's, or any object with `extend_seq_lens` [B] (None at decode: every row is a last token).
-    Returns an object with `next_token_logits` [B, vocab_size] and `hidden_states` None. Input log-probabilities,
-    captured hidden states and multi-item scoring need the host: they raise ValueError.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        skip_all_gather: bool = False,
-        logit_scale: float | None = None,
-        return_full_logits: bool = False,
-    ) -> None:
-        super().__init__()
-        if return_full_logits:
-            raise ValueError(
-                "return_full_logits=True is for SGLang's diffusion language models: not supported here"
-            )
-        self.config = config
-        self.vocab_size = config.vocab_size
-        self.logit_scale = logit_scale
-        self.do_tensor_parallel_all_gather = not skip_all_gather and parallel.get_tp_size() > 1
-        cap = getattr(config, "final_logit_softcapping", None)
-        self.final_logit_softcapping = cap if cap is not None and cap > 0 else None
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        lm_head: nn.Module,
-        logits_metadata: Any,
-        aux_hidden_states: torch.Tensor | None = None,
-        hidden_states_before_norm: torch.Tensor | None = None,
-    ) -> LogitsProcessorOutput:
-        if getattr(logits_metadata, "extend_return_logprob", False):
-            raise ValueError(
-                "input log-probabilities (extend_return_logprob) need SGLang's own LogitsProcessor"
-            )
-        if aux_hidden_states is not None:
-            raise ValueError("aux_hidden_states are captured by SGLang's own LogitsProcessor only")
-        lengths = getattr(logits_metadata, "extend_seq_lens", None)
-        if lengths is not None:
-            hidden_states = hidden_states[torch.cumsum(lengths, dim=0) - 1]
-        scale = 1.0 if self.logit_scale is None else self.logit_scale
-        logits = logits_processor(
-            hidden_states, lm_head.weight, None, scale, self.final_logit_softcapping, True, True
-        )
-        if self.do_tensor_parallel_all_gather:
-            logits = parallel.all_gather(logits, -1)
-        return LogitsProcessorOutput(logits[..., : self.vocab_size])
 
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
@@ -317,7 +198,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     )
     head: Any = nn.Module()
     head.weight, head.bias = nn.Parameter(weight, requires_grad=False), None
-    head.tp_size, head.quant_method = 1, VllmUnquantizedEmbeddingMethod()
+    head.tp_size, head.quant_method = 1, UnquantizedEmbedding()
     rows = weight.shape[0]
     either = soft_cap is None or scale == 1.0  # scaled first or last
     if assemble.takes(cls, "config"):
@@ -338,16 +219,6 @@ def _vary(case: Case, rng: random.Random) -> Case:
         case, lambda: drawn(case, rng, ("tokens",), ("hidden", "vocab")), SPEC.bytes_moved, SPEC.flops
     )
 
-
-_VLLM = "vllm.model_executor.layers.logits_processor:LogitsProcessor"
-_SGLANG = "sglang.srt.layers.logits_processor:LogitsProcessor"
-_NOTE = (
-    "live, the host's module stays: it gathers on its own groups, and its product with the head's weight"
-    " is the head's quant_method"
-)
-_SGLANG_NOTE = (
-    _NOTE + "; standalone it serves sampling (no input log-probabilities, no captured hidden states)"
-)
 
 SPEC = OpSpec(
     name="logits_processor",
@@ -379,10 +250,5 @@ SPEC = OpSpec(
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["hidden"] * case.dims["vocab"],
     tolerance=gemm.SPEC.tolerance,
-    targets=(
-        Target("vllm", _VLLM, "VllmLogitsProcessor_0_26", "standalone", "<0.32", note=_NOTE),
-        Target("vllm", _VLLM, "VllmLogitsProcessor", "standalone", ">=0.32", note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangLogitsProcessor", "standalone", note=_SGLANG_NOTE),
-    ),
     baseline="cublas",
 )  # fmt: skip

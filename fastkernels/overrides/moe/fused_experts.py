@@ -4,54 +4,60 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Case, OpSpec
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.moe.fused_experts_build import build
-from fastkernels.overrides.moe.fused_experts_calls import for_any_ids, fused_experts_vllm, supports_vllm
-from fastkernels.overrides.moe.fused_experts_sglang import (
-    SGLangMoeRunner,
-    sglang_fused_experts,
-    sglang_fused_experts_0_5_16,
-    sglang_fused_experts_0_5_17,
-)
-from fastkernels.overrides.moe.fused_experts_vllm import MoEActivation, VllmFusedMoEKernel, vllm_fused_experts
-from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
-from fastkernels.overrides.moe.moe_cases import (
-    SHAPE,
-    SIZES,
-    check_sizes,
-    dims_of_key,
+from fastkernels.overrides.moe.cases import (
+    build,
     experts_read,
     extremes,
-    fits_call,
     flops,
     here_of,
-    key_of,
-    local_ids,
     routing,
     sizes_of,
     vary_experts,
 )
-from fastkernels.overrides.moe.moe_tiles import chosen, sets, tiles, wide
+from fastkernels.overrides.moe.expert_libraries import for_any_ids, fused_experts_vllm, supports_vllm
+from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
+from fastkernels.overrides.moe.moe_tiles import chosen, fits, sets, tiles, wide
 
-__all__ = [
-    "SPEC",
-    "MoEActivation",
-    "SGLangMoeRunner",
-    "VllmFusedMoEKernel",
-    "fused_experts",
-    "reference",
-    "sglang_fused_experts",
-    "sglang_fused_experts_0_5_16",
-    "sglang_fused_experts_0_5_17",
-    "vllm_fused_experts",
-]
+# `here`: experts of this rank
+SHAPE, SIZES = (
+    ("experts", "here", "topk", "hidden", "intermediate"),
+    ("tokens",),
+)  # of the key of a call; here: experts on this rank
+
+
+def check_sizes(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> None:
+    """Raise ValueError for tensors that do not fit each other."""
+    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] % 2 or w1.shape[::2] != w2.shape[:2]:
+        raise ValueError(f"w1 {tuple(w1.shape)} must be [E, 2 I, H] and w2 {tuple(w2.shape)} [E, H, I]")
+    if w1.shape[1] != 2 * w2.shape[2]:
+        raise ValueError(f"w1 has {w1.shape[1]} rows an expert, w2 {w2.shape[2]} columns: not twice as many")
+    if x.dim() != 2 or x.shape[1] != w1.shape[2]:
+        raise ValueError(f"hidden_states {tuple(x.shape)} must be [tokens, {w1.shape[2]}], as w1 has it")
+    if ids.dim() != 2 or weights.shape != ids.shape or len(ids) != len(x):
+        raise ValueError(
+            f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must both be"
+            f" [{x.shape[0]}, experts of a token]"
+        )
+
+
+def local_ids(ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """ids: [T, K]. The numbers that the experts have here, -1 for those that are elsewhere."""
+    ids = ids.long()
+    if expert_map is None:
+        return ids
+    known = (ids >= 0) & (ids < expert_map.numel())
+    return torch.where(known, expert_map.long()[ids.clamp(0, expert_map.numel() - 1)], -1)
 
 
 def reference(
@@ -181,6 +187,34 @@ def _fake(
     return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
 
 
+def key_of(
+    w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
+) -> tuple[tuple[int, ...], tuple[int]]:
+    """The values of `SHAPE` and `SIZES`, for a Key."""
+    here, hidden, intermediate = w2.shape
+    experts = here if expert_map is None else expert_map.numel()
+    tokens, topk = topk_ids.shape
+    return (experts, here, topk, hidden, intermediate), (tokens,)
+
+
+def fits_call(
+    params: Mapping[str, str], shape: tuple[Any, ...], sizes: tuple[int], of_blocks: bool = False
+) -> bool:
+    """`Provider.fits`, by the key of a call."""
+    experts, _, topk = shape[:3]
+    return fits(params, sizes[0] * topk // experts, of_blocks)
+
+
+def dims_of_key(
+    experts: int, here: int, topk: int, hidden: int, intermediate: int, tokens: int
+) -> dict[str, Any]:
+    """The dims of a case with that key."""
+    elsewhere = {"elsewhere": True, "here": here} if here != experts else {}
+    return {
+        "tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate, **elsewhere,
+    }  # fmt: skip
+
+
 def _key(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -266,12 +300,6 @@ def _case(
     return Case(name, {**dims, **more}, dtype, tags=(tag,))
 
 
-_VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
-_SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
-_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
-_RUNNER = "sglang.srt.layers.moe.moe_runner.runner:MoeRunner"
-_NOTE = "the hosts reach it through objects that bind it when they are built: for forks and for our engine"
-
 SPEC = OpSpec(
     name="fused_experts",
     level=2,
@@ -300,12 +328,4 @@ SPEC = OpSpec(
     calls=("moe_align", "silu_and_mul"),
     by_table=fused_experts,
     build=build,
-    targets=(
-        Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
-        Target("sglang", _RUNNER, "SGLangMoeRunner", "experts", default=False),
-        Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts", "function", ">=0.5.23", note=_NOTE),
-    ),
 )

@@ -9,8 +9,8 @@ import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, Moves, OpSpec, Target, Tolerance
-from fastkernels.overrides.moe import moe_align_triton as _moe_align_triton
+from fastkernels.core.spec import Case, Moves, OpSpec, Tolerance
+from fastkernels.overrides.moe.moe_align_triton import align
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -97,7 +97,7 @@ def _triton(
     _check(topk_ids, block_size, num_experts, max_num_tokens_padded)
     ids = topk_ids.contiguous()
     outs = _empty(ids, block_size, max_num_tokens_padded)
-    _moe_align_triton.align(ids, expert_map, outs, num_experts, block_size, invalid_first)
+    align(ids, expert_map, outs, num_experts, block_size, invalid_first)
     return outs
 
 
@@ -130,91 +130,6 @@ def padded_size(pairs: int, block_size: int, num_experts: int) -> int:
     """Entries that sorted pairs need at most: every expert that can have one may waste a block less one entry."""
     most = pairs + num_experts * (block_size - 1)
     return min(pairs * block_size, most) if pairs < num_experts else most
-
-
-def vllm_moe_align_block_size_0_26(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    expert_map: torch.Tensor | None = None,
-    pad_sorted_ids: bool = False,
-    ignore_invalid_experts: bool = False,
-) -> Aligned:
-    """vllm.model_executor.layers.fused_moe.moe_align_block_size.moe_align_block_size of 0.26.
-
-    With an expert_map, the pairs of experts that are elsewhere are left out (ignore_invalid_experts), or kept in
-    blocks whose entry in expert_ids is -1. An expert's pairs are in order, which the host does not promise.
-    """
-    capacity = padded_size(topk_ids.numel(), block_size, num_experts)
-    if pad_sorted_ids:
-        capacity = -(-capacity // block_size) * block_size
-    leave_out = expert_map if ignore_invalid_experts else None
-    sorted_ids, expert_ids, total = moe_align(topk_ids, block_size, num_experts, capacity, leave_out, False)
-    if expert_map is not None and not ignore_invalid_experts:
-        expert_ids = expert_map[expert_ids]
-    return sorted_ids, expert_ids, total
-
-
-def vllm_moe_align_block_size(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    expert_map: torch.Tensor | None = None,
-    pad_sorted_ids: bool = False,
-    ignore_invalid_experts: bool = False,
-    return_scatter_idx: bool = False,
-) -> Any:
-    """vllm.model_executor.layers.fused_moe.moe_align_block_size.moe_align_block_size from 0.32 on.
-
-    return_scatter_idx: a fourth result, [T * K, 1] int32, each pair's own number, -1 for those that are left out.
-    """
-    if return_scatter_idx and expert_map is not None and not ignore_invalid_experts:
-        raise ValueError("return_scatter_idx with an expert_map needs ignore_invalid_experts=True")
-    found = vllm_moe_align_block_size_0_26(
-        topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts
-    )
-    if not return_scatter_idx:
-        return found
-    flat = topk_ids.flatten()
-    valid = (flat >= 0) & (flat < num_experts)
-    if expert_map is not None:
-        valid &= expert_map[flat.clamp(0, num_experts - 1).long()] >= 0
-    pairs = torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
-    return (*found, torch.where(valid, pairs, -1).view(-1, 1))
-
-
-def sglang_moe_align_block_size_0_5_17(
-    topk_ids: torch.Tensor, block_size: int, num_experts: int, ignore_invalid_expert: bool = False
-) -> Aligned:
-    """sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size.moe_align_block_size before 0.5.23.
-
-    Ids of -1 (experts that are elsewhere) come first in blocks of expert -1, or are left out (ignore_invalid_expert).
-    """
-    capacity = padded_size(topk_ids.numel(), block_size, num_experts + 1)
-    return moe_align(topk_ids, block_size, num_experts, capacity, None, not ignore_invalid_expert)
-
-
-def sglang_moe_align_block_size(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    ignore_invalid_expert: bool = False,
-    *,
-    return_inactive_prefix_count: bool = False,
-    pad_expert_ids: bool = False,
-) -> Aligned:
-    """sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size.moe_align_block_size from 0.5.23 on.
-
-    Raises ValueError for return_inactive_prefix_count and pad_expert_ids, which serve other kernels of the host.
-    """
-    for name, value in (
-        ("return_inactive_prefix_count", return_inactive_prefix_count),
-        ("pad_expert_ids", pad_expert_ids),
-    ):
-        if value:
-            raise ValueError(f"moe_align_block_size: {name} is not supported; use the host's own function")
-    capacity = -(-padded_size(topk_ids.numel(), block_size, num_experts + 1) // 4) * 4
-    return moe_align(topk_ids, block_size, num_experts, capacity, None, not ignore_invalid_expert)
 
 
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
@@ -277,12 +192,6 @@ def _last_expert(args: list[Any]) -> None:
     args[0].fill_(args[2] - 1)
 
 
-_NOTE = (
-    "the hosts' MoE kernels bind the function by name when they are imported: for forks and for our engine"
-)
-_VLLM = "vllm.model_executor.layers.fused_moe.moe_align_block_size:moe_align_block_size"
-_SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size:moe_align_block_size"
-
 SPEC = OpSpec(
     name="moe_align",
     level=1,
@@ -311,10 +220,4 @@ SPEC = OpSpec(
     bytes_moved=_bytes,
     flops=lambda case: 2 * case.dims["tokens"] * case.dims["topk"],
     tolerance={"float32": Tolerance(0.0, 0.0)},
-    targets=(
-        Target("vllm", _VLLM, "vllm_moe_align_block_size_0_26", "function", "<0.32", note=_NOTE),
-        Target("vllm", _VLLM, "vllm_moe_align_block_size", "function", ">=0.32", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_moe_align_block_size_0_5_17", "function", "<0.5.23", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_moe_align_block_size", "function", ">=0.5.23", note=_NOTE),
-    ),
 )

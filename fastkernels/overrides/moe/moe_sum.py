@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Case, OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
@@ -162,55 +162,6 @@ moe_sum = define(
 )
 
 
-def vllm_moe_sum(
-    input: torch.Tensor,
-    output: torch.Tensor,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> None:
-    """vllm._custom_ops.moe_sum: output [T, H] becomes the sum over K of input [T, K, H]."""
-    moe_sum(input, output, None, topk_ids, expert_map)
-
-
-def vllm_moe_fused_mul_sum_0_26(
-    inputs: torch.Tensor,
-    topk_weights: torch.Tensor,
-    outputs: torch.Tensor | None = None,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """vllm.model_executor.layers.fused_moe.moe_fused_mul_sum.moe_fused_mul_sum of 0.26: the weighted sum [T, H]."""
-    if outputs is None:
-        outputs = torch.empty((inputs.shape[0], inputs.shape[2]), dtype=inputs.dtype, device=inputs.device)
-    moe_sum(inputs, outputs, topk_weights, topk_ids, expert_map)
-    return outputs
-
-
-def vllm_moe_fused_mul_sum(
-    inputs: torch.Tensor,
-    topk_weights: torch.Tensor,
-    outputs: torch.Tensor | None = None,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    num_valid_tokens: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """vllm.model_executor.layers.fused_moe.moe_fused_mul_sum.moe_fused_mul_sum from 0.32 on: the weighted sum [T, H].
-
-    A token none of whose ids counts becomes 0, where the host leaves its memory alone. Raises ValueError for
-    num_valid_tokens.
-    """
-    if num_valid_tokens is not None:
-        raise ValueError("moe_fused_mul_sum: num_valid_tokens is not supported; use the host's own function")
-    return vllm_moe_fused_mul_sum_0_26(inputs, topk_weights, outputs, topk_ids, expert_map)
-
-
-def sglang_moe_sum_reduce_triton(
-    input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float
-) -> None:
-    """sglang.kernels.ops.moe.fused_moe_triton_kernels.moe_sum_reduce_triton: output [T, H] from input [T, K, H]."""
-    moe_sum(input, output, None, None, None, routed_scaling_factor)
-
-
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
     tokens, k, hidden, pad = d["tokens"], d["topk"], d["hidden"], d.get("pad", 0)
@@ -285,12 +236,6 @@ def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **d
     return Case(name, dims, dtype, weight, (tag,))
 
 
-_NOTE = (
-    "the hosts' MoE kernels bind the function by name when they are imported: for forks and for our engine"
-)
-_FUSED = "vllm.model_executor.layers.fused_moe.moe_fused_mul_sum:moe_fused_mul_sum"
-_SGLANG = "sglang.kernels.ops.moe.fused_moe_triton_kernels:moe_sum_reduce_triton"
-
 SPEC = OpSpec(
     name="moe_sum",
     level=1,
@@ -318,10 +263,4 @@ SPEC = OpSpec(
     dims_of=_dims_of,
     vary=_vary,
     extremes={"one_expert": _one_expert, "nobody": _nobody},
-    targets=(
-        Target("vllm", "vllm._custom_ops:moe_sum", "vllm_moe_sum", "function", note=_NOTE),
-        Target("vllm", _FUSED, "vllm_moe_fused_mul_sum_0_26", "function", "<0.32", note=_NOTE),
-        Target("vllm", _FUSED, "vllm_moe_fused_mul_sum", "function", ">=0.32", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_moe_sum_reduce_triton", "function", note=_NOTE),
-    ),
 )

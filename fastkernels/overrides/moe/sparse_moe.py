@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fastkernels.core import assemble, parallel
-from fastkernels.core.spec import Case, Moves, OpSpec, Target
-from fastkernels.overrides.linear.parallel_linear import SGLangReplicatedLinear, VllmReplicatedLinear
+from fastkernels.core.spec import Case, Moves, OpSpec
 from fastkernels.overrides.moe import fused_experts as experts
 from fastkernels.overrides.moe.topk_softmax import reference as topk_softmax_reference
 from fastkernels.overrides.moe.topk_softmax import topk_softmax
@@ -127,7 +126,7 @@ class Experts(nn.Module):
         return parallel.all_reduce(out) if self.tp_size > 1 else out
 
 
-class _MixtralMoE(nn.Module):
+class SparseMoE(nn.Module):
     """MixtralMoE of vLLM and SGLang: hidden_states [..., hidden_size] to the same shape, summed over the ranks."""
 
     hidden_size: int
@@ -140,87 +139,6 @@ class _MixtralMoE(nn.Module):
         router_logits, _ = self.gate(x)
         weights, ids, _ = topk_softmax(router_logits, self.top_k, True)
         return self.experts(x, weights, ids).view(hidden_states.shape)
-
-
-class VllmMixtralMoE(_MixtralMoE):
-    """vllm.model_executor.models.mixtral.MixtralMoE; see _MixtralMoE.
-
-    Raises ValueError for dp_size over 1 and enable_eplb, which need vLLM's own expert parallelism.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        params_dtype: torch.dtype | None = None,
-        quant_config: Any = None,
-        tp_size: int | None = None,
-        dp_size: int | None = None,
-        prefix: str = "",
-        enable_eplb: bool = False,
-    ) -> None:
-        super().__init__()
-        if dp_size not in (None, 1) or enable_eplb:
-            raise ValueError(f"{prefix}: dp_size={dp_size} and enable_eplb={enable_eplb} are not supported")
-        self.hidden_size, self.top_k = hidden_size, top_k
-        self.gate = VllmReplicatedLinear(
-            hidden_size, num_experts, bias=False, params_dtype=params_dtype, prefix=f"{prefix}.gate"
-        )
-        self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, params_dtype, quant_config, tp_size, f"{prefix}.experts"
-        )  # fmt: skip
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._forward(hidden_states)
-
-
-class SGLangMixtralMoE_0_5_17(_MixtralMoE):
-    """sglang.srt.models.mixtral.MixtralMoE before 0.5.23; see _MixtralMoE. As in the host, tp_size is not read."""
-
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        layer_id: int,
-        params_dtype: torch.dtype | None = None,
-        quant_config: Any = None,
-        tp_size: int | None = None,
-        prefix: str = "",
-    ) -> None:
-        super().__init__()
-        self.hidden_size, self.top_k = hidden_size, top_k
-        self.gate = SGLangReplicatedLinear(
-            hidden_size, num_experts, bias=False, params_dtype=params_dtype, prefix=f"{prefix}.gate"
-        )
-        self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, params_dtype, quant_config, None, f"{prefix}.experts"
-        )  # fmt: skip
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._forward(hidden_states)
-
-
-class SGLangMixtralMoE(SGLangMixtralMoE_0_5_17):
-    """sglang.srt.models.mixtral.MixtralMoE from 0.5.23 on; see _MixtralMoE."""
-
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        layer_id: int,
-        params_dtype: torch.dtype | None = None,
-        quant_config: Any = None,
-        prefix: str = "",
-    ) -> None:
-        super().__init__(
-            num_experts, top_k, hidden_size, intermediate_size, layer_id, params_dtype, quant_config, None, prefix
-        )  # fmt: skip
 
 
 def _decide(x: torch.Tensor, gate: torch.Tensor, top_k: int, generator: torch.Generator) -> None:
@@ -290,9 +208,6 @@ def _case(
     return Case(name, dims, dtype, tags=(tag,))
 
 
-_VLLM, _SGLANG = "vllm.model_executor.models.mixtral:MixtralMoE", "sglang.srt.models.mixtral:MixtralMoE"
-_NOTE = "in a live host the experts are the host's own layer, which keeps its weights in its kernel's layout"
-
 SPEC = OpSpec(
     name="sparse_moe",
     level=2,
@@ -317,9 +232,4 @@ SPEC = OpSpec(
     bytes_moved=experts.SPEC.bytes_moved,
     flops=experts.SPEC.flops,
     calls=("linear", "topk_softmax", "fused_experts"),
-    targets=(
-        Target("vllm", _VLLM, "VllmMixtralMoE", "standalone", note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangMixtralMoE_0_5_17", "standalone", "<0.5.23", note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangMixtralMoE", "standalone", ">=0.5.23", note=_NOTE),
-    ),
 )

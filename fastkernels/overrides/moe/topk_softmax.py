@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, Moves, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Case, Moves, OpSpec, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -146,63 +146,6 @@ topk_softmax = define(
 )
 
 
-def _check_tokens(hidden_states: torch.Tensor, gating_output: torch.Tensor) -> None:
-    if hidden_states.shape[0] != gating_output.shape[0]:
-        raise ValueError(
-            f"hidden_states has {hidden_states.shape[0]} tokens, gating_output {gating_output.shape[0]}"
-        )
-
-
-def _refuse(**given: Any) -> None:
-    """Raise ValueError for the first argument that asks for what softmax routing does not do."""
-    for name, value in given.items():
-        if value is not None and value is not False and value != 0:
-            raise ValueError(f"fused_topk: {name}={value!r} is not supported; use the host's own function")
-
-
-def vllm_fused_topk(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    indices_type: torch.dtype | None = None,
-    scoring_func: str = "softmax",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """vllm.model_executor.layers.fused_moe.router.fused_topk_router.fused_topk, softmax only.
-
-    hidden_states [T, H] (only T counts), gating_output [T, E]. Returns (weights, ids in indices_type or int32,
-    token_expert_indices), each [T, topk]. Raises ValueError for another scoring_func.
-    """
-    _check_tokens(hidden_states, gating_output)
-    _refuse(scoring_func=None if scoring_func == "softmax" else scoring_func)
-    weights, ids, pairs = topk_softmax(gating_output, topk, renormalize)
-    return weights, ids if indices_type is None else ids.to(indices_type), pairs
-
-
-def sglang_fused_topk(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    correction_bias: torch.Tensor | None = None,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float | None = None,
-    apply_routed_scaling_factor_on_output: bool | None = False,
-    num_fused_shared_experts: int = 0,
-    packed_out: torch.Tensor | None = None,
-    num_token_non_padded: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """sglang.srt.layers.moe.topk.fused_topk, softmax only: (weights [T, topk], ids [T, topk] int32).
-
-    As in the host, softmax routing reads neither the correction bias nor the scaling factor. Raises ValueError for
-    another scoring_func and for packed_out, the output of a LoRA kernel.
-    """
-    _check_tokens(hidden_states, gating_output)
-    _refuse(scoring_func=None if scoring_func == "softmax" else scoring_func, packed_out=packed_out)
-    weights, ids, _ = topk_softmax(gating_output, topk, renormalize)
-    return weights, ids
-
-
 def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     d = case.dims
     logits = 2 * torch.randn(d["tokens"], d["experts"], generator=generator, device=device)
@@ -243,9 +186,6 @@ def _masked(args: list[Any]) -> None:
         args[0][:, 0] = -math.inf
 
 
-_NOTE = "the hosts' routers bind the function by name when they are imported: for forks and for our engine"
-_VLLM = "vllm.model_executor.layers.fused_moe.router.fused_topk_router:fused_topk"
-
 SPEC = OpSpec(
     name="topk_softmax",
     level=1,
@@ -273,10 +213,4 @@ SPEC = OpSpec(
     flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],
     # In any dtype of the logits the weights are float32, and the ids exact.
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-5, 1e-5)),
-    targets=(
-        Target("vllm", _VLLM, "vllm_fused_topk", "function", note=_NOTE),
-        Target(
-            "sglang", "sglang.srt.layers.moe.topk:fused_topk", "sglang_fused_topk", "function", note=_NOTE
-        ),
-    ),
 )

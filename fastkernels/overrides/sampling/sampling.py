@@ -6,16 +6,19 @@ A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in log
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
+from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, Moves, OpSpec, Target, Tolerance
+from fastkernels.core.shapes import drawn, optional, varied
+from fastkernels.core.spec import Case, Moves, OpSpec, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.philox import exponential
-from fastkernels.overrides.sampling import sampling_calls as _sampling_calls
 from fastkernels.overrides.sampling.sampling_triton import (
     LANES,
     RACE,
@@ -210,121 +213,101 @@ sampling = define(
 )
 
 
-class VllmTopKTopPSampler(nn.Module):
-    """vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler: tokens of logits [B, V] that are already divided by the
-    temperature. k [B] int, p [B] float, or None for all tokens.
-
-    Returns (token ids [B] int64, None, or what logprobs_mode 'processed_logits' or 'processed_logprobs' asks for).
-    A row's seed comes from its generator, of the others from torch's. The noise is float32 with steps of 2^-32 near 0,
-    with use_fp64_gumbel too.
-    """
-
-    def __init__(self, logprobs_mode: str = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
-        super().__init__()
-        self.logprobs_mode = logprobs_mode
-        self.use_fp64_gumbel = use_fp64_gumbel
-
-    def forward(
-        self,
-        logits: torch.Tensor,
-        generators: dict[int, torch.Generator],
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = len(logits)
-        seeds = torch.randint(1 << 62, (rows,), device=logits.device)
-        for row, generator in generators.items():
-            seeds[row] = torch.randint(1 << 62, (), generator=generator, device=generator.device)
-        ones = torch.ones(rows, device=logits.device)
-        top_k = torch.zeros_like(seeds) if k is None else k
-        args = (ones, top_k.int(), ones if p is None else p.float(), torch.zeros_like(ones))
-        ids = sampling(logits, *args, seeds, torch.zeros_like(seeds))
-        if self.logprobs_mode not in ("processed_logits", "processed_logprobs"):
-            return ids, None
-        if k is not None or p is not None:
-            logits = logits.masked_fill(logits.float() < threshold(logits.float(), *args), -torch.inf)
-        if self.logprobs_mode == "processed_logits":
-            return ids, logits
-        return ids, logits.log_softmax(dim=-1, dtype=torch.float32)
+_DEFAULTS: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-class SGLangSampler_0_5_16(nn.Module):
-    """sglang.srt.layers.sampler.Sampler before 0.5.23: token ids [B] of logits_output.next_token_logits [B, V].
-
-    Of sampling_info it reads is_all_greedy, temperatures [B, 1], top_ks, top_ps, min_ps [B] and sampling_seed ([B] or
-    None: torch's generator chooses). Log-probabilities and custom logit processors raise ValueError.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(
-        self,
-        logits_output: Any,
-        sampling_info: Any,
-        return_logprob: bool,
-        top_logprobs_nums: list[int],
-        token_ids_logprobs: list[list[int]],
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
-
-    def _sample(
-        self, logits: torch.Tensor, info: Any, return_logprob: bool, positions: torch.Tensor
-    ) -> torch.Tensor:
-        if return_logprob or getattr(info, "has_custom_logit_processor", False):
-            raise ValueError("log-probabilities and custom logit processors need SGLang's own Sampler")
-        seeds = info.sampling_seed
-        if seeds is None:
-            seeds = torch.randint(1 << 62, (len(logits),), device=logits.device)
-        temperature = torch.zeros_like(info.top_ps) if info.is_all_greedy else info.temperatures.view(-1)
-        ids = sampling(
-            logits,
-            temperature.float(),
-            info.top_ks.int(),
-            info.top_ps,
-            info.min_ps,
-            seeds.long(),
-            positions.long(),
-        )
-        return ids if info.is_all_greedy else ids.int()
+_ALIKE = 32  # rows whose values are kept in a case's dims, one by one
 
 
-class SGLangSampler(SGLangSampler_0_5_16):
-    """sglang.srt.layers.sampler.Sampler from 0.5.23 on; see SGLangSampler_0_5_16.
+def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
+    d = case.dims
+    rows, vocab = d["rows"], d["vocab"]
+    logits = d.get("scale", 4.0) * torch.randn(rows, vocab, generator=generator, device=device)
+    if d.get("banned"):
+        logits[:, ::3] = -torch.inf
+    row = torch.arange(rows, device=device)
 
-    logprob_logits is for log-probabilities only.
-    """
+    def each(name: str) -> torch.Tensor:
+        """One value for all rows, or a tuple of which the rows take turns."""
+        values = d.get(name, _DEFAULTS[name])
+        values = tuple(values) if isinstance(values, (tuple, list)) else (values,)
+        dtype = torch.int32 if name == "top_k" else torch.float32
+        return torch.tensor(values, dtype=dtype, device=device)[row % len(values)]
 
-    def forward(
-        self,
-        logits_output: Any,
-        sampling_info: Any,
-        return_logprob: bool,
-        top_logprobs_nums: list[int],
-        token_ids_logprobs: list[list[int]],
-        positions: torch.Tensor,
-        *,
-        logprob_logits: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
+    return [
+        logits.to(getattr(torch, case.dtype)), *map(each, _DEFAULTS), row * 0x9E3779B97F + 7,
+        row * 3 + d.get("offset", 0),
+    ]  # fmt: skip
 
+
+def _bytes_moved(case: Case) -> int:
+    d = case.dims
+    return d["rows"] * (d["vocab"] * getattr(torch, case.dtype).itemsize + 40)
+
+
+def _flops(case: Case) -> int:
+    return 8 * case.dims["rows"] * case.dims["vocab"]
+
+
+def _dims_of(logits: torch.Tensor, *each: torch.Tensor) -> dict[str, Any]:
+    """temperature, top_k, top_p and min_p, where they have values: of the first rows, or one that all rows have."""
+    dims: dict[str, Any] = {"rows": logits.shape[0], "vocab": logits.shape[1]}
+    for name, values in zip(_DEFAULTS, each[:4], strict=True):
+        found = [] if values.is_meta else values[:_ALIKE].tolist()
+        if found:
+            dims[name] = found[0] if len(set(found)) == 1 else tuple(found)
+    offsets = each[5]
+    return {**dims, **optional(offset=int(offsets[0]) or None if offsets.numel() else None)}
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(
+        case,
+        lambda: {**drawn(case, rng, ("rows", "vocab")), "offset": rng.randrange(1 << 40)},
+        _bytes_moved,
+        _flops,
+    )
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    logits, temperature, top_k, top_p, min_p, seeds, offsets = args
+    if not assemble.takes(cls.forward, "sampling_info"):  # type: ignore[attr-defined]
+        raise ValueError(f"{cls.__name__} draws its seeds from torch's generators: it cannot be given them")
+    info = SimpleNamespace(
+        is_all_greedy=False, temperatures=temperature[:, None], top_ks=top_k, top_ps=top_p, min_ps=min_p,
+        sampling_seed=seeds, has_custom_logit_processor=False,
+    )  # fmt: skip
+    output, module = SimpleNamespace(next_token_logits=logits), assemble.make(cls, logits)
+    return lambda: module(output, info, False, [], [], offsets).long()
+
+
+def _equal(args: list[Any]) -> None:
+    args[0].fill_(1.0)
+
+
+def _masked(args: list[Any]) -> None:
+    logits = args[0]
+    row = torch.arange(len(logits), device=logits.device)
+    logits.fill_(-torch.inf)
+    logits[row, (7 * row + 3) % logits.shape[1]] = 0.5
+
+
+def _cold(args: list[Any]) -> None:
+    args[1].fill_(0.01)
+
+
+def _greedy(args: list[Any]) -> None:
+    args[1].fill_(1e-6)
+
+
+# Not much colder than 0.01: of two equal logits the noise decides, and float32 has few bits left for it.
+_EXTREMES = {"equal_logits": _equal, "one_allowed": _masked, "cold": _cold, "nearly_greedy": _greedy}
 
 _LLAMA = 128256
 _MIXED = {
     "temperature": (1.0, 0.7, 0.0), "top_k": (40, 0), "top_p": (0.9, 0.5, 1.0), "min_p": (0.0, 0.05),
 }  # fmt: skip
 
-_VLLM = "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler"
-_VLLM_NOTE = (
-    "live, the host's own stays: it belongs to the model runner, not to the model, its forward is bound on the"
-    " instance, and a seeded request would draw other tokens from its generator than before"
-)
-_SGLANG = "sglang.srt.layers.sampler:Sampler"
-_SGLANG_NOTE = (
-    "live, the host's own stays: it belongs to the model runner, not to the model, and also computes log-probabilities;"
-    " ours applies min_p first and top_p to what top_k leaves, the host top_p to all and min_p last"
-)
 
 SPEC = OpSpec(
     name="sampling",
@@ -345,18 +328,13 @@ SPEC = OpSpec(
         Case("flat_top_p", {"rows": 1, "vocab": 5000, "top_p": 0.97, "scale": 0.1}, dtype="float32", tags=("odd",)),
         Case("banned", {"rows": 2, "vocab": 4097, "banned": True, **_MIXED}, tags=("odd",)),
     ),
-    inputs=_sampling_calls.inputs,
-    bytes_moved=_sampling_calls.bytes_moved,
-    dims_of=_sampling_calls.dims_of,
-    vary=_sampling_calls.vary,
+    inputs=_inputs,
+    bytes_moved=_bytes_moved,
+    dims_of=_dims_of,
+    vary=_vary,
     moves=lambda *args: Moves(rows=tuple(range(7)), columns=(0,)),
-    extremes=_sampling_calls.EXTREMES,
-    build=_sampling_calls.build,
-    flops=_sampling_calls.flops,
+    extremes=_EXTREMES,
+    build=_build,
+    flops=_flops,
     tolerance={name: Tolerance(0.0, 0.0) for name in ("float32", "float16", "bfloat16")},
-    targets=(
-        Target("vllm", _VLLM, "VllmTopKTopPSampler", "standalone", note=_VLLM_NOTE),
-        Target("sglang", _SGLANG, "SGLangSampler_0_5_16", "standalone", "<0.5.23", note=_SGLANG_NOTE),
-        Target("sglang", _SGLANG, "SGLangSampler", "standalone", ">=0.5.23", note=_SGLANG_NOTE),
-    ),
 )  # fmt: skip

@@ -14,8 +14,7 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import forward_context
-from fastkernels.overrides.block import llama_decoder_layer as layers
-from fastkernels.overrides.block import qwen3_decoder_layer
+from fastkernels.overrides.block import sglang, vllm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,7 +60,7 @@ LAYERS = [
 @pytest.mark.parametrize(("spec", "target"), LAYERS, ids=[t.cls for _, t in LAYERS])
 @torch.inference_mode()
 def test_decoder_layer_equals_transformers(spec: Any, target: Any) -> None:
-    llama = spec.name == layers.SPEC.name
+    llama = spec.name == "llama_decoder_layer"
     reference, rotary, config = hf_layer("Llama" if llama else "Qwen3")
     kind = registry.target_class(target)
     ours = kind(None, "model.layers.0", config) if llama and target.host == "vllm" else kind(config)
@@ -82,8 +81,8 @@ def test_decoder_layer_equals_transformers(spec: Any, target: Any) -> None:
 
 
 def test_qwen3_layer_adds_after_the_residual_and_refuses() -> None:
-    old = qwen3_decoder_layer.SGLangQwen3DecoderLayer_0_5_16(CONFIG)
-    new = qwen3_decoder_layer.SGLangQwen3DecoderLayer(CONFIG)
+    old = sglang.SGLangQwen3DecoderLayer_0_5_16(CONFIG)
+    new = sglang.SGLangQwen3DecoderLayer(CONFIG)
     new.load_state_dict(fill(old))
     bind_cache(old, 8, 4)
     bind_cache(new, 8, 4)
@@ -97,15 +96,15 @@ def test_qwen3_layer_adds_after_the_residual_and_refuses() -> None:
     for field in ("dual_chunk_attention_config", "is_causal"):
         config = SimpleNamespace(**{**vars(CONFIG), field: field != "is_causal"})
         with pytest.raises(ValueError, match=field):
-            qwen3_decoder_layer.VllmQwen3DecoderLayer(config)
-    windowed = qwen3_decoder_layer.VllmQwen3DecoderLayer(CONFIG, per_layer_sliding_window=4)
+            vllm.VllmQwen3DecoderLayer(config)
+    windowed = vllm.VllmQwen3DecoderLayer(CONFIG, per_layer_sliding_window=4)
     assert windowed.self_attn.attn.window_left == 3
 
 
 @torch.inference_mode()
 def test_llama_decoder_layer_carries_the_residual() -> None:
     reference, _, config = hf_layer()
-    ours = layers.VllmLlamaDecoderLayer(None, "model.layers.0", config)
+    ours = vllm.VllmLlamaDecoderLayer(None, "model.layers.0", config)
     load_layer(ours, reference.state_dict())
     bind_cache(ours, 8, 4)
     x, residual = randn(7, config.hidden_size, seed=1), randn(7, config.hidden_size, seed=2)

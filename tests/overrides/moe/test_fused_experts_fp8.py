@@ -17,10 +17,9 @@ import torch.nn.functional as F
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
-from fastkernels.overrides.moe import fused_experts_calls as calls
-from fastkernels.overrides.moe import fused_experts_fp8
-from fastkernels.overrides.moe import moe_tiles as _moe_tiles
+from fastkernels.overrides.moe import expert_libraries, fused_experts_fp8, moe_tiles
 from fastkernels.overrides.moe.fused_experts_fp8 import SPEC
+from fastkernels.overrides.moe.vllm import vllm_fused_experts
 
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "moe_sets.py"
 FP8 = torch.float8_e4m3fn
@@ -130,7 +129,7 @@ def interpreted() -> dict[str, str | None]:
 def test_every_set_of_tiles_is_right(interpreted: dict[str, str | None]) -> None:
     found = {k: v for k, v in interpreted.items() if k.endswith((" sorted", " few"))}
     assert {k: v for k, v in found.items() if v} == {}
-    assert len(found) == 2 * (len(_moe_tiles.sets(2)) + 3 * len(_moe_tiles.sets(1)))
+    assert len(found) == 2 * (len(moe_tiles.sets(2)) + 3 * len(moe_tiles.sets(1)))
 
 
 @pytest.mark.parametrize("case", ["other tiles", "ids of no expert", "by table"])
@@ -140,27 +139,27 @@ def test_tiles_tables_and_providers(case: str, interpreted: dict[str, str | None
 
 def test_tiles_by_name() -> None:
     for text in ("16/64/128/1/4/4", "32/128/64/8/8/3/s", "64/64/64/1/4/5/e", "16/64/128/1/4/4/se"):
-        assert str(_moe_tiles.parsed(text)) == text
+        assert str(moe_tiles.parsed(text)) == text
     for text in ("16/64/128/1/4", "16/64/128/1/4/4/x", "16/64/-1/1/4/4", "a"):
         with pytest.raises(ValueError, match="must be block_m/block_n"):
-            _moe_tiles.parsed(text)
-    own = _moe_tiles.tiles_fp8(8, True, True)
-    assert _moe_tiles.chosen(own, None, None) == (own, own)
+            moe_tiles.parsed(text)
+    own = moe_tiles.tiles_fp8(8, True, True)
+    assert moe_tiles.chosen(own, None, None) == (own, own)
     with pytest.raises(ValueError, match="must have one block_m"):
-        _moe_tiles.chosen(own, "32/64/128/1/4/4", "64/64/128/1/4/4")
+        moe_tiles.chosen(own, "32/64/128/1/4/4", "64/64/128/1/4/4")
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])
 def test_every_set_has_room_and_calls_that_it_is_for(itemsize: int) -> None:
-    for params in _moe_tiles.sets(itemsize):
-        tiles = _moe_tiles.parsed(params["gate_up"])
-        assert tiles.shared(itemsize) <= _moe_tiles.SHARED
-        assert any(_moe_tiles.fits(params, rows) for rows in (1, 8, 32, 64, 1024)), str(tiles)
+    for params in moe_tiles.sets(itemsize):
+        tiles = moe_tiles.parsed(params["gate_up"])
+        assert tiles.shared(itemsize) <= moe_tiles.SHARED
+        assert any(moe_tiles.fits(params, rows) for rows in (1, 8, 32, 64, 1024)), str(tiles)
     for rows in (0, 1, 8, 32, 64, 1024):
         for blocks in (False, True):
-            own = _moe_tiles.tiles_fp8(rows, blocks, True)
-            assert own.shared(1) <= _moe_tiles.SHARED
-            found = [p for p in _moe_tiles.sets(1) if _moe_tiles.fits(p, rows, blocks)]
+            own = moe_tiles.tiles_fp8(rows, blocks, True)
+            assert own.shared(1) <= moe_tiles.SHARED
+            found = [p for p in moe_tiles.sets(1) if moe_tiles.fits(p, rows, blocks)]
             assert len(found) >= 4
             assert not blocks or all("/256/" not in p["gate_up"][7:] for p in found)
 
@@ -170,9 +169,7 @@ def test_the_hosts_functions() -> None:
     x, w1, w2, s1, s2, weights, ids = args[:7]
     want = fused_experts_fp8.reference(*args)
     config = SimpleNamespace(use_fp8_w8a8=True, w1_scale=s1, w2_scale=s2, per_act_token_quant=True)
-    assert (
-        rms(fused_experts_fp8.vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config), want) < 2e-3
-    )
+    assert rms(vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config), want) < 2e-3
     runner = SimpleNamespace(inplace=False)
     for name in (
         t.cls
@@ -186,7 +183,7 @@ def test_the_hosts_functions() -> None:
         assert rms(found, want) < 2e-3
     x, w1, w2, s1, s2, weights, ids = (args := arguments("block"))[:7]
     config = SimpleNamespace(use_fp8_w8a8=True, w1_scale=s1, w2_scale=s2, block_shape=[128, 128])
-    found = fused_experts_fp8.vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config)
+    found = vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config)
     assert rms(found, fused_experts_fp8.reference(*args)) < 2e-3
 
 
@@ -224,16 +221,16 @@ def half(kind: str, tokens: int = 9, **more: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("supports", "args", "says"),
     [
-        (calls.supports_vllm_fp8, half("token"), "scales of tokens and of channels, or neither"),
-        (calls.supports_vllm_fp8, arguments("channel"), "float16 or bfloat16, got torch.float32"),
-        (calls.supports_vllm_fp8, half("channel", elsewhere=True), "without an expert_map"),
-        (calls.supports_vllm_fp8, half("channel"), "as on Hopper"),
-        (calls.supports_vllm_fp8, half("tensor", 0), "an empty tensor"),
-        (calls.supports_cutlass, half("block"), "have no scales of blocks"),
-        (calls.supports_cutlass, half("channel", on_input=True), "the router's weights at the end"),
-        (calls.supports_deepgemm, half("channel"), "scales are of blocks"),
-        (calls.supports_deepgemm, half("block"), "for 128 tokens or more"),
-        (calls.supports_deepgemm, half("block", 128, intermediate=640), "as on Hopper"),
+        (expert_libraries.supports_vllm_fp8, half("token"), "scales of tokens and of channels, or neither"),
+        (expert_libraries.supports_vllm_fp8, arguments("channel"), "float16 or bfloat16, got torch.float32"),
+        (expert_libraries.supports_vllm_fp8, half("channel", elsewhere=True), "without an expert_map"),
+        (expert_libraries.supports_vllm_fp8, half("channel"), "as on Hopper"),
+        (expert_libraries.supports_vllm_fp8, half("tensor", 0), "an empty tensor"),
+        (expert_libraries.supports_cutlass, half("block"), "have no scales of blocks"),
+        (expert_libraries.supports_cutlass, half("channel", on_input=True), "the router's weights at the end"),
+        (expert_libraries.supports_deepgemm, half("channel"), "scales are of blocks"),
+        (expert_libraries.supports_deepgemm, half("block"), "for 128 tokens or more"),
+        (expert_libraries.supports_deepgemm, half("block", 128, intermediate=640), "as on Hopper"),
     ],
 )  # fmt: skip
 def test_what_production_does_not_take(supports: Any, args: list[Any], says: str) -> None:
@@ -243,4 +240,4 @@ def test_what_production_does_not_take(supports: Any, args: list[Any], says: str
 def test_weights_of_another_type_are_not_productions() -> None:
     args = half("tensor")
     args[1] = args[1].float()
-    assert "not float8_e4m3fn" in calls.supports_vllm_fp8(*args)
+    assert "not float8_e4m3fn" in expert_libraries.supports_vllm_fp8(*args)

@@ -14,10 +14,10 @@ from support.modules import randn
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.block import layer_calls as _layer_calls
+from fastkernels.overrides.block import cases as block_cases
 from fastkernels.overrides.block import mixtral_decoder_layer
-from fastkernels.overrides.moe import fused_experts, sparse_moe
-from fastkernels.overrides.moe import moe_tiles as _moe_tiles
+from fastkernels.overrides.moe import fused_experts, moe_tiles, sparse_moe
+from fastkernels.overrides.moe.vllm import VllmMixtralMoE, vllm_fused_experts
 
 
 def experts(tokens: int = 9, e: int = 4, k: int = 2, h: int = 24, i: int = 14) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def test_experts_are_what_they_say() -> None:
     want = by_hand(*args)
     close(fused_experts.fused_experts(*args), want)
     close(fused_experts.reference(*args), want)
-    close(fused_experts.vllm_fused_experts(*args), want)
+    close(vllm_fused_experts(*args), want)
 
 
 def test_experts_of_other_ranks_add_up() -> None:
@@ -60,7 +60,7 @@ def test_experts_of_other_ranks_add_up() -> None:
         here = torch.full((4,), -1, dtype=torch.int32)
         here[2 * rank : 2 * rank + 2] = torch.arange(2, dtype=torch.int32)
         mine = slice(2 * rank, 2 * rank + 2)
-        parts += fused_experts.vllm_fused_experts(
+        parts += vllm_fused_experts(
             x, w1[mine], w2[mine], weights, ids, global_num_experts=4, expert_map=here
         )
     close(parts, by_hand(x, w1, w2, weights, ids))
@@ -71,7 +71,7 @@ def test_weight_on_the_input() -> None:
     scale = torch.rand(9, 1) + 0.5
     want = by_hand(x * scale, w1, w2, torch.ones(9, 1), ids)
     close(
-        fused_experts.vllm_fused_experts(x, w1, w2, scale, ids, apply_router_weight_on_input=True),
+        vllm_fused_experts(x, w1, w2, scale, ids, apply_router_weight_on_input=True),
         want,
     )
 
@@ -83,7 +83,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_sglang_experts(name: str) -> None:
-    call, (x, w1, w2, weights, ids) = getattr(fused_experts, name), experts()
+    call, (x, w1, w2, weights, ids) = registry.op_class("fused_experts", name), experts()
     want, before = by_hand(x, w1, w2, weights, ids), x.clone()
     out = call(x, w1, w2, (weights, ids, None), SimpleNamespace(inplace=False, routed_scaling_factor=0.5))
     close(out, want / 2)
@@ -114,7 +114,7 @@ def test_sglang_experts(name: str) -> None:
 )
 def test_vllm_experts_refuse(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        fused_experts.vllm_fused_experts(*experts(), **given)
+        vllm_fused_experts(*experts(), **given)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_layer_is_its_reference(target: Any) -> None:
     weights = moe.gate.weight, moe.experts.w13_weight, moe.experts.w2_weight
 
     def around(before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return _layer_calls.around(
+        return block_cases.around(
             x, before, norms, torch.neg, lambda h: sparse_moe.reference(h, *weights, 2), 1e-5
         )
 
@@ -227,7 +227,7 @@ def same_experts(x: torch.Tensor, gate: torch.Tensor, top_k: int) -> None:
 
 
 def test_block_says_what_is_wrong() -> None:
-    moe = sparse_moe.VllmMixtralMoE(3, 2, 8, 6, prefix="m")
+    moe = VllmMixtralMoE(3, 2, 8, 6, prefix="m")
     w13 = moe.experts.w13_weight
     assert w13.weight_loader(w13, randn(6, 8), "", "w1", 0, True) is True
     for args, says in (
@@ -237,11 +237,11 @@ def test_block_says_what_is_wrong() -> None:
         with pytest.raises(ValueError, match=says):
             w13.weight_loader(w13, randn(6, 8), "", *args)
     with pytest.raises(ValueError, match="quantized weights"):
-        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, quant_config=object())
+        VllmMixtralMoE(3, 2, 8, 6, quant_config=object())
     with pytest.raises(ValueError, match="dp_size=2"):
-        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, dp_size=2)
+        VllmMixtralMoE(3, 2, 8, 6, dp_size=2)
     with pytest.raises(ValueError, match="tp_size 4 is neither 1 nor the group's 1"):
-        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, tp_size=4)
+        VllmMixtralMoE(3, 2, 8, 6, tp_size=4)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,9 @@ def test_block_says_what_is_wrong() -> None:
 )
 def test_blocks_hold_more_than_the_average_expert_has(rows: int, block: int) -> None:
     """Where weights are all the time: with a second block they are read again (docs/routing.md)."""
-    now = _moe_tiles.tiles(rows, torch.bfloat16, True)
+    now = moe_tiles.tiles(rows, torch.bfloat16, True)
     assert now.block_m == block
-    other = _moe_tiles.tiles(routing_time.larger(now), torch.bfloat16, True)
+    other = moe_tiles.tiles(routing_time.larger(now), torch.bfloat16, True)
     assert other.block_m != block
 
 
@@ -276,7 +276,7 @@ def test_no_token_of_a_layer_is_between_two_experts(factor: float) -> None:
         floats = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in args]
         args = [(a * factor).to(dtype) if f else a for a, f in zip(args, floats, strict=True)]
         gate, seen = args[-4], []
-        _layer_calls.layer_reference(lambda h, seen=seen: seen.append(h) or h, *args[:-4])
+        block_cases.layer_reference(lambda h, seen=seen: seen.append(h) or h, *args[:-4])
         chosen.append((seen[0] @ gate.t()).topk(2).indices.sort().values)
     assert torch.equal(*chosen)
     assert (torch.bincount(chosen[0].flatten(), minlength=8) > 150).all()

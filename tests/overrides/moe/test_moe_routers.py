@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.modules import close, randn
 
-from fastkernels.overrides.moe import grouped_topk, moe_sum, topk_softmax
+from fastkernels.overrides.moe import grouped_topk, sglang, topk_softmax, vllm
 
 INF, NAN = math.inf, math.nan
 
@@ -41,14 +41,14 @@ def test_topk_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"topk 9 is not in 1 \.\. 8"):
         topk_softmax.topk_softmax(randn(2, 8), 9)
     with pytest.raises(ValueError, match="hidden_states has 3 tokens, gating_output 2"):
-        topk_softmax.vllm_fused_topk(randn(3, 4), randn(2, 8), 2, True)
-    for call in (topk_softmax.vllm_fused_topk, topk_softmax.sglang_fused_topk):
+        vllm.vllm_fused_topk(randn(3, 4), randn(2, 8), 2, True)
+    for call in (vllm.vllm_fused_topk, sglang.sglang_fused_topk):
         with pytest.raises(ValueError, match="scoring_func='sigmoid' is not supported"):
             call(randn(2, 4), randn(2, 8), 2, True, scoring_func="sigmoid")
 
 
 def test_vllm_ids_in_the_type_that_is_asked_for() -> None:
-    _, ids, _ = topk_softmax.vllm_fused_topk(randn(2, 4), randn(2, 8), 2, True, torch.int64)
+    _, ids, _ = vllm.vllm_fused_topk(randn(2, 4), randn(2, 8), 2, True, torch.int64)
     assert ids.dtype == torch.int64
 
 
@@ -104,13 +104,13 @@ def test_one_group_is_topk_softmax() -> None:
 
 def test_the_hosts_routers() -> None:
     x, logits, bias = randn(7, 4), randn(7, 16), randn(16, seed=1) / 10
-    module = grouped_topk.VllmGroupedTopk(3, True, 4, 2, "sigmoid", 2.5)
+    module = vllm.VllmGroupedTopk(3, True, 4, 2, "sigmoid", 2.5)
     want = grouped_topk.grouped_topk(logits, 3, True, 4, 2, "sigmoid", bias, 2.5)
-    fused = grouped_topk.vllm_fused_grouped_topk(x, logits, 3, True, bias, 4, 2, "sigmoid", 2.5)
-    sglang = grouped_topk.sglang_biased_grouped_topk_gpu
-    for found in (module(x, logits, bias), fused, sglang(x, logits, bias, 3, True, 4, 2, 0, 2.5, True)):
+    fused = vllm.vllm_fused_grouped_topk(x, logits, 3, True, bias, 4, 2, "sigmoid", 2.5)
+    biased = sglang.sglang_biased_grouped_topk_gpu
+    for found in (module(x, logits, bias), fused, biased(x, logits, bias, 3, True, 4, 2, 0, 2.5, True)):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-    torch.testing.assert_close(sglang(x, logits, bias, 3, True, 4, 2, 0, 2.5)[0] * 2.5, want[0])
+    torch.testing.assert_close(biased(x, logits, bias, 3, True, 4, 2, 0, 2.5)[0] * 2.5, want[0])
     for call, says in (
         (lambda: grouped_topk.grouped_topk(logits, 3, True, 5, 2), "16 experts cannot be 5 equal groups"),
         (lambda: grouped_topk.grouped_topk(logits, 3, True, 4, 5), r"topk_group 5 is not in 1 \.\. 4"),
@@ -121,7 +121,7 @@ def test_the_hosts_routers() -> None:
             "of two or more a group",
         ),
         (lambda: module(x[:3], logits), "hidden_states has 3 tokens, gating_output 7"),
-        (lambda: sglang(x, logits, bias, 3, True, 4, 2, 1), "num_fused_shared_experts=1 is not supported"),
+        (lambda: biased(x, logits, bias, 3, True, 4, 2, 1), "num_fused_shared_experts=1 is not supported"),
     ):
         with pytest.raises(ValueError, match=says):
             call()
@@ -131,23 +131,23 @@ def test_sum_of_the_experts_that_are_here() -> None:
     parts, weights = randn(3, 4, 10), randn(3, 4, seed=1)
     ids, here = torch.tensor([[0, 1, 2, 3], [3, -1, 1, 0], [-1, 1, 3, -1]]), torch.tensor([0, -1, 1, -1])
     out = torch.full((3, 10), NAN)
-    moe_sum.sglang_moe_sum_reduce_triton(parts, out, 2.5)
+    sglang.sglang_moe_sum_reduce_triton(parts, out, 2.5)
     close(out, 2.5 * parts.sum(1))
-    moe_sum.vllm_moe_sum(parts, out)
+    vllm.vllm_moe_sum(parts, out)
     close(out, parts.sum(1))
-    close(moe_sum.vllm_moe_fused_mul_sum(parts, weights), (parts * weights[..., None]).sum(1))
+    close(vllm.vllm_moe_fused_mul_sum(parts, weights), (parts * weights[..., None]).sum(1))
     parts[(ids < 0) | (here[ids.clamp(min=0)] < 0)] = NAN
-    moe_sum.vllm_moe_sum(parts, out, ids, here)
+    vllm.vllm_moe_sum(parts, out, ids, here)
     close(out, torch.stack((parts[0, 0] + parts[0, 2], parts[1, 3], torch.zeros(10))))
-    found = moe_sum.vllm_moe_fused_mul_sum(parts, weights, out, ids, here)
+    found = vllm.vllm_moe_fused_mul_sum(parts, weights, out, ids, here)
     assert found is out
     close(out[1], parts[1, 3] * weights[1, 3])
     for call, says in (
-        (lambda: moe_sum.vllm_moe_sum(parts, out[:2]), r"got \(3, 4, 10\) and \(2, 10\)"),
-        (lambda: moe_sum.vllm_moe_sum(parts, out, ids[:2]), r"topk_ids \(2, 4\) must be \(3, 4\)"),
-        (lambda: moe_sum.vllm_moe_sum(parts, out, None, here), "expert_map needs topk_ids"),
+        (lambda: vllm.vllm_moe_sum(parts, out[:2]), r"got \(3, 4, 10\) and \(2, 10\)"),
+        (lambda: vllm.vllm_moe_sum(parts, out, ids[:2]), r"topk_ids \(2, 4\) must be \(3, 4\)"),
+        (lambda: vllm.vllm_moe_sum(parts, out, None, here), "expert_map needs topk_ids"),
         (
-            lambda: moe_sum.vllm_moe_fused_mul_sum(parts, weights, num_valid_tokens=here),
+            lambda: vllm.vllm_moe_fused_mul_sum(parts, weights, num_valid_tokens=here),
             "num_valid_tokens is not",
         ),
     ):

@@ -16,10 +16,9 @@ import torch
 from fastkernels.core import registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.spec import Case
+from fastkernels.overrides.moe import expert_libraries, grouped_gemm
 from fastkernels.overrides.moe import fused_experts as plain
-from fastkernels.overrides.moe import fused_experts_calls as _fused_experts_calls
 from fastkernels.overrides.moe import fused_experts_fp8 as fp8
-from fastkernels.overrides.moe import grouped_gemm as _grouped_gemm
 
 SIZES = {"tokens": 21, "experts": 4, "topk": 2, "hidden": 384, "intermediate": 128}
 KINDS = {
@@ -73,7 +72,7 @@ def other_tiles() -> str | None:
 def by_table() -> str | None:
     """Dispatch takes the tiles from the chip's table, at the sizes that it speaks for."""
     used = []
-    gemm = _grouped_gemm.grouped_gemm
+    gemm = grouped_gemm.grouped_gemm
 
     def watched(*args: Any) -> torch.Tensor:
         used.append(str(args[5]))
@@ -107,7 +106,7 @@ def by_table() -> str | None:
 
 def ids_of_no_expert() -> str | None:
     ids = torch.tensor([[0, -1], [7, 3], [4, 2]], dtype=torch.int64)
-    weights, known = _fused_experts_calls.known(torch.rand(3, 2) + 1, ids, 4)
+    weights, known = expert_libraries.known(torch.rand(3, 2) + 1, ids, 4)
     right = known.tolist() == [[0, 0], [0, 3], [0, 2]] and (weights == 0).tolist() == [
         [False, True], [True, False], [True, False],
     ]  # fmt: skip

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.overrides.embedding.embedding import embedding
 from fastkernels.overrides.linear.linear import linear, register_weight, unsupported_weight
+
+DEFAULT_VOCAB_PADDING_SIZE = 64
 
 
 def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
@@ -123,7 +126,7 @@ class VocabParallel(nn.Module):
         if self.tp_size == 1:
             return self.quant_method.embedding(self, input_)
         s = self.shard_indices
-        out = torch.ops.fastkernels.embedding(
+        out = embedding(
             input_, self.weight, s.org_start, s.org_end, s.num_org_padding, s.added_start, s.added_end
         )
         return parallel.all_reduce(out) if self.reduce_results else out
@@ -140,28 +143,14 @@ class Head(VocabParallel):
         raise RuntimeError("a language-model head is not called: pass it to the LogitsProcessor")
 
 
-def sglang_partition(
-    org_vocab_size: int, padding_size: int, enable_tp: bool, use_attn_tp_group: bool
-) -> tuple[int, int, int]:
-    """(rank, size, padding): SGLang pads more where the padded vocabulary cannot be divided by the ranks.
-
-    Attention's group is the whole one here: standalone there is no data parallelism.
-    """
-    if not enable_tp and use_attn_tp_group:
-        raise ValueError("use_attn_tp_group=True needs enable_tp=True")
-    rank, size = (parallel.get_tp_rank(), parallel.get_tp_size()) if enable_tp else (0, 1)
-    divides = pad_vocab_size(org_vocab_size, padding_size) % size == 0
-    return rank, size, padding_size if divides else padding_size * size
-
-
-class VllmUnquantizedEmbeddingMethod:
-    """vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod: weight [rows, D].
+class UnquantizedEmbedding:
+    """The hosts' UnquantizedEmbeddingMethod, for a weight [rows, D].
 
     Live, only `embedding` is ours: a language-model head keeps the host's `apply`.
     """
 
     live_methods = ("embedding",)
-    replaces = "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod"
+    replaces = ""  # the dotted path of the host's method
     head = "ParallelLMHead"
 
     @classmethod
@@ -197,14 +186,8 @@ class VllmUnquantizedEmbeddingMethod:
         return linear(x, layer.weight, bias)
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
-        return torch.ops.fastkernels.embedding(input_, layer.weight)
+        return embedding(input_, layer.weight)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         layer.weight = embed_tokens.weight
         return layer
-
-
-class SGLangUnquantizedEmbeddingMethod(VllmUnquantizedEmbeddingMethod):
-    """sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod; see VllmUnquantizedEmbeddingMethod."""
-
-    replaces = "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod"

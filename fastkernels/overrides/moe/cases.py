@@ -1,45 +1,19 @@
-"""What the SPECs of mixtures of experts share: routing of a case, its sizes, others like it, and hard values."""
+"""Cases and values that the mixtures of experts share: sizes of models, routing, other sizes, adversarial values."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
 from fastkernels.core.spec import Case, OpSpec
-from fastkernels.overrides.moe.moe_tiles import fits
 
 MIXTRAL = {"experts": 8, "topk": 2, "hidden": 4096, "intermediate": 14336}
 QWEN3_30B = {"experts": 128, "topk": 8, "hidden": 2048, "intermediate": 768}
-
-
-def check_sizes(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> None:
-    """Raise ValueError for tensors that do not fit each other."""
-    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] % 2 or w1.shape[::2] != w2.shape[:2]:
-        raise ValueError(f"w1 {tuple(w1.shape)} must be [E, 2 I, H] and w2 {tuple(w2.shape)} [E, H, I]")
-    if w1.shape[1] != 2 * w2.shape[2]:
-        raise ValueError(f"w1 has {w1.shape[1]} rows an expert, w2 {w2.shape[2]} columns: not twice as many")
-    if x.dim() != 2 or x.shape[1] != w1.shape[2]:
-        raise ValueError(f"hidden_states {tuple(x.shape)} must be [tokens, {w1.shape[2]}], as w1 has it")
-    if ids.dim() != 2 or weights.shape != ids.shape or len(ids) != len(x):
-        raise ValueError(
-            f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must both be"
-            f" [{x.shape[0]}, experts of a token]"
-        )
-
-
-def local_ids(ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """ids: [T, K]. The numbers that the experts have here, -1 for those that are elsewhere."""
-    ids = ids.long()
-    if expert_map is None:
-        return ids
-    known = (ids >= 0) & (ids < expert_map.numel())
-    return torch.where(known, expert_map.long()[ids.clamp(0, expert_map.numel() - 1)], -1)
 
 
 def here_of(dims: Mapping[str, Any]) -> int:
@@ -100,38 +74,6 @@ def sizes_of(
     }  # fmt: skip
 
 
-def key_of(
-    w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
-) -> tuple[tuple[int, ...], tuple[int]]:
-    """The values of `SHAPE` and `SIZES`, for a Key."""
-    here, hidden, intermediate = w2.shape
-    experts = here if expert_map is None else expert_map.numel()
-    tokens, topk = topk_ids.shape
-    return (experts, here, topk, hidden, intermediate), (tokens,)
-
-
-def fits_call(
-    params: Mapping[str, str], shape: tuple[Any, ...], sizes: tuple[int], of_blocks: bool = False
-) -> bool:
-    """`Provider.fits`, by the key of a call."""
-    experts, _, topk = shape[:3]
-    return fits(params, sizes[0] * topk // experts, of_blocks)
-
-
-# `here`: experts of this rank
-SHAPE, SIZES = ("experts", "here", "topk", "hidden", "intermediate"), ("tokens",)
-
-
-def dims_of_key(
-    experts: int, here: int, topk: int, hidden: int, intermediate: int, tokens: int
-) -> dict[str, Any]:
-    """The dims of a case with that key."""
-    elsewhere = {"elsewhere": True, "here": here} if here != experts else {}
-    return {
-        "tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate, **elsewhere,
-    }  # fmt: skip
-
-
 def vary_experts(spec: OpSpec, case: Case, rng: random.Random) -> Case:
     """OpSpec.vary. Widths of which 128 share a scale stay multiples of that."""
     step = max(case.dims.get("block", 1), 1)
@@ -158,3 +100,56 @@ def extremes(weights_at: int) -> dict[str, Callable[[list[Any]], None]]:
         args[weights_at].zero_()
 
     return {"one_expert": one_expert, "empty_experts": empty_experts, "no_weight": no_weight}
+
+
+def build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    """args: as of `fused_experts`. Raises ValueError for what the class cannot express."""
+    defaults: tuple[Any, ...] = (None, False)
+    x, w1, w2, weights, ids, expert_map, on_input = (*args, *defaults[len(args) - 5 :])
+    return _made(cls, x, w1, w2, weights, ids, expert_map, on_input, None, False)
+
+
+def build_fp8(cls: type, args: list[Any]) -> Callable[[], Any]:
+    """args: as of `fused_experts_fp8`. Raises ValueError for what the class cannot express."""
+    defaults: tuple[Any, ...] = (None, None, False, None, False, None, False)
+    x, w1, w2, w1_scale, w2_scale, weights, ids, *rest = (*args, *defaults[len(args) - 7 :])
+    a1_scale, a2_scale, per_token, block_shape, ue8m0, expert_map, on_input = rest
+    quant = SimpleNamespace(
+        use_fp8_w8a8=True, w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale,
+        per_act_token_quant=per_token, block_shape=block_shape,
+    )  # fmt: skip
+    return _made(cls, x, w1, w2, weights, ids, expert_map, on_input, quant, ue8m0)
+
+
+def _made(
+    cls: Any,
+    x: Any,
+    w1: Any,
+    w2: Any,
+    weights: Any,
+    ids: Any,
+    expert_map: Any,
+    on_input: bool,
+    quant: Any,
+    ue8m0: bool,
+) -> Callable[[], Any]:
+    if not hasattr(cls, "run"):
+        kernel = cls(None, SimpleNamespace(quant_config=quant))
+        kernel.scale_ue8m0 = ue8m0
+        return lambda: kernel.apply(
+            x, w1, w2, ids, weights, expert_map=expert_map, apply_router_weight_on_input=on_input
+        )
+    if expert_map is not None or ue8m0:
+        raise ValueError(
+            f"{cls.__name__}: its ids are those of experts here, and scales are no powers of two"
+        )
+    runner = cls("triton", SimpleNamespace(apply_router_weight_on_input=on_input))
+    given = SimpleNamespace(
+        w13_weight=w1, w2_weight=w2, use_fp8_w8a8=quant is not None, w13_scale=getattr(quant, "w1_scale", None),
+        w2_scale=getattr(quant, "w2_scale", None), a13_scale=getattr(quant, "a1_scale", None),
+        a2_scale=getattr(quant, "a2_scale", None), block_shape=getattr(quant, "block_shape", None),
+        per_channel_quant=getattr(quant, "per_act_token_quant", False),
+    )  # fmt: skip
+    topk = SimpleNamespace(topk_weights=weights, topk_ids=ids)
+    dispatched = SimpleNamespace(hidden_states=x, topk_output=topk)
+    return lambda: runner.run(dispatched, given).hidden_states
