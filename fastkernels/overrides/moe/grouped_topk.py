@@ -36,15 +36,15 @@ def reference(
 ) -> Pair:
     """gating_output: [T, E]. Returns (topk_weights [T, K] in at least float32, topk_ids [T, K] int32), best first.
 
-    Experts are ranked by score ('softmax' or 'sigmoid' of the logits) plus e_score_correction_bias [E]. Of the
-    num_expert_group equal groups, the topk_group best ones count: by their best expert or, with a bias, by the sum of
-    their two best. Weights are scores without the bias; renormalize: those of a token add up to 1, before
-    routed_scaling_factor multiplies them. Of equals the lower id or group comes first; a NaN counts as the lowest.
+    Experts are ranked by score ('softmax' or 'sigmoid' of the logits) plus e_score_correction_bias [E]. Experts are
+    chosen from the topk_group best of num_expert_group equal groups; a group's rank is that of its best expert or, with
+    a bias, the sum of its two best. Weights are scores without the bias; with renormalize they add up to 1 for each
+    token. routed_scaling_factor multiplies them last. Among equals the lower id or group wins; NaN ranks lowest.
     """
     acc = torch.promote_types(gating_output.dtype, torch.float32)
     logits = gating_output.to(acc)
     scores = logits.softmax(dim=-1) if scoring_func == "softmax" else logits.sigmoid()
-    # Without a bias scores are in the order of the logits, which no rounding makes equal.
+    # Without a bias, rank by logits: scores have the same order, but rounding can make them equal.
     rank = logits if e_score_correction_bias is None else scores + e_score_correction_bias.to(acc)
     rank = torch.where(rank.isnan(), -math.inf, rank)
     groups = rank.unflatten(-1, (num_expert_group, -1))
@@ -69,7 +69,7 @@ def _grouped_topk_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # A tile is [tokens, groups, experts of a group], padded to powers of two.
+    # A tile is [tokens, groups, experts per group], padded to powers of two.
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
     expert = group[:, None] * S + member[None, :]
@@ -94,15 +94,15 @@ def _grouped_topk_kernel(
         at_best = ranked == best[:, :, None]
         second = tl.max(tl.where(at_best, float("-inf"), ranked), axis=2)
         best += tl.where(tl.sum(at_best.to(tl.int32), axis=2) > 1, best, second)
-    # A group's place is the number of groups before it: of higher score, or as high with a lower number.
+    # The rank of a group is the number of groups ahead of it: a higher score, or an equal score and a lower index.
     ahead = (best[:, None, :] > best[:, :, None]) | (
         (best[:, None, :] == best[:, :, None]) & (group[None, :] < group[:, None])[None, :, :]
     )
     chosen = tl.sum(ahead.to(tl.int32), axis=2) < TOPK_GROUP
     counts = chosen[:, :, None] & exists[None, :, :]
     bits = tl.where(counts, ranked, float("-inf")).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
-    # One maximum finds the score and its lowest id: the id counts down in the low half, which is 0 for all others.
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers ordered like the floats
+    # One maximum finds the best score and its lowest id: the low half holds the id, counted down, or 0 for padding.
     low = tl.where(counts, (E - expert)[None, :, :], 0)
     BLOCK: tl.constexpr = BLOCK_G * BLOCK_S
     keys = tl.reshape((bits.to(tl.int64) << 32) | low.to(tl.int64), (BLOCK_T, BLOCK))
@@ -114,7 +114,7 @@ def _grouped_topk_kernel(
         ids = tl.where(choice[None, :] == k, found[:, None], ids)
         keys = tl.where(number[None, :] == found[:, None], -0x8000000000000000, keys)
     mask = (rows < T)[:, None] & (choice < TOPK)[None, :]
-    # The chosen logits, read again: the row is in the cache, and no value has to be carried through the loop.
+    # Read the chosen logits again: the row is in the cache, and the loop carries no values.
     weights = tl.load(logits_ptr + rows.to(tl.int64)[:, None] * stride + ids, mask=mask, other=0.0).to(
         tl.float32
     )
@@ -142,18 +142,18 @@ def _check(
         raise ValueError(f"gating_output must be [tokens, experts], got shape {tuple(gating_output.shape)}")
     experts = gating_output.shape[1]
     if groups < 1 or experts % groups:
-        raise ValueError(f"{experts} experts cannot be {groups} equal groups (num_expert_group)")
+        raise ValueError(f"{experts} experts cannot form {groups} equal groups (num_expert_group)")
     if not 1 <= topk_group <= groups:
         raise ValueError(f"topk_group {topk_group} is not in 1 .. {groups}, the number of groups")
     if not 1 <= topk <= topk_group * (experts // groups):
         raise ValueError(
-            f"topk {topk} is not in 1 .. {topk_group * (experts // groups)}, the experts that count"
+            f"topk {topk} is not in 1 .. {topk_group * (experts // groups)}, the experts of the chosen groups"
         )
     if scoring_func not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring_func {scoring_func!r} is neither 'softmax' nor 'sigmoid'")
     if bias is not None and (bias.shape != (experts,) or experts < 2 * groups):
         raise ValueError(
-            f"e_score_correction_bias {tuple(bias.shape)} must be [{experts}], of two or more a group"
+            f"e_score_correction_bias {tuple(bias.shape)} must be [{experts}], with two or more experts per group"
         )
 
 
@@ -170,7 +170,7 @@ def _supports_triton(
     if gating_output.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {gating_output.dtype} is not float32, float16 or bfloat16"
     if gating_output.shape[-1] > MAX_EXPERTS or topk > MAX_TOPK or num_expert_group > 64:
-        return f"{topk} of {gating_output.shape[-1]} experts in {num_expert_group} groups are too many"
+        return f"{topk} of {gating_output.shape[-1]} experts in {num_expert_group} groups exceed the limits"
     if gating_output.stride(-1) != 1:
         return f"gating_output has strides {tuple(gating_output.stride())}: experts must be contiguous"
     if e_score_correction_bias is not None and not e_score_correction_bias.is_contiguous():
@@ -202,7 +202,7 @@ def _triton(
         return weights, ids
     members = experts // num_expert_group
     block_g, block_s = next_power_of_2(num_expert_group), next_power_of_2(members)
-    # 1024 keys of eight bytes are 16 registers a thread of 4 warps; a decode step has few rows to spread.
+    # 1024 keys of eight bytes take 16 registers per thread of 4 warps; a decode step has few rows to distribute.
     block_t = max(1, min(1024 // (block_g * block_s), 8, next_power_of_2(cdiv(tokens, 128))))
     grid = (cdiv(tokens, block_t),)
     launch_kernel(
@@ -246,7 +246,7 @@ grouped_topk = define(
 def _margin(
     logits: torch.Tensor, topk: int, groups: int, topk_group: int, scoring_func: str, bias: torch.Tensor
 ) -> torch.Tensor:
-    """[T]: by how much the scores that decide a token's ids differ; float32 cannot tell less than 1e-7 apart."""
+    """Return [T]: the smallest score difference that decides a token's ids; float32 resolves about 1e-7."""
     scores = logits.double().softmax(-1) if scoring_func == "softmax" else logits.double().sigmoid()
     rank = (scores + bias.double()).unflatten(-1, (groups, -1))
     best = rank.topk(2, dim=-1).values.sum(dim=-1).sort(dim=-1, descending=True)
@@ -271,7 +271,7 @@ def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
     if d.get("bias"):
         spread = 0.2 if scoring_func == "sigmoid" else 0.02
         bias = spread * (torch.rand(experts, generator=generator, device=device) - 0.5)
-        for _ in range(20):  # no token so near to a tie that rounding decides
+        for _ in range(20):  # redraw tokens whose choice depends on rounding
             near = _margin(x, topk, groups, topk_group, scoring_func, bias) < 2e-6
             if not bool(near.any()):
                 break
@@ -318,14 +318,14 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
 
 
 def _one_expert(args: list[Any]) -> None:
-    """All other logits are -inf."""
+    """One finite logit per token."""
     if args[6] is None:
         args[0].fill_(-math.inf)
         args[0][:, -1] = 1.0
 
 
 def _equal_logits(args: list[Any]) -> None:
-    """Ids alone decide, or the bias."""
+    """Equal logits: ids decide, or the bias."""
     args[0].fill_(0.5)
 
 
@@ -374,7 +374,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     bytes_moved=_bytes,
     flops=_flops,
-    # In any dtype of the logits the weights are float32, and the ids exact.
+    # Weights are float32 and ids are exact for every dtype of the logits.
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-6, 1e-5)),
     dims_of=_dims_of,
     vary=_vary,

@@ -1,4 +1,4 @@
-"""Sort (token, expert) pairs by expert, each expert's padded to whole blocks, for a grouped matrix product."""
+"""Sort (token, expert) pairs by expert, padded to whole blocks per expert, for a grouped matrix product."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def reference(
     expert_map: torch.Tensor | None = None,
     invalid_first: bool = False,
 ) -> Aligned:
-    """topk_ids: [T, K]; pair i is entry i of the flat topk_ids. Returns three int32 tensors:
+    """topk_ids: [T, K]; pair i is entry i of the flattened topk_ids. Returns three int32 tensors:
 
-    sorted_token_ids [max_num_tokens_padded]: pairs by expert, an expert's in order, T * K where there is none
-    expert_ids [ceil(max_num_tokens_padded / block_size)]: the expert of each block, 0 behind the last one
-    num_tokens_post_padded [1]: entries in use, a multiple of block_size
+    sorted_token_ids [max_num_tokens_padded]: pairs sorted by expert, in order within an expert; T * K for padding
+    expert_ids [ceil(max_num_tokens_padded / block_size)]: the expert of each block, 0 behind the last used block
+    num_tokens_post_padded [1]: the number of used entries, a multiple of block_size
 
-    Ids that are not in 0 .. num_experts - 1 are left out, or, with invalid_first, come first in blocks of expert -1.
-    expert_map [num_experts]: the number of each expert here, -1 for those that are elsewhere and are left out.
+    Ids outside 0 .. num_experts - 1 are dropped or, with invalid_first, come first, in blocks of expert -1.
+    expert_map [num_experts]: the local index of each expert; experts on other ranks have -1 and are dropped.
     """
     flat = topk_ids.flatten().long()
     n, device = flat.numel(), topk_ids.device
@@ -80,9 +80,9 @@ def _supports_triton(
     invalid_first: bool = False,
 ) -> str | None:
     if num_experts > 2046:
-        return f"{num_experts} experts are more than 2046"
+        return f"{num_experts} experts exceed the limit of 2046"
     if topk_ids.numel() >= 1 << 30:
-        return f"{topk_ids.numel()} pairs are more than 2^30"
+        return f"{topk_ids.numel()} pairs exceed the limit of 2^30"
     return None
 
 
@@ -127,7 +127,7 @@ moe_align = define(
 
 
 def padded_size(pairs: int, block_size: int, num_experts: int) -> int:
-    """Entries that sorted pairs need at most: every expert that can have one may waste a block less one entry."""
+    """Return the most entries that sorted pairs can need: each used expert may pad up to block_size - 1 entries."""
     most = pairs + num_experts * (block_size - 1)
     return min(pairs * block_size, most) if pairs < num_experts else most
 

@@ -1,4 +1,4 @@
-"""Sum over a token's experts of what they computed, with the router's weights (Shazeer et al., arXiv 1701.06538)."""
+"""Sum of the expert outputs of each token, weighted by the router (Shazeer et al., arXiv 1701.06538)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def reference(
     expert_map: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> torch.Tensor:
-    """input: [T, K, H]. Returns output's new value [T, H]: the sum over K in at least float32, in output's dtype.
+    """input: [T, K, H]. Returns the new value of output [T, H]: the sum over K in at least float32, in output's dtype.
 
-    topk_weights  [T, K]: what each part is multiplied by, else 1; the sum is multiplied by routed_scaling_factor
-    topk_ids      [T, K]: parts whose id is negative do not count, whatever they hold
-    expert_map    [experts]: nor do those of experts that are elsewhere (-1 in the map); needs topk_ids
+    topk_weights  [T, K]: factor of each part, by default 1; routed_scaling_factor multiplies the sum
+    topk_ids      [T, K]: parts with a negative id are skipped, whatever they contain
+    expert_map    [experts]: parts of experts on other ranks (-1 in the map) are skipped; needs topk_ids
     """
     parts = input.to(torch.promote_types(input.dtype, torch.float32))
     if topk_weights is not None:
@@ -49,7 +49,7 @@ def _moe_sum_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (token, block of columns); the loop over experts is unrolled, so that all loads are in flight.
+    # One program per (token, block of columns). The unrolled loop over experts keeps all loads in flight.
     token = (tl.program_id(0) // n_blocks).to(tl.int64)
     cols = (tl.program_id(0) % n_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < H
@@ -87,7 +87,9 @@ def _check(
         )
     for name, t in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
         if t is not None and t.shape != input.shape[:2]:
-            raise ValueError(f"moe_sum: {name} {tuple(t.shape)} must be {tuple(input.shape[:2])}, as input's")
+            raise ValueError(
+                f"moe_sum: {name} {tuple(t.shape)} must be {tuple(input.shape[:2])}, as in input"
+            )
     if expert_map is not None and topk_ids is None:
         raise ValueError("moe_sum: expert_map needs topk_ids")
 
@@ -110,7 +112,7 @@ def _supports_triton(
         if part is not None and not part.is_contiguous():
             return f"{name} has strides {part.stride()}: it must be contiguous"
     if input.dim() == 3 and input.shape[1] > 32:
-        return f"{input.shape[1]} experts a token are more than 32"
+        return f"{input.shape[1]} experts per token exceed the limit of 32"
     return None
 
 
@@ -126,7 +128,7 @@ def _triton(
     if output.numel() == 0:
         return
     tokens, k, hidden = input.shape
-    # Eight bytes a thread and expert at 128 threads or more; small batches are cut finer, to use all processors.
+    # Eight bytes per thread and expert with 128 threads or more; small batches use smaller blocks to fill the GPU.
     block = 2048 if tokens * hidden >= 2048 * 512 else 512
     block = min(block, next_power_of_2(hidden))
     n_blocks = cdiv(hidden, block)
@@ -220,14 +222,14 @@ def _flops(case: Case) -> int:
 
 
 def _one_expert(args: list[Any]) -> None:
-    """All but a token's first part cancel out."""
+    """All parts of a token but the first cancel out."""
     args[0][:, 1:] = 0
     args[0][:, 1::2] = 3.0
     args[0][:, 2::2] = -3.0
 
 
-def _nobody(args: list[Any]) -> None:
-    """No expert is here."""
+def _none_here(args: list[Any]) -> None:
+    """Every expert is on another rank."""
     if args[3] is not None:
         args[3].fill_(-1)
 
@@ -262,5 +264,5 @@ SPEC = OpSpec(
     flops=_flops,
     dims_of=_dims_of,
     vary=_vary,
-    extremes={"one_expert": _one_expert, "nobody": _nobody},
+    extremes={"one_expert": _one_expert, "none_here": _none_here},
 )

@@ -1,4 +1,4 @@
-"""Softmax over a router's logits and the k largest probabilities of each token (Shazeer et al., arXiv 1701.06538)."""
+"""Softmax over router logits and the k largest probabilities of each token (Shazeer et al., arXiv 1701.06538)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """gating_output: [T, E]. Returns (topk_weights [T, K], topk_ids [T, K] int32, token_expert_indices [T, K] int32).
 
-    The weights are probabilities in at least float32, largest first; renormalize: those of a token add up to 1.
-    Of equal logits the lower id comes first; a NaN counts as the lowest logit, and makes its row's weights NaN.
-    token_expert_indices[t, k] is k * T + t, vLLM's number of a (token, choice) pair.
+    The weights are probabilities in at least float32, largest first; with renormalize they add up to 1 for each token.
+    Among equal logits the lower id comes first. NaN ranks lowest and makes all weights of its row NaN.
+    token_expert_indices[t, k] is k * T + t, vLLM's index of a (token, choice) pair.
     """
     tokens = gating_output.shape[0]
     logits = gating_output.to(torch.promote_types(gating_output.dtype, torch.float32))
@@ -52,11 +52,11 @@ def _topk_softmax_kernel(
     at = logits_ptr + rows.to(tl.int64)[:, None] * stride + experts[None, :]
     inside = (rows < T)[:, None] & (experts < E)[None, :]
     x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
-    # A NaN must not win, and must not decide by its sign bit either; -0 and 0 are the same logit.
+    # NaN must not win, whatever its sign bit is; -0 and 0 are equal.
     ranked = tl.where(x != x, float("-inf"), tl.where(x == 0.0, 0.0, x))
     bits = ranked.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
-    # One maximum finds the logit and its lowest id: the id counts down in the low half. Columns behind E come last.
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers ordered like the floats
+    # One maximum finds the largest logit and its lowest id: the low half is the id, counted down. Padding ranks last.
     low = tl.where(experts < E, BLOCK_E + E - experts, BLOCK_E - experts)
     keys = (bits.to(tl.int64) << 32) | low[None, :].to(tl.int64)
     choice = tl.arange(0, BLOCK_K)
@@ -67,7 +67,7 @@ def _topk_softmax_kernel(
         ids = tl.where(choice[None, :] == k, found[:, None], ids)
         keys = tl.where(experts[None, :] == found[:, None], -0x8000000000000000, keys)
     mask = (rows < T)[:, None] & (choice < TOPK)[None, :]
-    # The chosen logits, read again: the row is in the cache, and no value has to be carried through the loop.
+    # Read the chosen logits again: the row is in the cache, and the loop carries no values.
     chosen = tl.load(logits_ptr + rows.to(tl.int64)[:, None] * stride + ids, mask=mask, other=float("-inf"))
     chosen = chosen.to(tl.float32)
     top = tl.max(ranked, axis=1)
@@ -94,7 +94,7 @@ def _supports_triton(gating_output: torch.Tensor, topk: int, renormalize: bool =
     if gating_output.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {gating_output.dtype} is not float32, float16 or bfloat16"
     if gating_output.shape[-1] > MAX_EXPERTS or topk > MAX_TOPK:
-        return f"{topk} of {gating_output.shape[-1]} experts: more than {MAX_TOPK} of {MAX_EXPERTS}"
+        return f"{topk} of {gating_output.shape[-1]} experts exceed the limit of {MAX_TOPK} of {MAX_EXPERTS}"
     if gating_output.stride(-1) != 1:
         return f"gating_output has strides {tuple(gating_output.stride())}: experts must be contiguous"
     return None
@@ -116,7 +116,7 @@ def _triton(
     if tokens == 0:
         return outs
     block_e = next_power_of_2(experts)
-    # 1024 keys of eight bytes are 16 registers a thread of 4 warps; a decode step has few rows to spread.
+    # 1024 keys of eight bytes take 16 registers per thread of 4 warps; a decode step has few rows to distribute.
     block_t = max(1, min(1024 // block_e, 16, next_power_of_2(cdiv(tokens, 128))))
     grid = (cdiv(tokens, block_t),)
     launch_kernel(
@@ -211,6 +211,6 @@ SPEC = OpSpec(
     extremes={"equal_logits": _equal, "one_masked": _masked},
     bytes_moved=_bytes,
     flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],
-    # In any dtype of the logits the weights are float32, and the ids exact.
+    # Weights are float32 and ids are exact for every dtype of the logits.
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-5, 1e-5)),
 )
