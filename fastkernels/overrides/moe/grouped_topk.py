@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, Moves, OpSpec, Tolerance
+from fastkernels.core.spec import Case, OpSpec, Permutable, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -378,7 +378,7 @@ SPEC = OpSpec(
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-6, 1e-5)),
     dims_of=_dims_of,
     vary=_vary,
-    moves=lambda x, topk, renormalize, groups, *more: Moves((0,), (0, 6), x.shape[1] // groups),
+    permutable=lambda x, topk, renormalize, groups, *more: Permutable((0,), (0, 6), x.shape[1] // groups),
     extremes={"one_expert": _one_expert, "equal_logits": _equal_logits},
     build=_build,
 )

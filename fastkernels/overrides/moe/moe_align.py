@@ -9,7 +9,7 @@ import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, Moves, OpSpec, Tolerance
+from fastkernels.core.spec import Case, OpSpec, Permutable, Tolerance
 from fastkernels.overrides.moe.moe_align_triton import align
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -214,7 +214,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
-    moves=lambda *args: Moves(rows=(0,), columns=(0,)),
+    permutable=lambda *args: Permutable(rows=(0,), columns=(0,)),
     extremes={"first_expert": _first_expert, "last_expert": _last_expert},
     activations=(),
     bytes_moved=_bytes,

@@ -53,7 +53,7 @@ def parsed(text: str) -> Tiles:
         or flags not in ("", "s", "e", "se")
     ):
         raise ValueError(
-            f"tiles {text!r}: expected block_m/block_n/block_k/group_m/num_warps/num_stages, then /s, /e, /se or nothing"
+            f"tiles {text!r}: want block_m/block_n/block_k/group_m/num_warps/num_stages, then /s, /e, /se or nothing"
         )
     m, n, k, group, warps, stages = map(int, sizes)
     return Tiles(m, n, k, group, warps, stages, "s" in flags, "e" in flags)

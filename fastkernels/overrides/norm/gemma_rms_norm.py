@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, rows_of, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Target, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.overrides.norm import norm_calls as _norm_calls
-from fastkernels.overrides.norm import rms_norm
+from fastkernels.overrides.norm.cases import cancel
 from fastkernels.overrides.norm.rms_norm_heads import twice
 
 
@@ -187,24 +182,6 @@ class SGLangGemma3RMSNorm(SGLangGemma3RMSNorm_0_5_16):
         return _with_residual(x, self.weight, self.eps, residual)
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    x, weight, eps, residual, *_ = rms_norm.SPEC.inputs(case, device, generator)
-    return [x, weight - 1, eps, residual]
-
-
-def _dims(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> dict[str, Any]:
-    more = optional(residual=residual is not None, eps=unless(eps, 1e-5))
-    return {**rows_of(x), "hidden": x.shape[-1], **more}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case, lambda: drawn(case, rng, ("tokens", "heads"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
-    )
-
-
 _SGLANG = "sglang.srt.layers.layernorm:"
 
 SPEC = OpSpec(
@@ -224,14 +201,18 @@ SPEC = OpSpec(
         Case("qk_odd", {"tokens": 5, "heads": 9, "hidden": 64}, tags=("odd",)),
         Case("wide", {"tokens": 7, "hidden": 576, "residual": True}, dtype="float32", tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
-    activations=(0, 3),
-    extremes={"cancelled": _norm_calls.cancel},
-    build=_norm_calls.build_gemma_rms_norm,
-    bytes_moved=rms_norm.SPEC.bytes_moved,
-    flops=lambda case: rms_norm.SPEC.flops(case) + case.dims["hidden"],
+    arguments=(
+        Tensor("x", "tokens heads? hidden"),
+        Tensor("weight", "hidden", std=0.1),
+        Scalar("eps", default=1e-5),
+        Tensor("residual", "tokens heads? hidden", when="residual", mutated=True),
+    ),
+    outputs=(Tensor("out", "tokens heads? hidden"),),
+    axes={"tokens": Axis.per_call(), "heads": Axis.count(), "hidden": Axis.width()},
+    constructor={"hidden_size": "hidden", "dim": "hidden"},
+    flops="4 * tokens * heads * hidden + hidden",
+    activations=("x", "residual"),
+    extremes={"cancelled": cancel},
     targets=(
         Target("vllm", "vllm.model_executor.layers.layernorm:GemmaRMSNorm", "VllmGemmaRMSNorm", "leaf"),
         Target("sglang", f"{_SGLANG}GemmaRMSNorm", "SGLangGemmaRMSNorm", "leaf"),

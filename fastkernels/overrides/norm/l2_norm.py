@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Target, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS, rows, unsupported_rows
@@ -126,47 +120,6 @@ def transformers_l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> to
     return l2_norm(x.movedim(dim, -1), eps).movedim(-1, dim)
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
-    d = case.dims
-    shape = [d[name] for name in ("batch", "tokens", "heads", "head_dim") if name in d]
-    x = torch.randn(*shape, generator=generator, device=device).to(getattr(torch, case.dtype))
-    output_dtype = d.get("output_dtype")
-    return [x, d.get("eps", 1e-6), None if output_dtype is None else getattr(torch, output_dtype)]
-
-
-def _elements(case: Case) -> int:
-    d = case.dims
-    return d.get("batch", 1) * d["tokens"] * d.get("heads", 1) * d["head_dim"]
-
-
-def _bytes(case: Case) -> int:
-    written = case.dims.get("output_dtype", case.dtype)
-    return _elements(case) * (getattr(torch, case.dtype).itemsize + getattr(torch, written).itemsize)
-
-
-def _dims(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    lead = list(x.shape[:-1]) or [1]
-    heads = lead.pop() if len(lead) > 1 else None
-    tokens = lead.pop()
-    more = optional(
-        batch=torch.Size(lead).numel() if lead else None,
-        heads=heads,
-        eps=unless(eps, 1e-6),
-        output_dtype=None if output_dtype is None else dtype_name(output_dtype),
-    )
-    return {"tokens": tokens, "head_dim": x.shape[-1], **more}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    names = ("batch", "tokens", "heads")
-    return varied(case, lambda: drawn(case, rng, names, ("head_dim",)), SPEC.bytes_moved, SPEC.flops)
-
-
-def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    x, *rest = args
-    return partial(cls(*rest), x)
-
-
 _NOTE = (
     "the hosts' linear attention binds the function by name when it is imported: for forks and for our engine"
 )
@@ -211,9 +164,20 @@ SPEC = OpSpec(
             tags=("odd",),
         ),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 3 * _elements(case),
+    arguments=(
+        Tensor("x", "batch? tokens heads? head_dim"),
+        Scalar("eps", default=1e-6),
+        Scalar("output_dtype", default=None, dtype=True),
+    ),
+    outputs=(Tensor("out", "batch? tokens heads? head_dim", "written"),),
+    axes={
+        "batch": Axis.per_call(),
+        "tokens": Axis.per_call(),
+        "heads": Axis.count(),
+        "head_dim": Axis.width(),
+        "written": Axis.dtype(Expr("output_dtype or dtype")),
+    },
+    flops="3 * batch * tokens * heads * head_dim",
     targets=(
         Target("vllm", _VLLM, "l2norm_fwd", "function", note=_NOTE),
         Target("sglang", f"{_SGLANG}:L2Norm", "SGLangL2Norm", "leaf"),
@@ -221,7 +185,4 @@ SPEC = OpSpec(
         Target("transformers", _HF, "transformers_l2norm", "function", note=_NOTE),
     ),
     batch_invariant=True,  # a row in one program, its tile chosen by the last dimension
-    dims_of=_dims,
-    vary=_vary,
-    build=_build,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, rows_of, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Target, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows
-from fastkernels.overrides.norm import norm_calls as _norm_calls
+from fastkernels.overrides.norm.cases import cancel
 from fastkernels.overrides.norm.rms_norm_heads import WIDEST, launch_heads, twice
 
 
@@ -309,50 +307,6 @@ _TRANSFORMERS = (
 )  # fmt: skip
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    shape = (d["tokens"], d["heads"], d["hidden"]) if "heads" in d else (d["tokens"], d["hidden"])
-    dtype = getattr(torch, case.dtype)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device).to(dtype)
-
-    weight = None if d.get("weightless") else 1 + 0.1 * randn(d["hidden"])
-    residual = randn(*shape) if d.get("residual") else None
-    eps = d.get("eps", 1e-5)
-    return [randn(*shape), weight, eps, residual, d.get("var_hidden"), d.get("cast_first", False)]
-
-
-def _dims(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    var_hidden_size: int | None = None,
-    cast_x_before_out_mul: bool = True,
-) -> dict[str, Any]:
-    more = optional(
-        residual=residual is not None, weightless=weight is None, var_hidden=var_hidden_size, eps=unless(eps, 1e-5)
-    )  # fmt: skip
-    return {**rows_of(x), "hidden": x.shape[-1], **more, "cast_first": cast_x_before_out_mul}
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    rows = d["tokens"] * d.get("heads", 1)
-    passes = 4 if d.get("residual") else 2
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return (passes * rows + 1) * d["hidden"] * size
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "heads"), ("hidden", "var_hidden"))
-        return {**new, "var_hidden": min(new["var_hidden"], new["hidden"])} if "var_hidden" in new else new
-
-    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
-
-
 SPEC = OpSpec(
     name="rms_norm",
     level=1,
@@ -371,14 +325,26 @@ SPEC = OpSpec(
         Case("qk_odd", {"tokens": 5, "heads": 9, "hidden": 64, "cast_first": True}, tags=("odd",)),
         Case("var_hidden", {"tokens": 5, "hidden": 1000, "var_hidden": 640}, dtype="float32", tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
-    activations=(0, 3),
-    extremes={"cancelled": _norm_calls.cancel},
-    build=_norm_calls.build_rms_norm,
-    bytes_moved=_bytes,
-    flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
+    arguments=(
+        Tensor("x", "tokens heads? hidden"),
+        Tensor("weight", "hidden", when="not weightless", mean=1, std=0.1, bytes="hidden * itemsize(dtype)"),
+        Scalar("eps", default=1e-5),
+        Tensor("residual", "tokens heads? hidden", when="residual", mutated=True),
+        Scalar("var_hidden_size", "var_hidden", default=None),
+        Scalar("cast_x_before_out_mul", "cast_first", default=False, stated=True, rounding=True),
+    ),
+    outputs=(Tensor("out", "tokens heads? hidden"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "heads": Axis.count(),
+        "hidden": Axis.width(),
+        "var_hidden": Axis.width(None),
+    },
+    constraints=("(var_hidden or 0) <= hidden",),
+    constructor={"hidden_size": "hidden", "has_weight": "not weightless", "var_hidden_size": "var_hidden"},
+    flops="4 * tokens * heads * hidden",
+    activations=("x", "residual"),
+    extremes={"cancelled": cancel},
     targets=(
         Target("vllm", "vllm.model_executor.layers.layernorm:RMSNorm", "VllmRMSNorm", "leaf"),
         Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21"),

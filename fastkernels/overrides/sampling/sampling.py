@@ -16,7 +16,7 @@ import torch
 from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, Moves, OpSpec, Tolerance
+from fastkernels.core.spec import Case, OpSpec, Permutable, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.philox import exponential
 from fastkernels.overrides.sampling.sampling_triton import (
@@ -332,7 +332,7 @@ SPEC = OpSpec(
     bytes_moved=_bytes_moved,
     dims_of=_dims_of,
     vary=_vary,
-    moves=lambda *args: Moves(rows=tuple(range(7)), columns=(0,)),
+    permutable=lambda *args: Permutable(rows=tuple(range(7)), columns=(0,)),
     extremes=_EXTREMES,
     build=_build,
     flops=_flops,

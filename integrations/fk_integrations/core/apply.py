@@ -43,8 +43,10 @@ class Patched:
     traced: set[str] = field(default_factory=set)  # ops whose kernels a profiler trace has shown
 
     def report(self) -> list[dict[str, Any]]:
+        from fastkernels.core.dispatch import proving
+
         for row in self.rows:
-            ops = registry.counted(row.op) if row.state == "active" else []
+            ops = proving(row.op) if row.state == "active" else []
             if ops:
                 row.calls = sum(op.calls for op in ops)
                 row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}

@@ -141,7 +141,7 @@ def test_tiles_by_name() -> None:
     for text in ("16/64/128/1/4/4", "32/128/64/8/8/3/s", "64/64/64/1/4/5/e", "16/64/128/1/4/4/se"):
         assert str(moe_tiles.parsed(text)) == text
     for text in ("16/64/128/1/4", "16/64/128/1/4/4/x", "16/64/-1/1/4/4", "a"):
-        with pytest.raises(ValueError, match="expected block_m/block_n"):
+        with pytest.raises(ValueError, match="want block_m/block_n"):
             moe_tiles.parsed(text)
     own = moe_tiles.tiles_fp8(8, True, True)
     assert moe_tiles.chosen(own, None, None) == (own, own)
