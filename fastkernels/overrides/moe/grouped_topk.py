@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, OpSpec, Permutable, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Permutable, Scalar, Tensor, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -257,58 +255,17 @@ def _margin(
     return gap.minimum(kept[:, : topk + 1].diff(dim=-1).abs().amin(dim=-1))
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    tokens, experts, topk = d["tokens"], d["experts"], d["topk"]
-    groups, topk_group = d.get("groups", 1), d.get("topk_group", 1)
-    scoring_func, dtype = d.get("scoring", "softmax"), getattr(torch, case.dtype)
-
-    def logits() -> torch.Tensor:
-        wide = torch.randn(tokens, experts + d.get("pad", 0), generator=generator, device=device)
-        return (2 * wide).to(dtype)[:, :experts]
-
-    x, bias = logits(), None
-    if d.get("bias"):
-        spread = 0.2 if scoring_func == "sigmoid" else 0.02
-        bias = spread * (torch.rand(experts, generator=generator, device=device) - 0.5)
-        for _ in range(20):  # redraw tokens whose choice depends on rounding
-            near = _margin(x, topk, groups, topk_group, scoring_func, bias) < 2e-6
-            if not bool(near.any()):
-                break
-            x[near] = logits()[near]
-    factor = d.get("factor", 1.0)
-    return [x, topk, d.get("renormalize", True), groups, topk_group, scoring_func, bias, factor]
-
-
-def _dims_of(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int = 1,
-    topk_group: int = 1,
-    scoring_func: str = "softmax",
-    e_score_correction_bias: torch.Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-) -> dict[str, Any]:
-    dims = {"tokens": gating_output.shape[0], "experts": gating_output.shape[1], "topk": topk}
-    more = {
-        "groups": num_expert_group,
-        "topk_group": topk_group,
-        "scoring": scoring_func,
-        "renormalize": renormalize,
-    }
-    return {**dims, **more, "bias": e_score_correction_bias is not None, "factor": routed_scaling_factor}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        groups, members = rng.choice((1, 2, 4, 6, 8)), rng.randint(4, 32)
-        topk_group = rng.randint(1, groups)
-        topk = rng.randint(1, min(topk_group * members, 12))
-        sizes = {"experts": groups * members, "topk": topk, "groups": groups, "topk_group": topk_group}
-        return {**drawn(case, rng, ("tokens",)), **sizes}
-
-    return varied(case, draw, _bytes, _flops)
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    logits = call.tensor("gating_output")
+    if not call["bias"]:
+        return {"gating_output": logits}
+    bias = (0.2 if call["scoring"] == "sigmoid" else 0.02) * (call.rand(call["experts"]) - 0.5)
+    for _ in range(20):  # redraw tokens whose choice depends on rounding
+        near = _margin(logits, call["topk"], call["groups"], call["topk_group"], call["scoring"], bias) < 2e-6
+        if not bool(near.any()):
+            break
+        logits[near] = call.tensor("gating_output")[near]
+    return {"gating_output": logits, "e_score_correction_bias": bias}
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -327,16 +284,6 @@ def _one_expert(args: list[Any]) -> None:
 def _equal_logits(args: list[Any]) -> None:
     """Equal logits: ids decide, or the bias."""
     args[0].fill_(0.5)
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return d["tokens"] * (d["experts"] * size + d["topk"] * 8) + (4 * d["experts"] if d.get("bias") else 0)
-
-
-def _flops(case: Case) -> int:
-    return 8 * case.dims["tokens"] * case.dims["experts"]
 
 
 def _case(
@@ -371,13 +318,35 @@ SPEC = OpSpec(
         _case("strided", "odd", 5, 32, 4, "float16", groups=4, topk_group=2, pad=3),
         _case("no_token", "odd", 0, 16, 2, groups=4, topk_group=2),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=_flops,
+    arguments=(
+        Tensor("gating_output", "tokens experts", std=2.0, pad="pad"),
+        Scalar("topk"),
+        Scalar("renormalize", default=True, stated=True),
+        Scalar("num_expert_group", "groups"),
+        Scalar("topk_group"),
+        Scalar("scoring_func", "scoring", default="softmax", stated=True),
+        Tensor("e_score_correction_bias", "experts", "float32", when="bias"),
+        Scalar("routed_scaling_factor", "factor", default=1.0, stated=True),
+    ),
+    outputs=(Tensor("topk_weights", "tokens topk", "float32"), Tensor("topk_ids", "tokens topk", "int32")),
+    axes={
+        "tokens": Axis.per_call(),
+        "experts": Axis.count(),
+        "topk": Axis.count(),
+        "groups": Axis.option(1, choices=(1, 2, 4, 6, 8), stated=True),
+        "topk_group": Axis.count(1, stated=True),
+        "bias": Axis.option(False, stated=True),
+    },
+    constraints=(
+        "experts % groups == 0",
+        "experts >= 2 * groups or not bias",
+        "topk_group <= groups",
+        "topk <= topk_group * (experts // groups)",
+    ),
+    values=_values,
+    flops="8 * tokens * experts",
     # Weights are float32 and ids are exact for every dtype of the logits.
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-6, 1e-5)),
-    dims_of=_dims_of,
-    vary=_vary,
     permutable=lambda x, topk, renormalize, groups, *more: Permutable((0,), (0, 6), x.shape[1] // groups),
     extremes={"one_expert": _one_expert, "equal_logits": _equal_logits},
     build=_build,

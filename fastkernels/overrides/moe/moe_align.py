@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Permutable, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Permutable, Scalar, Sizes, Tensor, Tolerance
 from fastkernels.overrides.moe.moe_align_triton import align
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -132,56 +131,25 @@ def padded_size(pairs: int, block_size: int, num_experts: int) -> int:
     return min(pairs * block_size, most) if pairs < num_experts else most
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    noise = torch.rand(d["tokens"], d["experts"], generator=generator, device=device)
-    ids = noise.argsort(dim=-1)[:, : d["topk"]].to(getattr(torch, d.get("ids", "int32")))
-    expert_map = None
-    if d.get("absent"):  # every third token has no expert, and every second expert is elsewhere
-        ids[::3] = -1
-        local = torch.arange(d["experts"], dtype=torch.int32, device=device)
-        expert_map = torch.where(local % 2 == 0, local // 2, -1)
-    first = d.get("invalid_first", False)
-    capacity = d.get("capacity", padded_size(ids.numel(), d["block"], d["experts"] + first))
-    return [ids, d["block"], d["experts"], capacity, expert_map, first]
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    ids = call.rand(call["tokens"], call["experts"]).argsort(dim=-1)[:, : call["topk"]]
+    ids = ids.to(getattr(torch, call["ids"]))
+    if not call["absent"]:
+        return {"topk_ids": ids}
+    ids[::3] = -1  # every third token has no expert, and every second expert is on another rank
+    local = torch.arange(call["experts"], dtype=torch.int32, device=call.device)
+    return {"topk_ids": ids, "expert_map": torch.where(local % 2 == 0, local // 2, -1)}
 
 
-def _dims(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    max_num_tokens_padded: int,
-    expert_map: torch.Tensor | None = None,
-    invalid_first: bool = False,
-) -> dict[str, Any]:
-    tokens, topk = topk_ids.shape
-    return {
-        "tokens": tokens, "experts": num_experts, "topk": topk, "block": block_size, "capacity": max_num_tokens_padded,
-        **optional(
-            absent=expert_map is not None, invalid_first=invalid_first,
-            ids=unless(dtype_name(topk_ids.dtype), "int32"),
-        ),
-    }  # fmt: skip
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    pairs = d["tokens"] * d["topk"]
-    return 4 * (2 * pairs + -(-pairs // d["block"]) + 1)
+def _capacity(sizes: Sizes) -> int:
+    return padded_size(
+        sizes["tokens"] * sizes["topk"], sizes["block"], sizes["experts"] + sizes["invalid_first"]
+    )
 
 
 def _case(name: str, tokens: int, experts: int, topk: int, block: int, tag: str, **more: bool) -> Case:
     dims = {"tokens": tokens, "experts": experts, "topk": topk, "block": block, **more}
     return Case(name, dims, "float32", tags=(tag,))
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "experts", "topk"))
-        block = rng.choice((8, 16, 32, 48, 64, 128))
-        return {**new, "topk": min(new["topk"], new["experts"]), "block": block, "capacity": None}
-
-    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 def _first_expert(args: list[Any]) -> None:
@@ -211,13 +179,33 @@ SPEC = OpSpec(
         _case("chunks", 1100, 33, 4, 32, "odd"),
         _case("none", 0, 8, 2, 16, "odd"),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
+    arguments=(
+        Tensor("topk_ids", "tokens topk", "ids"),
+        Scalar("block_size", "block"),
+        Scalar("num_experts", "experts"),
+        Scalar("max_num_tokens_padded", "capacity"),
+        Tensor("expert_map", "experts", "int32", when="absent", bytes="0"),
+        Scalar("invalid_first", default=False),
+    ),
+    # Only used entries count as written.
+    outputs=(
+        Tensor("sorted_token_ids", "capacity", "int32", bytes="4 * tokens * topk"),
+        Tensor("expert_ids", "cdiv(capacity,block)", "int32", bytes="4 * cdiv(tokens * topk, block)"),
+        Tensor("num_tokens_post_padded", "1", "int32"),
+    ),
+    axes={
+        "tokens": Axis.per_call(),
+        "experts": Axis.count(),
+        "topk": Axis.count(),
+        "block": Axis.option(choices=(8, 16, 32, 48, 64, 128)),
+        "capacity": Axis(_capacity, stated=True),
+        "ids": Axis.dtype("int32"),
+    },
+    constraints=("topk <= experts",),
+    values=_values,
     permutable=lambda *args: Permutable(rows=(0,), columns=(0,)),
     extremes={"first_expert": _first_expert, "last_expert": _last_expert},
     activations=(),
-    bytes_moved=_bytes,
-    flops=lambda case: 2 * case.dims["tokens"] * case.dims["topk"],
+    flops="2 * tokens * topk",
     tolerance={"float32": Tolerance(0.0, 0.0)},
 )

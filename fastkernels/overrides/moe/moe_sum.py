@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
@@ -164,61 +164,31 @@ moe_sum = define(
 )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    tokens, k, hidden, pad = d["tokens"], d["topk"], d["hidden"], d.get("pad", 0)
-    dtype = getattr(torch, case.dtype)
-    x = torch.randn(tokens, k, hidden + pad, generator=generator, device=device).to(dtype)[..., :hidden]
-    output = torch.randn(tokens, hidden + pad, generator=generator, device=device).to(dtype)[:, :hidden]
-    weights = ids = expert_map = None
-    if d.get("weighted"):
-        weights = torch.rand(tokens, k, generator=generator, device=device)
-        weights /= weights.sum(dim=-1, keepdim=True)
-    if d.get(
-        "absent"
-    ):  # every fifth pair has no expert, every second expert is elsewhere; their parts are garbage
-        experts = d.get("experts", 64)
-        ids = torch.randint(0, experts, (tokens, k), generator=generator, device=device, dtype=torch.int32)
-        ids.view(-1)[::5] = -1
-        number = torch.arange(experts, dtype=torch.int32, device=device)
-        expert_map = torch.where(number % 2 == 0, number // 2, -1)
-        x[(ids < 0) | (ids % 2 == 1)] = 3e4
-    return [x, output, weights, ids, expert_map, d.get("factor", 1.0)]
+def _weights(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    weights = call.rand(*shape)
+    return weights / weights.sum(dim=-1, keepdim=True)
 
 
-def _dims_of(
-    input: torch.Tensor,
-    output: torch.Tensor,
-    topk_weights: torch.Tensor | None = None,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-) -> dict[str, Any]:
-    dims: dict[str, Any] = dict(zip(("tokens", "topk", "hidden"), input.shape, strict=True))
-    if topk_ids is not None:
-        here = topk_ids >= 0
-        if expert_map is not None:
-            here = here & (expert_map[topk_ids.clamp(min=0).long()] >= 0)
-            dims["experts"] = expert_map.shape[0]
-        dims |= {"absent": True, "pairs": int(here.sum())}
-    factor = unless(routed_scaling_factor, 1.0)
-    return {**dims, **optional(weighted=topk_weights is not None, factor=factor)}
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    """Every fifth pair has no expert and every second expert is on another rank; their parts hold garbage."""
+    if not call["absent"]:
+        return {}
+    parts, experts, size = call.tensor("input"), call["experts"], (call["tokens"], call["topk"])
+    ids = torch.randint(0, experts, size, generator=call.generator, device=call.device, dtype=torch.int32)
+    ids.view(-1)[::5] = -1
+    parts[(ids < 0) | (ids % 2 == 1)] = 3e4
+    number = torch.arange(experts, dtype=torch.int32, device=call.device)
+    return {"input": parts, "topk_ids": ids, "expert_map": torch.where(number % 2 == 0, number // 2, -1)}
 
 
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(case, lambda: drawn(case, rng, ("tokens", "topk"), ("hidden",)), _bytes, _flops)
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    pairs = d["tokens"] * d["topk"]
-    small = (4 * pairs if d.get("weighted") else 0) + (4 * pairs if d.get("absent") else 0)
-    return (d.get("pairs", pairs) + d["tokens"]) * d["hidden"] * size + small
-
-
-def _flops(case: Case) -> int:
-    return 2 * case.dims.get("pairs", case.dims["tokens"] * case.dims["topk"]) * case.dims["hidden"]
+def _pairs(args: SimpleNamespace) -> int | None:
+    """Count the pairs whose expert is here."""
+    if args.topk_ids is None:
+        return None
+    here = args.topk_ids >= 0
+    if args.expert_map is not None:
+        here = here & (args.expert_map[args.topk_ids.clamp(min=0).long()] >= 0)
+    return int(here.sum())
 
 
 def _one_expert(args: list[Any]) -> None:
@@ -259,10 +229,22 @@ SPEC = OpSpec(
         _case("strided", "odd", "float16", tokens=5, topk=2, hidden=96, pad=9),
         _case("no_token", "odd", tokens=0, topk=2, hidden=64),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=_flops,
-    dims_of=_dims_of,
-    vary=_vary,
+    arguments=(
+        Tensor("input", "tokens topk hidden", pad="pad", bytes="itemsize(dtype) * pairs * hidden"),
+        Tensor("output", "tokens hidden", mutated=True, pad="pad", bytes="itemsize(dtype) * tokens * hidden"),
+        Tensor("topk_weights", "tokens topk", "float32", when="weighted", values=_weights),
+        Tensor("topk_ids", "tokens topk", "int32", when="absent"),
+        Tensor("expert_map", "experts", "int32", when="absent", bytes="0"),
+        Scalar("routed_scaling_factor", "factor", default=1.0),
+    ),
+    axes={
+        "tokens": Axis.per_call(),
+        "topk": Axis.count(),
+        "hidden": Axis.width(),
+        "experts": Axis(64, stated=True),
+        "pairs": Axis.counted(_pairs, Expr("tokens * topk")),
+    },
+    values=_values,
+    flops="2 * pairs * hidden",
     extremes={"one_expert": _one_expert, "none_here": _none_here},
 )

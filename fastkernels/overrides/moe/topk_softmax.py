@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, OpSpec, Permutable, Tolerance
+from fastkernels.core.spec import Axis, Case, OpSpec, Permutable, Scalar, Tensor, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -146,35 +144,10 @@ topk_softmax = define(
 )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    logits = 2 * torch.randn(d["tokens"], d["experts"], generator=generator, device=device)
-    return [logits.to(getattr(torch, case.dtype)), d["topk"], d.get("renormalize", True)]
-
-
-def _dims(gating_output: torch.Tensor, topk: int, renormalize: bool = False) -> dict[str, Any]:
-    tokens, experts = gating_output.shape
-    return {"tokens": tokens, "experts": experts, "topk": topk, "renormalize": renormalize}
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return d["tokens"] * (d["experts"] * size + d["topk"] * 12)
-
-
 def _case(
     name: str, tokens: int, experts: int, topk: int, tag: str, dtype: str = "bfloat16", **more: bool
 ) -> Case:
     return Case(name, {"tokens": tokens, "experts": experts, "topk": topk, **more}, dtype, tags=(tag,))
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "experts", "topk"))
-        return {**new, "topk": min(new["topk"], new["experts"], MAX_TOPK)}
-
-    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
 
 
 def _equal(args: list[Any]) -> None:
@@ -204,13 +177,21 @@ SPEC = OpSpec(
         _case("most", 5, 512, 16, "odd"),
         _case("most_odd", 3, 511, 15, "odd", renormalize=False),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
+    arguments=(
+        Tensor("gating_output", "tokens experts", std=2.0),
+        Scalar("topk"),
+        Scalar("renormalize", default=True, stated=True),
+    ),
+    outputs=(
+        Tensor("topk_weights", "tokens topk", "float32"),
+        Tensor("topk_ids", "tokens topk", "int32"),
+        Tensor("token_expert_indices", "tokens topk", "int32"),
+    ),
+    axes={"tokens": Axis.per_call(), "experts": Axis.count(), "topk": Axis.count()},
+    constraints=("topk <= experts",),
     permutable=lambda *args: Permutable(rows=(0,), columns=(0,)),
     extremes={"equal_logits": _equal, "one_masked": _masked},
-    bytes_moved=_bytes,
-    flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],
+    flops="5 * tokens * experts",
     # Weights are float32 and ids are exact for every dtype of the logits.
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-5, 1e-5)),
 )
