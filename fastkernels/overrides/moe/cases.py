@@ -1,94 +1,82 @@
-"""Cases and values that the mixtures of experts share: sizes of models, routing, other sizes, adversarial values."""
+"""Axes, values and modules that the mixtures of experts share."""
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import Axis, Call, Expr, Sizes
 
 MIXTRAL = {"experts": 8, "topk": 2, "hidden": 4096, "intermediate": 14336}
 QWEN3_30B = {"experts": 128, "topk": 8, "hidden": 2048, "intermediate": 768}
+ROUTING_BYTES = "4 * tokens * topk"
+FLOPS = "6 * pairs * hidden * intermediate"
 
 
-def here_of(dims: Mapping[str, Any]) -> int:
-    """Experts of this rank."""
-    experts = dims["experts"]
-    return dims.get("here", (experts + 1) // 2 if dims.get("elsewhere") else experts)
+def per_expert(axes: str, condition: str = "") -> dict[str, str]:
+    """Return the axes of a tensor with one entry per expert of this rank: `here` of them with an expert_map."""
+    both = f"{condition} and " * bool(condition)
+    return {f"{both}not elsewhere": f"experts {axes}", condition: f"here {axes}"}
 
 
-def experts_read(dims: Mapping[str, Any]) -> int:
-    """Every expert that has a token is read once; with few tokens not all have one."""
-    return dims.get("experts_hit", min(here_of(dims), dims["tokens"] * dims["topk"]))
+def _here(sizes: Sizes) -> int:
+    return (sizes["experts"] + 1) // 2 if sizes["elsewhere"] else sizes["experts"]
 
 
-def flops(case: Case) -> int:
-    d = case.dims
-    return 6 * d.get("pairs", d["tokens"] * d["topk"]) * d["hidden"] * d["intermediate"]
+def _experts(args: SimpleNamespace) -> int:
+    return args.w1.shape[0] if args.expert_map is None else args.expert_map.numel()
 
 
-def routing(
-    dims: Mapping[str, Any], device: str, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(topk_weights, topk_ids, expert_map) of a case."""
-    e = dims["experts"]
-    weights, ids = torch.rand(dims["tokens"], e, generator=generator, device=device).topk(
-        dims["topk"], dim=-1
-    )
-    expert_map = None
-    if dims.get("elsewhere"):  # every other expert is on another rank, and a padded token has none
-        numbers = torch.arange(e, dtype=torch.int32, device=device)
-        expert_map = torch.where((numbers % 2 == 0) & (numbers < 2 * here_of(dims)), numbers // 2, -1)
+def _local_experts_of_pairs(args: SimpleNamespace) -> torch.Tensor:
+    """Return the local index of each pair's expert, without the pairs of other ranks and of no expert."""
+    ids = args.topk_ids.flatten().long()
+    ids = ids[(ids >= 0) & (ids < _experts(args))]
+    if args.expert_map is not None:
+        ids = args.expert_map.long()[ids]
+    return ids[ids >= 0]
+
+
+AXES = {
+    "tokens": Axis.per_call(),
+    "experts": Axis.count(read=_experts),
+    "topk": Axis.count(),
+    "hidden": Axis.width(),
+    "intermediate": Axis.width(),
+    "here": Axis(_here, read=lambda a: None if a.expert_map is None else a.w1.shape[0], stated=True),
+    "ids": Axis.dtype("int32"),
+    # Few tokens do not reach all experts.
+    "experts_hit": Axis.counted(
+        lambda a: _local_experts_of_pairs(a).unique().numel(), Expr("min(here, tokens * topk)")
+    ),
+    "pairs": Axis.counted(lambda a: _local_experts_of_pairs(a).numel(), Expr("tokens * topk")),
+}
+
+
+def fan_in(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Tensor.values: a weight [..., K] with variance 1 / K."""
+    return call.normal(shape, dtype, 0.0, 1 / math.sqrt(max(shape[-1], 1)))
+
+
+def routing(call: Call) -> Mapping[str, torch.Tensor]:
+    """OpSpec.values: the router's choice. With `elsewhere`, every other expert is on another rank and the last token is
+    padding."""
+    experts = call["experts"]
+    weights, ids = call.rand(call["tokens"], experts).topk(call["topk"], dim=-1)
+    found = {"topk_weights": weights / weights.sum(dim=-1, keepdim=True)}
+    if call["elsewhere"]:
+        numbers = torch.arange(experts, dtype=torch.int32, device=call.device)
+        local = (numbers % 2 == 0) & (numbers < 2 * call["here"])
+        found["expert_map"] = torch.where(local, numbers // 2, -1)
         ids[-1:] = -1
-    ids = ids.to(getattr(torch, dims.get("ids", "int32")))
-    return weights / weights.sum(dim=-1, keepdim=True), ids, expert_map
-
-
-def sizes_of(
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    on_input: bool,
-) -> dict[str, Any]:
-    """The dims of a call, but for what is its op's own."""
-    experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    ids = topk_ids.flatten().long()
-    ids = ids[(ids >= 0) & (ids < experts)]
-    if expert_map is not None:
-        ids = expert_map.long()[ids]
-    ids = ids[ids >= 0]
-    tokens, topk = topk_ids.shape
-    return {
-        "tokens": tokens, "experts": experts, "topk": topk, "hidden": w2.shape[1], "intermediate": w2.shape[2],
-        "experts_hit": ids.unique().numel(), "pairs": ids.numel(),
-        **optional(
-            elsewhere=expert_map is not None, here=w1.shape[0] if expert_map is not None else None,
-            on_input=on_input, ids=unless(dtype_name(topk_ids.dtype), "int32"),
-        ),
-    }  # fmt: skip
-
-
-def vary_experts(spec: OpSpec, case: Case, rng: random.Random) -> Case:
-    """OpSpec.vary. Widths of which 128 share a scale stay multiples of that."""
-    step = max(case.dims.get("block", 1), 1)
-
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "experts", "topk"), ("hidden", "intermediate"))
-        wide = {name: max(new[name] // step, 1) * step for name in ("hidden", "intermediate")}
-        topk = min(new["topk"], new["experts"])
-        return {**new, **wide, "topk": topk, "experts_hit": None, "pairs": None, "here": None}
-
-    return varied(case, draw, spec.bytes_moved, spec.flops)
+    return {**found, "topk_ids": ids.to(getattr(torch, call["ids"]))}
 
 
 def extremes(weights_at: int) -> dict[str, Callable[[list[Any]], None]]:
-    """OpSpec.extremes of an op whose topk_weights are argument `weights_at`, topk_ids the next one, w1 the second."""
+    """Return OpSpec.extremes of an op with topk_weights at position `weights_at`, topk_ids behind it, and w1 at 1."""
 
     def one_expert(args: list[Any]) -> None:
         args[weights_at + 1].zero_()
@@ -103,14 +91,14 @@ def extremes(weights_at: int) -> dict[str, Callable[[list[Any]], None]]:
 
 
 def build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    """args: as of `fused_experts`. Raises ValueError for what the class cannot express."""
+    """SPEC.build of `fused_experts`. Raises ValueError for arguments that the class cannot express."""
     defaults: tuple[Any, ...] = (None, False)
     x, w1, w2, weights, ids, expert_map, on_input = (*args, *defaults[len(args) - 5 :])
     return _made(cls, x, w1, w2, weights, ids, expert_map, on_input, None, False)
 
 
 def build_fp8(cls: type, args: list[Any]) -> Callable[[], Any]:
-    """args: as of `fused_experts_fp8`. Raises ValueError for what the class cannot express."""
+    """SPEC.build of `fused_experts_fp8`. Raises ValueError for arguments that the class cannot express."""
     defaults: tuple[Any, ...] = (None, None, False, None, False, None, False)
     x, w1, w2, w1_scale, w2_scale, weights, ids, *rest = (*args, *defaults[len(args) - 7 :])
     a1_scale, a2_scale, per_token, block_shape, ue8m0, expert_map, on_input = rest
@@ -141,7 +129,7 @@ def _made(
         )
     if expert_map is not None or ue8m0:
         raise ValueError(
-            f"{cls.__name__}: its ids are those of experts here, and scales are no powers of two"
+            f"{cls.__name__} takes local expert ids without an expert_map, and no scales that are powers of two"
         )
     runner = cls("triton", SimpleNamespace(apply_router_weight_on_input=on_input))
     given = SimpleNamespace(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,17 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.moe.cases import (
+    AXES,
+    FLOPS,
+    ROUTING_BYTES,
     build,
-    experts_read,
     extremes,
-    flops,
-    here_of,
+    fan_in,
+    per_expert,
     routing,
-    sizes_of,
-    vary_experts,
 )
 from fastkernels.overrides.moe.expert_libraries import for_any_ids, fused_experts_vllm, supports_vllm
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
@@ -248,44 +246,6 @@ fused_experts = define(
 )  # fmt: skip
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    dtype, t, e, h, i = getattr(torch, case.dtype), d["tokens"], d["experts"], d["hidden"], d["intermediate"]
-
-    def randn(*size: int, scale: float = 1.0) -> torch.Tensor:
-        made = torch.empty(size, dtype=dtype, device=device)  # in place: Mixtral's experts are 1.4 G numbers
-        return made.normal_(0.0, scale, generator=generator)
-
-    weights, ids, expert_map = routing(d, device, generator)
-    e = here_of(d)
-    return [
-        randn(t, h), randn(e, 2 * i, h, scale=1 / math.sqrt(h)), randn(e, h, i, scale=1 / math.sqrt(i)),
-        weights, ids, expert_map, d.get("on_input", False),
-    ]  # fmt: skip
-
-
-def _dims(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-) -> dict[str, Any]:
-    return sizes_of(w1, w2, topk_ids, expert_map, apply_router_weight_on_input)
-
-
-def vary(case: Case, rng: random.Random) -> Case:
-    return vary_experts(SPEC, case, rng)
-
-
-def _bytes(case: Case) -> int:
-    d, size = case.dims, getattr(torch, case.dtype).itemsize
-    weights = 3 * experts_read(d) * d["intermediate"]
-    return size * d["hidden"] * (2 * d["tokens"] + weights) + 8 * d["tokens"] * d["topk"]
-
-
 def _case(
     name: str, tokens: int, experts: int, topk: int, hidden: int, intermediate: int, tag: str,
     dtype: str = "bfloat16", **more: bool,
@@ -318,11 +278,30 @@ SPEC = OpSpec(
         _case("all", 70, 2, 2, 65, 33, "odd", "float32"),
         _case("none", 0, 4, 2, 64, 48, "odd", "float32"),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=flops,
-    dims_of=_dims,
-    vary=vary,
+    arguments=(
+        Tensor("hidden_states", "tokens hidden"),
+        Tensor(
+            "w1",
+            per_expert("2*intermediate hidden"),
+            values=fan_in,
+            bytes="itemsize(dtype) * experts_hit * 2 * intermediate * hidden",
+        ),
+        Tensor(
+            "w2",
+            per_expert("hidden intermediate"),
+            values=fan_in,
+            bytes="itemsize(dtype) * experts_hit * hidden * intermediate",
+        ),
+        Tensor("topk_weights", "tokens topk", "float32"),
+        Tensor("topk_ids", "tokens topk", "ids", bytes=ROUTING_BYTES),
+        Tensor("expert_map", "experts", "int32", when="elsewhere", bytes="0"),
+        Scalar("apply_router_weight_on_input", "on_input", default=False),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes=AXES,
+    constraints=("topk <= experts",),
+    values=routing,
+    flops=FLOPS,
     extremes=extremes(3),
     activations=(0,),
     calls=("moe_align", "silu_and_mul"),

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import math
-import random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.shapes import optional
-from fastkernels.core.spec import Case, OpSpec, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tensor, Tolerance, uniform
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.fp8 import FP8, FP8_MAX, GROUP_EPS, MIN_ABSMAX, quantize_rows
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks, expanded
 from fastkernels.overrides.linear.linear_fp8_triton import unsupported_fp8
 from fastkernels.overrides.moe import expert_libraries as libraries
 from fastkernels.overrides.moe.cases import (
+    AXES,
+    FLOPS,
     MIXTRAL,
     QWEN3_30B,
+    ROUTING_BYTES,
     build_fp8,
-    experts_read,
     extremes,
-    flops,
-    here_of,
+    per_expert,
     routing,
-    sizes_of,
-    vary_experts,
 )
 from fastkernels.overrides.moe.fused_experts import (
     SHAPE,
@@ -291,56 +289,35 @@ fused_experts_fp8 = define(
 )  # fmt: skip
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    h, i, block, act, e = d["hidden"], d["intermediate"], d["block"], d["act"], here_of(d)
-    weights, ids, expert_map = routing(d, device, generator)
-    x = torch.empty((d["tokens"], h), dtype=getattr(torch, case.dtype), device=device)
-    x.normal_(generator=generator)
-
-    def values(*size: int) -> T:  # expert by expert: Mixtral's are 1.4 G numbers
-        made = torch.empty(size, dtype=FP8, device=device)
-        for expert in made:
-            found = torch.randn(size[1:], generator=generator, device=device) * 100
-            expert.copy_(found.clamp_(-FP8_MAX, FP8_MAX))
-        return made
-
-    def scale(n: int, k: int) -> T:  # weights of variance 1 / K
-        shape = {TENSOR: (e,), ROW: (e, n), BLOCK: (e, blocks(n), blocks(k))}[block]
-        return (torch.rand(shape, generator=generator, device=device) + 0.5) * (0.01 / math.sqrt(max(k, 1)))
-
-    def given() -> T | None:  # for values up to about 5
-        return torch.rand(1, generator=generator, device=device) * 0.004 + 0.01 if act == GIVEN else None
-
-    return [
-        x, values(e, 2 * i, h), values(e, h, i), scale(2 * i, h), scale(h, i), weights, ids, given(), given(),
-        act == TOKEN, [BLOCK, BLOCK] if block == BLOCK else None, d.get("ue8m0", False), expert_map,
-        d.get("on_input", False),
-    ]  # fmt: skip
+def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+    made = torch.empty(shape, dtype=dtype, device=call.device)
+    for expert in made:  # one by one: Mixtral has 1.4 G weights
+        expert.copy_((100 * call.randn(*shape[1:])).clamp_(-FP8_MAX, FP8_MAX))
+    return made
 
 
-def _dims(
-    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, a1_scale: T | None = None,
-    a2_scale: T | None = None, per_act_token_quant: bool = False, block_shape: list[int] | None = None,
-    scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    block, act = kind_of(w1, w1_scale, a1_scale, per_act_token_quant, block_shape)
-    return {
-        **sizes_of(w1, w2, topk_ids, expert_map, apply_router_weight_on_input), "block": block, "act": act,
-        **optional(ue8m0=scale_ue8m0),
+def _weight_scale(name: str, axes: str) -> Tensor:
+    """Declare the scales of a weight with `axes` [N, K], which give it a variance of about 1 / K."""
+    n, k = axes.split()
+
+    def values(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+        return (call.rand(*shape) + 0.5) * (0.01 / math.sqrt(max(call[k], 1)))
+
+    rows, columns = f"cdiv({n},{BLOCK})", f"cdiv({k},{BLOCK})"
+    shapes = {
+        **per_expert(n, f"block == {ROW}"), **per_expert(f"{rows} {columns}", f"block == {BLOCK}"), **per_expert(""),
     }  # fmt: skip
+    one = int(name == "w1_scale")  # of two single scales per expert, one is counted
+    scales = f"{n} if block == {ROW} else {rows} * {columns} if block == {BLOCK} else {one}"
+    return Tensor(name, shapes, "float32", values=values, bytes=f"4 * experts_hit * ({scales})")
 
 
-def _bytes(case: Case) -> int:
-    d, size = case.dims, getattr(torch, case.dtype).itemsize
-    h, i, read = d["hidden"], d["intermediate"], experts_read(d)
-    a_block = {TENSOR: 1, ROW: 2 * i + h, BLOCK: blocks(2 * i) * blocks(h) + blocks(h) * blocks(i)}
-    weights = read * (3 * h * i + 4 * a_block[d["block"]])
-    return 2 * size * d["tokens"] * h + weights + 8 * d["tokens"] * d["topk"]
+def _kind(args: SimpleNamespace) -> Kind:
+    return kind_of(args.w1, args.w1_scale, args.a1_scale, args.per_act_token_quant, args.block_shape)
 
 
-def _vary(case: Case, rng: random.Random) -> Case:
-    return vary_experts(SPEC, case, rng)
+def _block_shape(sizes: Sizes) -> list[int] | None:
+    return [BLOCK, BLOCK] if sizes["block"] == BLOCK else None
 
 
 def _models(
@@ -385,14 +362,47 @@ SPEC = OpSpec(
         _odd("tokens_of_tensors", 21, 4, 2, 64, 40, TENSOR, TOKEN, "float32"),
         _odd("none", 0, 4, 2, 64, 48, TENSOR, GIVEN, "float32"),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=flops,
+    arguments=(
+        Tensor("hidden_states", "tokens hidden"),
+        Tensor(
+            "w1",
+            per_expert("2*intermediate hidden"),
+            "float8_e4m3fn",
+            values=_weight,
+            bytes="experts_hit * 2 * intermediate * hidden",
+        ),
+        Tensor(
+            "w2",
+            per_expert("hidden intermediate"),
+            "float8_e4m3fn",
+            values=_weight,
+            bytes="experts_hit * hidden * intermediate",
+        ),
+        _weight_scale("w1_scale", "2*intermediate hidden"),
+        _weight_scale("w2_scale", "hidden intermediate"),
+        Tensor("topk_weights", "tokens topk", "float32"),
+        Tensor("topk_ids", "tokens topk", "ids", bytes=ROUTING_BYTES),
+        Tensor("a1_scale", "1", "float32", when=f"act == {GIVEN}", values=uniform(0.01, 0.014), bytes="0"),
+        Tensor("a2_scale", "1", "float32", when=f"act == {GIVEN}", values=uniform(0.01, 0.014), bytes="0"),
+        Scalar("per_act_token_quant", value=f"act == {TOKEN}"),
+        Scalar("block_shape"),
+        Scalar("scale_ue8m0", "ue8m0", default=False),
+        Tensor("expert_map", "experts", "int32", when="elsewhere", bytes="0"),
+        Scalar("apply_router_weight_on_input", "on_input", default=False),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={
+        **AXES,
+        "block": Axis(read=lambda a: _kind(a).weights),
+        "act": Axis(read=lambda a: _kind(a).activations),
+        "block_shape": Axis(_block_shape),
+    },
+    constraints=("topk <= experts", "hidden % max(block, 1) == 0", "intermediate % max(block, 1) == 0"),
+    values=routing,
+    flops=FLOPS,
     # What lies between two numbers of float8 goes to the other one, an eighth away, where it was rounded to 16 bits, or
     # added up, in another order: seen are 0.09 with 128 columns that are added up, and less with more.
     tolerance={name: Tolerance(0.12, 6e-2) for name in ("float32", "float16", "bfloat16")},
-    dims_of=_dims,
-    vary=_vary,
     extremes=extremes(5),
     activations=(0,),
     calls=("moe_align", "quantize_fp8", "silu_and_mul", "silu_mul_quant_fp8"),

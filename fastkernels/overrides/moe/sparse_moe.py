@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastkernels.core import assemble, parallel
-from fastkernels.core.spec import Case, OpSpec, Permutable
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Permutable, Scalar, Tensor
 from fastkernels.overrides.moe import fused_experts as experts
-from fastkernels.overrides.moe.topk_softmax import reference as topk_softmax_reference
-from fastkernels.overrides.moe.topk_softmax import topk_softmax
+from fastkernels.overrides.moe import topk_softmax as router
+from fastkernels.overrides.moe.cases import fan_in
 
 SHARDS = ("w1", "w2", "w3")  # gate, down and up projection, as Mixtral's checkpoints and vLLM call them
 
@@ -24,7 +25,7 @@ def reference(
 ) -> torch.Tensor:
     """x: [T, H]; gate: [E, H]; w1: [E, 2 I, H]; w2: [E, H, I]. Returns [T, H] in x's dtype."""
     acc = torch.promote_types(x.dtype, torch.float32)
-    weights, ids, _ = topk_softmax_reference(x.to(acc) @ gate.to(acc).t(), top_k, True)
+    weights, ids, _ = router.reference(x.to(acc) @ gate.to(acc).t(), top_k, True)
     return experts.reference(x, w1, w2, weights, ids)
 
 
@@ -137,7 +138,7 @@ class SparseMoE(nn.Module):
     def _forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states.view(-1, self.hidden_size)
         router_logits, _ = self.gate(x)
-        weights, ids, _ = topk_softmax(router_logits, self.top_k, True)
+        weights, ids, _ = router.topk_softmax(router_logits, self.top_k, True)
         return self.experts(x, weights, ids).view(hidden_states.shape)
 
 
@@ -160,23 +161,17 @@ def _decide(x: torch.Tensor, gate: torch.Tensor, top_k: int, generator: torch.Ge
         x[close] = torch.randn(found, x.shape[1], generator=generator, device=x.device).to(x.dtype)
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    x, w1, w2 = experts.SPEC.inputs(case, device, generator)[:3]
-    gate = torch.randn(w1.shape[0], x.shape[1], generator=generator, device=device) / math.sqrt(x.shape[1])
-    gate = gate.to(x.dtype)
-    _decide(x, gate, case.dims["topk"], generator)
-    return [x, gate, w1, w2, case.dims["topk"]]
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    x, gate = call.tensor("x"), call.tensor("gate")
+    _decide(x, gate, call["topk"], call.generator)
+    return {"x": x, "gate": gate}
 
 
-def _dims(
-    x: torch.Tensor, gate: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, top_k: int
-) -> dict[str, Any]:
-    sizes = {"tokens": x.shape[0], "experts": gate.shape[0], "topk": top_k}
-    sizes |= {"hidden": w2.shape[1], "intermediate": w2.shape[2]}
-    if x.is_meta:
-        return sizes
-    ids = topk_softmax_reference(x.float() @ gate.float().t(), top_k, True)[1]
-    return {**sizes, "experts_hit": ids.unique().numel()}
+def _experts_hit(args: SimpleNamespace) -> int | None:
+    if args.x.is_meta:
+        return None
+    ids = router.reference(args.x.float() @ args.gate.float().t(), args.top_k, True)[1]
+    return ids.unique().numel()
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -223,13 +218,38 @@ SPEC = OpSpec(
         _case("none", 0, 4, 2, 64, 48, "odd"),
         _case("rounded", 200, 8, 2, 256, 64, "odd", "bfloat16"),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=experts.vary,
+    arguments=(
+        Tensor("x", "tokens hidden"),
+        # Counted like fused_experts: the routing instead of the gate.
+        Tensor("gate", "experts hidden", values=fan_in, bytes="8 * tokens * topk"),
+        Tensor(
+            "w1",
+            "experts 2*intermediate hidden",
+            values=fan_in,
+            bytes="itemsize(dtype) * experts_hit * 2 * intermediate * hidden",
+        ),
+        Tensor(
+            "w2",
+            "experts hidden intermediate",
+            values=fan_in,
+            bytes="itemsize(dtype) * experts_hit * hidden * intermediate",
+        ),
+        Scalar("top_k", "topk"),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "experts": Axis.count(),
+        "topk": Axis.count(),
+        "hidden": Axis.width(),
+        "intermediate": Axis.width(),
+        "experts_hit": Axis.counted(_experts_hit, Expr("min(experts, tokens * topk)")),
+    },
+    constraints=("topk <= experts",),
+    values=_values,
+    flops="6 * tokens * topk * hidden * intermediate",
     tie_sensitive=True,
     permutable=lambda *args: Permutable(rows=(0,), columns=(0, 1)),
     build=_build,
-    bytes_moved=experts.SPEC.bytes_moved,
-    flops=experts.SPEC.flops,
     calls=("linear", "topk_softmax", "fused_experts"),
 )
