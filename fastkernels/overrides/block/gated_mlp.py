@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -14,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import assemble
-from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Tensor
 
 
 def reference(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -61,34 +58,8 @@ class PackedMLP(nn.Module):
         return _unsupported(module)
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    dtype = getattr(torch, case.dtype)
-    h, i = d["hidden"], d["intermediate"]
-
-    def randn(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return (scale * torch.randn(*size, generator=generator, device=device)).to(dtype)
-
-    return [
-        randn(d["tokens"], h),
-        randn(2 * i, h, scale=1 / math.sqrt(h)),
-        randn(h, i, scale=1 / math.sqrt(i)),
-    ]
-
-
-def _bytes(case: Case) -> int:
-    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return size * d["hidden"] * (2 * d["tokens"] + 3 * d["intermediate"])
-
-
-def _dims(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Any]:
-    return {"tokens": x.shape[:-1].numel(), "hidden": down.shape[0], "intermediate": down.shape[1]}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case, lambda: drawn(case, rng, ("tokens",), ("hidden", "intermediate")), SPEC.bytes_moved, SPEC.flops
-    )
+def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return call.normal(shape, dtype, 0.0, shape[-1] ** -0.5)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -127,11 +98,14 @@ SPEC = OpSpec(
         _case("wide", 3, 257, 40, "odd", "float32"),
         _case("half", 7, 64, 48, "odd", "float16"),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
+    arguments=(
+        Tensor("x", "tokens hidden"),
+        Tensor("gate_up", "2*intermediate hidden", values=_weight),
+        Tensor("down", "hidden intermediate", values=_weight),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={"tokens": Axis.per_call(), "hidden": Axis.width(), "intermediate": Axis.width()},
+    flops="6 * tokens * hidden * intermediate",
     build=_build,
-    bytes_moved=_bytes,
-    flops=lambda case: 6 * case.dims["tokens"] * case.dims["hidden"] * case.dims["intermediate"],
     calls=("linear", "silu_and_mul"),
 )  # fmt: skip

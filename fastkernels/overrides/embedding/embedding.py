@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch import nn
 
 from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -116,56 +115,25 @@ embedding = define(
 )
 
 
-WHOLE = (0, -1, 0, 0, 0)  # the weight has the rows of all ids
+WHOLE = (0, -1, 0, 0, 0)  # the weight holds the rows of all ids
+_SHARD_ROWS = "shard[1] - shard[0] + shard[2] + shard[4] - shard[3]"
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    vocab = d.get("vocab", d["rows"])
-    ids = torch.randint(vocab, d["tokens"], generator=generator, device=device)
-    weight = torch.randn(d["rows"], d["dim"], generator=generator, device=device)
-    dtype = getattr(torch, d.get("ids", "int64"))
-    return [ids.to(dtype), weight.to(getattr(torch, case.dtype)), *d.get("shard", WHOLE)]
+def _ids(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(call["vocab"], shape, generator=call.generator, device=call.device).to(dtype)
 
 
-def _bytes_moved(case: Case) -> int:
-    d, tokens = case.dims, int(torch.Size(case.dims["tokens"]).numel())
-    size, rows = getattr(torch, case.dtype).itemsize, d.get("distinct", min(tokens, d["rows"]))
-    return tokens * getattr(torch, d.get("ids", "int64")).itemsize + size * d["dim"] * (tokens + rows)
+def _distinct(args: SimpleNamespace) -> int:
+    """Count the rows of the weight that are read."""
+    ids = args.input_ids
+    if args.org_end >= 0:
+        org = (ids >= args.org_start) & (ids < args.org_end)
+        ids = ids[org | ((ids >= args.added_start) & (ids < args.added_end))]
+    return ids.unique().numel()
 
 
-def _dims_of(
-    input_ids: torch.Tensor,
-    weight: torch.Tensor,
-    org_start: int = 0,
-    org_end: int = -1,
-    num_org_padding: int = 0,
-    added_start: int = 0,
-    added_end: int = 0,
-) -> dict[str, Any]:
-    shard = (org_start, org_end, num_org_padding, added_start, added_end)
-    here = input_ids
-    if org_end >= 0:
-        org = (input_ids >= org_start) & (input_ids < org_end)
-        here = input_ids[org | ((input_ids >= added_start) & (input_ids < added_end))]
-    return {
-        "tokens": tuple(input_ids.shape), "rows": weight.shape[0], "dim": weight.shape[1],
-        "distinct": here.unique().numel(),
-        **optional(
-            shard=unless(shard, WHOLE), ids=unless(dtype_name(input_ids.dtype), "int64"),
-            vocab=max(org_end, added_end) if org_end >= 0 else None,
-        ),
-    }  # fmt: skip
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    rows = () if "shard" in case.dims else ("rows",)  # a shard's ranges are for its rows
-    return varied(
-        case,
-        lambda: {**drawn(case, rng, ("tokens", *rows), ("dim",)), "distinct": None},
-        _bytes_moved,
-        lambda case: 0,
-    )
+def _vocab(args: SimpleNamespace) -> int | None:
+    return max(args.org_end, args.added_end) if args.org_end >= 0 else None
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -216,13 +184,28 @@ SPEC = OpSpec(
         Case("wide", {"tokens": (5,), "rows": 9, "dim": 3000}, dtype="float32", tags=("odd",)),
         Case("empty", {"tokens": (0,), "rows": 9, "dim": 64}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes_moved,
-    flops=lambda case: 0,
-    dims_of=_dims_of,
-    vary=_vary,
+    arguments=(
+        Tensor("input_ids", "*tokens", "ids", values=_ids),
+        Tensor("weight", "rows dim", bytes="itemsize(dtype) * distinct * dim"),
+        *(
+            Scalar(name, "shard", index=index)
+            for index, name in enumerate(("org_start", "org_end", "num_org_padding", "added_start", "added_end"))
+        ),
+    ),
+    outputs=(Tensor("out", "*tokens dim"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "rows": Axis.count(Expr(_SHARD_ROWS), stated=True),
+        "dim": Axis.width(),
+        "ids": Axis.dtype("int64"),
+        "shard": Axis(WHOLE),
+        "vocab": Axis(Expr("rows"), read=_vocab),
+        "distinct": Axis.counted(_distinct, Expr("min(prod(tokens), rows)")),
+    },
+    constraints=(f"rows >= {_SHARD_ROWS}",),
+    flops="0",
     extremes={"repeated": _repeated, "first_and_last": _ends},
-    activations=(1,),
+    activations=("weight",),
     build=_build,
     batch_invariant=True,  # a copy
 )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -17,8 +15,7 @@ from torch import nn
 
 from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.embedding.vocab_parallel import UnquantizedEmbedding
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -157,39 +154,8 @@ logits_processor = define(
 )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    dtype = getattr(torch, case.dtype)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device)
-
-    weight = (randn(d["vocab"], d["hidden"]) / math.sqrt(d["hidden"])).to(dtype)
-    bias = randn(d["vocab"]).to(dtype) if d.get("bias") else None
-    tail = [d.get("scale", 1.0), d.get("soft_cap"), d.get("scale_first", False), d.get("float32", False)]
-    return [randn(d["tokens"], d["hidden"]).to(dtype), weight, bias, *tail]
-
-
-def _dims(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
-    scale_first: bool = False,
-    float32: bool = False,
-) -> dict[str, Any]:
-    sizes = {"tokens": hidden.shape[:-1].numel(), "hidden": weight.shape[1], "vocab": weight.shape[0]}
-    return {
-        **sizes, "scale": scale,
-        **optional(bias=bias is not None, soft_cap=soft_cap, scale_first=scale_first, float32=float32),
-    }  # fmt: skip
-
-
-def _bytes(case: Case) -> int:
-    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
-    out = 4 if d.get("float32") else size
-    return size * d["hidden"] * (d["tokens"] + d["vocab"]) + out * d["tokens"] * d["vocab"]
+def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return call.normal(shape, dtype, 0.0, shape[-1] ** -0.5)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -212,12 +178,6 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         raise ValueError(f"{cls.__name__} gives the hidden states' dtype and scales last")
     module = assemble.make(cls, hidden, rows, scale=scale, soft_cap=soft_cap)
     return partial(module, head, hidden, bias)
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case, lambda: drawn(case, rng, ("tokens",), ("hidden", "vocab")), SPEC.bytes_moved, SPEC.flops
-    )
 
 
 SPEC = OpSpec(
@@ -243,12 +203,24 @@ SPEC = OpSpec(
         Case("scaled", {"tokens": 9, "hidden": 33, "vocab": 257, "scale": 0.125}, dtype="float16", tags=("odd",)),
         Case("to_float32", {"tokens": 7, "hidden": 64, "vocab": 31, "float32": True}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
+    arguments=(
+        Tensor("hidden", "tokens hidden"),
+        Tensor("weight", "vocab hidden", values=_weight),
+        Tensor("bias", "vocab", when="bias", bytes="0"),
+        Scalar("scale", default=1.0, stated=True),
+        Scalar("soft_cap", default=None),
+        Scalar("scale_first", default=False),
+        Scalar("float32", default=False),
+    ),
+    outputs=(Tensor("logits", "tokens vocab", "logits_dtype"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "hidden": Axis.width(),
+        "vocab": Axis.width(),
+        "logits_dtype": Axis.dtype(Expr("'float32' if float32 else dtype")),
+    },
+    flops="2 * tokens * hidden * vocab",
     build=_build,
-    bytes_moved=_bytes,
-    flops=lambda case: 2 * case.dims["tokens"] * case.dims["hidden"] * case.dims["vocab"],
     tolerance=gemm.SPEC.tolerance,
     baseline="cublas",
 )  # fmt: skip

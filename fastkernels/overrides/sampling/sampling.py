@@ -6,8 +6,7 @@ A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in log
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 
 from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, OpSpec, Permutable, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Permutable, Tensor, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.philox import exponential
 from fastkernels.overrides.sampling.sampling_triton import (
@@ -216,57 +214,42 @@ sampling = define(
 _DEFAULTS: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-_ALIKE = 32  # rows whose values are kept in a case's dims, one by one
+_STATED_ROWS = 32  # rows whose values the dims of a call state
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    rows, vocab = d["rows"], d["vocab"]
-    logits = d.get("scale", 4.0) * torch.randn(rows, vocab, generator=generator, device=device)
-    if d.get("banned"):
+def _read(name: str) -> Callable[[SimpleNamespace], Any]:
+    """Axis.read of an argument [B]: the values of the first rows, or the value that all rows share."""
+
+    def read(args: SimpleNamespace) -> Any:
+        values = getattr(args, name)
+        found = [] if values.is_meta else values[:_STATED_ROWS].tolist()
+        if not found:
+            return None
+        return found[0] if len(set(found)) == 1 else tuple(found)
+
+    return read
+
+
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    rows = torch.arange(call["rows"], device=call.device)
+    logits = call.normal((call["rows"], call["vocab"]), torch.float32, 0.0, call["scale"])
+    if call["banned"]:
         logits[:, ::3] = -torch.inf
-    row = torch.arange(rows, device=device)
 
     def each(name: str) -> torch.Tensor:
-        """One value for all rows, or a tuple of which the rows take turns."""
-        values = d.get(name, _DEFAULTS[name])
-        values = tuple(values) if isinstance(values, (tuple, list)) else (values,)
+        """One value for all rows, or a tuple whose values the rows take in turn."""
+        values = call[name] if isinstance(call[name], (tuple, list)) else (call[name],)
         dtype = torch.int32 if name == "top_k" else torch.float32
-        return torch.tensor(values, dtype=dtype, device=device)[row % len(values)]
+        return torch.tensor(values, dtype=dtype, device=call.device)[rows % len(values)]
 
-    return [
-        logits.to(getattr(torch, case.dtype)), *map(each, _DEFAULTS), row * 0x9E3779B97F + 7,
-        row * 3 + d.get("offset", 0),
-    ]  # fmt: skip
-
-
-def _bytes_moved(case: Case) -> int:
-    d = case.dims
-    return d["rows"] * (d["vocab"] * getattr(torch, case.dtype).itemsize + 40)
+    return {
+        "logits": logits.to(getattr(torch, call["dtype"])), **{name: each(name) for name in _DEFAULTS},
+        "seeds": rows * 0x9E3779B97F + 7, "offsets": rows * 3 + call["offset"],
+    }  # fmt: skip
 
 
-def _flops(case: Case) -> int:
-    return 8 * case.dims["rows"] * case.dims["vocab"]
-
-
-def _dims_of(logits: torch.Tensor, *each: torch.Tensor) -> dict[str, Any]:
-    """temperature, top_k, top_p and min_p, where they have values: of the first rows, or one that all rows have."""
-    dims: dict[str, Any] = {"rows": logits.shape[0], "vocab": logits.shape[1]}
-    for name, values in zip(_DEFAULTS, each[:4], strict=True):
-        found = [] if values.is_meta else values[:_ALIKE].tolist()
-        if found:
-            dims[name] = found[0] if len(set(found)) == 1 else tuple(found)
-    offsets = each[5]
-    return {**dims, **optional(offset=int(offsets[0]) or None if offsets.numel() else None)}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case,
-        lambda: {**drawn(case, rng, ("rows", "vocab")), "offset": rng.randrange(1 << 40)},
-        _bytes_moved,
-        _flops,
-    )
+def _first_offset(args: SimpleNamespace) -> int | None:
+    return int(args.offsets[0]) if args.offsets.numel() else None
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -328,13 +311,28 @@ SPEC = OpSpec(
         Case("flat_top_p", {"rows": 1, "vocab": 5000, "top_p": 0.97, "scale": 0.1}, dtype="float32", tags=("odd",)),
         Case("banned", {"rows": 2, "vocab": 4097, "banned": True, **_MIXED}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes_moved,
-    dims_of=_dims_of,
-    vary=_vary,
+    arguments=(
+        Tensor("logits", "rows vocab"),
+        Tensor("temperature", "rows", "float32"),
+        Tensor("top_k", "rows", "int32"),
+        Tensor("top_p", "rows", "float32"),
+        Tensor("min_p", "rows", "float32"),
+        Tensor("seeds", "rows", "int64"),
+        Tensor("offsets", "rows", "int64"),
+    ),
+    outputs=(Tensor("token_ids", "rows", "int64"),),
+    axes={
+        "rows": Axis.per_call(),
+        "vocab": Axis.count(),
+        **{name: Axis(default, read=_read(name), stated=True) for name, default in _DEFAULTS.items()},
+        "offset": Axis.per_call(0, read=_first_offset, draw=lambda _, rng: rng.randrange(1 << 40)),
+        "scale": Axis(4.0),
+        "banned": Axis(False),
+    },
+    values=_values,
+    flops="8 * rows * vocab",
     permutable=lambda *args: Permutable(rows=tuple(range(7)), columns=(0,)),
     extremes=_EXTREMES,
     build=_build,
-    flops=_flops,
     tolerance={name: Tolerance(0.0, 0.0) for name in ("float32", "float16", "bfloat16")},
 )  # fmt: skip
