@@ -1,4 +1,4 @@
-"""Modules of levels 1 to 3 against plain float32 PyTorch: values on odd sizes, state-dict names, loaders, errors."""
+"""Tests of modules against plain float32 PyTorch: values at odd sizes, state-dict names, loaders, errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ LINEARS = sorted({(t.cls, t.path.partition(":")[2], t.host) for t in registry.ge
 @pytest.mark.parametrize(("cls", "host_name", "host"), LINEARS, ids=lambda v: str(v))
 @pytest.mark.parametrize("skip_bias_add", [False, True])
 @torch.inference_mode()
-def test_linear_family(cls: str, host_name: str, host: str, skip_bias_add: bool) -> None:
+def test_linear_classes_equal_torch(cls: str, host_name: str, host: str, skip_bias_add: bool) -> None:
     module = registry.op_class("parallel_linear", cls)(*CONSTRUCTOR[host_name], skip_bias_add=skip_bias_add)
     state = fill(module)
     assert list(state) == ["weight", "bias"]
@@ -80,7 +80,7 @@ def test_linear_family(cls: str, host_name: str, host: str, skip_bias_add: bool)
 
 
 @torch.inference_mode()
-def test_linear_loaders() -> None:
+def test_linear_loaders_place_shards() -> None:
     merged = parallel_linear.VllmMergedColumnParallelLinear(5, [7, 3, 2], bias=False)
     parts = [randn(n, 5, seed=n) for n in (7, 3, 2)]
     merged.weight_loader(merged.weight, torch.cat(parts[1:]), (1, 2))
@@ -109,7 +109,7 @@ def test_linear_loaders() -> None:
     close(out, x @ row.weight.t())
 
 
-def test_linear_method_supports() -> None:
+def test_quant_methods_reject_unsupported_modules() -> None:
     module = parallel_linear.VllmReplicatedLinear(5, 7)
     method = linear.VllmUnquantizedLinearMethod
     assert method.supports(module) is None
@@ -125,7 +125,7 @@ def test_linear_method_supports() -> None:
 
 
 @torch.inference_mode()
-def test_vocabulary() -> None:
+def test_embeddings_equal_rows_of_the_table() -> None:
     embed = vllm.VllmVocabParallelEmbedding(130, 9)
     assert embed.weight.shape == (192, 9)
     table = randn(130, 9)
@@ -143,7 +143,7 @@ def test_vocabulary() -> None:
 
 
 @torch.inference_mode()
-def test_logits_processors() -> None:
+def test_logits_processors_equal_torch() -> None:
     head = vllm.VllmParallelLMHead(130, 9)
     head.weight_loader(head.weight, randn(130, 9))
     hidden = randn(6, 9, seed=2)
@@ -165,7 +165,7 @@ def test_logits_processors() -> None:
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q [Tq, H, D], k, v [Tk, Hkv, D]: the last Tq of Tk positions attend."""
+    """Attend from the last Tq of Tk positions: q [Tq, H, D], k and v [Tk, Hkv, D]."""
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k, v))
     mask = torch.ones(q.shape[0], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[0])
@@ -175,7 +175,7 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 
 @pytest.mark.parametrize("host", ["vllm", "sglang"])
 @torch.inference_mode()
-def test_attention_prefill_then_decode(host: str) -> None:
+def test_attention_prefill_then_decode_equals_torch(host: str) -> None:
     heads, kv_heads, size, lens = 6, 2, 12, [5, 1, 9]
     make = {
         "vllm": lambda: attention.VllmAttention(heads, size, 0.3, kv_heads),
@@ -201,7 +201,7 @@ def test_attention_prefill_then_decode(host: str) -> None:
         close(second[i], expected[-1])
 
 
-def test_attention_refuses() -> None:
+def test_attention_rejects_unsupported_arguments() -> None:
     with pytest.raises(ValueError, match="alibi_slopes"):
         attention.VllmAttention(6, 12, 0.3, alibi_slopes=[0.1])
     with pytest.raises(ValueError, match="is_cross_attention=True"):
@@ -213,7 +213,7 @@ def test_attention_refuses() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cls", ["VllmLlamaMLP", "SGLangLlamaMLP_0_5_16", "SGLangLlamaMLP"])
 @torch.inference_mode()
-def test_gated_mlp(cls: str, dtype: torch.dtype) -> None:
+def test_gated_mlp_equals_reference(cls: str, dtype: torch.dtype) -> None:
     kind = registry.op_class("gated_mlp", cls)
     mlp = kind(63, 50, "silu")
     state = fill(mlp)
@@ -232,7 +232,7 @@ def test_gated_mlp(cls: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2"])
 @torch.inference_mode()
-def test_gated_mlp_of_transformers(model: str) -> None:
+def test_gated_mlp_equals_transformers(model: str) -> None:
     target = next(t for t in registry.get("gated_mlp").targets if f".{model}." in t.path)
     module, _, name = target.path.partition(":")
     host = getattr(importlib.import_module(module), name)(CONFIG)
@@ -256,7 +256,7 @@ def test_gated_mlp_of_transformers(model: str) -> None:
     ids=["transformers", "vllm"],
 )
 @torch.inference_mode()
-def test_gated_mlp_compiles_whole(make: Any) -> None:
+def test_gated_mlp_compiles_as_one_graph(make: Any) -> None:
     mlp = make()
     fill(mlp)
     compiled = torch.compile(mlp, fullgraph=True, dynamic=True)

@@ -16,19 +16,20 @@ from fastkernels.core.spec import Axis, Call, Case, OpSpec, Tensor
 
 
 def reference(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """x: [..., H]; gate_up: [2 I, H], the gate's rows first; down: [H, I]. Returns [..., H] in x's dtype."""
+    """x: [..., H]; gate_up: [2 I, H], gate rows first; down: [H, I]. Returns [..., H] in x's dtype."""
     acc = torch.promote_types(x.dtype, torch.float32)
     gate, up = (x.to(acc) @ gate_up.to(acc).t()).chunk(2, dim=-1)
     return ((F.silu(gate) * up) @ down.to(acc).t()).to(x.dtype)
 
 
 def check_activation(hidden_act: str) -> None:
+    """Raise ValueError unless the activation of a config is silu."""
     if hidden_act not in ("silu", "swish"):
         raise ValueError(f"hidden_act {hidden_act!r} is not supported, only 'silu'")
 
 
 def _unsupported(module: nn.Module) -> str | None:
-    """None if a packed gated MLP (ours or a host's) computes plain silu between unquantized layers."""
+    """Return why a packed gated MLP (ours or a host's) is not plain silu between unquantized layers, or None."""
     for name in ("gate_up_proj", "act_fn", "down_proj"):
         if not hasattr(module, name):
             return f"it has no {name}"
@@ -36,7 +37,7 @@ def _unsupported(module: nn.Module) -> str | None:
     if not act.endswith("SiluAndMul"):
         return f"act_fn is {act}, not SiluAndMul"
     for name in ("gate_up_proj", "down_proj"):
-        # The hosts fuse the activation with the quantization of the next layer's input.
+        # With a quantized layer, the hosts fuse the activation with the quantization of its input.
         layer = getattr(module, name)
         layer = getattr(layer, "base_layer", layer)  # inside a LoRA wrapper, which our forward calls
         method = type(getattr(layer, "quant_method", None)).__name__
@@ -46,7 +47,7 @@ def _unsupported(module: nn.Module) -> str | None:
 
 
 class PackedMLP(nn.Module):
-    """LlamaMLP of vLLM and SGLang: x [T, hidden_size] to [T, hidden_size]; hidden_act must be 'silu'."""
+    """Base of vLLM's and SGLang's LlamaMLP: maps x [T, hidden_size] to [T, hidden_size] with hidden_act 'silu'."""
 
     gate_up_proj: nn.Module
     act_fn: nn.Module
@@ -54,7 +55,7 @@ class PackedMLP(nn.Module):
 
     @staticmethod
     def supports(module: nn.Module) -> str | None:
-        """None if our forward serves this module (ours or the host's), else the reason."""
+        """Return why our forward does not support this module (ours or the host's), or None."""
         return _unsupported(module)
 
 

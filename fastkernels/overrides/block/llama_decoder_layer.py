@@ -1,4 +1,4 @@
-"""One layer of a Llama model: norm, attention, norm, gated MLP, with the residual carried beside the hidden states."""
+"""One layer of a Llama model: norm, attention, norm and gated MLP, with a separate residual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One layer of a Mixtral model: norm, attention, norm, sparse experts, with the residual carried beside."""
+"""One layer of a Mixtral model: norm, attention, norm and sparse experts, with a separate residual."""
 
 from __future__ import annotations
 

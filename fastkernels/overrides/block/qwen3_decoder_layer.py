@@ -1,4 +1,4 @@
-"""One layer of a Qwen3 model: a Llama layer whose attention normalizes each query and key head before the rope."""
+"""One layer of a Qwen3 model: a Llama layer that normalizes each query and key head before the rotary embedding."""
 
 from __future__ import annotations
 

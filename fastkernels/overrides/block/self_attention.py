@@ -10,7 +10,7 @@ from torch import nn
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """The rotary parameters of a Hugging Face config: rope_parameters (transformers 5), else theta and scaling."""
+    """Return the rotary parameters of a Hugging Face config: rope_parameters (transformers 5), or theta and scaling."""
     found = getattr(config, "rope_parameters", None)
     if isinstance(found, Mapping):
         return dict(found)
@@ -23,12 +23,12 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def head_size(config: Any) -> int:
-    """head_dim of a Hugging Face config, hidden_size / num_attention_heads where it has none."""
+    """Return head_dim of a Hugging Face config, by default hidden_size / num_attention_heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def sliding_window(config: Any, prefix: str) -> int | None:
-    """The window of the layer that `prefix` ('model.layers.3.self_attn') names, None for full attention."""
+    """Return the window of the layer in `prefix` ('model.layers.3.self_attn'), None for full attention."""
     types = getattr(config, "layer_types", None)
     numbers = [int(part) for part in prefix.split(".") if part.isdigit()]
     if not types or not numbers or types[numbers[0]] != "sliding_attention":
@@ -37,7 +37,7 @@ def sliding_window(config: Any, prefix: str) -> int | None:
 
 
 class SelfAttention(nn.Module):
-    """What the hosts' blocks share: positions [T], hidden_states [T, H] to [T, H], with this rank's heads."""
+    """Base of the hosts' attention blocks, on this rank's heads: positions [T] and hidden_states [T, H] to [T, H]."""
 
     qkv_proj: Any
     rotary_emb: Any
@@ -50,11 +50,11 @@ class SelfAttention(nn.Module):
         self.q_size, self.kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def _before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: [T, q_size], k: [T, kv_size]; models that normalize queries and keys do it here."""
+        """Process q [T, q_size] and k [T, kv_size] before the rotary embedding; subclasses normalize them here."""
         return q, k
 
     def _head_norms(self) -> tuple[Any, ...]:
-        """The modules of `_before_rope`: none, or the norms of query heads and of key heads."""
+        """Return the norms of query and key heads that `_before_rope` applies, if any."""
         return ()
 
     def _attend(self, positions: torch.Tensor, hidden_states: torch.Tensor, *batch: Any) -> torch.Tensor:
@@ -80,7 +80,7 @@ class SelfAttention(nn.Module):
 
 
 class HeadNorms(SelfAttention):
-    """With q_norm and k_norm over the head_dim channels of each head, before the rotary embedding (Qwen3)."""
+    """Attention with q_norm and k_norm over the channels of each head, before the rotary embedding (Qwen3)."""
 
     q_norm: nn.Module
     k_norm: nn.Module

@@ -99,7 +99,7 @@ class SGLangLlamaMLP(PackedMLP):
 
 
 class SGLangLlamaAttention(SelfAttention):
-    """sglang.srt.models.llama.LlamaAttention, with the arguments that its layer gives; see LlamaAttention."""
+    """sglang.srt.models.llama.LlamaAttention, built from the config: [T] and [T, H] to [T, H]."""
 
     def __init__(
         self, config: Any, layer_id: int = 0, quant_config: Any = None, prefix: str = "", bias: bool = False
@@ -129,7 +129,7 @@ class SGLangLlamaAttention(SelfAttention):
 
 
 class SGLangQwen3Attention(HeadNorms, SGLangLlamaAttention):
-    """sglang.srt.models.qwen3.Qwen3Attention, built from the config; see LlamaAttention."""
+    """sglang.srt.models.qwen3.Qwen3Attention, built from the config; see SGLangLlamaAttention."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__(config, layer_id, quant_config, prefix, getattr(config, "attention_bias", False))
@@ -138,7 +138,7 @@ class SGLangQwen3Attention(HeadNorms, SGLangLlamaAttention):
 
 
 class SGLangDecoderLayer(DecoderLayer):
-    """SGLang's; their forwards differ by version."""
+    """Base of SGLang's dense layers, whose forwards differ by version."""
 
     def _build_around(self, attention: nn.Module, config: Any, quant_config: Any, prefix: str) -> None:
         self.hidden_size = config.hidden_size
@@ -153,7 +153,7 @@ class SGLangDecoderLayer(DecoderLayer):
 def run_on_stream(
     layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any, capture_output: Any
 ) -> torch.Tensor:
-    """SGLang from 0.5.23 on: hidden_states [T, H] is the residual stream, and so is the result."""
+    """Run a layer of SGLang since 0.5.23: hidden_states [T, H] and the result are the residual stream."""
     if capture_output is not None:
         raise ValueError("capture_output needs SGLang's own layer boundaries")
     inputs = {"positions": positions, "forward_batch": forward_batch}
@@ -162,7 +162,7 @@ def run_on_stream(
 
 
 class SGLangLlamaDecoderLayer_0_5_16(SGLangDecoderLayer):
-    """sglang.srt.models.llama.LlamaDecoderLayer before 0.5.23; the residual's memory is overwritten with the sum."""
+    """sglang.srt.models.llama.LlamaDecoderLayer before 0.5.23; the sum overwrites the residual's memory."""
 
     def __init__(
         self, config: Any, layer_id: int = 0, start_layer: int = 0, quant_config: Any = None, prefix: str = ""
@@ -183,10 +183,11 @@ class SGLangLlamaDecoderLayer_0_5_16(SGLangDecoderLayer):
 
 
 class SGLangLlamaDecoderLayer(SGLangDecoderLayer):
-    """sglang.srt.models.llama.LlamaDecoderLayer: hidden_states [T, H] is the residual stream, and so is the result.
+    """sglang.srt.models.llama.LlamaDecoderLayer: hidden_states [T, H] and the result are the residual
+    stream.
 
-    In SGLang the stream is carried by the layers' boundaries, which also gather and reduce: capture_output and
-    stage_boundaries=False, which serve those, raise ValueError.
+    In SGLang, boundary objects between layers pass the stream on, gather and reduce. Raises ValueError for
+    capture_output and stage_boundaries=False, which serve these objects.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class SGLangLlamaDecoderLayer(SGLangDecoderLayer):
 
 
 class _SGLangQwen3DecoderLayer(SGLangDecoderLayer):
-    """alt_stream, on which SGLang normalizes the keys beside the queries, is not used."""
+    """alt_stream, on which SGLang normalizes keys concurrently with queries, is ignored."""
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class _SGLangQwen3DecoderLayer(SGLangDecoderLayer):
 
 
 class SGLangQwen3DecoderLayer_0_5_16(_SGLangQwen3DecoderLayer):
-    """sglang.srt.models.qwen3.Qwen3DecoderLayer before 0.5.23; the residual's memory is overwritten with the sum."""
+    """sglang.srt.models.qwen3.Qwen3DecoderLayer before 0.5.23; the sum overwrites the residual's memory."""
 
     def forward(
         self,
@@ -249,9 +250,10 @@ class SGLangQwen3DecoderLayer_0_5_16(_SGLangQwen3DecoderLayer):
 
 
 class SGLangQwen3DecoderLayer(_SGLangQwen3DecoderLayer):
-    """sglang.srt.models.qwen3.Qwen3DecoderLayer: hidden_states [T, H] is the residual stream, and so is the result.
+    """sglang.srt.models.qwen3.Qwen3DecoderLayer: hidden_states [T, H] and the result are the residual
+    stream.
 
-    capture_output serves SGLang's own boundaries between layers: it raises ValueError.
+    Raises ValueError for capture_output, which serves SGLang's boundary objects between layers.
     """
 
     def forward(
@@ -268,7 +270,7 @@ class SGLangQwen3DecoderLayer(_SGLangQwen3DecoderLayer):
 
 
 class _SGLangMixtralDecoderLayer(SparseDecoderLayer):
-    """As in the host, config.sliding_window is not read."""
+    """Base of both versions; config.sliding_window is ignored, as in SGLang."""
 
     def __init__(self, config: Any, layer_id: int = 0, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
@@ -297,9 +299,10 @@ class SGLangMixtralDecoderLayer_0_5_17(_SGLangMixtralDecoderLayer):
 
 
 class SGLangMixtralDecoderLayer(_SGLangMixtralDecoderLayer):
-    """sglang.srt.models.mixtral.MixtralDecoderLayer: hidden_states [T, H] is the residual stream, and so is the result.
+    """sglang.srt.models.mixtral.MixtralDecoderLayer: hidden_states [T, H] and the result are the residual
+    stream.
 
-    In SGLang the stream is carried by the layers' boundaries, which also gather and reduce.
+    In SGLang, boundary objects between layers pass the stream on, gather and reduce.
     """
 
     def forward(

@@ -31,13 +31,13 @@ class TransformersLlamaMLP(nn.Module):
 
     @staticmethod
     def supports(module: nn.Module) -> str | None:
-        """None if our forward serves this module (ours or the host's), else the reason."""
+        """Return why our forward does not support this module (ours or the host's), or None."""
         for name in ("gate_proj", "up_proj", "down_proj"):
             child = getattr(module, name, None)
             if type(child) is not nn.Linear:
                 return f"{name} is {type(child).__name__}, not nn.Linear"
             if "forward" in vars(child) or child._forward_hooks or child._forward_pre_hooks:
-                return f"somebody else hooks into {name}"
+                return f"{name} has hooks or a replaced forward"
         act = type(getattr(module, "act_fn", None)).__name__
         return None if act in ("SiLU", "SiLUActivation") else f"act_fn is {act}, not SiLU"
 
@@ -46,13 +46,13 @@ class TransformersLlamaMLP(nn.Module):
 
 
 def _side_by_side(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
-    """[gate(x), up(x)] along the last dimension."""
+    """Return gate(x) and up(x), concatenated along the last dimension."""
     plain = gate.bias is None and up.bias is None and x.dtype == gate.weight.dtype == up.weight.dtype
     eager = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
     if not plain or not eager or torch.is_autocast_enabled(x.device.type):
         return torch.cat((gate(x), up(x)), dim=-1)
-    # The products go straight into their halves: a concatenation would cost what the fused activation saves.
-    # Dynamo cannot trace a product into part of a tensor; a compiler places the parts of a concatenation itself.
+    # Write the products into the halves of one tensor: a concatenation would cost what the fused activation saves.
+    # Dynamo cannot trace this, and a compiler avoids the copies of a concatenation itself.
     out = torch.empty((*x.shape[:-1], gate.out_features + up.out_features), dtype=x.dtype, device=x.device)
     rows, halves = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]).split(gate.out_features, dim=-1)
     torch.mm(rows, gate.weight.t(), out=halves[0])

@@ -77,7 +77,7 @@ class VllmLlamaMLP(PackedMLP):
 
 
 class LlamaAttention(SelfAttention):
-    """vllm.model_executor.models.llama.LlamaAttention: positions [T], hidden_states [T, H] to [T, H]."""
+    """vllm.model_executor.models.llama.LlamaAttention: maps positions [T] and hidden_states [T, H] to [T, H]."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class LlamaAttention(SelfAttention):
 class Qwen3Attention(HeadNorms, LlamaAttention):
     """vllm.model_executor.models.qwen3.Qwen3Attention, built from the config; see LlamaAttention.
 
-    As in the checkpoints and in SGLang, attention_bias is that of all four projections.
+    attention_bias applies to all four projections, as in the checkpoints and in SGLang.
     """
 
     def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str) -> None:
@@ -166,7 +166,7 @@ class Qwen3Attention(HeadNorms, LlamaAttention):
 
 
 class VllmDecoderLayer(DecoderLayer):
-    """vLLM's; the residual's memory is overwritten with the sum."""
+    """Base of vLLM's dense layers; the sum overwrites the residual's memory."""
 
     def _build_around(self, attention: nn.Module, config: Any, quant_config: Any, prefix: str) -> None:
         self.hidden_size = config.hidden_size
@@ -216,7 +216,7 @@ class VllmLlamaDecoderLayer(VllmDecoderLayer):
 class VllmQwen3DecoderLayer_0_26(VllmDecoderLayer):
     """vllm.model_executor.models.qwen3.Qwen3DecoderLayer before 0.32; see VllmDecoderLayer.
 
-    config: a Hugging Face Qwen3Config. per_layer_sliding_window: None for what config.layer_types says.
+    config: a Hugging Face Qwen3Config. per_layer_sliding_window: by default the window of config.layer_types.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class VllmQwen3DecoderLayer_0_26(VllmDecoderLayer):
 
 
 class VllmQwen3DecoderLayer(VllmQwen3DecoderLayer_0_26):
-    """vllm.model_executor.models.qwen3.Qwen3DecoderLayer from 0.32 on. mrope_positions_factor: without effect here."""
+    """vllm.model_executor.models.qwen3.Qwen3DecoderLayer since 0.32. mrope_positions_factor is ignored."""
 
     def __init__(
         self,
@@ -255,8 +255,8 @@ class VllmQwen3DecoderLayer(VllmQwen3DecoderLayer_0_26):
 class VllmMixtralDecoderLayer(SparseDecoderLayer):
     """vllm.model_executor.models.mixtral.MixtralDecoderLayer; config: a Hugging Face MixtralConfig.
 
-    Without a cache_config that says otherwise the layer attends to config.sliding_window tokens, where that is set.
-    Raises ValueError for enable_eplb and for an activation that is not silu.
+    Without a cache_config, the layer attends to config.sliding_window tokens if that is set. Raises ValueError for
+    enable_eplb and for activations other than silu.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class VllmMixtralDecoderLayer(SparseDecoderLayer):
         super().__init__()
         check_activation(getattr(config, "hidden_act", "silu"))
         self.hidden_size = config.hidden_size
-        # vLLM takes the window from its cache_config, which took it from the model's config.
+        # vLLM reads the window from its cache_config, which copies it from the model's config.
         cache_config = cache_config or SimpleNamespace(sliding_window=getattr(config, "sliding_window", None))
         self.self_attn = LlamaAttention(
             config, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,

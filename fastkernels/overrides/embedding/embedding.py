@@ -1,4 +1,4 @@
-"""Rows of a vocabulary-parallel embedding: the ids of this rank's shard, zeros for all others."""
+"""Embedding lookup in a vocabulary shard: rows for the ids of the shard, zeros for all other ids."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def reference(
 ) -> torch.Tensor:
     """input_ids: [...] int; weight: [rows, D]. Returns [..., D].
 
-    Without a range (org_end < 0) the id is the row. With it, the weight holds the rows of the ids org_start ..
-    org_end - 1, then num_org_padding rows, then those of added_start .. added_end - 1; other ids give zeros.
+    Without a range (org_end < 0) the id is the row. With a range, the weight holds the rows of the ids org_start ..
+    org_end - 1, then num_org_padding unused rows, then the rows of added_start .. added_end - 1; other ids give zeros.
     """
     if org_end < 0:
         return F.embedding(input_ids, weight)
@@ -58,7 +58,7 @@ def _embedding_kernel(
         org = (row >= org_start) & (row < org_end)
         added = (row >= added_start) & (row < added_end)
         row = tl.where(org, row - org_start, tl.where(added, row - added_start + first_added, -1))
-    # An id that has no row gives zeros instead of a read outside of the weight.
+    # An id without a row gives zeros instead of an out-of-bounds read.
     here = (row >= 0) & (row < rows) & (cols < D)
     tl.store(
         out_ptr + token * D + cols,
@@ -109,7 +109,7 @@ embedding = define(
     fake=_fake,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
-        # For a plain lookup this is F.embedding, which is what the hosts call.
+        # Without a shard this is F.embedding, as in the hosts.
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
@@ -140,7 +140,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     input_ids, weight, *shard = args
     if tuple(shard) not in ((), WHOLE):
         raise ValueError(
-            f"{cls.__name__} looks a shard's rows up in a group of ranks only, not in {tuple(shard)}"
+            f"{cls.__name__} takes its shard from the group of ranks and cannot look up {tuple(shard)}"
         )
     if not issubclass(cls, nn.Module):  # a method object
         layer = nn.Module()
@@ -148,7 +148,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         method: Any = cls()
         return partial(method.embedding, layer, input_ids)
     if assemble.takes(cls, "bias"):
-        raise ValueError(f"{cls.__name__} looks nothing up: it is called through the logits processor")
+        raise ValueError(f"{cls.__name__} has no lookup: the logits processor reads its weight")
     module = assemble.make(cls, weight, *weight.shape, padding_size=1)
     return partial(assemble.load(module, {"weight": weight}), input_ids)
 

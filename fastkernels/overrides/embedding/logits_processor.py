@@ -31,16 +31,17 @@ def reference(
     scale_first: bool = False,
     float32: bool = False,
 ) -> torch.Tensor:
-    """hidden: [..., D]; weight: [V, D]; bias: [V]. Returns [..., V] in hidden's dtype, then as float32 where asked for.
+    """hidden: [..., D]; weight: [V, D]; bias: [V]. Returns [..., V], rounded to hidden's dtype.
 
-    scale_first: scale, then cap (SGLang); otherwise cap, then scale (vLLM).
+    scale_first: scale, then cap (SGLang); otherwise cap, then scale (vLLM). float32: return the rounded values as
+    float32.
     """
     acc = torch.promote_types(hidden.dtype, torch.float32)
     y = hidden.to(acc) @ weight.to(acc).t()
     if bias is not None:
         y = y + bias.to(acc)
     y = cap_and_scale(y, scale, soft_cap, scale_first)
-    y = y.to(hidden.dtype)  # both hosts' products are rounded, also where logits are wanted as float32
+    y = y.to(hidden.dtype)  # both hosts round the product, even if the logits are returned as float32
     return y.to(acc) if float32 else y
 
 
@@ -69,16 +70,17 @@ def _cap_kernel(
     tl.store(out_ptr + at, (y * scale_after).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-def _finish_triton(
+def finish_triton(
     y: torch.Tensor, scale: float, soft_cap: float | None, scale_first: bool, float32: bool
 ) -> torch.Tensor:
+    """Scale and cap the product y in place if its dtype allows it."""
     dtype = torch.float32 if float32 else y.dtype
     if scale == 1.0 and soft_cap is None:
         return y.to(dtype)
     out = y if y.dtype == dtype else torch.empty(y.shape, dtype=dtype, device=y.device)
     n = y.numel()
     if n:
-        block = 1024 if n > SMALL else 256  # few numbers: more programs, each of which is through earlier
+        block = 1024 if n > SMALL else 256  # with few logits, more and shorter programs
         launch_kernel(
             _cap_kernel, (cdiv(n, block),),
             y, out, n, scale if scale_first else 1.0, 1.0 if scale_first else scale, soft_cap or 1.0,
@@ -94,7 +96,7 @@ def _supports_triton(
 
 
 def _with(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The provider that multiplies by product(hidden, weight, bias)."""
+    """Return a provider that computes the product with product(hidden, weight, bias)."""
 
     def run(
         hidden: torch.Tensor,
@@ -106,7 +108,7 @@ def _with(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         float32: bool = False,
     ) -> torch.Tensor:
         y = product(hidden.to(weight.dtype), weight, bias)
-        return _finish_triton(y, scale, soft_cap, scale_first, float32)
+        return finish_triton(y, scale, soft_cap, scale_first, float32)
 
     return run
 
@@ -145,7 +147,9 @@ logits_processor = define(
     " bool scale_first=False, bool float32=False) -> Tensor",
     fake=_fake,
     providers=(
-        Provider("linear", _with(gemm.linear.run), devices=("cuda",)),  # by its table, or a candidate of it
+        Provider(
+            "linear", _with(gemm.linear.run), devices=("cuda",)
+        ),  # the provider that linear picks, or its candidate
         Provider("cublas", _with(F.linear), devices=("cuda",)),
         Provider("onednn", _onednn, devices=("cpu",)),
         Provider("triton", _with(gemm.linear_triton), devices=("cuda",), supports=_supports_triton),
@@ -166,16 +170,16 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     head.weight, head.bias = nn.Parameter(weight, requires_grad=False), None
     head.tp_size, head.quant_method = 1, UnquantizedEmbedding()
     rows = weight.shape[0]
-    either = soft_cap is None or scale == 1.0  # scaled first or last
+    either = soft_cap is None or scale == 1.0  # the order does not matter
     if assemble.takes(cls, "config"):
         if bias is not None or not float32 or not (scale_first or either):
-            raise ValueError(f"{cls.__name__} gives float32, scales first and adds no bias")
+            raise ValueError(f"{cls.__name__} returns float32, scales first and adds no bias")
         config = SimpleNamespace(vocab_size=rows, final_logit_softcapping=soft_cap)
         module = assemble.make(cls, hidden, config, logit_scale=None if scale == 1.0 else scale)
         metadata = SimpleNamespace(extend_seq_lens=None, extend_return_logprob=False)
         return lambda: module(None, hidden, head, metadata).next_token_logits
     if float32 or (scale_first and not either):
-        raise ValueError(f"{cls.__name__} gives the hidden states' dtype and scales last")
+        raise ValueError(f"{cls.__name__} returns the hidden states' dtype and scales last")
     module = assemble.make(cls, hidden, rows, scale=scale, soft_cap=soft_cap)
     return partial(module, head, hidden, bias)
 

@@ -29,9 +29,9 @@ class SGLangUnquantizedEmbeddingMethod(UnquantizedEmbedding):
 def _partition(
     org_vocab_size: int, padding_size: int, enable_tp: bool, use_attn_tp_group: bool
 ) -> tuple[int, int, int]:
-    """(rank, size, padding): SGLang pads more where the padded vocabulary cannot be divided by the ranks.
+    """Return (rank, size, padding). SGLang pads more if the ranks do not divide the padded vocabulary.
 
-    Attention's group is the whole one here: standalone there is no data parallelism.
+    The attention group is the whole group: standalone classes have no data parallelism.
     """
     if not enable_tp and use_attn_tp_group:
         raise ValueError("use_attn_tp_group=True needs enable_tp=True")
@@ -130,18 +130,18 @@ class SGLangParallelLMHead(Head):
 
 @dataclass
 class LogitsProcessorOutput:
-    """What SGLang's own returns, as far as we fill it; torch.compile traces it, where it does not a SimpleNamespace."""
+    """The fields of SGLang's output that are filled here. torch.compile traces a dataclass but no SimpleNamespace."""
 
     next_token_logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
 
 
 class SGLangLogitsProcessor(nn.Module):
-    """sglang.srt.layers.logits_processor.LogitsProcessor for what sampling needs: float32 logits of last tokens.
+    """sglang.srt.layers.logits_processor.LogitsProcessor for sampling: float32 logits of the last tokens.
 
     logits_metadata: SGLang's, or any object with `extend_seq_lens` [B] (None at decode: every row is a last token).
-    Returns an object with `next_token_logits` [B, vocab_size] and `hidden_states` None. Input log-probabilities,
-    captured hidden states and multi-item scoring need the host: they raise ValueError.
+    Returns an object with `next_token_logits` [B, vocab_size] and `hidden_states` None. Raises ValueError for input
+    log-probabilities, captured hidden states and multi-item scoring, which need SGLang's own class.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class SGLangLogitsProcessor(nn.Module):
         super().__init__()
         if return_full_logits:
             raise ValueError(
-                "return_full_logits=True is for SGLang's diffusion language models: not supported here"
+                "return_full_logits=True, for SGLang's diffusion language models, is not supported"
             )
         self.config = config
         self.vocab_size = config.vocab_size
@@ -177,7 +177,7 @@ class SGLangLogitsProcessor(nn.Module):
                 "input log-probabilities (extend_return_logprob) need SGLang's own LogitsProcessor"
             )
         if aux_hidden_states is not None:
-            raise ValueError("aux_hidden_states are captured by SGLang's own LogitsProcessor only")
+            raise ValueError("aux_hidden_states need SGLang's own LogitsProcessor")
         lengths = getattr(logits_metadata, "extend_seq_lens", None)
         if lengths is not None:
             hidden_states = hidden_states[torch.cumsum(lengths, dim=0) - 1]

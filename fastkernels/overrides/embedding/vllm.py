@@ -49,7 +49,7 @@ class VllmVocabParallelEmbedding_0_26(VocabParallel):
 class VllmVocabParallelEmbedding(VocabParallel):
     """vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding: ids [...] to [..., D].
 
-    parallel_group: an object with rank_in_group, world_size and all_reduce(t) instead of the bound group.
+    parallel_group: an object with rank_in_group, world_size and all_reduce(t) that replaces the bound group.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class VllmParallelLMHead(Head):
 
 
 class _VllmLogitsProcessor(nn.Module):
-    """vLLM's LogitsProcessor, versions apart: the logits of hidden_states [T, D] are [T, org_vocab_size]."""
+    """The common part of all versions: maps hidden_states [T, D] to logits [T, org_vocab_size]."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the classes of embedding.py share: vocabularies padded and sharded over ranks, loaders, method objects."""
+"""Vocabularies that are padded and sharded over ranks: weights, loaders and lookups of the hosts' classes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ DEFAULT_VOCAB_PADDING_SIZE = 64
 
 
 def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
-    """The next multiple of pad_to."""
+    """Round up to a multiple of pad_to."""
     return -(-vocab_size // pad_to) * pad_to
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's rows: the ids org_start .. org_end - 1, num_org_padding unused rows, added_start .. added_end - 1.
+    """The rows of one rank: org_start .. org_end - 1, num_org_padding unused rows, added_start .. added_end - 1.
 
-    Original and added (LoRA) ids are padded and sharded apart; the weight holds the two parts one after the other.
+    Original and added (LoRA) ids are padded and sharded separately; the weight holds one part after the other.
     """
 
     org_start: int
@@ -37,7 +37,7 @@ class Shard:
     def of(
         cls, padded: int, org_padded: int, num_embeddings: int, org_vocab_size: int, rank: int, size: int
     ) -> Shard:
-        """padded: rows of all ranks together; org_padded: those of the original vocabulary."""
+        """padded: rows of all ranks; org_padded: of these, the rows of the original vocabulary."""
         org_rows = parallel.divide(org_padded, size, "the padded vocabulary of")
         added_rows = parallel.divide(padded - org_padded, size, "the padded added vocabulary of")
         org_start = min(rank * org_rows, org_vocab_size)
@@ -48,7 +48,7 @@ class Shard:
 
 
 class VocabParallel(nn.Module):
-    """What the hosts' embeddings share: this rank's rows of a padded vocabulary, their loader and their lookup."""
+    """Base of the hosts' embeddings: this rank's rows of a padded vocabulary, with loader and lookup."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -73,7 +73,7 @@ class VocabParallel(nn.Module):
         use_presharded_weights: bool = False,
         reduce_results: bool = True,
     ) -> None:
-        """Raises ValueError for a vocabulary that cannot be sharded so, and for quantized weights."""
+        """Raise ValueError for vocabularies that tp_size does not divide, and for quantized weights."""
         nn.Module.__init__(self)
         if quant_config is not None:
             raise ValueError(
@@ -107,7 +107,7 @@ class VocabParallel(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows of loaded_weight [org_vocab_size, ...] and clear the padding.
 
-        With pre-sharded weights, loaded_weight is this rank's part already. Raises ValueError for another shape.
+        With use_presharded_weights, loaded_weight is already this rank's part. Raises ValueError for other shapes.
         """
         shard = self.shard_indices
         expected = self.org_vocab_size // (self.tp_size if self.use_presharded_weights else 1)
@@ -133,20 +133,20 @@ class VocabParallel(nn.Module):
 
 
 class Head(VocabParallel):
-    """A language-model head: its weight [rows, D] and bias [rows] are read by the LogitsProcessor."""
+    """A language-model head; the LogitsProcessor reads its weight [rows, D] and bias [rows]."""
 
     def tie_weights(self, embed_tokens: nn.Module) -> nn.Module:
         """Use the embedding's weight; returns this head."""
         return self.quant_method.tie_weights(self, embed_tokens)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("a language-model head is not called: pass it to the LogitsProcessor")
+        raise RuntimeError("a language-model head has no forward: pass it to the LogitsProcessor")
 
 
 class UnquantizedEmbedding:
-    """The hosts' UnquantizedEmbeddingMethod, for a weight [rows, D].
+    """Base of the hosts' UnquantizedEmbeddingMethod, for a weight [rows, D].
 
-    Live, only `embedding` is ours: a language-model head keeps the host's `apply`.
+    In a live host only `embedding` is replaced: a language-model head keeps the host's `apply`.
     """
 
     live_methods = ("embedding",)
@@ -155,10 +155,10 @@ class UnquantizedEmbedding:
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:
-        """None if our lookup serves this module (ours or the host's), else the reason."""
+        """Return why our lookup does not support this module (ours or the host's), or None."""
         if cls.head in (base.__name__ for base in type(module).__mro__):
-            return "a language-model head looks nothing up"
-        # With shards on CUDA both hosts run a fused kernel of theirs, and the method's lookup is never called.
+            return "a language-model head has no lookup"
+        # For shards on CUDA both hosts run a fused kernel of their own and never call the method's lookup.
         fused = getattr(module, "use_fused_embedding", False) or hasattr(module, "_use_triton_embedding")
         if fused and getattr(module, "tp_size", 1) > 1 and module.weight.is_cuda:
             return "the host looks its shards up with its own fused kernel"
@@ -178,7 +178,7 @@ class UnquantizedEmbedding:
         register_weight(layer, rows, input_size_per_partition, params_dtype, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: the weight is used as it was loaded."""
+        """Do nothing: the weight is used as loaded."""
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -25,32 +25,29 @@ from fastkernels.overrides.moe.expert_libraries import for_any_ids, fused_expert
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import chosen, fits, sets, tiles, wide
 
-# `here`: experts of this rank
-SHAPE, SIZES = (
-    ("experts", "here", "topk", "hidden", "intermediate"),
-    ("tokens",),
-)  # of the key of a call; here: experts on this rank
+# The key of a call in tuned tables; `here` is the number of experts on this rank.
+SHAPE, SIZES = ("experts", "here", "topk", "hidden", "intermediate"), ("tokens",)
 
 
 def check_sizes(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> None:
-    """Raise ValueError for tensors that do not fit each other."""
+    """Raise ValueError for tensors whose shapes do not match."""
     if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] % 2 or w1.shape[::2] != w2.shape[:2]:
         raise ValueError(f"w1 {tuple(w1.shape)} must be [E, 2 I, H] and w2 {tuple(w2.shape)} [E, H, I]")
     if w1.shape[1] != 2 * w2.shape[2]:
-        raise ValueError(f"w1 has {w1.shape[1]} rows an expert, w2 {w2.shape[2]} columns: not twice as many")
+        raise ValueError(f"w1 has {w1.shape[1]} rows per expert, not twice the {w2.shape[2]} columns of w2")
     if x.dim() != 2 or x.shape[1] != w1.shape[2]:
-        raise ValueError(f"hidden_states {tuple(x.shape)} must be [tokens, {w1.shape[2]}], as w1 has it")
+        raise ValueError(f"hidden_states {tuple(x.shape)} must be [tokens, {w1.shape[2]}], as in w1")
     if ids.dim() != 2 or weights.shape != ids.shape or len(ids) != len(x):
         raise ValueError(
             f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must both be"
-            f" [{x.shape[0]}, experts of a token]"
+            f" [{x.shape[0]}, experts per token]"
         )
 
 
 def local_ids(ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """ids: [T, K]. The numbers that the experts have here, -1 for those that are elsewhere."""
+    """Return the local indices of ids [T, K]: -1 for experts on other ranks."""
     ids = ids.long()
     if expert_map is None:
         return ids
@@ -67,11 +64,11 @@ def reference(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """hidden_states: [T, H]; w1: [E, 2 I, H], the gates' rows first; w2: [E, H, I]; topk_weights, topk_ids: [T, K].
+    """hidden_states: [T, H]; w1: [E, 2 I, H], gate rows first; w2: [E, H, I]; topk_weights, topk_ids: [T, K].
 
-    Returns [T, H] in hidden_states' dtype. Pairs whose id is not of an expert here count nothing; expert_map
-    [experts of all ranks] gives each one's number here, -1 for those that are elsewhere.
-    apply_router_weight_on_input: the weights multiply the input of the experts, not what comes out of them.
+    Returns [T, H] in hidden_states' dtype. Pairs without an expert on this rank contribute 0. expert_map [experts of
+    all ranks] holds the local index of each expert, -1 for experts on other ranks. With apply_router_weight_on_input
+    the weights multiply the input of the experts instead of their output.
     """
     acc = torch.promote_types(hidden_states.dtype, torch.float32)
     x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
@@ -98,7 +95,7 @@ def _supports_triton(
     if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {hidden_states.dtype} is not float32, float16 or bfloat16"
     if hidden_states.dtype == torch.bfloat16 and hidden_states.device.type == "cpu":
-        return "Triton's interpreter takes the bits of bfloat16 for integers in tl.dot"
+        return "Triton's interpreter computes tl.dot of bfloat16 on its bits as integers"
     for name, w in (("w1", w1), ("w2", w2)):
         if w.dtype != hidden_states.dtype:
             return f"{name} is {w.dtype}, hidden_states {hidden_states.dtype}"
@@ -118,7 +115,7 @@ def _triton(
     gate_up: str | None = None,
     down: str | None = None,
 ) -> torch.Tensor:
-    """gate_up, down: the tiles of the two products, as a tuned table names them; None: the kernel's own choice."""
+    """gate_up, down: tiles of the two products as a tuned table names them; None: the kernel's default."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
     x = hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
     ids, scale = topk_ids.contiguous(), topk_weights.contiguous()
@@ -143,7 +140,7 @@ def _torch(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """One expert after the other, on the rows that are its own. It looks at the ids: on the CPU only."""
+    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
     ids = local_ids(topk_ids, expert_map)
     out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
@@ -188,7 +185,7 @@ def _fake(
 def key_of(
     w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
 ) -> tuple[tuple[int, ...], tuple[int]]:
-    """The values of `SHAPE` and `SIZES`, for a Key."""
+    """Return the values of SHAPE and SIZES of a call."""
     here, hidden, intermediate = w2.shape
     experts = here if expert_map is None else expert_map.numel()
     tokens, topk = topk_ids.shape
@@ -198,7 +195,7 @@ def key_of(
 def fits_call(
     params: Mapping[str, str], shape: tuple[Any, ...], sizes: tuple[int], of_blocks: bool = False
 ) -> bool:
-    """`Provider.fits`, by the key of a call."""
+    """Return Provider.fits for the key of a call."""
     experts, _, topk = shape[:3]
     return fits(params, sizes[0] * topk // experts, of_blocks)
 
@@ -206,7 +203,7 @@ def fits_call(
 def dims_of_key(
     experts: int, here: int, topk: int, hidden: int, intermediate: int, tokens: int
 ) -> dict[str, Any]:
-    """The dims of a case with that key."""
+    """Return the dims of a case with this key."""
     elsewhere = {"elsewhere": True, "here": here} if here != experts else {}
     return {
         "tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate, **elsewhere,
@@ -235,7 +232,7 @@ fused_experts = define(
             "triton", _triton, devices=("cuda",), supports=_supports_triton, params=sets(2),
             fits=lambda params, *args: fits_call(params, *_key(*args)),
         ),
-        # where a table names it
+        # only where a tuned table names it
         Provider("vllm", for_any_ids(fused_experts_vllm, 3), module="vllm", supports=supports_vllm),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", _reference, devices=("cuda", "cpu")),

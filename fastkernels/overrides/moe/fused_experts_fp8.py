@@ -1,4 +1,4 @@
-"""Mixture of experts in float8 e4m3 (arXiv 2209.05433): scales of experts, of channels and tokens, or of blocks."""
+"""Mixture of experts in float8 e4m3 (arXiv 2209.05433), with scales per expert, per channel and token, or per block."""
 
 from __future__ import annotations
 
@@ -42,12 +42,16 @@ from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
 
 T = torch.Tensor
-GIVEN, TOKEN, FOUND = 0, 1, 2  # scales of activations; BLOCK: of groups
+# Kinds of activation scales, in addition to BLOCK.
+GIVEN, TOKEN, FOUND = 0, 1, 2
 
 
 class Kind(NamedTuple):
-    """weights     TENSOR: a scale an expert, ROW: a row, BLOCK: 128 x 128 numbers
-    activations GIVEN: one that is given, TOKEN: one a token, FOUND: one for all that is found, BLOCK: 128 columns
+    """The granularity of scales.
+
+    weights      one scale per expert (TENSOR), per row (ROW) or per 128 x 128 weights (BLOCK)
+    activations  one given scale (GIVEN), one per token (TOKEN), one computed for all tokens (FOUND) or one per 128
+                 columns of a token (BLOCK)
     """
 
     weights: int
@@ -55,7 +59,7 @@ class Kind(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """As quantize_fp8 has it."""
+        """The argument of quantize_fp8."""
         return {TOKEN: -1, BLOCK: BLOCK}.get(self.activations, 0)
 
     @property
@@ -67,7 +71,7 @@ def kind_of(
     w1: torch.Tensor, w1_scale: torch.Tensor, a1_scale: torch.Tensor | None, per_token: bool,
     block_shape: list[int] | None,
 ) -> Kind:  # fmt: skip
-    """Of a call whose arguments were checked."""
+    """Return the granularity of a call that passed check_scales."""
     if block_shape is not None:
         return Kind(BLOCK, BLOCK)
     weights = TENSOR if w1_scale.numel() == w1.shape[0] else ROW
@@ -78,45 +82,45 @@ def check_scales(
     w1: torch.Tensor, w2: torch.Tensor, w1_scale: torch.Tensor, w2_scale: torch.Tensor, a1_scale: torch.Tensor | None,
     a2_scale: torch.Tensor | None, per_token: bool, block_shape: list[int] | None, ue8m0: bool,
 ) -> Kind:  # fmt: skip
-    """Raises ValueError for scales that do not fit the weights or each other."""
+    """Return the granularity. Raises ValueError for scales that match neither the weights nor each other."""
     if block_shape is not None and (list(block_shape) != [BLOCK, BLOCK] or per_token):
         raise ValueError(
             f"fused_experts_fp8: block_shape {list(block_shape)} and per_act_token_quant {per_token}: blocks are"
-            f" {BLOCK} x {BLOCK}, and activations then have a scale for each {BLOCK} columns"
+            f" {BLOCK} x {BLOCK}, and activations have one scale per {BLOCK} columns"
         )
     if ue8m0 and block_shape is None:
-        raise ValueError("fused_experts_fp8: scale_ue8m0 is for scales of blocks, and block_shape is None")
+        raise ValueError("fused_experts_fp8: scale_ue8m0 needs scales of blocks, but block_shape is None")
     found = []
     for name, w, scale in (("w1", w1, w1_scale), ("w2", w2, w2_scale)):
         e, n, k = w.shape
         if block_shape is not None and k % BLOCK:
             raise ValueError(
-                f"fused_experts_fp8: {name} has {k} columns, not a multiple of {BLOCK}: groups of activations"
+                f"fused_experts_fp8: {name} has {k} columns, not a multiple of {BLOCK}, the size of activation groups"
             )
         shapes: dict[int, list[tuple[int, ...]]] = {BLOCK: [(e, blocks(n), blocks(k))]}
         if block_shape is None:
             shapes = {TENSOR: [(e,), (e, 1), (e, 1, 1)], ROW: [(e, n), (e, n, 1)]}
         kinds = [kind for kind, several in shapes.items() if tuple(scale.shape) in several]
         if not kinds:
-            said = " or ".join(str(shape) for several in shapes.values() for shape in several)
-            raise ValueError(f"fused_experts_fp8: {name}_scale {tuple(scale.shape)} must be {said}")
+            allowed = " or ".join(str(shape) for several in shapes.values() for shape in several)
+            raise ValueError(f"fused_experts_fp8: {name}_scale {tuple(scale.shape)} must be {allowed}")
         found.append(kinds)
     given = [s for s in (a1_scale, a2_scale) if s is not None]
     if not set(found[0]) & set(found[1]):
         raise ValueError(
-            f"fused_experts_fp8: w1_scale {tuple(w1_scale.shape)} and w2_scale {tuple(w2_scale.shape)} must both be of"
-            " experts or both of rows"
+            f"fused_experts_fp8: w1_scale {tuple(w1_scale.shape)} and w2_scale {tuple(w2_scale.shape)} must both be"
+            " per expert or both per row"
         )
     if len(given) == 1 or any(s.numel() != 1 for s in given) or (given and (per_token or block_shape)):
         raise ValueError(
-            "fused_experts_fp8: a1_scale and a2_scale must both be one value, and without per_act_token_quant and"
-            " block_shape, or both None"
+            "fused_experts_fp8: a1_scale and a2_scale must both be None, or both be one value without"
+            " per_act_token_quant and block_shape"
         )
     return kind_of(w1, w1_scale, a1_scale, per_token, block_shape)
 
 
 def scales(kind: Kind, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> Scales:
-    """For the grouped product of activations, whose scales are a_scale ([1] or [rows, columns]), and an expert's w."""
+    """Return the scales of a grouped product: a_scale ([1] or [rows, columns]) of activations, w_scale of weights w."""
     a_row, a_block = (0, 0) if a_scale.dim() == 1 else a_scale.stride()
     if kind.weights == BLOCK:
         return Scales(BLOCK, a_scale, a_row, a_block, w_scale, *w_scale.stride())
@@ -125,12 +129,12 @@ def scales(kind: Kind, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Te
 
 
 def dequantized(w: torch.Tensor, scale: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """One expert's w [N, K], in the dtype of its scale."""
+    """Return the values of one expert's w [N, K] in the dtype of its scale."""
     return w.to(scale.dtype) * expanded(scale, w.shape[0], w.shape[1], kind.weights, BLOCK)
 
 
 def rounded(y: torch.Tensor, scale: torch.Tensor | None, kind: Kind, ue8m0: bool) -> torch.Tensor:
-    """y: [rows, N]. What its float8 numbers stand for, in at least float32; in float64 but for that rounding."""
+    """Round y [rows, N] to scaled float8 and return the rounded values in at least float32."""
     wide = y.to(torch.promote_types(y.dtype, torch.float32))
     if not wide.numel():
         return wide
@@ -144,18 +148,20 @@ def reference(
     a2_scale: T | None = None, per_act_token_quant: bool = False, block_shape: list[int] | None = None,
     scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
 ) -> T:  # fmt: skip
-    """hidden_states: [T, H]; w1: [E, 2 I, H], the gates' rows first, and w2: [E, H, I] in float8 e4m3; topk_weights,
+    """hidden_states: [T, H]; w1: [E, 2 I, H], gate rows first, and w2: [E, H, I], both float8 e4m3; topk_weights,
     topk_ids: [T, K]. Returns [T, H] in hidden_states' dtype.
 
-    w1_scale, w2_scale  float32: one an expert [E] or [E, 1]; one a row [E, 2 I] and [E, H], or with another 1; with
-                        block_shape [128, 128] of blocks: [E, 2 I / 128, H / 128] and [E, H / 128, I / 128], rounded up
-    a1_scale, a2_scale  one value each, by which hidden_states and what goes into w2 are divided before they are rounded
-                        to float8; None: the largest value becomes 448, of all tokens, of each token
+    w1_scale, w2_scale  float32. Per expert: [E] or [E, 1]; per row: [E, 2 I] and [E, H], optionally with a last
+                        dimension of 1; with block_shape [128, 128] per block: [E, cdiv(2 I, 128), cdiv(H, 128)] and
+                        [E, cdiv(H, 128), cdiv(I, 128)]
+    a1_scale, a2_scale  one value each: the inputs of w1 and of w2 are divided by them and rounded to float8. None: a
+                        scale maps the largest absolute value to 448, of all tokens, of each token
                         (per_act_token_quant) or of each 128 columns (block_shape)
-    scale_ue8m0         with block_shape: those scales are powers of two, the next above
-    expert_map, apply_router_weight_on_input  as of `fused_experts`; so are ids of no expert here, which count nothing
-    Activations are rounded to float8 whatever hidden_states' dtype is; gate, up and their product to that dtype, too.
-    Raises ValueError for tensors and scales that do not fit each other.
+    scale_ue8m0         with block_shape: activation scales are rounded up to powers of two
+    expert_map, apply_router_weight_on_input, topk_ids  as in `fused_experts`
+
+    Activations are rounded to float8; gate, up and their product are rounded to hidden_states' dtype first. Raises
+    ValueError for tensors and scales that do not match.
     """
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
     kind = check_scales(
@@ -164,7 +170,7 @@ def reference(
     acc = torch.promote_types(hidden_states.dtype, torch.float32)
     ids, weights = local_ids(topk_ids, expert_map), topk_weights.to(acc)[..., None]
     x = rounded(hidden_states, a1_scale, kind, scale_ue8m0)
-    gate_up = x.new_zeros((*ids.shape, w1.shape[1]))  # of each pair; zeros where it has no expert
+    gate_up = x.new_zeros((*ids.shape, w1.shape[1]))  # per pair; 0 without a local expert
     for expert in range(w1.shape[0]):
         y = (x @ dequantized(w1[expert], w1_scale[expert].to(acc), kind).t())[:, None]
         gate_up = torch.where((ids == expert)[..., None], y, gate_up)
@@ -203,7 +209,7 @@ def _triton(
     scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
     gate_up: str | None = None, down: str | None = None,
 ) -> T:  # fmt: skip
-    """gate_up, down: the tiles of the two products, as a tuned table names them; None: the kernel's own choice."""
+    """gate_up, down: tiles of the two products as a tuned table names them; None: the kernel's default."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
     kind = check_scales(
         w1, w2, w1_scale, w2_scale, a1_scale, a2_scale, per_act_token_quant, block_shape, scale_ue8m0
@@ -215,12 +221,12 @@ def _triton(
     first, second = chosen(
         tiles_fp8(ids.numel() // experts, block_shape is not None, wide(x.device)), gate_up, down
     )
-    # Scales of groups side by side by token: a tile reads those of its rows for one block of columns.
+    # Group scales are stored column-major: a tile reads the scales of its rows for one block of columns.
     how = (kind.group_size, None, kind.min_absmax, kind.activations == BLOCK)
     q, a_scale = quantize_fp8.run(x, a1_scale, *how, False, scale_ue8m0)
     pairs = sort_pairs(ids, experts, expert_map, first.block_m)
     early, late = (weights, None) if apply_router_weight_on_input else (None, weights)
-    # Rows of no expert are not written, and must not count where all rows have one scale.
+    # Rows without a local expert are not written and must not affect a scale that all rows share.
     make = torch.zeros if kind.activations == FOUND else torch.empty
     both = make((pairs.n_pairs, w1.shape[1]), dtype=x.dtype, device=x.device)
     grouped_gemm(q, w1, pairs, pairs.topk, early, first, scales(kind, a_scale, w1, w1_scale), both)
@@ -253,7 +259,7 @@ def _fits(params: dict[str, str], *args: Any) -> bool:
 
 
 def _dims_of_key(block: int, act: int, dtype: torch.dtype, **sizes: int) -> dict[str, Any]:
-    ue8m0 = {"ue8m0": True} if block == BLOCK else {}  # as vLLM has them
+    ue8m0 = {"ue8m0": True} if block == BLOCK else {}  # as in vLLM
     return {**dims_of_key(**sizes), "block": block, "act": act, **ue8m0}
 
 
@@ -268,7 +274,7 @@ fused_experts_fp8 = define(
             "triton", _triton, devices=("cuda",), supports=_supports_triton, params=sets(1),
             fits=_fits,
         ),
-        # What production runs, for the sizes where a table names it.
+        # The hosts' kernels, only where a tuned table names them.
         Provider(
             "vllm", libraries.for_any_ids(libraries.fused_experts_fp8_vllm, 5), module="vllm",
             supports=libraries.supports_vllm_fp8,
@@ -283,8 +289,7 @@ fused_experts_fp8 = define(
         ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
-    # block: 0 for a scale an expert, 1 for one a channel, 128 for blocks; act: 0 for given scales of activations, 1 for
-    # one a token, 2 for one of all that is found, 128 for groups
+    # block and act are the fields of Kind.
     key=Key(shape=(*SHAPE, "block", "act", "dtype"), sizes=SIZES, of=_key, dims=_dims_of_key),
 )  # fmt: skip
 
@@ -308,8 +313,8 @@ def _weight_scale(name: str, axes: str) -> Tensor:
         **per_expert(n, f"block == {ROW}"), **per_expert(f"{rows} {columns}", f"block == {BLOCK}"), **per_expert(""),
     }  # fmt: skip
     one = int(name == "w1_scale")  # of two single scales per expert, one is counted
-    scales = f"{n} if block == {ROW} else {rows} * {columns} if block == {BLOCK} else {one}"
-    return Tensor(name, shapes, "float32", values=values, bytes=f"4 * experts_hit * ({scales})")
+    counted = f"{n} if block == {ROW} else {rows} * {columns} if block == {BLOCK} else {one}"
+    return Tensor(name, shapes, "float32", values=values, bytes=f"4 * experts_hit * ({counted})")
 
 
 def _kind(args: SimpleNamespace) -> Kind:
@@ -343,7 +348,7 @@ SPEC = OpSpec(
     reference=reference,
     op=fused_experts_fp8,
     cases=(
-        # As checkpoints of Mixtral have them: a scale an expert, given scales of activations.
+        # FP8 checkpoints of Mixtral: one scale per expert, given activation scales.
         *_models(TENSOR, GIVEN, "mixtral", MIXTRAL),
         *_models(ROW, TOKEN, "mixtral_channels", MIXTRAL, (32, 4096)),
         *_models(BLOCK, BLOCK, "qwen3", QWEN3_30B, ue8m0=True),
@@ -400,8 +405,8 @@ SPEC = OpSpec(
     constraints=("topk <= experts", "hidden % max(block, 1) == 0", "intermediate % max(block, 1) == 0"),
     values=routing,
     flops=FLOPS,
-    # What lies between two numbers of float8 goes to the other one, an eighth away, where it was rounded to 16 bits, or
-    # added up, in another order: seen are 0.09 with 128 columns that are added up, and less with more.
+    # Another order of summation, or rounding to 16 bits, moves a value between two float8 numbers to the other one, an
+    # eighth away: up to 0.09 was observed with sums of 128 products, less with longer sums.
     tolerance={name: Tolerance(0.12, 6e-2) for name in ("float32", "float16", "bfloat16")},
     extremes=extremes(5),
     activations=(0,),

@@ -17,7 +17,7 @@ from fastkernels.overrides.moe import fused_experts as experts
 from fastkernels.overrides.moe import topk_softmax as router
 from fastkernels.overrides.moe.cases import fan_in
 
-SHARDS = ("w1", "w2", "w3")  # gate, down and up projection, as Mixtral's checkpoints and vLLM call them
+SHARDS = ("w1", "w2", "w3")  # gate, down and up projection in Mixtral's checkpoints and in vLLM
 
 
 def reference(
@@ -30,8 +30,9 @@ def reference(
 
 
 def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
-    """vLLM's expert_params_mapping for checkpoints of Mixtral's kind: (parameter, key, expert_id, shard_id), where
-    a key that has the second part belongs into the parameter that has the first in its place.
+    """Return vLLM's expert_params_mapping for Mixtral's checkpoints: (parameter, key, expert_id, shard_id).
+
+    A checkpoint key that contains `key` belongs to the parameter with `parameter` in its place.
     """
     return [
         ("experts.w2_" if name == "w2" else "experts.w13_", f"experts.{expert}.{name}.", expert, name)
@@ -41,10 +42,10 @@ def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
 
 
 class Experts(nn.Module):
-    """The stacked weights of all experts: this rank's part of the intermediate size.
+    """The stacked weights of all experts, with this rank's shard of the intermediate size.
 
-    w13_weight [E, 2 I / tp_size, H], the gates' rows first; w2_weight [E, H, I / tp_size]. Raises ValueError for
-    quantized weights and sizes that cannot be divided.
+    w13_weight: [E, 2 I / tp_size, H], gate rows first; w2_weight: [E, H, I / tp_size]. Raises ValueError for quantized
+    weights and for sizes that tp_size does not divide.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Experts(nn.Module):
         expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
-        """Copy this rank's part of one expert's 'w1', 'w2' or 'w3'; without ids, of the whole stacked parameter.
+        """Copy this rank's shard of one expert's 'w1', 'w2' or 'w3', or without ids of the whole stacked parameter.
 
-        loaded_weight: [I, H] for w1 and w3, [H, I] for w2; or [E, 2 I, H], [E, H, I]. Raises ValueError for another
-        id or shape.
+        loaded_weight: [I, H] for w1 and w3, [H, I] for w2; without ids [E, 2 I, H] or [E, H, I]. Raises ValueError for
+        unknown ids and other shapes.
         """
         if shard_id is None:
             parts = loaded_weight.chunk(2, dim=1) if param is self.w13_weight else (loaded_weight,)
@@ -98,7 +99,7 @@ class Experts(nn.Module):
                 self._copy(mine, whole, 1 if param is self.w13_weight else 2)
         else:
             if shard_id not in SHARDS or (shard_id == "w2") != (param is self.w2_weight):
-                raise ValueError(f"{self.prefix}: shard id {shard_id!r} is not of this parameter")
+                raise ValueError(f"{self.prefix}: shard id {shard_id!r} does not belong to this parameter")
             if expert_id is None or not 0 <= expert_id < param.shape[0]:
                 raise ValueError(f"{self.prefix}: expert {expert_id} is not in 0 .. {param.shape[0] - 1}")
             mine = param.data[expert_id]
@@ -108,7 +109,7 @@ class Experts(nn.Module):
         return True if return_success else None
 
     def _copy(self, into: torch.Tensor, loaded: torch.Tensor, dim: int) -> None:
-        """Copy the rank's part of `loaded` along `dim`."""
+        """Copy this rank's shard of `loaded` along `dim`."""
         expected = list(into.shape)
         expected[dim] *= self.tp_size
         if list(loaded.shape) != expected:
@@ -128,7 +129,7 @@ class Experts(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """MixtralMoE of vLLM and SGLang: hidden_states [..., hidden_size] to the same shape, summed over the ranks."""
+    """Router and experts: maps hidden_states [..., hidden_size] to the same shape, summed over the ranks."""
 
     hidden_size: int
     top_k: int
@@ -143,11 +144,11 @@ class SparseMoE(nn.Module):
 
 
 def _decide(x: torch.Tensor, gate: torch.Tensor, top_k: int, generator: torch.Generator) -> None:
-    """Draw tokens anew whose last expert and the first one left out are so close that rounding decides between them.
+    """Redraw tokens whose last chosen and first unchosen expert are so close that rounding decides between them.
 
-    Whichever such a token goes to, it is right, and its output is another one. Logits of 16 bits are off by up to
-    1 / 256 of themselves, and those of tokens and gates that the judge scaled and rounded anew by more: each of their
-    products by so much of itself, however little is left of the sum.
+    Either choice is correct, but the outputs differ. Logits in 16 bits are off by up to 1 / 256 of their size. Tokens
+    and gates that the judge scales and rounds again are off by more: the error is relative to each product, not to
+    their sum.
     """
     if top_k >= gate.shape[0]:
         return

@@ -1,7 +1,7 @@
-"""Next tokens from logits, each row by its own temperature, top_k, top_p and min_p, with counter-based noise.
+"""Next tokens from logits, with temperature, top_k, top_p and min_p per row and counter-based noise.
 
-A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in logarithms), whose noise is Philox of
-(seed, offset, token id): the draw of a row depends on nothing else, not on the batch, the step or the device.
+A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in logarithms). Its noise is Philox of (seed,
+offset, token id), so the draw of a row is independent of the batch, the step and the device.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from fastkernels.overrides.sampling.sampling_triton import (
     threshold_kernel,
 )
 
-GREEDY = 1e-5  # below this temperature the most likely token is taken, as in vLLM
-_PROGRAMS = 1024  # of the race: several on each of an H200's 132 multiprocessors
-_CPU_LOGITS = 1 << 18  # at a time: larger temporary tensors cost a CPU page faults and cache misses
-_NARROW = 1024  # most likely tokens that are looked at before a whole row is sorted
+GREEDY = 1e-5  # below this temperature the most likely token is chosen, as in vLLM
+_PROGRAMS = 1024  # of the race: several per multiprocessor of an H200, which has 132
+_CPU_LOGITS = 1 << 18  # per chunk: larger temporary tensors cause page faults and cache misses on a CPU
+_NARROW = 1024  # most likely tokens that are sorted before a whole row is
 
 
 def threshold(
     x: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The smallest logit that stays, [B, 1], of x [B, V] without NaN; the others are [B]. Equal logits stay together.
+    """Return the smallest kept logit [B, 1] of x [B, V], which has no NaN; the other arguments are [B].
 
-    In vLLM's order: min_p keeps tokens with at least min_p times the largest probability; top_k those of which fewer
-    than k are more likely; top_p those of which the more likely ones have less than top_p of the mass that is left.
-    So a tie at a boundary stays whole, and the most likely token always stays.
+    Filters apply in vLLM's order. min_p keeps tokens with at least min_p times the largest probability. top_k keeps
+    tokens with fewer than k more likely ones. top_p keeps tokens whose more likely ones have less than top_p of the
+    remaining mass. Equal logits are kept or dropped together, and the most likely token is always kept.
     """
     vocab = x.shape[-1]
     t, p = temperature[:, None].to(x.dtype), top_p[:, None].double()
@@ -46,7 +46,7 @@ def threshold(
     top = x.amax(dim=-1, keepdim=True)
     low = top + t * min_p[:, None].to(x.dtype).log()
     width = vocab
-    if x.device.type == "cpu":  # where looking at the values stalls nothing
+    if x.device.type == "cpu":  # reading values does not stall a device
         if not bool(((k < vocab) | (p < 1.0)).any()):
             return low
         width = min(vocab, max(_NARROW, int(torch.where(k < vocab, k, 0).max())))
@@ -75,7 +75,7 @@ def _race(
     seeds: torch.Tensor,
     offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """The tokens of rows that are not greedy."""
+    """Draw the tokens of rows that are not greedy."""
     noise = exponential(seeds, offsets, x.shape[-1]).to(x.dtype)
     score = (x / temperature[:, None].to(x.dtype)).sub_(noise.log_())
     filters = (temperature, top_k, top_p, min_p)
@@ -98,14 +98,14 @@ def reference(
     seeds: torch.Tensor,
     offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """logits: [B, V]; all else [B]. Returns token ids [B] int64.
+    """logits: [B, V]; all other arguments: [B]. Returns token ids [B] int64.
 
-    temperature   float; 0: the most likely token, of equals the lowest id
-    top_k         int; V, more, or <= 0: all tokens
+    temperature   float; 0: the most likely token, the lowest id among equals
+    top_k         int; <= 0 or >= V: all tokens
     top_p, min_p  float; 1 and 0: all tokens
-    seeds, offsets  int64; the offset is the number of the token in its sequence
+    seeds, offsets  int64; the offset is the position of the token in its sequence
 
-    NaN counts as -inf, which never wins, +inf as the largest number. A row without any number gives token 0.
+    NaN counts as -inf and +inf as the largest finite number. -inf never wins; a row of -inf gives token 0.
     """
     args = (logits, temperature, top_k, top_p, min_p, seeds, offsets)
     step = max(_CPU_LOGITS // logits.shape[1], 1)
@@ -146,7 +146,7 @@ def _supports_triton(logits: torch.Tensor, *rest: torch.Tensor) -> str | None:
     if logits.stride(-1) != 1:
         return f"logits has strides {tuple(logits.stride())}: the last dimension must be contiguous"
     if logits.shape[-1] > 1 << 18:
-        return f"vocabulary {logits.shape[-1]} is over 262144"
+        return f"vocabulary {logits.shape[-1]} exceeds the limit of 262144"
     for name, t in zip(_NAMES, rest, strict=True):
         if not t.is_contiguous():
             return f"{name} has strides {tuple(t.stride())}, not contiguous"
@@ -255,7 +255,7 @@ def _first_offset(args: SimpleNamespace) -> int | None:
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     logits, temperature, top_k, top_p, min_p, seeds, offsets = args
     if not assemble.takes(cls.forward, "sampling_info"):  # type: ignore[attr-defined]
-        raise ValueError(f"{cls.__name__} draws its seeds from torch's generators: it cannot be given them")
+        raise ValueError(f"{cls.__name__} draws its seeds from torch's generators and takes none")
     info = SimpleNamespace(
         is_all_greedy=False, temperatures=temperature[:, None], top_ks=top_k, top_ps=top_p, min_ps=min_p,
         sampling_seed=seeds, has_custom_logit_processor=False,
@@ -283,7 +283,7 @@ def _greedy(args: list[Any]) -> None:
     args[1].fill_(1e-6)
 
 
-# Not much colder than 0.01: of two equal logits the noise decides, and float32 has few bits left for it.
+# Colder temperatures leave float32 too few bits for the noise, which decides between equal logits.
 _EXTREMES = {"equal_logits": _equal, "one_allowed": _masked, "cold": _cold, "nearly_greedy": _greedy}
 
 _LLAMA = 128256

@@ -12,10 +12,11 @@ from fastkernels.overrides.sampling.sampling import sampling
 
 
 class SGLangSampler_0_5_16(nn.Module):
-    """sglang.srt.layers.sampler.Sampler before 0.5.23: token ids [B] of logits_output.next_token_logits [B, V].
+    """sglang.srt.layers.sampler.Sampler before 0.5.23: sample from logits_output.next_token_logits [B, V].
 
-    Of sampling_info it reads is_all_greedy, temperatures [B, 1], top_ks, top_ps, min_ps [B] and sampling_seed ([B] or
-    None: torch's generator chooses). Log-probabilities and custom logit processors raise ValueError.
+    Reads is_all_greedy, temperatures [B, 1], top_ks, top_ps, min_ps [B] and sampling_seed [B] of sampling_info. Without
+    sampling_seed, seeds come from torch's generator. Raises ValueError for log-probabilities and custom logit
+    processors.
     """
 
     def __init__(self) -> None:
@@ -54,9 +55,9 @@ class SGLangSampler_0_5_16(nn.Module):
 
 
 class SGLangSampler(SGLangSampler_0_5_16):
-    """sglang.srt.layers.sampler.Sampler from 0.5.23 on; see SGLangSampler_0_5_16.
+    """sglang.srt.layers.sampler.Sampler since 0.5.23; see SGLangSampler_0_5_16.
 
-    logprob_logits is for log-probabilities only.
+    logprob_logits, for log-probabilities, is ignored.
     """
 
     def forward(

@@ -10,12 +10,12 @@ from fastkernels.overrides.sampling.sampling import sampling, threshold
 
 
 class VllmTopKTopPSampler(nn.Module):
-    """vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler: tokens of logits [B, V] that are already divided by the
-    temperature. k [B] int, p [B] float, or None for all tokens.
+    """vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler: sample from logits [B, V], already divided by the
+    temperature. k: [B] int, p: [B] float; None keeps all tokens.
 
-    Returns (token ids [B] int64, None, or what logprobs_mode 'processed_logits' or 'processed_logprobs' asks for).
-    A row's seed comes from its generator, of the others from torch's. The noise is float32 with steps of 2^-32 near 0,
-    with use_fp64_gumbel too.
+    Returns (token ids [B] int64, logits or log-probabilities after filtering). The second is None unless logprobs_mode
+    is 'processed_logits' or 'processed_logprobs'. The seed of a row comes from its generator, else from torch's. The
+    noise is float32 with a resolution of 2^-32 near 0, also with use_fp64_gumbel.
     """
 
     def __init__(self, logprobs_mode: str = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Decoder layers against transformers', in float32, and how they carry the residual."""
+"""Tests of decoder layers against transformers in float32, and of the residual."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hf_layer(kind: str = "Llama") -> tuple[nn.Module, nn.Module, Any]:
 
 
 def load_layer(ours: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """A transformers layer's weights, by the loaders of our parameters."""
+    """Load the weights of a transformers layer through the loaders of our parameters."""
     params = dict(ours.named_parameters())
     for name, value in state.items():
         for part, packed, shard in (
@@ -80,7 +80,7 @@ def test_decoder_layer_equals_transformers(spec: Any, target: Any) -> None:
     close(out if stream else out[0] + out[1], expected, 1e-4)
 
 
-def test_qwen3_layer_adds_after_the_residual_and_refuses() -> None:
+def test_qwen3_layer_adds_to_residual_and_rejects_others() -> None:
     old = sglang.SGLangQwen3DecoderLayer_0_5_16(CONFIG)
     new = sglang.SGLangQwen3DecoderLayer(CONFIG)
     new.load_state_dict(fill(old))
@@ -102,7 +102,7 @@ def test_qwen3_layer_adds_after_the_residual_and_refuses() -> None:
 
 
 @torch.inference_mode()
-def test_llama_decoder_layer_carries_the_residual() -> None:
+def test_llama_layer_with_residual_equals_sum() -> None:
     reference, _, config = hf_layer()
     ours = vllm.VllmLlamaDecoderLayer(None, "model.layers.0", config)
     load_layer(ours, reference.state_dict())

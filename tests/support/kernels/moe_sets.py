@@ -1,4 +1,4 @@
-"""Interpreted: every set of tiles of both mixtures of experts, and a table that names some. Prints JSON lines."""
+"""Run every tile set of fused_experts and fused_experts_fp8 interpreted, and a table that names tiles; print JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arguments(kind: str, **more: Any) -> list[Any]:
 
 
 def close(found: torch.Tensor, want: torch.Tensor) -> str | None:
-    """Sums in another order, and with them hardly a number that is rounded to another float8."""
+    """Allow for another order of sums, which rarely rounds a value to another float8."""
     error = ((found - want).square().mean() / want.square().mean()).sqrt().item()
     return None if error < 2e-3 else f"relative rms error {error:.3g}"
 
@@ -70,7 +70,7 @@ def other_tiles() -> str | None:
 
 
 def by_table() -> str | None:
-    """Dispatch takes the tiles from the chip's table, at the sizes that it speaks for."""
+    """Dispatch takes tiles from the tuned table at the sizes that it lists."""
     used = []
     gemm = grouped_gemm.grouped_gemm
 
