@@ -18,7 +18,7 @@ from fastkernels.overrides.embedding.vllm import (
     VllmParallelLMHead,
     VllmVocabParallelEmbedding,
 )
-from fastkernels.overrides.norm.rms_norm import VllmRMSNorm
+from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 
 class LlamaModel(nn.Module):

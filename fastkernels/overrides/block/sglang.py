@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.activation.silu_and_mul import SGLangSiluAndMul, silu_and_mul
+from fastkernels.overrides.activation.sglang import SGLangSiluAndMul
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.attention.attention import SGLangRadixAttention
 from fastkernels.overrides.block.decoder_layer import (
     DecoderLayer,
@@ -27,7 +28,7 @@ from fastkernels.overrides.linear.parallel_linear import (
 )
 from fastkernels.overrides.linear.parallel_linear_base import Row
 from fastkernels.overrides.moe.sglang import SGLangMixtralMoE
-from fastkernels.overrides.norm.rms_norm import SGLangRMSNorm
+from fastkernels.overrides.norm.sglang import SGLangRMSNorm
 from fastkernels.overrides.rope.rotary_emb import get_rope
 
 

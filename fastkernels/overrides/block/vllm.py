@@ -10,7 +10,8 @@ from torch import nn
 
 from fastkernels.core.forward_context import get_forward_context
 from fastkernels.core.spec import Target
-from fastkernels.overrides.activation.silu_and_mul import VllmSiluAndMul, silu_and_mul
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.activation.vllm import VllmSiluAndMul
 from fastkernels.overrides.attention.attention import AttentionType, VllmAttention
 from fastkernels.overrides.block.decoder_layer import (
     DecoderLayer,
@@ -34,7 +35,8 @@ from fastkernels.overrides.linear.parallel_linear import (
     VllmRowParallelLinear,
 )
 from fastkernels.overrides.moe.vllm import VllmMixtralMoE
-from fastkernels.overrides.norm.rms_norm import VllmRMSNorm, rms_norm
+from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.vllm import VllmRMSNorm
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import (
     VllmLlama3RotaryEmbedding,
