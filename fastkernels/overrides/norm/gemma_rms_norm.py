@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Target, Tensor
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
@@ -116,74 +115,6 @@ gemma_rms_norm = define(
 )
 
 
-def _with_residual(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    out = gemma_rms_norm(x, weight, eps, residual)
-    return out if residual is None else (out, residual)
-
-
-class _GemmaRMSNorm(nn.Module):
-    """weight [hidden_size], zeros; x [..., hidden_size] to the same, in x's dtype.
-
-    With a residual, returns (out, x + residual); the residual's memory is overwritten with the sum.
-    """
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(hidden_size))
-        self.variance_epsilon = eps
-
-
-class VllmGemmaRMSNorm(_GemmaRMSNorm):
-    """vllm.model_executor.layers.layernorm.GemmaRMSNorm; see _GemmaRMSNorm."""
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return _with_residual(x, self.weight, self.variance_epsilon, residual)
-
-
-class SGLangGemmaRMSNorm(_GemmaRMSNorm):
-    """sglang.srt.layers.layernorm.GemmaRMSNorm; see _GemmaRMSNorm.
-
-    With a post_residual_addition the sum is in new memory, as in SGLang.
-    """
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        post_residual_addition: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if residual is not None and post_residual_addition is not None:
-            residual = residual + post_residual_addition
-        return _with_residual(x, self.weight, self.variance_epsilon, residual)
-
-
-class SGLangGemma3RMSNorm_0_5_16(nn.Module):
-    """sglang.srt.layers.layernorm.Gemma3RMSNorm of 0.5.16; see _GemmaRMSNorm."""
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gemma_rms_norm(x, self.weight, self.eps)
-
-
-class SGLangGemma3RMSNorm(SGLangGemma3RMSNorm_0_5_16):
-    """sglang.srt.layers.layernorm.Gemma3RMSNorm from 0.5.17 on; see _GemmaRMSNorm."""
-
-    def forward(  # type: ignore[override]
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return _with_residual(x, self.weight, self.eps, residual)
-
-
-_SGLANG = "sglang.srt.layers.layernorm:"
-
 SPEC = OpSpec(
     name="gemma_rms_norm",
     level=1,
@@ -213,11 +144,5 @@ SPEC = OpSpec(
     flops="4 * tokens * heads * hidden + hidden",
     activations=("x", "residual"),
     extremes={"cancelled": cancel},
-    targets=(
-        Target("vllm", "vllm.model_executor.layers.layernorm:GemmaRMSNorm", "VllmGemmaRMSNorm", "leaf"),
-        Target("sglang", f"{_SGLANG}GemmaRMSNorm", "SGLangGemmaRMSNorm", "leaf"),
-        Target("sglang", f"{_SGLANG}Gemma3RMSNorm", "SGLangGemma3RMSNorm_0_5_16", "leaf", "<0.5.17"),
-        Target("sglang", f"{_SGLANG}Gemma3RMSNorm", "SGLangGemma3RMSNorm", "leaf", ">=0.5.17"),
-    ),
     batch_invariant=True,  # a program a row
 )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Target, Tensor
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS, rows, unsupported_rows
@@ -98,35 +97,6 @@ l2_norm = define(
 )
 
 
-def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """vLLM's and SGLang's flash-linear-attention l2norm_fwd: x [..., D] to the same, in output_dtype or x's."""
-    return l2_norm(x, eps, output_dtype)
-
-
-class SGLangL2Norm(nn.Module):
-    """sglang.kernels.ops.attention.fla.l2norm.L2Norm: x [..., D] to the same, in output_dtype or x's."""
-
-    def __init__(self, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.eps = eps
-        self.output_dtype = output_dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return l2_norm(x, self.eps, self.output_dtype)
-
-
-def transformers_l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
-    """transformers.models.qwen3_next.modeling_qwen3_next.l2norm: x to the same shape, normalized over `dim`."""
-    return l2_norm(x.movedim(dim, -1), eps).movedim(-1, dim)
-
-
-_NOTE = (
-    "the hosts' linear attention binds the function by name when it is imported: for forks and for our engine"
-)
-_VLLM = "vllm.third_party.flash_linear_attention.ops.l2norm:l2norm_fwd"
-_SGLANG = "sglang.kernels.ops.attention.fla.l2norm"
-_HF = "transformers.models.qwen3_next.modeling_qwen3_next:l2norm"
-
 SPEC = OpSpec(
     name="l2_norm",
     level=1,
@@ -178,11 +148,5 @@ SPEC = OpSpec(
         "written": Axis.dtype(Expr("output_dtype or dtype")),
     },
     flops="3 * batch * tokens * heads * head_dim",
-    targets=(
-        Target("vllm", _VLLM, "l2norm_fwd", "function", note=_NOTE),
-        Target("sglang", f"{_SGLANG}:L2Norm", "SGLangL2Norm", "leaf"),
-        Target("sglang", f"{_SGLANG}:l2norm_fwd", "l2norm_fwd", "function", note=_NOTE),
-        Target("transformers", _HF, "transformers_l2norm", "function", note=_NOTE),
-    ),
     batch_invariant=True,  # a row in one program, its tile chosen by the last dimension
 )

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Target, Tensor
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
@@ -99,72 +98,6 @@ layer_norm = define(
 )
 
 
-class VllmLayerNorm_0_26(nn.Module):
-    """vllm.model_executor.layers.layernorm.LayerNorm before 0.32: weight, bias [dim] in float32; x [..., dim]."""
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.dim, self.eps = dim, eps
-        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(dim, dtype=torch.float32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class VllmLayerNorm(nn.Module):
-    """vllm.model_executor.layers.layernorm.LayerNorm from 0.32 on: x [..., hidden_size] to the same, in x's dtype.
-
-    weight and bias [hidden_size] in `dtype` (default: torch's); None without elementwise_affine, or without bias.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.normalized_shape, self.eps = (hidden_size,), eps
-        made = torch.ones(hidden_size, dtype=dtype or torch.get_default_dtype())
-        self.weight = nn.Parameter(made) if elementwise_affine else None
-        self.bias = nn.Parameter(torch.zeros_like(made)) if elementwise_affine and bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class SGLangLayerNorm(nn.Module):
-    """sglang.srt.layers.layernorm.LayerNorm: weight, bias [hidden_size] in `dtype`; x [..., hidden_size].
-
-    As in SGLang, x is rounded to `dtype` first, the result is in x's dtype, and both parameters are there even
-    where elementwise_affine or bias leaves them without use.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        self.hidden_size, self.variance_epsilon = hidden_size, eps
-        self.elementwise_affine, self.use_bias, self.dtype = elementwise_affine, bias, dtype
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight if self.elementwise_affine else None
-        bias = self.bias if self.use_bias else None
-        h = x if self.dtype == torch.float32 else x.to(self.dtype)  # the op computes in float32 by itself
-        return layer_norm(h, weight, bias, self.variance_epsilon).to(x.dtype)
-
-
-_VLLM, _SGLANG = "vllm.model_executor.layers.layernorm:LayerNorm", "sglang.srt.layers.layernorm:LayerNorm"
 _FLOAT32 = {"parameters": "float32"}
 
 SPEC = OpSpec(
@@ -208,10 +141,5 @@ SPEC = OpSpec(
         "dtype": "parameters",
     },
     flops="8 * tokens * heads * hidden",
-    targets=(
-        Target("vllm", _VLLM, "VllmLayerNorm_0_26", "leaf", "<0.32"),
-        Target("vllm", _VLLM, "VllmLayerNorm", "leaf", ">=0.32"),
-        Target("sglang", _SGLANG, "SGLangLayerNorm", "leaf"),
-    ),
     batch_invariant=True,  # a program a row
 )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Target, Tensor
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
@@ -88,28 +87,6 @@ t5_layer_norm = define(
 )
 
 
-class TransformersT5LayerNorm(nn.Module):
-    """transformers.models.t5.modeling_t5.T5LayerNorm and its like: weight [H]; hidden_states [..., H].
-
-    Returns hidden_states' shape in the weight's dtype.
-    """
-
-    def __init__(self, hidden_size, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states):
-        return t5_layer_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-# Their forward is T5LayerNorm's to the letter.
-_TRANSFORMERS = (
-    ("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"), ("switch_transformers", "SwitchTransformers"),
-    ("udop", "Udop"), ("pix2struct", "Pix2Struct"), ("pop2piano", "Pop2Piano"), ("kosmos2_5", "Kosmos2_5"),
-)  # fmt: skip
-
-
 SPEC = OpSpec(
     name="t5_layer_norm",
     level=1,
@@ -150,14 +127,5 @@ SPEC = OpSpec(
     },
     constructor={"hidden_size": "hidden"},
     flops="4 * tokens * inner * hidden",
-    targets=tuple(
-        Target(
-            "transformers",
-            f"transformers.models.{model}.modeling_{model}:{prefix}LayerNorm",
-            "TransformersT5LayerNorm",
-            "leaf",
-        )
-        for model, prefix in _TRANSFORMERS
-    ),
     batch_invariant=True,  # a program a row, its tile chosen by the hidden size
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.rope import cases
+from fastkernels.overrides.rope.rope_rounding import host_truncates, truncate
 
 
 def reference(
@@ -66,33 +67,6 @@ def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Te
         half = x.shape[-1] // 2
         return x[..., :half], x[..., half:]
     return x[..., ::2], x[..., 1::2]
-
-
-def host_truncates() -> bool:
-    """Whether this process has vLLM's CPU kernel in a build that drops the low bits of a bfloat16 result.
-
-    Its builds without AVX512-BF16 instructions do, for neox style only; beside it we do the same, so that outputs
-    agree. False where the kernel is not loaded.
-    """
-    kernel = getattr(torch.ops._C, "rotary_embedding", None)
-    return kernel is not None and _truncates(kernel)
-
-
-@cache
-def _truncates(kernel: Any) -> bool:
-    # 1.75 * (1 + 2^-7) is three quarters of the way from the bfloat16 value 1.7578125 to the next.
-    query = torch.full((1, 32), 1.75, dtype=torch.bfloat16)
-    table = torch.tensor([1.0078125] * 16 + [0.0] * 16, dtype=torch.bfloat16)[None]
-    try:
-        kernel(torch.zeros(1, dtype=torch.int64), query, None, 32, table, True)
-    except (RuntimeError, TypeError):  # another vLLM's arguments, or a build without a CPU kernel
-        return False
-    return bool((query == 1.7578125).all())
-
-
-def truncate(x: torch.Tensor) -> torch.Tensor:
-    """float32 to bfloat16 by dropping the low 16 bits."""
-    return (x.view(torch.int32) & -65536).view(torch.float32).bfloat16()
 
 
 @triton.jit
