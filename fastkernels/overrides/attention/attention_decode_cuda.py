@@ -16,9 +16,9 @@ import torch
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.attention.paged_cache import check, memory
+from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.kit.overlap import overlaps
-from fastkernels.overrides.linear.skinny_linear_cuda import no_hopper, text
 
 SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cu"
 LANES = SOURCE.with_name("attention_decode_lanes.cu")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear.skinny_linear_triton import supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
-SHARED_SOURCE = Path(__file__).parents[1] / "kit" / "csrc" / "hopper.cu"
 MAX_TOKENS, CONSUMERS = 16, 8
 THREADS = 32 * (CONSUMERS + 1)
 SHARED, REGISTERS = 227 * 1024, 128  # bytes of a block; of a thread, for x
@@ -69,18 +69,6 @@ def refused(
     return None
 
 
-def no_hopper(source: Path, device: torch.device) -> str | None:
-    """Why this source cannot be compiled for the device and run there; None if it can."""
-    if (reason := _missing(source) or cuda_rtc.unavailable()) is not None:
-        return reason
-    major, minor = _capability(device)
-    return (
-        None
-        if major == 9
-        else f"it is made for Hopper (compute capability 9.0), this GPU has {major}.{minor}"
-    )
-
-
 def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
     """None if the CUDA C++ kernel for few tokens takes this call, else the reason why not."""
     if (reason := refused(SOURCE, x, weight, bias)) is not None:
@@ -91,22 +79,6 @@ def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     if x.numel() // k > MAX_TOKENS:
         return f"more than {MAX_TOKENS} tokens"
     return None
-
-
-@lru_cache
-def _missing(source: Path) -> str | None:
-    found = next((f for f in (source, SHARED_SOURCE) if not f.is_file()), None)
-    return None if found is None else f"its source is not there: {found}"
-
-
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def text(*sources: Path) -> str:
-    """What is compiled of a kernel's sources: with what all of them share before it."""
-    return "".join(source.read_text() for source in (SHARED_SOURCE, *sources))
 
 
 def options(p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool) -> tuple[str, ...]:

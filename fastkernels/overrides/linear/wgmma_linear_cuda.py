@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.kit.launch import multiprocessors, tickets
 from fastkernels.overrides.kit.overlap import overlaps
-from fastkernels.overrides.linear.skinny_linear_cuda import refused, text
+from fastkernels.overrides.linear.skinny_linear_cuda import refused
 from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS
 
 SOURCE = Path(__file__).parent / "csrc" / "wgmma_linear.cu"

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors, tickets
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, check, strides
 from fastkernels.overrides.linear.linear_fp8_triton import unsupported
-from fastkernels.overrides.linear.skinny_linear_cuda import no_hopper, text
 from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS
 from fastkernels.overrides.linear.wgmma_linear_cuda import Plan, cost
 
