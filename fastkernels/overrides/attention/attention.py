@@ -1,4 +1,4 @@
-"""Causal attention over a paged KV cache: store this step's keys and values, then attend to all of the sequence."""
+"""Causal attention over a paged KV cache: store this step's keys and values, then attend to the whole sequence."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def refuse(what: str, **given: Any) -> None:
 
 
 def explicitly_requested() -> bool:
-    """Whether the user requested one of these ops by name: then no step of a live host is left to it (Op.asked)."""
+    """Return whether one of these ops is requested by name, so that no step of a live host is left to the host."""
     return any(
         op.asked == "named" for op in (attention_decode, attention_prefill.attention_prefill, store_kvcache)
     )
@@ -146,7 +146,7 @@ def _decode(
     return Case(name, {"q_lens": [1] * len(seq_lens), "seq_lens": seq_lens, **shape}, dtype, weight, tags)
 
 
-_SCALARS = (-1, 0.0, 1.0, 1.0, True)  # the defaults behind scale
+_SCALARS = (-1, 0.0, 1.0, 1.0, True)  # defaults of the arguments after scale
 
 
 def _huge_key(args: list[Any]) -> None:

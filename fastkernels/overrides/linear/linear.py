@@ -1,4 +1,4 @@
-"""Linear layer without quantization, y = x W^T + b."""
+"""Unquantized linear layer, y = x W^T + b."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    # cuBLAS on CUDA, oneDNN on the CPU. Both multiply bf16 with float32 accumulators and round once.
+    # cuBLAS on CUDA, oneDNN on the CPU: both accumulate bf16 products in float32 and round once.
     return F.linear(x, weight, bias)
 
 

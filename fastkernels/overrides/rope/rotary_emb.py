@@ -35,9 +35,9 @@ def reference(
 
     cos_sin_cache: [max_positions, rotary_dim], cosines then sines; channels from rotary_dim on stay as they are.
     is_neox_style: channel j pairs with j + rotary_dim / 2, otherwise 2j with 2j + 1.
-    cast_cache: round cosines and sines to the query's dtype (vLLM; SGLang on the CPU).
-    round_products: round the two products to it too, not only their sum (SGLang on the CPU).
-    truncates: drop a bfloat16 result's low bits instead of rounding it; see host_truncates.
+    cast_cache: round cosines and sines to the query's dtype (as vLLM, and SGLang on the CPU).
+    round_products: also round the two products, not only their sum (as SGLang on the CPU).
+    truncates: truncate a bfloat16 result instead of rounding it; see host_truncates.
     Returns new (query, key) of the given shapes and dtypes.
     """
     rotary_dim = cos_sin_cache.shape[-1]
@@ -99,7 +99,7 @@ def _rotary_emb_kernel(
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (token, block of heads); the blocks of the query's heads come before those of the key's.
+    # One program per (token, block of heads): first the blocks of the query's heads, then the key's.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     pair = tl.arange(0, BLOCK)
@@ -164,7 +164,9 @@ def _triton(
 ) -> None:
     check(positions, query, head_size, cos_sin_cache)
     tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
-    if out is not None and key is not None and 2 * half < head_size:  # the other channels, too
+    if (
+        out is not None and key is not None and 2 * half < head_size
+    ):  # including the channels that do not rotate
         query, key = (new.copy_(x) for new, x in zip(out, (query, key), strict=True))
     if tokens == 0 or half == 0:
         return
@@ -226,8 +228,8 @@ def _functional(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return new
 
 
-# For compiled graphs, where query and key are parts of one tensor: vLLM's setting of inductor would copy such parts
-# before an op that changes them, and all of the tensor behind it, two more kernels a layer.
+# For compiled graphs, in which query and key are slices of one tensor. With vLLM's settings Inductor would copy them
+# before an op that mutates them, and the whole tensor after it: two more kernels in each layer.
 rotary_emb.functional = functional(
     "rotary_emb_functional(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache,"
     " bool is_neox_style, bool cast_cache=True, bool round_products=False) -> (Tensor, Tensor)",
@@ -252,16 +254,18 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     positions, query, key, head_size, table, neox, cast_cache, round_products = assemble.filled(
         args, 8, True, False
     )
-    # vLLM rounds the table and not the products; SGLang does both on the CPU and neither on a GPU.
+    # vLLM rounds the table but not the products; SGLang rounds both on the CPU and neither on a GPU.
     sglang = assemble.takes(cls.forward, "offsets")  # type: ignore[attr-defined]
     casts, rounds = (query.device.type == "cpu",) * 2 if sglang else (True, False)
-    exact = query.dtype == torch.float32  # which the products are in anyway
+    exact = query.dtype == torch.float32  # rounding products changes nothing
     if (casts != cast_cache and table.dtype != query.dtype) or (rounds != round_products and not exact):
         raise ValueError(
             f"{cls.__name__} has cast_cache={casts}, round_products={rounds} on {query.device.type}, not"
             f" {cast_cache}, {round_products}"
         )
-    scaling = (8.0, 1.0, 4.0, 64) if assemble.takes(cls, "scaling_factor") else ()  # the table is given
+    scaling = (
+        (8.0, 1.0, 4.0, 64) if assemble.takes(cls, "scaling_factor") else ()
+    )  # unused, since the table is given
     sizes = head_size, table.shape[1], table.shape[0], 10000
     module = assemble.make(cls, table, *sizes, neox, query.dtype, *scaling)
     assemble.load(module, {"cos_sin_cache": table})
