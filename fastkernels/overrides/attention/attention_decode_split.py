@@ -163,7 +163,7 @@ def one_part(
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Attends to the keys low .. high - 1 of a sequence with n_k keys, for the query heads of a key head. A single part
-    # writes the result. Otherwise the part goes to `row`, and the last to arrive adds rows first + bump, first + step,
+    # writes the result. Otherwise it goes to `row`, and the last to arrive adds rows first + bump, first + step, ...
     # ticket: the counter of this sequence and key head. SPLIT: whether there may be several parts.
     dims, rows = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
     q_mask = (rows < group)[:, None] & (dims < D)[None, :]
