@@ -15,6 +15,7 @@ BAR, GAP, GROUP_GAP = 22, 2, 14  # width of a bar, between the bars of a group, 
 LEFT, TOP, PLOT, BOTTOM = 44, 74, 190, 44  # margins and height of the plots
 PANEL_GAP = 26
 STEP = 0.1  # between grid lines
+CHARACTER = 7.0  # width of a character of a panel's title
 TEXT = 'font-family="system-ui, sans-serif" fill="#24292f"'
 
 
@@ -65,7 +66,9 @@ def _panel(
     loads = list(dict.fromkeys(p.requests for p in sorted(found, key=lambda p: p.lane.level.order)))
     mine = [h for h in hosts if any(p.host == h for p in found)]
     group = len(mine) * (BAR + GAP) - GAP
-    bars, begin, base = [], x, _y(1.0, low, high)
+    width = max(len(loads) * (group + GROUP_GAP) - GROUP_GAP, CHARACTER * len(model))
+    bars, middle, base = [], x + width / 2, _y(1.0, low, high)
+    x = middle - (len(loads) * (group + GROUP_GAP) - GROUP_GAP) / 2
     for load in loads:
         for i, host in enumerate(mine):
             pair = next((p for p in found if (p.host, p.requests) == (host, load)), None)
@@ -77,15 +80,14 @@ def _panel(
             color = COLORS[hosts.index(host) % len(COLORS)]
             bars.append(
                 f'<rect x="{left:.1f}" y="{top:.1f}" width="{BAR}" height="{tall:.1f}" fill="{color}">'
-                f"<title>{escape(f'{model}, {host}, {load} requests: {value:.3f}x')}</title></rect>"
+                f"<title>{escape(f'{model}, {host}, {load} requests at a time: {value:.3f}x')}</title></rect>"
             )
             bars.append(_text(left + BAR / 2, top - 4, f"{value:.2f}", size=10))
         bars.append(_text(x + group / 2, TOP + PLOT + 16, load, size=11))
         x += group + GROUP_GAP
-    width = x - GROUP_GAP - begin
-    bars.append(_text(begin + width / 2, TOP - 8, model, size=12, weight="600"))
-    bars.append(_text(begin + width / 2, TOP + PLOT + 34, "concurrent requests", size=11))
-    return bars, max(width, 7.0 * len(model))
+    bars.append(_text(middle, TOP - 8, model, size=12, weight="600"))
+    bars.append(_text(middle, TOP + PLOT + 34, "concurrent requests", size=11))
+    return bars, width
 
 
 def _ratio(pair: Pair) -> float:
