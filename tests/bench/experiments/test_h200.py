@@ -14,7 +14,7 @@ import typer
 from fk_bench.cli import app
 from fk_bench.core.rows import read
 from fk_bench.serving.config import CompareConfig
-from fk_bench.tables.command import GROUPS
+from fk_bench.tables.results import GROUPS
 from support.h200_plan import ROOT, commands, given, planned
 
 from fastkernels.core import registry
@@ -211,7 +211,7 @@ def test_run_reports_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> None:
         f"failed: linear step; other results are in {out}; OUT={out} runs the failed parts again",
     ]
     assert "skinny_linear.py" in log.read_text()
-    assert "nothing was measured" in (tmp_path / "out/tables.md").read_text()
+    assert "kernels: no rows." in (tmp_path / "out/tables.md").read_text()
 
 
 def test_commit_outside_a_checkout(tmp_path: Path) -> None:
