@@ -1,13 +1,13 @@
-"""A table's entries for attention_decode from rows of decode_attention.py: of each set of sizes the worst case counts.
+"""Make tuned-table entries for attention_decode from the rows of decode_attention.py.
 
-    python bench/experiments/attention/decode_table.py rows-0.jsonl rows-1.jsonl --out table.json [--add nvidia-h200.json]
+    decode_table.py rows-0.jsonl rows-1.jsonl --out table.json [--add nvidia-h200.json]
 
-For each shape, batch and bucket of contexts (what a graph is for): FA3's time over ours in every case that such a graph
-may meet, sequences of equal lengths up to the bucket and of mixed ones. The set whose worst case is best is written,
-with the geometric mean of its cases as its speed-up and the interval that their rounds give it; null, which leaves
-these calls to the host, where FA3 is ahead of it by more than 3% somewhere, or not behind over all cases. Times are of
-graphs for the smallest capacity that was timed and is at least the bucket. FA3 of vLLM's wheel takes blocks of 16 keys
-and more: beside smaller ones, SGLang's of one, stands its time with 16, which is no slower. Needs pydantic, no GPU.
+An entry covers a shape, a batch and a bucket of contexts (the graph's capacity). Its cases are all that such a graph
+may meet: equal lengths up to the bucket, and mixed lengths. Each parameter set is rated by its worst case against FA3.
+The best set is written with the geometric mean of its cases as speedup and the interval from their rounds. The entry
+is null, which leaves these calls to the host, if the set is over 3% slower than FA3 in a case or not faster over all.
+Times are of graphs for the smallest timed capacity that covers the bucket. vLLM's FA3 needs blocks of 16 keys or more;
+smaller blocks (SGLang's have one key) are compared with its time for 16. Needs pydantic, no GPU.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fastkernels.core import tuning as tuned
 from fastkernels.core.tuning import REACH, Entry, Table, TableError
 
 OP, BASELINE = "attention_decode", "fa3"
-BUCKETS = (2048, 8192, 32768, 131072)  # contexts; each speaks down to a quarter of itself
-FLOOR = 0.97  # of FA3's speed: what the worst case may be
-USUAL = 16  # keys of a block: FA3's least
+BUCKETS = (2048, 8192, 32768, 131072)  # contexts; an entry applies down to a quarter of its bucket
+FLOOR = 0.97  # smallest speedup over FA3 in the worst case
+USUAL = 16  # keys per block: FA3's minimum
 
 
 class Point(NamedTuple):
-    """What an entry is for."""
+    """The shape, batch and bucket of an entry."""
 
     layout: Layout
     batch: int
@@ -45,7 +45,7 @@ class Point(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A provider's set of parameters at a point: FA3's time over its own by case, each with its 95% interval."""
+    """A provider's parameter set at a point: FA3's time over its own by case, with 95% intervals."""
 
     name: str  # 'provider params'
     ratios: dict[str, float]
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
     @property
     def ci95(self) -> tuple[float, float]:
-        """Of the mean, rounded outwards; from 0 where there was one round."""
+        """Interval of the mean, rounded outwards; starts at 0 with a single round."""
         found = geometric_mean([*self.ratios.values()], intervals=[*self.intervals.values()])[1]
         return (math.floor(found[0] * 1e3) / 1e3, math.ceil(found[1] * 1e3) / 1e3) if found else (0.0, 0.0)
 
@@ -71,7 +71,7 @@ class Choice(NamedTuple):
 
 
 def named(row: Row) -> str | None:
-    """What a row's time is of: BASELINE, or "provider params"; None if nobody can choose it (any more)."""
+    """Return BASELINE or "provider params" for a row; None for parameters that no provider has any more."""
     provider, params = str(row.subject.provider), row.case.get("params", "")
     if provider == BASELINE:
         return provider
@@ -79,7 +79,7 @@ def named(row: Row) -> str | None:
 
 
 def times(rows: Iterable[Row]) -> dict[tuple[Layout, int, int], dict[str, dict[str, Row]]]:
-    """{(layout, batch, capacity): {case: {"provider params", or BASELINE: row}}}; of rows of a case the last run's."""
+    """Return {(layout, batch, capacity): {case: {"provider params" or BASELINE: row}}} of the last run of each case."""
     found: dict[Any, dict[str, dict[str, Row]]] = {}
     runs: dict[Any, str] = {}
     for row in rows:
@@ -103,12 +103,10 @@ def times(rows: Iterable[Row]) -> dict[tuple[Layout, int, int], dict[str, dict[s
 
 
 def choices(cases: dict[str, dict[str, Row]]) -> list[Choice]:
-    """The sets that were timed in all of these cases, the best first."""
+    """Return the sets that were timed in all of these cases, the best first."""
     names = set.intersection(*(set(mine) for mine in cases.values()))
     if BASELINE not in names:
-        raise ValueError(
-            f"no time of {BASELINE} in every case of {', '.join(cases)}: nothing to compare with"
-        )
+        raise ValueError(f"no time of {BASELINE} in every case of {', '.join(cases)}: nothing to compare")
     found = []
     for name in sorted(names - {BASELINE}):
         ratios, intervals = {}, {}
@@ -123,7 +121,7 @@ def choices(cases: dict[str, dict[str, Row]]) -> list[Choice]:
 
 
 def at_points(rows: Iterable[Row], buckets: Iterable[int]) -> dict[Point, list[Choice]]:
-    """The choices at every point that has times: of equal lengths that fill the bucket's last quarter, at least."""
+    """Return the choices of every point with times near its bucket (equal lengths in its last quarter)."""
     timed = times(rows)
     found = {}
     for layout, batch in dict.fromkeys(place[:2] for place in timed):
@@ -150,18 +148,17 @@ def entry(point: Point, best: Choice, run: str) -> Entry:
 
 
 def table(rows: list[Row], run: str, buckets: Iterable[int] = BUCKETS) -> tuple[Table, list[str]]:
-    """The table, and a line for each of its entries. Raises ValueError if nothing can be compared."""
+    """Return the table and a line for each entry. Raises ValueError if nothing can be compared."""
     found = at_points(rows, buckets)
     if not found:
-        raise ValueError(
-            "no row is of a time for a capacity: `decode_attention.py --capacity 2048,131072` makes some"
-        )
+        raise ValueError("no row has a capacity: run `decode_attention.py --capacity 2048,131072`")
     last = rows[-1]
     about = {
         "date": last.time[:10], "commit": last.commit or commit() or "unknown", "versions": last.versions,
         "machine": {"gpu": last.machine.gpu, "gpus": last.machine.gpus},
         "measured": "alone: graphs of calls of equal and of mixed lengths; of each set of parameters the worst case"
-        " counts, and the speed-up is the geometric mean; bench/experiments/attention/decode_attention.py, decode_table.py",
+        " counts, and the speed-up is the geometric mean; bench/experiments/attention/decode_attention.py,"
+        " decode_table.py",
     }  # fmt: skip
     entries, lines = [], []
     for point, all_of_them in found.items():
@@ -181,12 +178,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "rows", type=Path, nargs="+", help="of decode_attention.py with --capacity, its parts or all"
-    )
+    parser.add_argument("rows", type=Path, nargs="+", help="rows of decode_attention.py with --capacity")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--add", type=Path, help="a table whose other entries are kept, as nvidia-h200.json")
-    parser.add_argument("--run", default="decode-attention", help="what the table calls the measurement")
+    parser.add_argument(
+        "--add", type=Path, help="a table whose other entries are kept, such as nvidia-h200.json"
+    )
+    parser.add_argument("--run", default="decode-attention", help="name of the measurement in the table")
     options = parser.parse_args()
     try:
         made, lines = table([row for path in options.rows for row in read(path)[0]], options.run)
@@ -196,7 +193,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     options.out.write_text(made.to_json())
-    tuned.read(options.out)  # as strictly as whoever will read it
+    tuned.read(options.out)  # validate
     print("\n".join(lines))
     return 0
 

@@ -1,17 +1,17 @@
-"""A random checkpoint with the shapes of Llama-3.1-8B, for benchmarks on machines that reach no model hub.
+"""Write a random checkpoint in the shapes of Llama-3.1-8B or Mixtral, for machines without a model hub.
 
-    python bench/experiments/checkpoints/make_checkpoint.py FOLDER [--layers 32] [--tokenizer FOLDER] [--quantize fp8]
-    python bench/experiments/checkpoints/make_checkpoint.py FOLDER --config mixtral-8x7b --layers 8 [--quantize fp8-block]
-    python bench/experiments/checkpoints/make_checkpoint.py FOLDER --model FOLDER --quantize fp8
+    make_checkpoint.py FOLDER [--layers 32] [--tokenizer FOLDER] [--quantize fp8]
+    make_checkpoint.py FOLDER --config mixtral-8x7b --layers 8 [--quantize fp8-block]
+    make_checkpoint.py FOLDER --model FOLDER --quantize fp8
 
-Matrices are N(0, 0.02), norms are 1, from a seeded generator: logits are spread, so that greedy tokens and
-log-probabilities mean something (a host's own dummy weights give nearly uniform ones). The tokenizer is
-another model's, padded to the vocabulary with added tokens.
---quantize fp8 writes the same model as an FP8-dynamic checkpoint in compressed-tensors format, which vLLM and SGLang
-load: the linears of the decoder layers in float8_e4m3fn with a scale for each output channel, and activations that
-the host quantizes token by token. Embeddings, the head and routers stay bfloat16. --quantize fp8-block has a scale for
-128 x 128 weights and is the format of DeepSeek's and Qwen's own FP8 checkpoints. With --model the weights are not
-random but that model's (safetensors), for measurements on real text.
+Matrices are N(0, 0.02) and norms are 1, from a seeded generator. Logits are spread, so that greedy tokens and
+log-probabilities are meaningful; a host's own dummy weights give nearly uniform ones. The tokenizer is copied from
+another model and padded to the vocabulary with added tokens.
+
+--quantize fp8 writes an FP8-dynamic checkpoint in compressed-tensors format, which vLLM and SGLang load: the linear
+layers of the decoder in float8_e4m3fn with one scale per output channel, and activations quantized per token by the
+host. Embeddings, the head and routers stay bfloat16. --quantize fp8-block has one scale per 128 x 128 weights, the
+format of DeepSeek's and Qwen's FP8 checkpoints. With --model the weights are that model's (safetensors).
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] as float8_e4m3fn and its scales [N, 1] in the dtype it had; no row may be all zeros."""
+    """Quantize [N, K] to float8_e4m3fn with scales [N, 1] in the input's dtype; no row may be all zeros."""
     largest = torch.finfo(FP8).max
     scale = weight.abs().amax(1, keepdim=True) / largest
     return (weight.float() / scale.float()).clamp_(-largest, largest).to(FP8), scale
 
 
 def quantized_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] as float8_e4m3fn and its float32 scales [N / BLOCK, K / BLOCK], rounded up; no block may be all zeros."""
+    """Quantize [N, K] to float8_e4m3fn with float32 scales per block, rounded up; no block may be all zeros."""
     (n, k), largest = weight.shape, torch.finfo(FP8).max
     padded = torch.nn.functional.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
@@ -114,7 +114,7 @@ def quantized_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_float8(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of a linear layer in a kind of --quantize."""
+    """Return the tensors of a linear layer for a kind of --quantize."""
     if kind == "fp8-block":
         values, scale = quantized_blocks(weight)
         return {name: values, f"{name}_scale_inv": scale}
@@ -123,7 +123,7 @@ def in_float8(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Ten
 
 
 def quantization(config: dict, kind: str) -> dict:
-    """quantization_config of a checkpoint."""
+    """Return the checkpoint's quantization_config."""
     gates = [f"model.layers.{i}.{moe_name(config)}.gate" for i in range(config["num_hidden_layers"])]
     ignored = ["lm_head", *(gates if expert_shapes(config) else [])]
     if kind == "fp8":
@@ -139,7 +139,7 @@ def moe_name(config: dict) -> str:
 
 
 def expert_shapes(config: dict) -> dict[str, tuple[int, int]]:
-    """{name: shape} of the matrices of a layer's experts and its router; {} for a model that has none."""
+    """Return {name: shape} of a layer's experts and router; {} for a dense model."""
     experts = config.get("num_local_experts", config.get("num_experts"))
     if experts is None:
         return {}
@@ -186,7 +186,7 @@ def layer(
 
 
 def tokens_of(source: Path) -> int:
-    """Tokens of the tokenizer in a folder."""
+    """Return the number of tokens of the tokenizer in a folder."""
     from tokenizers import Tokenizer
 
     return int(Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab_size())
@@ -209,7 +209,7 @@ def list_files(index: dict[str, str], folder: Path) -> None:
 
 
 def quantize_model(source: Path, folder: Path, kind: str) -> None:
-    """A real model's files, with the linears of its decoder layers in FP8."""
+    """Copy a real model with the linear layers of its decoder in FP8."""
     folder.mkdir(parents=True, exist_ok=True)
     files = sorted(source.glob("*.safetensors"))
     if not files:
@@ -236,19 +236,19 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--config", choices=("llama-3.1-8b", *EXPERTS), default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, help="default: as many as the model has")
-    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is taken")
+    parser.add_argument("--layers", type=int, help="default: the model's number")
+    parser.add_argument("--tokenizer", type=Path, help="folder to copy the tokenizer from")
     parser.add_argument("--quantize", choices=("fp8", "fp8-block"), help="see above")
     parser.add_argument("--model", type=Path, help="folder of a model to quantize, instead of random weights")
     args = parser.parse_args()
     if args.model:
         if not args.quantize:
-            parser.error("--model is for --quantize: as it is, the model needs no other checkpoint")
+            parser.error("--model needs --quantize")
         quantize_model(args.model, args.folder, args.quantize)
         return
     config = dict({"llama-3.1-8b": CONFIG, **EXPERTS}[args.config])
     layers = config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
-    if args.tokenizer:  # a tokenizer with more tokens than the model has makes it larger
+    if args.tokenizer:  # a larger tokenizer enlarges the vocabulary
         config["vocab_size"] = max(config["vocab_size"], -(-tokens_of(args.tokenizer) // 64) * 64)
     if args.quantize:
         config["quantization_config"] = quantization(config, args.quantize)

@@ -1,11 +1,10 @@
-"""Prompts of many lengths, for `serve-compare --dataset prompts --dataset-path FILE.jsonl`.
+"""Write prompts of many lengths for `serve-compare --dataset prompts --dataset-path FILE.jsonl`.
 
-    python bench/experiments/checkpoints/ragged_prompts.py --model FOLDER --out prompts.jsonl [--count 720] [--seed 0]
-        [--shortest 68] [--longest 1853]
+    ragged_prompts.py --model FOLDER --out prompts.jsonl [--count 720] [--seed 0] [--shortest 68] [--longest 1853]
 
-Lengths are drawn evenly from --shortest to --longest tokens, as the model's own tokenizer.json counts them; the text is
-random words of its vocabulary, each prompt with a number of its own at the front, so that no two share a prefix. The
-same seed, tokenizer and lengths give the same file.
+Lengths are evenly distributed from --shortest to --longest tokens, counted by the model's tokenizer.json. The text is
+random words of its vocabulary; a number at the front of each prompt keeps prefixes distinct. The same seed, tokenizer
+and lengths give the same file.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any
 
 from fk_bench.serving.datasets import load_vocabulary
 
-FEWEST = 16  # tokens: a prompt's number and a word have a few
+FEWEST = 16  # tokens: room for a prompt's number and a word
 
 
 def words_of(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Plain words that a token stands for, in a fixed order. Raises ValueError if there are none."""
+    """Return the tokens that are plain words, in a fixed order. Raises ValueError if there are none."""
     texts = (tokenizer.decode([i]).strip() for i in ids)
     found = sorted({t for t in texts if t.isascii() and t.isalpha()})
     if not found:
@@ -31,17 +30,17 @@ def words_of(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def prompt_of(start: str, length: int, words: list[str], tokenizer: Any, rng: random.Random) -> str:
-    """`start` and random words, of `length` tokens, or as few less as a word has: it is cut between words."""
-    text = " ".join([start, *rng.choices(words, k=length)])  # a word is a token at least
+    """Return `start` and random words of at most `length` tokens, cut between words."""
+    text = " ".join([start, *rng.choices(words, k=length)])  # a word has at least one token
     end = tokenizer.encode(text).offsets[length - 1][1]
     return text if text[end:] == "" else text[: text.rfind(" ", 0, end + 1)]
 
 
 def prompts(model: str, number: int, shortest: int, longest: int, seed: int) -> list[tuple[str, int]]:
-    """[(prompt, its tokens)]. Raises ValueError where the model has no tokenizer.json or the lengths cannot be."""
+    """Return [(prompt, number of tokens)]. Raises ValueError without tokenizer.json or for impossible lengths."""
     tokenizer, ids = (vocabulary := load_vocabulary(model)).tokenizer, vocabulary.ordinary
     if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer.json, which counts the tokens")
+        raise ValueError(f"{model} has no tokenizer.json")
     if not FEWEST <= shortest <= longest:
         raise ValueError(
             f"--shortest {shortest} --longest {longest}: {FEWEST} or more, and the longest not below it"

@@ -1,4 +1,4 @@
-"""A scenario's rows and its clock, for a machine with torch alone: no pydantic, so the rows' schema is written out."""
+"""Rows and timing for machines with only torch and triton: the rows' schema is written out here, without pydantic."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 ROUNDS = 5
-T95 = 2.776  # Student's, of ROUNDS samples
+T95 = 2.776  # Student's t for ROUNDS samples
 
 
 class Run:
-    """The device, the time that is left, the rows (of fk_bench.core.rows), and what was wrong.
+    """The device, the time limit, the rows (schema of fk_bench.core.rows) and the count of wrong results.
 
-    options: device ('cuda' or 'cpu'), quick, out (the file), seconds (until `left` is 0).
+    options: device ('cuda' or 'cpu'), quick, out (the row file), seconds (time limit; `left` counts down to 0).
     """
 
     def __init__(self, command: str, op: str, options: argparse.Namespace) -> None:
@@ -33,7 +33,7 @@ class Run:
         self.cuda = self.device == "cuda"
         self.generator = torch.Generator(self.device).manual_seed(0)
         self.bad: set[tuple[str, str]] = set()
-        self.summary: list[str] = []  # said once more at the end
+        self.summary: list[str] = []  # printed again at the end
         name = torch.cuda.get_device_name() if self.cuda else None
         self.common = {
             "schema": "fastkernels.row/1", "run_id": f"{command}-{os.getpid()}", "command": command,
@@ -47,7 +47,7 @@ class Run:
     def row(self, kind: str, provider: str, case: dict[str, Any], reason: str = "", status: str = "",
             quiet: bool = False, ci95: dict[str, tuple[float, float]] | None = None,
             **metrics: float) -> None:  # fmt: skip
-        """A line on the screen and in the file; a reason without a status is a wrong result. ci95: of some metrics."""
+        """Print and write a row; a reason without a status means a wrong result. ci95: intervals of some metrics."""
         status = status or ("wrong" if reason else "ok")
         self.wrong += status in ("wrong", "failed")
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -70,7 +70,7 @@ class Run:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN, so that an output that is not written shows."""
+    """Make torch.empty return NaN, so that outputs that are never written are found."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     yield
@@ -78,7 +78,7 @@ def poisoned() -> Iterator[None]:
 
 
 class Compiles:
-    """Stands for a Triton kernel: compiles what would be launched, into Triton's cache."""
+    """Stand-in for a Triton kernel that compiles each launch into Triton's cache instead of running it."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -88,9 +88,9 @@ class Compiles:
 
 
 def finish(workers: Iterable[subprocess.Popen[bytes]], seconds: float) -> list[str]:
-    """Wait for processes; those that take longer are killed. What became of each that did not end well.
+    """Wait for processes and kill those that take longer; return a message for each that failed.
 
-    What one that compiles has not compiled by then is compiled where it is run.
+    Kernels that a compiling process did not finish are compiled at first use.
     """
     end, lost = time.monotonic() + seconds, []
     for i, worker in enumerate(workers):
@@ -138,17 +138,17 @@ class Clock:
 
     def sample(self) -> None:
         single, double = self._seconds(self.n), self._seconds(2 * self.n)
-        # The slope, which is free of what starting costs. A CPU's calls scatter by more than that.
+        # The slope excludes start-up costs; on a CPU calls scatter more than that.
         self.samples.append((double - single) / self.n if self.run.cuda else double / (2 * self.n))
 
 
 def measure(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
-    """Microseconds of a pass over each list of calls: the median of `rounds`."""
+    """Return microseconds of a pass over each list of calls: the median of `rounds`."""
     return {name: statistics.median(each) for name, each in rounds(run, todo).items()}
 
 
 def rounds(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, list[float]]:
-    """Microseconds of a pass in each round, which are interleaved. One that raises is left out, and said."""
+    """Return microseconds of a pass in each interleaved round. Lists that raise are left out and reported."""
     clocks = {}
     for name, calls in todo.items():
         try:
@@ -162,7 +162,7 @@ def rounds(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, list
 
 
 def against(mine: list[float], other: list[float]) -> tuple[float, tuple[float, float]]:
-    """How many times as fast as the other one, with its 95% interval over the rounds."""
+    """Return how many times as fast as `other`, with the 95% interval over the rounds."""
     ratios = [b / a for a, b in zip(mine, other, strict=True)]
     mean, half = statistics.fmean(ratios), 0.0
     if len(ratios) == ROUNDS:

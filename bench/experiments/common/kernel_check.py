@@ -1,6 +1,6 @@
-"""What the checks of our kernels share: whether a call is right, and whether it stays so in graphs, side by side.
+"""Correctness of a kernel's call, alone and in concurrent CUDA graphs.
 
-Kernels that start early must not read too early, and calls on two streams must share no tickets.
+Kernels that start early must not read their inputs too early, and calls on two streams must not share tickets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of an error, absolute and relative
+LIMITS = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # largest error, absolute and relative
 
 
 def problem(
@@ -20,9 +20,9 @@ def problem(
     limits: Mapping[torch.dtype, float] = LIMITS,
     rms: float = math.inf,
 ) -> str:
-    """'' if the call gives `want` (float64), twice the same bits; else what is wrong.
+    """Return '' if the call gives `want` (float64) with equal bits twice; else the problem.
 
-    limits: by the dtype of what it gives; rms: the largest root mean square of the errors, in parts of the values'.
+    limits: by output dtype; rms: the largest RMS error, relative to the values.
     """
     try:
         first, second = call(), call()
@@ -40,7 +40,7 @@ def problem(
 
 
 class SideBySide:
-    """A CUDA graph of each call, each with a stream of its own. `outs`: what the calls gave while captured."""
+    """A CUDA graph of each call, each with its own stream. `outs`: outputs of the captured calls."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -53,7 +53,7 @@ class SideBySide:
         self.streams = [torch.cuda.Stream() for _ in self.graphs]
 
     def replay(self, times: int) -> None:
-        """Each graph so many times, on all streams at once, between two synchronizations."""
+        """Replay each graph this many times, on all streams at once, between two synchronizations."""
         torch.cuda.synchronize()
         for graph, stream in zip(self.graphs, self.streams, strict=True):
             with torch.cuda.stream(stream):

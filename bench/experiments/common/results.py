@@ -1,4 +1,4 @@
-"""What the checks on a GPU share: arguments in float64, outputs in the reference's order, and rows as they are made."""
+"""Shared by the GPU checks: float64 arguments, outputs in the reference's order, and rows written as they are made."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def mapped(args: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> l
 
 
 def precise(args: list[Any]) -> list[Any]:
-    """The arguments in float64, or in float32 where that is too large; all of them copies."""
+    """Copy the arguments to float64, or to float32 if float64 is too large."""
     size = sum(a.numel() for a in args if isinstance(a, torch.Tensor))
     exact = torch.float64 if size < 1 << 24 else torch.float32
     return mapped(args, lambda t: t.to(exact) if t.is_floating_point() else t.clone())
 
 
 def outputs(spec: OpSpec, args: list[Any]) -> list[torch.Tensor]:
-    """What the reference says: the outputs, then the new values of mutated arguments."""
+    """Return the reference's outputs, then the new values of mutated arguments."""
     found = spec.reference(*args)
     found = found if isinstance(found, (tuple, list)) else (found,)
     return [t for t in found if isinstance(t, torch.Tensor)]
 
 
 def produced(spec: OpSpec, args: list[Any], result: Any) -> list[torch.Tensor]:
-    """The op's outputs and its mutated arguments, in the reference's order."""
+    """Return the op's outputs and mutated arguments in the reference's order."""
     results = [] if result is None else list(result) if isinstance(result, (tuple, list)) else [result]
     changed = [
         args[i] for i in written_arguments(spec) if i < len(args) and isinstance(args[i], torch.Tensor)
@@ -42,7 +42,7 @@ def produced(spec: OpSpec, args: list[Any], result: Any) -> list[torch.Tensor]:
 
 
 def check(spec: OpSpec, case: Case, provider: Any, args: list[Any], want: list[torch.Tensor]) -> str:
-    """'' if right, else what is wrong."""
+    """Return '' if the outputs are right, else the problem."""
     used = mapped(args, torch.clone)
     got = produced(spec, used, provider.fn(*used))
     torch.cuda.synchronize()
@@ -61,13 +61,13 @@ def check(spec: OpSpec, case: Case, provider: Any, args: list[Any], want: list[t
 
 
 def described(case: Case) -> dict[str, Any]:
-    """A case as plain JSON."""
+    """Return a case as plain JSON."""
     dims = {k: v if isinstance(v, (int, float, bool)) else str(v) for k, v in case.dims.items()}
     return {"name": case.name, **dims, "dtype": case.dtype}
 
 
 class Results:
-    """Rows go to the file as they are made; `wrong` counts those that are not right."""
+    """Writes rows to the file as they are made; `wrong` counts the wrong ones."""
 
     def __init__(self, command: str, out: Path, baseline: str | None = None) -> None:
         self.command, self.out, self.baseline, self.wrong = command, out, baseline, 0
@@ -78,7 +78,7 @@ class Results:
         self, op: str, provider: str, case: dict[str, Any], problem: str = "", status: Status | None = None,
         **metrics: float,
     ) -> None:  # fmt: skip
-        """A row. The status is OK, or WRONG where there is a problem, unless it is given."""
+        """Write a row. The default status is OK, or WRONG with a problem."""
         status = status or (Status.WRONG if problem else Status.OK)
         self.wrong += status in (Status.WRONG, Status.FAILED)
         row = Row(
@@ -92,7 +92,7 @@ class Results:
         self, op: str, provider: str, case: dict[str, Any], problem: str = "", status: Status | None = None,
         **metrics: float,
     ) -> None:  # fmt: skip
-        """The same, on the screen too."""
+        """Write a row and print it."""
         self.add(op, provider, case, problem, status, **metrics)
         where = " ".join(str(v) for v in case.values())[:60]
         values = " ".join(f"{k}={v:.4g}" for k, v in metrics.items())

@@ -1,17 +1,16 @@
-"""A whole decode step in one CUDA graph, as the engine captures it: our linear layers or cuBLAS's, kernels that overlap
-or not. It begins with the rows' token ids and block tables and ends with the tokens that they sample (greedy).
+"""Time a whole decode step in one CUDA graph, as the engine captures it, with several sets of kernels.
 
-    python bench/experiments/decode_step/decode_step.py --rows skinny.jsonl --out rows.jsonl [--batch 1,8,16,32] [--context 512]
-                                          [--until logits] [--longest 131072]
-    python bench/experiments/decode_step/decode_step.py --tables shipped,trial=table.json --attention table --free silu_and_mul ...
+    decode_step.py --rows skinny.jsonl --out rows.jsonl [--batch 1,8,16,32] [--context 512] [--until logits]
+        [--longest 131072]
+    decode_step.py --tables shipped,trial=table.json --attention table --free silu_and_mul ...
 
-The model is ours (fastkernels.models), with random weights and Llama-3.1-8B's shapes; its small ops run their first
-provider. --rows are those that skinny_linear.py wrote: for each layer and number of tokens the fastest right set makes
-a tuned table, and calls are dispatched by it as in production. --tables are other tables; attention `table` is what
-they name. --free are ops that cost nothing in a variant each, and in one more all together: its results are wrong, and
-the time that it saves is the most that any fusion of the op with a kernel beside it could save.
-Each variant's logits are compared with cuBLAS's; then all are timed in interleaved rounds. Needs torch, triton and
-transformers. --device cpu --quick runs a tiny model (TRITON_INTERPRET=1): its times mean nothing.
+The step starts with token ids and block tables and ends with greedy tokens. The model is ours (fastkernels.models),
+with random weights in Llama-3.1-8B's shapes; its small ops run their first provider. --rows of skinny_linear.py become
+a tuned table with the fastest right set for each layer and number of tokens. --tables are other tables; attention
+`table` uses their choice. --free replaces each of these ops by nothing, and then all together: results are wrong, and
+the saving is the most that a fusion of the op could save. Each variant's logits are compared with cuBLAS's, then all
+are timed in interleaved rounds. Needs torch, triton and transformers. --device cpu --quick runs a tiny model; its
+times mean nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ PAGE = 16
 
 
 def llama_folder(quick: bool, model_len: int) -> Path:
-    """A new folder with the config.json of a Llama of SIZES[quick], and no weights: for load_format="dummy"."""
+    """Make a folder with the config.json of a Llama of SIZES[quick] and no weights, for load_format="dummy"."""
     config = SIZES[quick] | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
@@ -71,7 +70,7 @@ def llama_folder(quick: bool, model_len: int) -> Path:
 
 
 def table_of(rows: Path, path: Path, chip: str) -> Path:
-    """A tuned table of the fastest sets in the rows; cuBLAS where it is faster."""
+    """Return a tuned table of the fastest sets in the rows; cuBLAS where it is faster."""
     times: dict[tuple[int, int, int], dict[tuple[str, str], float]] = {}
     for line in rows.read_text().splitlines():
         row = json.loads(line)
@@ -89,7 +88,7 @@ def table_of(rows: Path, path: Path, chip: str) -> Path:
         }  # fmt: skip
         if provider != "cublas":
             params = next(p for p in providers[provider].params if label_of(p) == label)
-            # Of one sweep: the interval is what the reader asks for, no more
+            # only for the variants of one sweep
             speedup = found["cublas", ""] / us
             entry |= {
                 "provider": provider,
@@ -119,7 +118,7 @@ def make_model(run: Run) -> tuple[LlamaForCausalLM, LlamaConfig]:
 def step_of(
     run: Run, model: LlamaForCausalLM, config: LlamaConfig, batch: int, options: argparse.Namespace
 ) -> Any:
-    """A function that gives the logits [batch, V] of a decode step at options.context, and goes on to the tokens."""
+    """Return a function that runs a decode step at options.context and returns the logits [batch, V]."""
     context, longest = options.context, max(options.longest, options.context)
     pages = -(-context // PAGE)
     shape = (batch * pages + 1, PAGE, config.num_key_value_heads, config.head_dim)
@@ -151,7 +150,7 @@ def step_of(
     return step
 
 
-# {op: what is launched in its place with --free: nothing, and its result has the right shape}
+# {op: stand-in for --free, which launches nothing and returns the right shape}
 FREE: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda x, *_: x,
     "silu_and_mul": lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
@@ -161,8 +160,8 @@ FREE: dict[str, Callable[..., Any]] = {
 
 
 class Variant:
-    """A way to run the step: which tuned table is used (None: none for linear layers; '': the one that is shipped), who
-    attends, whether kernels start early, and which ops cost nothing.
+    """A variant of the step: its tuned table (None: none for linear layers; '': the shipped one), attention provider,
+    whether kernels start early, and the ops that are replaced by nothing.
     """
 
     current: Variant | None = None
@@ -178,9 +177,11 @@ class Variant:
             os.environ.pop("FASTKERNELS_TUNED", None)
             if self.table:
                 os.environ["FASTKERNELS_TUNED"] = str(self.table)
-            asked = [] if self.attention == "table" else [f"attention_decode:{self.attention}"]
-            asked += [] if self.table is not None else ["linear:cublas"]  # or a shipped table would choose
-            os.environ["FASTKERNELS_PROVIDER"] = ",".join(asked)
+            requested = [] if self.attention == "table" else [f"attention_decode:{self.attention}"]
+            requested += (
+                [] if self.table is not None else ["linear:cublas"]
+            )  # otherwise a shipped table would choose
+            os.environ["FASTKERNELS_PROVIDER"] = ",".join(requested)
             os.environ["FASTKERNELS_OVERLAP"] = str(int(self.overlap))
             _overlap.overlaps.cache_clear()
             for name, op in OPS.items():
@@ -194,7 +195,7 @@ class Variant:
 
 
 def kernels(run: Run, calls: list[Any], case: dict[str, Any]) -> None:
-    """A row for each kernel of the step: launches, and microseconds of all of them as CUPTI sees them."""
+    """Write a row for each kernel of the step: launches and total microseconds from CUPTI."""
     if not run.cuda:
         return
     graph, replays = Clock(run, calls).graph, 5
@@ -217,22 +218,18 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="of skinny_linear.py on this GPU")
     parser.add_argument("--batch", default="1,8,16,32")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument(
-        "--longest", type=int, default=0, help="context that kernels are prepared for, as in a graph"
-    )
+    parser.add_argument("--longest", type=int, default=0, help="context that kernels are prepared for")
     parser.add_argument("--until", default="tokens", choices=("logits", "tokens"), help="where the step ends")
     parser.add_argument(
-        "--attention", default="triton,triton-split,fa3,flashinfer", help="its providers, or `table`"
+        "--attention", default="triton,triton-split,fa3,flashinfer", help="providers, or `table`"
     )
-    parser.add_argument("--tables", default="", help="`shipped` or NAME=FILE, beside that of --rows")
-    parser.add_argument("--free", default="", help=f"ops that cost nothing: of {', '.join(FREE)}")
-    parser.add_argument(
-        "--ways", default="in turn,early", help="whether kernels start early, or one of the two"
-    )
+    parser.add_argument("--tables", default="", help="`shipped` or NAME=FILE, in addition to --rows")
+    parser.add_argument("--free", default="", help=f"ops to replace by nothing: of {', '.join(FREE)}")
+    parser.add_argument("--ways", default="in turn,early", help="early, in turn, or both")
     parser.add_argument(
         "--profile",
         default="cublas, triton, in turn;skinny, triton-split, early",
-        help="whose kernels to list",
+        help="variants whose kernels are listed",
     )
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -241,19 +238,19 @@ def main() -> None:
     free, ways = tuple(filter(None, options.free.split(","))), options.ways.split(",")
     for option, names, known in (("free", free, tuple(FREE)), ("ways", ways, ("in turn", "early"))):
         if unknown := [name for name in names if name not in known]:
-            parser.error(f"--{option} {unknown[0]}: known are {', '.join(known)}")
-    asked = [table.partition("=") for table in filter(None, options.tables.split(","))]
-    for name, _, file in asked:
+            parser.error(f"--{option} {unknown[0]}: known: {', '.join(known)}")
+    requested = [table.partition("=") for table in filter(None, options.tables.split(","))]
+    for name, _, file in requested:
         if not (Path(file).is_file() if file else name == "shipped"):
             parser.error(
-                f"--tables {name}{file and '='}{file}: a table is `shipped` or NAME=FILE, a file that is there"
+                f"--tables {name}{file and '='}{file}: expected `shipped` or NAME=FILE with an existing file"
             )
     run = Run("decode_step", "linear", options)
     chip = torch.cuda.get_device_name() if run.cuda else "cpu"
     tables: dict[str, Path | str | None] = {"cublas": None}
     if options.rows is not None:
         tables["skinny"] = table_of(options.rows, options.out.with_suffix(".table.json"), chip)
-    tables |= {name: file for name, _, file in asked}
+    tables |= {name: file for name, _, file in requested}
     found = {p.name: p.unavailable(run.device) for p in OPS["attention_decode"].providers} | {"table": None}
     attention = [a for a in options.attention.split(",") if found.get(a, "") is None] or ["reference"]
     variants = [

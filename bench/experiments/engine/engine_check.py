@@ -1,13 +1,13 @@
-"""Our engine on a GPU: is it right in every mode, does it wait for nothing, and how long is it between two steps?
+"""Check our engine on a GPU: correct in every mode, never waiting, and how long it idles between steps.
 
-    python bench/experiments/engine/engine_check.py MODEL --out rows.jsonl [--modes graphs,mixed,...] [--no-compare]
+    engine_check.py MODEL --out rows.jsonl [--modes graphs,mixed,...] [--no-compare]
 
-1. Greedy tokens of each mode against transformers, which reads each generated sequence at once; the gap of a token is
-   (largest logit - the token's logit). Rounding turns near-ties, so gaps of a few hundredths are bf16 noise; a wrong
-   kernel or graph gives gaps of whole logits. An fp8 cache is less exact: its modes are compared with the gaps that
-   plain PyTorch shows on the same kind of cache (fp8_reference, which must run before them).
-2. A steady decode of hand-made steps, two in flight, under CUDA's synchronization check: time of a step, of its launch
-   on the CPU, and how long the GPU idles between two steps, by rows and context.
+1. Compares the greedy tokens of each mode with transformers, which reads each generated sequence at once. The gap of a
+   token is (largest logit - the token's logit): a few hundredths are bf16 noise, a wrong kernel or graph gives whole
+   logits. An fp8 cache is less exact: its modes are compared with the gaps of plain PyTorch on the same kind of cache
+   (mode fp8_reference, which must run first).
+2. Runs a steady decode with two steps in flight under CUDA's synchronization check: time of a step, of its launch on
+   the CPU, and of the GPU's idle gap between two steps, by rows and context.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def gaps(reference: Any, sequences: list[list[int]]) -> list[float]:
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
-    """Sequences, prompts included, and output tokens a second of a second run."""
+    """Return sequences with their prompts, and output tokens a second of a second run."""
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     llm.generate(prompts, params)
     start = time.perf_counter()
@@ -69,7 +69,7 @@ def generate(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], float
 
 
 def steady_steps(rows: int, context: int, block_size: int) -> list[StepInput]:
-    """Decodes of `rows` sequences from `context` keys on, each in blocks of its own."""
+    """Return decode steps of `rows` sequences from `context` keys on, each in its own blocks."""
     width = -(-(context + STEPS) // block_size)
     slots = np.arange(rows, dtype=np.int64)
     blocks = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
@@ -88,7 +88,7 @@ def steady_steps(rows: int, context: int, block_size: int) -> list[StepInput]:
 
 
 def steady(runner: Any, rows: int, context: int) -> dict[str, float]:
-    """Metrics of a decode with two steps in flight. It overwrites the cache: the engine is of no use afterwards."""
+    """Return metrics of a decode with two steps in flight. Overwrites the cache: the engine is unusable afterwards."""
     steps = steady_steps(rows, context, runner.config.block_size)
     for step in steps[:WARM]:
         runner.launch(step).result()
@@ -151,7 +151,7 @@ def check_mode(
     start = time.perf_counter()
     try:
         llm = LLM(model, max_model_len=4096, gpu_memory_utilization=0.6, **MODES[mode])
-    except ValueError as error:  # a backend that is not there
+    except ValueError as error:  # a missing backend
         rows.add({"kind": mode}, {}, Status.SKIPPED, str(error))
         return
     built = {
@@ -194,7 +194,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument(
-        "--no-compare", action="store_true", help="no transformers: speeds and synchronizations only"
+        "--no-compare",
+        action="store_true",
+        help="measure speed and synchronization only, without transformers",
     )
     args = parser.parse_args()
     rng = random.Random(0)

@@ -1,13 +1,12 @@
-"""Tensor parallelism of our engine on this machine's GPUs: the same model as on one, how fast, and how it ends.
+"""Check tensor parallelism of our engine: same model as on one GPU, throughput, and recovery from a killed worker.
 
-    python bench/experiments/engine/tp_check.py --out rows.jsonl [--size 2] [--model FOLDER] [--requests 1,64,256] [--no-kill]
+    tp_check.py --out rows.jsonl [--size 2] [--model FOLDER] [--requests 1,64,256] [--no-kill]
 
-Dummy weights, Llama-3.1-8B shapes unless --model names a folder with a config.json. One engine after the other, with
-CUDA graphs: on one GPU, then on `size`. The model is random and its greedy choices are near-ties, so tokens part early
-by rounding alone; what counts is the log-probability that both give to the same text. The noise of one GPU against
-itself, the same text in chunks of another size, is the measure: more than three times its mean is wrong.
-At last a worker is killed in the middle of a generation: the engine must end in 10 s, no process be left, and a new
-engine start in the same process. Rows: kind 'agreement', 'throughput', 'kill', 'restart'.
+Dummy weights in Llama-3.1-8B's shapes, or those of --model's config.json. Runs one engine after the other with CUDA
+graphs: on one GPU, then on `size`. Tokens of a random model diverge by rounding alone, so the log-probabilities of the
+same text are compared; more than three times the mean difference of one GPU against itself, with other chunk sizes, is
+wrong. At last a worker is killed during a generation: the engine must end within 10 s and leave no process, and a new
+engine must start in the same process. Rows: kind 'agreement', 'throughput', 'kill', 'restart'.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ FACTOR, DEADLINE = 3.0, 10.0
 
 
 class Results:
-    """Rows go to the file as they are made; `wrong` counts those that are not OK."""
+    """Writes rows as they are made; `wrong` counts those that are not OK."""
 
     def __init__(self, out: Path, model: str):
         self.out, self.model, self.wrong = out, model, 0
@@ -73,13 +72,13 @@ def close(llm: LLM) -> None:
 
 
 def throughput(llm: LLM, args: argparse.Namespace, results: Results, size: int) -> list[list[int]]:
-    """Prompts with their greedy tokens, of the batch of 8."""
+    """Measure throughput; return the prompts and greedy tokens of the batch of 8."""
     rng, sequences = random.Random(0), []
     vocabulary = llm.llm_engine.hf_config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True)
     for n in (8, *args.requests):
         prompts = [[rng.randrange(10, vocabulary) for _ in range(args.input)] for _ in range(n)]
-        llm.generate(prompts, params)  # the prefix cache has the prompts after it: what is timed is decoding
+        llm.generate(prompts, params)  # fills the prefix cache, so that only decoding is timed
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
         seconds = time.perf_counter() - start
@@ -93,7 +92,7 @@ def throughput(llm: LLM, args: argparse.Namespace, results: Results, size: int) 
 
 
 def logprobs(llm: LLM, sequences: list[list[int]]) -> list[float]:
-    """What the model gives to every token of these texts but the first."""
+    """Return the log-probability of every token of these texts but the first."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
     for output in llm.generate(sequences, params):
@@ -110,7 +109,7 @@ def distance(a: list[float], b: list[float]) -> dict[str, float]:
 
 
 def prefix(a: list[list[int]], b: list[list[int]], start: int) -> float:
-    """Mean share of the generated tokens up to the first difference."""
+    """Return the mean share of generated tokens before the first difference."""
     shares = []
     for x, y in zip(a, b, strict=True):
         same = next((i for i in range(start, len(x)) if x[i] != y[i]), len(x))
@@ -119,7 +118,7 @@ def prefix(a: list[list[int]], b: list[list[int]], start: int) -> float:
 
 
 def kill(llm: LLM, args: argparse.Namespace, results: Results) -> None:
-    """A worker is killed one second into a generation, which then waits in a collective."""
+    """Kill a worker one second into a generation, which then waits in a collective."""
     worker = llm.llm_engine.executor._ranks.workers[-1].process  # type: ignore[attr-defined]
     killed: list[float] = []
 
@@ -130,7 +129,7 @@ def kill(llm: LLM, args: argparse.Namespace, results: Results) -> None:
     timer = threading.Timer(1.0, end)
     timer.start()
     params = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True)
-    status, reason = Status.FAILED, "the generation ended as if nothing had happened"
+    status, reason = Status.FAILED, "the generation ended normally"
     try:
         llm.generate([[i + 10] * args.input for i in range(64)], params)
     except WorkerDied as error:
@@ -149,7 +148,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="folder with a config.json; no weight of it is read")
+    parser.add_argument("--model", type=Path, help="folder with a config.json; weights are not read")
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument(
         "--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64, 256]

@@ -1,12 +1,12 @@
-"""Every baseline of every op on this GPU: is it there, does it take the op's cases, is it right, how long does it take.
+"""Try every baseline of every op on this GPU: is it installed, does it support the op's cases, is it right, how fast?
 
-    python bench/experiments/judge/baselines_check.py --out rows.jsonl [--ops rms_norm,...] [--only vllm,...] [--seconds 75]
+    baselines_check.py --out rows.jsonl [--ops rms_norm,...] [--only vllm,...] [--seconds 75]
         [--prepend sglang=/where/sglang/is]
 
-A line for each (op, baseline), a row for each case. Right: within four times the op's tolerance of float64 (float32
-where that is large), and no argument written over that it does not say. Times are medians of replayed CUDA graphs of
-20 calls on warm inputs beside other processes: leads, not results. When the seconds are over, what is left is not
-reached, and says so. Nothing that fails ends the run.
+Prints a line for each (op, baseline) and writes a row for each case. A result is right within four times the op's
+tolerance of float64 (float32 for large cases), if no argument is mutated without being declared. Times are medians of
+replayed CUDA graphs of 20 calls on warm inputs next to other processes: use them as hints only. After --seconds the
+remaining baselines are reported as not reached. A failure never ends the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastkernels.core import registry
 from fastkernels.core.spec import Case, OpSpec
 
 CALLS, REPLAYS, WIDER = 20, 7, 4.0
-# A process for each, all at a time: one that dies, or breaks its CUDA context, takes only its own names with it.
+# One process each, in parallel: a crash or a broken CUDA context affects only its own baselines.
 GROUPS = (
     "vllm,vllm-static,vllm-weighted,fa3",
     "cublas,torch,transformers,fla,deepgemm,reference",
@@ -53,7 +53,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def wrong(
     spec: OpSpec, case: Case, b: Baseline, fn: Callable[..., Any], args: list[Any]
 ) -> tuple[str, float]:
-    """(what is wrong or '', the largest error over what the tolerance allows)."""
+    """Return (problem or '', the largest error relative to the tolerance)."""
     used = mapped(args, torch.clone)
     got = produced(spec, used, fn(*used))
     torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def wrong(
         ):
             continue
         if not same_bits(before, after):
-            return f"argument {i} was written over", 0.0
+            return f"argument {i} was overwritten", 0.0
     want = outputs(spec, precise(args))
     if len(got) != len(want):
         return f"{len(got)} outputs, the reference has {len(want)}", 0.0
@@ -91,7 +91,7 @@ def wrong(
 
 
 def microseconds(b: Baseline, fn: Callable[..., Any], args: list[Any]) -> float:
-    """Median time of a call; in a CUDA graph where it can be captured."""
+    """Return the median time of a call, in a CUDA graph if it can be captured."""
     used = mapped(args, torch.clone)
     for _ in range(3):
         fn(*used)
@@ -115,10 +115,10 @@ def microseconds(b: Baseline, fn: Callable[..., Any], args: list[Any]) -> float:
 
 
 def examine(results: Results, op: str, b: Baseline, deadline: float) -> str:
-    """What to say of one baseline on all cases of its op."""
+    """Return a line of text about one baseline on all cases of its op."""
     missing = b.available()
     if missing:
-        return f"not there: {missing}"
+        return f"missing: {missing}"
     begin = time.monotonic()
     fn = b.make()
     made = time.monotonic() - begin
@@ -130,7 +130,7 @@ def examine(results: Results, op: str, b: Baseline, deadline: float) -> str:
 
     for case in sorted(spec.cases, key=lambda c: "odd" in c.tags):
         if time.monotonic() > deadline:
-            say("not reached, nor the later ones")
+            say("time limit reached; later cases too")
             break
         try:
             args = spec.inputs(case, "cuda", torch.Generator("cuda").manual_seed(0))
@@ -161,7 +161,7 @@ def examine(results: Results, op: str, b: Baseline, deadline: float) -> str:
 
 
 def children(options: argparse.Namespace) -> int:
-    """Run each group in a process of its own; print what they said, one after the other."""
+    """Run each group in its own process and print their output in order."""
     command = [sys.executable, __file__, "--out", str(options.out), "--seconds", str(options.seconds)]
     command += ["--ops", options.ops] if options.ops else []
     started, failed = [], 0
@@ -216,7 +216,7 @@ def main() -> None:
         default=[],
         help="NAME=DIRECTORY: first on PYTHONPATH for NAME's process; repeatable",
     )
-    parser.add_argument("--verbose", action="store_true", help="what the libraries print too")
+    parser.add_argument("--verbose", action="store_true", help="also print output of the libraries")
     options = parser.parse_args()
     if not options.only:
         raise SystemExit(1 if children(options) else 0)

@@ -1,11 +1,11 @@
-"""Which steps of the judge's cage CUDA IPC survives, on this GPU machine: one JSON line a combination of steps.
+"""Find out which steps of the judge's cage CUDA IPC survives on this machine: one JSON line a combination of steps.
 
-    python bench/experiments/judge/cage_check.py [--out rows.jsonl]
+    cage_check.py [--out rows.jsonl]
 
-For each combination a caged child opens a tensor of the judge's, writes to it, and shares two of its own: one of the
-caching allocator, one of a CUDA graph's private pool; the judge writes new inputs, has the graph replayed and reads the
-result where the child left it. `raw` is cuIpc* of the driver, `torch` is torch.multiprocessing.reductions. With all
-steps on, the child also compiles a Triton kernel and looks for it with CUPTI. Run it as root, and once as another user.
+For each combination a caged child opens one of the judge's tensors, writes to it, and shares two of its own: one of the
+caching allocator and one of a CUDA graph's private pool. The judge writes new inputs, has the graph replayed, and reads
+the result in the child's memory. `raw` is the driver's cuIpc*, `torch` is torch.multiprocessing.reductions. With all
+steps on, the child also compiles a Triton kernel and looks for it with CUPTI. Run it as root and as another user.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ try:
 except ImportError:
     triton = None
 
-N = 8 << 20  # 32 MiB of float32: an allocation of its own in the caching allocator
+N = 8 << 20  # 32 MiB of float32: a separate block of the caching allocator
 WORKS = "works"
 
 
@@ -83,7 +83,9 @@ def share_torch(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def open_torch(shared: dict[str, Any]) -> torch.Tensor:
-    rebuild, args = pickle.loads(base64.b64decode(shared["torch"]))  # our own child: a judge never unpickles
+    rebuild, args = pickle.loads(
+        base64.b64decode(shared["torch"])
+    )  # only in this check: the judge never unpickles
     tensor: torch.Tensor = rebuild(*args)
     return tensor
 
@@ -139,7 +141,7 @@ def main(channel: socket.socket, config: dict[str, Any], fds: dict[str, int]) ->
 
 
 def check(channel: socket.socket, lines: Any, way: str) -> None:
-    """The judge's side of one way to share. Raises with what went wrong."""
+    """Check one way of sharing from the judge's side. Raises an error with the problem."""
     share, open_shared = WAYS[way]
     slot = torch.full((N,), 5.0, device="cuda")
     torch.cuda.synchronize()
@@ -215,7 +217,7 @@ def run(zygote: Any, name: str, options: CageOptions) -> dict[str, Any]:
                 tell(child.channel, extra=extra)
                 result[extra] = attempt(lambda: hear(lines)["result"])
         except (OSError, EOFError, ValueError) as error:
-            result["error"] = f"{type(error).__name__}: {error}; {child.wait(2.0) or 'it lives'}"
+            result["error"] = f"{type(error).__name__}: {error}; {child.wait(2.0) or 'still running'}"
         if not all(result.get(way) == WORKS for way in WAYS):
             result["output"] = child.output_tail(1500)
     result["seconds"] = round(time.monotonic() - start, 2)

@@ -1,8 +1,8 @@
-"""Does the judge read a true factor of two as two, and itself as one? On a GPU, memory-bound, 700 MB a call.
+"""Check that the judge measures a true factor of two as two and of one as one. On a GPU, memory-bound, 700 MB a call.
 
-    python bench/experiments/judge/judge_check.py --out FOLDER
+    judge_check.py --out FOLDER
 
-The slower candidate runs the same kernel twice, and so moves twice the bytes. Also both against themselves.
+The slower candidate runs the same kernel twice and moves twice the bytes; both are also judged against themselves.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""FP8 linear layers on this GPU: ours beside what vLLM and SGLang run; right first, then timed. Needs torch and triton.
+"""Check our FP8 linear kernels on this GPU, then time them against production's (vLLM's and SGLang's).
 
-    python bench/experiments/linear/linear_fp8.py --out rows.jsonl [--seconds 300] [--tokens 1,8,16,32,64,128,256]
-        [--scales row,tensor,block] [--production cutlass,deepgemm,cublas,flashinfer,sgl_kernel,vllm-triton]
-        [--layers qkv,o,..] [--sets 1/4/128,1/4/128/64,..]
+    linear_fp8.py --out rows.jsonl [--seconds 300] [--tokens 1,8,16,32,64,128,256] [--scales row,tensor,block]
+        [--production cutlass,deepgemm,cublas,flashinfer,sgl_kernel,vllm-triton] [--layers qkv,o,..]
+        [--sets 1/4/128,1/4/128/64,..]
 
-Compiles all sets of `cuda-wgmma-fp8` in parallel, compares each with float64 in a process of its own: odd and model
-shapes, 1 to 64 tokens, scales of rows, tensors and blocks, equal bits in equal calls, chains of layers in graphs that
-share the device. What production ships is checked, too, and timed where it is installed. Times are of Llama-3.1-8B's
-layers one after the other in a CUDA graph, so that no weight is in L2: the slope between n and 2n replays, interleaved;
-then all linear layers of a step (without lm_head, which is not quantized) in one graph, us a layer. And of `down` of
-half a layer, as two GPUs have it: Llama's, and Qwen3-8B's. Compiled and checked is what the tokens, layers and sets
-asked for need.
---device cpu --quick runs all of it on tiny shapes, interpreted (TRITON_INTERPRET=1): the times mean nothing there.
+Requires torch and triton. Compiles all parameter sets of `cuda-wgmma-fp8` in parallel and compares each with float64 in
+a child process: odd and model shapes, 1 to 64 tokens, scales per row, tensor and block, equal bits in equal calls, and
+chains of layers in concurrent graphs. Installed production kernels are checked and timed too.
+
+Times are of Llama-3.1-8B's layers one after the other in a CUDA graph, so that no weight is in L2: the slope between n
+and 2n interleaved replays. Then all linear layers of a step in one graph (without lm_head, which is not quantized), in
+us a layer, and `down` of half a layer of Llama and Qwen3-8B. Only the selected tokens, layers and sets are compiled and
+checked. --device cpu --quick runs everything on tiny shapes in Triton's interpreter; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ from fastkernels.overrides.quant.quantize_fp8_triton import quantize_triton
 
 OURS = "cuda-wgmma-fp8"
 COMPILE_S, CHILD_S, WARM_S = 120, 120, 180
-LIMITS = dict.fromkeys((torch.bfloat16, torch.float16), 1.6e-2)  # absolute and relative, of ours
-THEIRS = 8e-2  # what only adds up in tensor cores
+LIMITS = dict.fromkeys(
+    (torch.bfloat16, torch.float16), 1.6e-2
+)  # largest error of our kernels, absolute and relative
+THEIRS = 8e-2  # of kernels that accumulate in tensor cores only
 KINDS = {"row": ROW, "tensor": TENSOR, "block": BLOCK}
 TINY = {"a": (48, 256), "b": (33, 400)}
 DEPTH, TINY_DEPTH = 32, 2
@@ -69,7 +71,7 @@ def values(run: Run, *size: int) -> torch.Tensor:
 
 
 def x_of(run: Run, kind: int, m: int, k: int) -> Weight:
-    """x [M, K] of variance 1 with its scales, those of blocks as the hosts' kernels want them."""
+    """Return x [M, K] of variance 1 and its scales; block scales in the layout of the hosts' kernels."""
     scales = torch.empty(blocks(k) if kind == BLOCK else 1, -(-m // 4) * 4, device=run.device)
     scales = scales.uniform_(0.005, 0.015, generator=run.generator).t()[:m]
     scales = scales if kind == BLOCK else scales[:1, 0] if kind == TENSOR else scales.contiguous()
@@ -90,7 +92,7 @@ def stop_if_lost(wrong: str) -> None:
 def check(
     run: Run, name: str, call: Call, kind: str, shape: tuple[int, int], tokens: list[int], odd: bool, params: str = ""
 ) -> bool:  # fmt: skip
-    """One of ours on one shape: all these tokens, on odd shapes with a bias and in float16."""
+    """Check one of our sets on one shape with all these tokens; odd shapes with a bias and in float16."""
     n, k = shape
     (x, x_scale), weight = x_of(run, KINDS[kind], 64, k), values(run, n, k)
     w_scale, dtype = weight_scales(run, KINDS[kind], n, k), torch.float16 if odd else torch.bfloat16
@@ -115,7 +117,7 @@ def check(
 
 
 def graphs(run: Run, p: dict[str, Any], kind: str, m: int) -> bool:
-    """In graphs: layers that overlap must read neither x nor its scales too early; two at once share no tickets."""
+    """Check graphs: overlapping layers must not read x or its scales too early, nor share tickets."""
     n, k = CHAIN
     weights = [(values(run, n, k), weight_scales(run, KINDS[kind], n, k)) for _ in range(8)]
     starts, wrong = [run.randn(m, k), run.randn(m, k)], ""
@@ -140,7 +142,7 @@ def graphs(run: Run, p: dict[str, Any], kind: str, m: int) -> bool:
     return not wrong
 
 
-# -- in children: compiling, what may hang, what others compile
+# -- child processes: compilation and checks that may hang
 
 
 def child(options: argparse.Namespace, *told: str) -> list[str]:
@@ -149,14 +151,14 @@ def child(options: argparse.Namespace, *told: str) -> list[str]:
 
 
 def check_sets(run: Run, options: argparse.Namespace) -> None:
-    """What the child does: set after set, so that those before one that hangs are known to be right."""
+    """Check set after set in a child, so that results before a hang are known."""
     for p in sets_of(options):
         print("trying", label(p), flush=True)
         call, right = partial(wgmma.linear_fp8_wgmma, **p), True
         for kind in KINDS:
             for odd, shapes in ((True, ODD), (False, tuple(layers_of(options).values()))):
                 if kind == "tensor" and not odd:
-                    continue  # the kernel of rows
+                    continue  # handled by the kernel for rows
                 for shape in shapes:
                     tokens = [m for m in checked(options) if wgmma.fits(p, m, shape[1])]
                     right &= not tokens or check(run, OURS, call, kind, shape, tokens, odd, label(p))
@@ -168,7 +170,7 @@ def check_sets(run: Run, options: argparse.Namespace) -> None:
 
 
 def right_sets(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The sets that passed in a child; none on a CPU."""
+    """Return the sets that passed in a child; none on a CPU."""
     probe = [torch.zeros(1, 128, device=run.device).to(FP8)] * 2 + [torch.ones(1, device=run.device)] * 2
     reason = wgmma.supports_wgmma_fp8(*probe)
     most = min(CHILD_S, 0.5 * options.seconds)
@@ -196,7 +198,7 @@ def right_sets(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def warm(run: Run, options: argparse.Namespace) -> None:
-    """In a child: what libraries compile when they are first called, kept in their own folders."""
+    """In a child: call libraries once, which compile their kernels into their own caches."""
     for baseline in production(options):
         for m in [int(t) for t in options.tokens.split(",")]:
             for n, k in layers_of(options).values():
@@ -209,7 +211,7 @@ def warm(run: Run, options: argparse.Namespace) -> None:
 
 
 def production(options: argparse.Namespace) -> list[Baseline]:
-    """What is installed of what production runs; the reference on a CPU."""
+    """Return the installed production baselines; on a CPU the reference."""
     found = [b for b in baselines("linear_fp8", "production", options.device) if b.available() is None]
     names = options.production.split(",")
     return [b for b in found if b.name in names or options.device == "cpu"]
@@ -219,7 +221,7 @@ def production(options: argparse.Namespace) -> list[Baseline]:
 
 
 def measure_layers(run: Run, named: dict[str, Call], x: Weight, weights: list[Weight]) -> dict[str, float]:
-    """Microseconds a layer of each, its weights one after the other."""
+    """Return microseconds a layer of each, over several weights."""
     (q, scale), todo = x, {}
     for name, call in named.items():
         todo[name] = [partial(call, q, w, scale, s) for w, s in weights]
@@ -229,7 +231,7 @@ def measure_layers(run: Run, named: dict[str, Call], x: Weight, weights: list[We
 def usable(
     run: Run, kind: str, m: int, layer: str, found: list[Baseline], x: Weight, weight: Weight
 ) -> dict[str, Call]:
-    """Those of production that take the call and are right. Says the root mean square of everybody's error."""
+    """Return the production baselines that support the call and are right; print every RMS error."""
     args = (x[0], weight[0], x[1], weight[1])
     want, calls = reference(*(t.double() for t in args)), {}
     case = {"scales": kind, "tokens": m, "layer": layer}
@@ -259,7 +261,7 @@ def usable(
 def time_point(
     run: Run, kind: str, m: int, weights: dict[str, list[Weight]], found: list[Baseline], sets: list[dict[str, Any]]
 ) -> None:  # fmt: skip
-    """All layers at m tokens: each provider and set, then a step of each provider that has all layers."""
+    """Time all layers at m tokens: each provider and set, then a step of each provider that has all layers."""
     inputs = {layer: x_of(run, KINDS[kind], m, made[0][0].shape[1]) for layer, made in weights.items()}
     chosen: dict[str, dict[str, Call]] = {}
     for layer, made in weights.items():
@@ -319,7 +321,7 @@ def main() -> None:
     parser.add_argument("--sets", default="", help=f"all, or some of {', '.join(map(label, wgmma.PARAMS))}")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # passed to child processes
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -354,7 +356,7 @@ def main() -> None:
             for shape in layers.values() if run.quick else ODD[:2]:
                 check(run, "triton", linear_fp8_triton, kind, shape, tokens, True)
         most = min(WARM_S, 0.7 * options.seconds)
-        finish(warming.values(), most - (time.monotonic() - begin))  # nothing else runs while it is timed
+        finish(warming.values(), most - (time.monotonic() - begin))  # nothing else may run during timing
         found = production(options)
         for name in sorted({name for (name, _), process in warming.items() if process.returncode != 0}):
             run.row("child", name, {}, "it did not compile in time, or failed", "unsupported")

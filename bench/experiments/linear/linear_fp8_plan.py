@@ -1,4 +1,4 @@
-"""For linear_fp8.py: layers, tokens and sets of parameters, which are asked for, and compiling what they need."""
+"""Layers, tokens and parameter sets of linear_fp8.py, their selection, and compilation ahead of time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
 STEP = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 LAYERS = {**STEP, "half_down": (4096, 7168), "qwen_half_down": (4096, 6144)}
 ODD = ((33, 288), (1000, 736), (1001, 4112), (130, 208), (7, 128), (264, 1152))
-CHAIN, GRAPHS = (4096, 4096), (8, 64)  # and its tokens
+CHAIN, GRAPHS = (4096, 4096), (8, 64)  # shape and tokens of a chain of layers
 CHECKED = (1, 3, 8, 9, 17, 32, 33, 64)
-PADDED = (8, 16, 32, 64)  # tokens that kernels are compiled for
+PADDED = (8, 16, 32, 64)  # numbers of tokens that kernels are compiled for
 
 
-def asked(names: str, known: list[str]) -> list[str]:
-    """Of a list with commas, all if it is empty. Stops with what is not known."""
+def selected(names: str, known: list[str]) -> list[str]:
+    """Parse a comma-separated selection; empty means all. Exits with an unknown name."""
     found = names.split(",") if names else known
     if unknown := set(found) - set(known):
         raise SystemExit(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
@@ -30,16 +30,16 @@ def asked(names: str, known: list[str]) -> list[str]:
 
 
 def layers_of(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
-    return {name: LAYERS[name] for name in asked(options.layers, list(LAYERS))}
+    return {name: LAYERS[name] for name in selected(options.layers, list(LAYERS))}
 
 
 def sets_of(options: argparse.Namespace) -> list[dict[str, Any]]:
-    names = asked(options.sets, [label(p) for p in wgmma.PARAMS])
+    names = selected(options.sets, [label(p) for p in wgmma.PARAMS])
     return [p for p in wgmma.PARAMS if label(p) in names]
 
 
 def checked(options: argparse.Namespace) -> list[int]:
-    """Tokens to check: those whose kernels are timed."""
+    """Return the tokens to check: those whose kernels are timed."""
 
     def padded(m: int) -> int:
         return next(t for t in PADDED if t >= m)
@@ -49,7 +49,7 @@ def checked(options: argparse.Namespace) -> list[int]:
 
 
 def compile_share(options: argparse.Namespace, part: int, parts: int) -> None:
-    """Every `parts`-th of all kernels that will be launched."""
+    """Compile every `parts`-th kernel that will be launched."""
     device = torch.device("cuda", 0)
     sms = multiprocessors(device)
     plans = {
@@ -62,5 +62,5 @@ def compile_share(options: argparse.Namespace, part: int, parts: int) -> None:
         for p in sets_of(options) if wgmma.fits(p, m, k)
     }  # fmt: skip
     for plan in sorted(plans, key=lambda plan: (-plan[0].rows, plan))[part::parts]:
-        with contextlib.suppress(Exception):  # said where it is run
+        with contextlib.suppress(Exception):  # reported where it runs
             wgmma.kernel_for(device, *plan)

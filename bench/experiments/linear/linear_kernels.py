@@ -1,4 +1,4 @@
-"""For skinny_linear.py: the kernels of `linear` for few tokens, the shapes they are tried on, and compiling ahead."""
+"""Kernels of `linear` for few tokens, the shapes that skinny_linear.py tests, and compilation ahead of time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
 Shape = tuple[int, int]  # N, K
 Sets = tuple[dict[str, Any], ...]
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# layer: (N, K, how many in a step)
+# layer: (N, K, number in a step)
 MODELS: dict[str, dict[str, tuple[int, int, int]]] = {
     "llama-8b": {
         "qkv": (6144, 4096, 32), "o": (4096, 4096, 32), "gate_up": (28672, 4096, 32), "down": (4096, 14336, 32),
         "lm_head": (128256, 4096, 1),
     },
-    "llama-8b-tp2": {  # what each of two GPUs has
+    "llama-8b-tp2": {  # one of two GPUs
         "qkv": (3072, 4096, 32), "o": (4096, 2048, 32), "gate_up": (14336, 4096, 32), "down": (4096, 7168, 32),
         "lm_head": (64128, 4096, 1),
     },
@@ -47,9 +47,9 @@ def label(params: dict[str, Any]) -> str:
 
 
 class Kernel(NamedTuple):
-    """A provider: its function, its sets of parameters, and which of them are meant for (set, m, k).
+    """A provider: its function, its parameter sets, and which of them are meant for (set, m, k).
 
-    supports  of those in CUDA C++, which are first tried in a process of their own; k_of: K is a multiple of it
+    supports  of CUDA C++ kernels, which are tried in a child process first; k_of: K must be a multiple of it
     """
 
     fn: Callable[..., torch.Tensor]
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
     fits: Callable[[dict[str, Any], int, int], bool]
     supports: Callable[..., str | None] | None = None
     k_of: int = 8
-    chained: tuple[int, ...] = ()  # tokens in graphs
+    chained: tuple[int, ...] = ()  # numbers of tokens in graphs
 
 
 KERNELS = {
@@ -70,9 +70,9 @@ KERNELS = {
 
 
 def only(providers: str, model: str) -> None:
-    """Leave out the providers and models that are not asked for."""
-    for asked, known in ((providers, KERNELS), (model, MODELS)):
-        names = asked.split(",") if asked else list(known)
+    """Keep only the selected providers and models."""
+    for requested, known in ((providers, KERNELS), (model, MODELS)):
+        names = requested.split(",") if requested else list(known)
         if unknown := set(names) - set(known):
             raise SystemExit(f"{', '.join(unknown)}: not one of {', '.join(known)}")
         for name in set(known) - set(names):
@@ -80,14 +80,14 @@ def only(providers: str, model: str) -> None:
 
 
 def compile_share(part: int, parts: int, sizes: list[int]) -> None:
-    """Every `parts`-th of all that will be launched: the odd shapes, and these K."""
+    """Compile every `parts`-th launch: the odd shapes, and these K."""
     for work in (*cuda_work(sizes), *triton_work(sizes))[part::parts]:
-        with contextlib.suppress(Exception):  # said where it is run
+        with contextlib.suppress(Exception):  # reported where it runs
             work()
 
 
 def cuda_work(sizes: list[int]) -> list[Callable[[], Any]]:
-    """The kernels in CUDA C++, the longest to compile first."""
+    """Compile the CUDA C++ kernels, the slowest first."""
     device = torch.device("cuda", 0)
     shapes = [(n, k) for model in MODELS.values() for n, k, _ in model.values() if k in sizes]
     cases = [(m, shape, torch.bfloat16, False) for shape in shapes for m in CHECKED]

@@ -1,14 +1,14 @@
-"""The kernels of `linear` for few tokens on this GPU beside cuBLAS: right first, then timed. Needs torch and triton.
+"""Check the kernels of `linear` for few tokens on this GPU, then time them against cuBLAS.
 
-    python bench/experiments/linear/skinny_linear.py --out rows.jsonl [--seconds 240] [--tokens 1,8,16,32,64,2,4]
-        [--provider cuda-wgmma,cuda-skinny] [--model llama-8b]
+    skinny_linear.py --out rows.jsonl [--seconds 240] [--tokens 1,8,16,32,64,2,4] [--provider cuda-wgmma,cuda-skinny]
+        [--model llama-8b]
 
-Compiles all sets of parameters in parallel, compares each with float64 on odd and on model shapes, and tries what is
-special about them: equal bits in equal calls, graphs that share a device, a kernel that starts while the one before
-ends. Then times cuBLAS and every set that is right: a model's own layers one after the other in a CUDA graph, so that
-no weight is in L2, the slope between n and 2n replays, interleaved. After each number of tokens it prints the sum over
-a step, and the time of a graph of all linear layers of a step. Mixtral's qkv and o have Llama's shapes.
---device cpu --quick runs all of it on tiny shapes, interpreted (TRITON_INTERPRET=1): the times mean nothing there.
+Requires torch and triton. Compiles all parameter sets in parallel and compares each with float64 on odd and on model
+shapes, including equal bits in equal calls, concurrent graphs, and early kernel starts. Then times cuBLAS and every
+right set: a model's own layers one after the other in a CUDA graph, so that no weight is in L2, the slope between n and
+2n interleaved replays. For each number of tokens it prints the sum over a step and the time of a graph of all linear
+layers of a step. Mixtral's qkv and o have Llama's shapes. --device cpu --quick runs everything on tiny shapes in
+Triton's interpreter; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COMPILE_S, CHILD_S = 150, 120
 
 
 def sets_of(run: Run, provider: str) -> Sets:
-    """The provider's sets that are not known to be wrong; quick: one of each kind."""
+    """Return the provider's sets that passed so far; quick: one of each kind."""
     sets = KERNELS[provider].sets
     if run.quick and provider == "triton-skinny":
         kinds = {(p["variant"], p["split_k"] > 1): p for p in sets if p["block_m"] <= 16}
@@ -60,17 +60,17 @@ def sets_of(run: Run, provider: str) -> Sets:
 def compile_all(sizes: list[int]) -> list[subprocess.Popen[bytes]]:
     parts = max(1, (os.cpu_count() or 2) - 2)
     sizes_text = ",".join(map(str, sizes))
-    command = [sys.executable, __file__, "--out", os.devnull, *asked(), "--compile"]
+    command = [sys.executable, __file__, "--out", os.devnull, *selected(), "--compile"]
     return [subprocess.Popen([*command, f"{i}/{parts}/{sizes_text}"]) for i in range(parts)]
 
 
-def asked() -> list[str]:
-    """What children are told of `only`."""
+def selected() -> list[str]:
+    """Return the selection as arguments for child processes."""
     return ["--provider", ",".join(KERNELS), "--model", ",".join(MODELS)]
 
 
 def check(run: Run, provider: str, sets: Sets, shape: Shape, dtype: torch.dtype, odd: bool) -> None:
-    """The sets on one shape with as many tokens as they are meant for; on odd shapes with a bias, all with 17 too."""
+    """Check the sets on one shape with their numbers of tokens and 17; odd shapes with a bias."""
     n, k = shape
     x, weight = run.randn(64, k, dtype=dtype), run.randn(n, k, dtype=dtype, scale=k**-0.5)
     bias = run.randn(n, dtype=dtype) if odd else None
@@ -95,14 +95,14 @@ def check(run: Run, provider: str, sets: Sets, shape: Shape, dtype: torch.dtype,
 
 
 def check_in_a_child(run: Run, provider: str) -> None:
-    """A CUDA C++ kernel, where a mistake may hang or take the GPU's context along: only what passed is used."""
+    """Check a CUDA C++ kernel in a child, since a bug can hang or corrupt the context; keep only sets that passed."""
     kernel = KERNELS[provider]
     assert kernel.supports is not None
     probe = torch.empty(1, 64, dtype=torch.bfloat16, device=run.device)
     reason = kernel.supports(probe, probe)
     if reason is None:
         log = run.out.with_suffix(f".{provider}.log")
-        command = [sys.executable, __file__, "--out", str(run.out), *asked(), "--check", provider]
+        command = [sys.executable, __file__, "--out", str(run.out), *selected(), "--check", provider]
         with open(log, "w") as file:
             child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
             try:
@@ -128,7 +128,7 @@ def check_in_a_child(run: Run, provider: str) -> None:
 
 
 def check_child(run: Run, provider: str, shapes: list[Shape]) -> None:
-    """What the child does: set after set, so that those before one that hangs are known to be right."""
+    """Check set after set in a child, so that results before a hang are known."""
     kernel = KERNELS[provider]
     for p in kernel.sets:
         print("trying", label(p), flush=True)
@@ -145,7 +145,7 @@ def check_child(run: Run, provider: str, shapes: list[Shape]) -> None:
 
 
 def graphs(run: Run, provider: str, p: dict[str, Any], m: int) -> None:
-    """In graphs: layers that overlap must not read x too early; two graphs at once must not share tickets."""
+    """Check graphs: overlapping layers must not read x too early, and concurrent graphs must not share tickets."""
     n = k = 4096
     weights = [run.randn(n, k, scale=k**-0.5) for _ in range(8)]
     fn = KERNELS[provider].fn
@@ -185,10 +185,10 @@ def check_triton(run: Run, shapes: list[Shape]) -> None:
 def time_layer(
     run: Run, layer: str, weights: list[torch.Tensor], m: int, best: dict[str, dict[str, tuple[float, Call]]]
 ) -> None:  # fmt: skip
-    """cuBLAS and every right set on one layer's weights; the best of each kind goes to best[layer]."""
+    """Time cuBLAS and every right set on one layer's weights; the best of each kind goes to best[layer]."""
     n, k = weights[0].shape
     x = run.randn(m, k)
-    rotated = weights if len(weights) > 1 else weights * 4  # one alone is many times L2
+    rotated = weights if len(weights) > 1 else weights * 4  # a single weight is many times larger than L2
     named: dict[str, tuple[str, dict[str, Any], Call]] = {"cublas": ("cublas", {}, F.linear)}
     for provider, kernel in KERNELS.items():
         for p in sets_of(run, provider):
@@ -215,7 +215,7 @@ def time_layer(
 def rounds_named(
     run: Run, named: dict[str, tuple[str, dict[str, Any], Call]], x: torch.Tensor, weights: list[torch.Tensor]
 ) -> dict[str, list[float]]:  # fmt: skip
-    """Microseconds of a call in each round."""
+    """Return microseconds of a call in each round."""
     passes = rounds(
         run, {name: [partial(call, x, w) for w in weights] for name, (_, _, call) in named.items()}
     )
@@ -248,7 +248,7 @@ def step(
     run: Run, model: str, m: int, weights: dict[str, list[torch.Tensor]],
     best: dict[str, dict[str, tuple[float, Call]]],
 ) -> None:  # fmt: skip
-    """All linear layers of a step, layer by layer, in one graph."""
+    """Time all linear layers of a step, layer by layer, in one graph."""
     inputs = {name: run.randn(m, made[0].shape[1]) for name, made in weights.items()}
     depth = max(len(made) for made in weights.values())
     order = [(name, made[i]) for i in range(depth) for name, made in weights.items() if i < len(made)]
@@ -274,9 +274,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,16,32,64,2,4")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
-    parser.add_argument("--provider", default="", help="beside cuBLAS; all, if none is named")
-    parser.add_argument("--model", default="", help=f"of {', '.join(MODELS)}; all, if none is named")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
+    parser.add_argument("--provider", default="", help="comma-separated, besides cuBLAS (default: all)")
+    parser.add_argument("--model", default="", help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # passed to child processes
     parser.add_argument("--check", help=argparse.SUPPRESS)
     options = parser.parse_args()
     only(options.provider, options.model)

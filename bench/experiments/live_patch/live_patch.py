@@ -1,16 +1,15 @@
-"""Prove a patch of a real host on a GPU: plugin or live, compiled code and CUDA graphs on.
+"""Prove a patch of a real host on a GPU, live or by plugin, with compiled code and CUDA graphs.
 
-    python bench/experiments/live_patch/live_patch.py vllm MODEL --out rows.jsonl             # live patch and undo
-    python bench/experiments/live_patch/live_patch.py vllm MODEL --out rows.jsonl --eager     # the noise to compare with
-    FASTKERNELS=1 python bench/experiments/live_patch/live_patch.py vllm MODEL --out rows.jsonl --plugin    # and its undo
-    python bench/experiments/live_patch/live_patch.py sglang MODEL --out rows.jsonl --ops attention --attention-backend fa3
+    live_patch.py vllm MODEL --out rows.jsonl                                # live patch and undo
+    live_patch.py vllm MODEL --out rows.jsonl --eager                        # the host's own noise
+    FASTKERNELS=1 live_patch.py vllm MODEL --out rows.jsonl --plugin         # patch at start, and its undo
+    live_patch.py sglang MODEL --out rows.jsonl --ops attention --attention-backend fa3
 
-Compared are the teacher-forced log-probabilities of fixed random prompts (MODEL needs real or spread weights:
-make_checkpoint.py) before the patch, after it, and after the undo; and the names of our kernels in a profiler
-trace of replayed steps. Prompts go one at a time and nothing is cached, so that the host itself is deterministic.
-`kv_tokens` is how much the engine's KV cache holds, with a default share (--memory) of the GPU.
---eager measures how far the host without compiled code and graphs is from the host with them: the noise of bf16.
-The live run leaves its reference in MODEL/reference-HOST.json for the two others.
+Compares the teacher-forced log-probabilities of fixed random prompts before the patch, after it, and after undo, and
+looks for our kernels in a profiler trace of replayed steps. MODEL needs real or spread weights (make_checkpoint.py).
+Prompts run one at a time without caching, so that the host is deterministic. `kv_tokens` is the size of the KV cache at
+a share of --memory of the GPU. --eager compares the host with and without compiled code and graphs: the noise of bf16.
+The live run writes its reference to MODEL/reference-HOST.json for the other two.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import fastkernels
 from fastkernels.patch import Request, find_host
 
 PROMPTS, LENGTH, OUTPUT = 8, 64, 24
-PRODUCTION = ("linear",)  # cuBLAS runs it: counted, with no kernel of ours to see in a trace
+PRODUCTION = ("linear",)  # runs on cuBLAS: counted, but without a kernel of ours in the trace
 OURS = (
     "rms_norm", "silu_and_mul", "rotary_emb", "embedding", "attention", "linear", "kvcache", "grouped_gemm",
 )  # fmt: skip
@@ -117,7 +116,7 @@ def difference(a: list[float], b: list[float]) -> dict[str, float]:
 
 
 def ours(replies: list[dict[str, Any]]) -> dict[str, int]:
-    """Launches of our kernels, by name, in the processes' traces."""
+    """Return launches of our kernels, by name, in the processes' traces."""
     launches = [item for r in replies for item in r["kernels"].items()]
     return {name: n for name, n in launches if name.startswith("_") and any(o in name for o in OURS)}
 
@@ -149,7 +148,7 @@ class Run:
         print(step, "ok" if ok else "WRONG", json.dumps(metrics), json.dumps(case)[:2000], flush=True)
 
     def trace(self) -> list[dict[str, Any]]:
-        """Profile a generation: decode steps replay graphs, and the replies name our kernels."""
+        """Profile a generation whose decode steps replay graphs; return the names of our kernels."""
         self.integration.call(self.host.engine, Request("trace_start"))
         self.host.tokens(self.prompts)
         return self.integration.call(self.host.engine, Request("trace_stop"))
@@ -159,9 +158,9 @@ class Run:
         return difference(saved["logprobs"], self.host.logprobs(saved["forced"]))
 
     def decode_against_prefill(self) -> dict[str, float]:
-        """How far log-probabilities of a batch's decode steps are from those of the same tokens in a prefill.
+        """Compare log-probabilities of a batch's decode steps with those of the same tokens in a prefill.
 
-        Decode steps replay graphs for sequences of different lengths, which the teacher-forced prompts do not.
+        Decode steps replay graphs for sequences of different lengths; the teacher-forced prompts do not.
         """
         prompts = [p[: LENGTH - 5 * i] for i, p in enumerate(self.prompts)]
         gaps = []
@@ -211,7 +210,7 @@ class Run:
         self.undone(time.monotonic() - at)
 
     def undone(self, took: float) -> None:
-        """After an undo the host says what it said without a patch, as exactly as it repeats itself."""
+        """Check that the host gives its unpatched answers after an undo, as exactly as it repeats itself."""
         saved = json.loads(self.reference.read_text())
         found, same = self.against_reference(), self.host.tokens(self.prompts) == saved["tokens"]
         exact = same and found["logprob_max_abs_diff"] <= saved["noise"]["logprob_max_abs_diff"]
@@ -228,7 +227,7 @@ def main() -> None:
     parser.add_argument(
         "--plugin", action="store_true", help="the engine was patched at start (FASTKERNELS=1)"
     )
-    parser.add_argument("--eager", action="store_true", help="measure the noise, patch nothing")
+    parser.add_argument("--eager", action="store_true", help="measure the host's noise; no patch")
     parser.add_argument(
         "--attention-backend", help="the host's own name, e.g. fa3 for SGLang; default: the host's"
     )

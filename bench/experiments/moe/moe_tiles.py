@@ -1,16 +1,16 @@
-"""Tiles of fused_experts and fused_experts_fp8, beside what vLLM runs with its own tuned ones: right first, then timed.
+"""Check tiles of fused_experts and fused_experts_fp8, then time them against vLLM's tuned kernels.
 
-    python bench/experiments/moe/moe_tiles.py --out rows.jsonl [--seconds 110] [--table mine.json] [--align]
-        [--tokens 256,32,1,128,64,8,1024,4096] [--models mixtral-8x7b/bf16,qwen3-30b/bf16,...]
+    moe_tiles.py --out rows.jsonl [--seconds 110] [--table mine.json] [--tokens 256,32,1,128,64,8,1024,4096]
+        [--models mixtral-8x7b/bf16,qwen3-30b/bf16,...]
 
-Mixtral-8x7B's and Qwen3-30B-A3B's experts in bf16 and in float8 (scales of experts and given ones of activations; of
-blocks), random weights, routing of which some experts have more than others. Compiles all in parallel. At each number
-of tokens every set that is meant for it is compared with the reference on 64 tokens; then both products are timed alone
-with each, and the whole with the best of each block of rows, beside vLLM's Triton, CUTLASS and DeepGEMM: calls in CUDA
-graphs, interleaved, the slope between n and 2n replays. Rows: `product` (a product, a set), `time` (the whole; `best`
-is the row that a table should have). --table writes those as a tuned table: ours where the whole 95% interval of the
-rounds is above 1 against the fastest of production, else production by its name. --align times moe_align's ways first.
---device cpu --quick runs all of it on tiny shapes, interpreted (TRITON_INTERPRET=1): the times mean nothing there.
+Experts of Mixtral-8x7B and Qwen3-30B-A3B in bf16 and float8 (scales per expert with static activation scales, or per
+block), random weights, skewed routing. Compiles everything in parallel. For each number of tokens every suitable set
+is compared with the reference on 64 tokens. Then both products are timed alone with each set, and the whole op with
+the best sets, against vLLM's Triton kernel, CUTLASS and DeepGEMM: calls in CUDA graphs, interleaved, the slope between
+n and 2n replays. Rows: `product` (one product with one set) and `time` (the whole op; `best` marks the choice for a
+table). --table writes those as a tuned table: ours where the 95% interval of the ratio to production's fastest is
+above 1, else production's by name. --device cpu --quick runs tiny shapes in Triton's interpreter; its times mean
+nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from fastkernels.overrides.moe.moe_cases import MIXTRAL, QWEN3_30B
 from fastkernels.overrides.moe.moe_tiles import parsed, tiles, tiles_fp8, wide
 
 COMPILE_S, CHECKED, TURNS = 60, 64, 4
-# Largest error over the largest value, and of root mean squares: bf16 rounds three times, float8 goes another way where
-# a number lies between two.
+# Largest error relative to the largest value, and RMS error: bf16 rounds three times, and float8 ties may round
+# differently.
 LIMITS = {"bf16": (0.02, 0.01), "fp8": (0.15, 0.04)}
 SIZES = {"mixtral-8x7b": MIXTRAL, "qwen3-30b": QWEN3_30B}
 TINY = {"experts": 4, "topk": 2, "hidden": 128, "intermediate": 128}
@@ -55,12 +55,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "block": {"block": 128, "act": 128, "ue8m0": True},
 }  # fmt: skip
 MODELS = "mixtral-8x7b/bf16,mixtral-8x7b/tensor,qwen3-30b/bf16,qwen3-30b/block"
-TOKENS = "256,32,1,128,64,8,1024,4096"  # the most wanted first
+TOKENS = "256,32,1,128,64,8,1024,4096"  # the most important first
 Call = Callable[..., torch.Tensor]
 
 
 class Model(NamedTuple):
-    """One of MODELS: the op, and its arguments for the most tokens."""
+    """One of MODELS: the op, and its arguments for the largest number of tokens."""
 
     label: str
     sizes: dict[str, int]
@@ -83,7 +83,7 @@ def model_of(label: str, tokens: int, run: Run, device: str | None = None) -> Mo
     sizes = TINY if run.quick else SIZES[name]
     spec = registry.get("fused_experts" if kind == "bf16" else "fused_experts_fp8")
     case = Case(label, {"tokens": tokens, **sizes, **KINDS[kind]}, "float32" if run.quick else "bfloat16")
-    if device == "meta":  # shapes alone
+    if device == "meta":  # shapes only
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -97,7 +97,7 @@ def model_of(label: str, tokens: int, run: Run, device: str | None = None) -> Mo
 
 
 def routing(run: Run, tokens: int, sizes: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, ids): the hottest of 8 experts has 1.5 times the mean load, that of 128 some 2.5 times."""
+    """Return (weights, ids): the hottest of 8 experts has 1.5 times the mean load, of 128 about 2.5 times."""
     bias = torch.linspace(-0.6, 0.6, sizes["experts"], device=run.device)
     logits = torch.randn(tokens, sizes["experts"], generator=run.generator, device=run.device) + bias
     weights, ids = logits.softmax(-1).topk(sizes["topk"])
@@ -112,7 +112,7 @@ def own(model: Model, tokens: int, is_wide: bool) -> str:
 
 
 def sets_for(model: Model, tokens: int, is_wide: bool) -> list[str]:
-    """The kernel's own choice for so many tokens, then the provider's sets that are meant for them."""
+    """Return the kernel's own choice for this number of tokens, then the provider's suitable sets."""
     triton = model.spec.op.providers[0]
     args = model.at(model.args[0][:tokens], *(a[:tokens] for a in model.args[model.weights_at :][:2]))
     found = [p["gate_up"] for p in triton.params if triton.fits(p, *args)]
@@ -120,7 +120,7 @@ def sets_for(model: Model, tokens: int, is_wide: bool) -> list[str]:
 
 
 def quantized(model: Model, a: torch.Tensor, at: int) -> tuple[torch.Tensor, _grouped_gemm.Scales]:
-    """Activations before product `at` in float8, and where all scales lie."""
+    """Return float8 activations before product `at`, and the position of all scales."""
     kind, w = check(*model.args[1:5], *model.args[7:12]), model.args[1 + at]
     if a.is_meta:
         groups = {1: 1, 128: a.shape[1] // 128}.get(kind.activations, 0)
@@ -135,7 +135,7 @@ def quantized(model: Model, a: torch.Tensor, at: int) -> tuple[torch.Tensor, _gr
 def products(
     run: Run, model: Model, pairs: Sorted, x: torch.Tensor, weights: torch.Tensor, text: str
 ) -> list[Callable[[], Any]]:
-    """Both products alone with these tiles, on numbers that are as large as real ones."""
+    """Return both products with these tiles, on numbers of realistic size."""
     inner = torch.empty(pairs.n_pairs, model.args[2].shape[2], dtype=x.dtype, device=x.device)
     inner = inner if inner.is_meta else inner.normal_(generator=run.generator)
     calls = []
@@ -148,7 +148,7 @@ def products(
 
 
 def theirs(model: Model, args: list[Any]) -> dict[str, Call]:
-    """What vLLM runs for such a call, by the names of our providers; why the others do not is on the screen."""
+    """Return vLLM's kernels for this call by our providers' names; print why others are missing."""
     found, several = {}, {"vllm": (production.fused_experts_vllm, production.supports_vllm)}
     if model.kind != "bf16":
         several = {
@@ -168,11 +168,11 @@ def theirs(model: Model, args: list[Any]) -> dict[str, Call]:
     return found
 
 
-# -- compiling, in children
+# -- compilation in child processes
 
 
 def compile_ours(part: int, parts: int, models: list[str], tokens: list[int], run: Run) -> None:
-    """Every `parts`-th kernel."""
+    """Compile every `parts`-th kernel of ours."""
     _grouped_gemm._grouped_gemm_kernel = Compiles(_grouped_gemm._grouped_gemm_kernel)
     _grouped_gemm.overlap = lambda *_: {"OVERLAP": True, "launch_pdl": True}
     jobs: dict[tuple[str, str, bool], tuple[Model, int]] = {}
@@ -186,7 +186,7 @@ def compile_ours(part: int, parts: int, models: list[str], tokens: list[int], ru
         count, topk = n * model.sizes["topk"], model.sizes["topk"]
         some = torch.empty(16 * count, dtype=torch.int32, device="meta")
         pairs = Sorted(None if few else some, some, None if few else some, count, topk, count)
-        with contextlib.suppress(Exception):  # said where it is run
+        with contextlib.suppress(Exception):  # reported where it runs
             for call in products(
                 run, model, pairs, model.args[0][:n], torch.empty(n, topk, device="meta"), text
             ):
@@ -194,7 +194,7 @@ def compile_ours(part: int, parts: int, models: list[str], tokens: list[int], ru
 
 
 def compile_theirs(part: int, parts: int, models: list[str], tokens: list[int], run: Run) -> None:
-    """Real calls."""
+    """Compile vLLM's kernels by real calls."""
     for label in models[part::parts]:
         model = model_of(label, max(tokens), run)
         for n in tokens:
@@ -212,7 +212,7 @@ def compiling(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen([sys.executable, __file__, *known, "--compile", share]) for share in shares]
 
 
-# -- right, and how fast
+# -- correctness and time
 
 
 def wrong_by(call: Call, args: list[Any], want: torch.Tensor, at: torch.Tensor, kind: str) -> str:
@@ -233,7 +233,7 @@ def wrong_by(call: Call, args: list[Any], want: torch.Tensor, at: torch.Tensor, 
 def right(
     run: Run, model: Model, calls: dict[str, Call], args: list[Any], about: dict[str, Any]
 ) -> dict[str, Call]:
-    """Those that are; a set for which the chip has no room is no failure."""
+    """Return the sets that are right; a set that does not fit on the chip is no failure."""
     x, tokens = args[0], args[0].shape[0]
     at = torch.linspace(0, tokens - 1, min(tokens, CHECKED), device=run.device).long()
     few = list(args)
@@ -251,7 +251,7 @@ def right(
 
 
 def turns(model: Model, run: Run, tokens: int) -> list[list[Any]]:
-    """Several calls for a graph, where one alone might find its few experts' weights in L2."""
+    """Return several calls for a graph, so that L2 does not hold the weights of few experts."""
     x = model.args[0][:tokens]
     count = TURNS if tokens <= 64 else 1
     return [model.at(x, *routing(run, tokens, model.sizes)) for _ in range(count)]
@@ -264,7 +264,7 @@ def measure_point(run: Run, model: Model, tokens: int) -> tuned.Entry | None:
     sets = sets_for(model, tokens, is_wide)
     calls: dict[str, Call] = {t: partial(ours, gate_up=t, down=t) for t in sets}
     found = right(run, model, {**calls, **(theirs(model, several[0]) if run.cuda else {})}, several[0], about)
-    # 1: each product alone
+    # first each product alone
     todo: dict[str, list[Callable[[], Any]]] = {}
     for text in (t for t in sets if t in found):
         both = []
@@ -278,7 +278,7 @@ def measure_point(run: Run, model: Model, tokens: int) -> tuned.Entry | None:
     for name, us in alone.items():
         which, text = name.split()
         run.row("product", "triton", {**about, "product": which, "tiles": text}, us=us, quiet=True)
-    # 2: the whole, with the best of both for each block of rows
+    # then the whole op, with the best of both for each block of rows
     choices = {sets[0]: {"gate_up": sets[0], "down": sets[0]}} if sets[0] in found else {}
     for block_m in sorted({parsed(t).block_m for t in sets if t in found}):
         best = {
@@ -320,13 +320,14 @@ def measure_point(run: Run, model: Model, tokens: int) -> tuned.Entry | None:
 
 
 def write_table(run: Run, path: Path, found: list[tuned.Entry]) -> None:
-    """Into the file, in the place of older entries of the same points."""
+    """Add the entries to the file, replacing older entries of the same points."""
     from fk_bench.core.machine import commit
 
     about = {
         "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit() or "unknown",
         "versions": run.common["versions"], "machine": run.common["machine"],
-        "measured": "alone, in CUDA graphs, five interleaved rounds, 95% t-interval; bench/experiments/moe/moe_tiles.py",
+        "measured": "alone, in CUDA graphs, five interleaved rounds, 95% t-interval; "
+        "bench/experiments/moe/moe_tiles.py",
     }  # fmt: skip
     table = tuned.Table(tuned.chip_of(run.device), {run.common["run_id"]: about}, tuple(found))
     path.write_text((tuned.read(path).merged(table) if path.exists() else table).to_json())
@@ -337,7 +338,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=110.0, help="no point begins later")
+    parser.add_argument("--seconds", type=float, default=110.0, help="start no measurement after this time")
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument(
         "--models", default=MODELS, help=f"of {', '.join(SIZES)}, each with {', '.join(KINDS)}"
@@ -345,7 +346,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="a tuned table to write the best into")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few sets")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)  # what its own children are told
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # passed to child processes
     options = parser.parse_args()
     tokens = [5] if options.quick else [int(n) for n in options.tokens.split(",")]
     models, begin = options.models.split(","), time.monotonic()
@@ -359,7 +360,7 @@ def main() -> None:
         finish(compiling(options) if run.cuda and not run.quick else [], COMPILE_S)
         print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
         found = []
-        for n in tokens:  # all models at the most wanted number first
+        for n in tokens:  # all models at the most important number first
             for label in models:
                 if run.left() > 0:
                     model = model_of(label, n, run)

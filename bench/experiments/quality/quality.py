@@ -1,24 +1,13 @@
-"""Quality of a patched host, on real text: how far its distributions are from the host's, beside the host's own noise.
+"""Measure the quality of a patched host on real text: its distance from float32 and from the unpatched host.
 
-    python bench/experiments/quality/quality.py --host vllm --model SmolLM2 --out rows.jsonl [--every-kernel] [--way start]
+    quality.py --host vllm --model SmolLM2 --out rows.jsonl [--every-kernel] [--way start]
 
-The text's own tokens are forced (teacher-forced), so that all runs see the same context, in decode steps (batches of
-32, 8 and 1 sequences, over the whole vocabulary, exactly) and in prefills (over the host's best tokens, the others as
-one: a lower bound of the divergence). Runs: the model in float32, by transformers (`exact`); the host; the host in
-another order in batches of other sizes (`other`: what a request meets in a server whose load changes); beside it, in
-another order in batches as large, and once more as it was (`order`, `again`); and with FastKernels. Goals, over all
-decoded and over all prefilled tokens:
+The method, the runs and the goals are in README.md. --way live patches the engine that was measured, start another one
+before construction; engine measures our own engine, eager the host without compiled code and graphs. --every-kernel
+makes a table that sends the model's shapes to our linear and attention kernels. The exit status is 1 if a goal is
+missed or could not be measured:
 
     KL(exact || patched) / KL(exact || host) at most --ratio;  |perplexity patched / host - 1| at most --perplexity
-
-Divergences from the host, KL(host || other) and KL(host || patched), are reported beside and have no goal: the first is
-of the same kernels, most of whose bits are the same; two roundings of one model differ by what each is from float32, as
-soon as one sum is taken in another order. --way eager shows it with the host alone.
-
---way live patches the engine that was measured, start another one that was told so before it was built; engine has our
-own engine in its place, eager the host itself without compiled code and graphs. --every-kernel has a table that sends
-the model's shapes to our linear and attention kernels, which else run only where they are known to be faster. The exit
-status is 1 where a goal is missed or not measured.
 """
 
 from __future__ import annotations
@@ -44,14 +33,14 @@ from experiments.quality.quality_plan import OTHERS, Plan, english, plan, table,
 from experiments.quality.quality_record import EXACT, HOST, write
 
 TOP = 20  # tokens whose probabilities are compared one by one in a prefill
-# How the names of our kernels begin in a trace; _Z is how C++ spells other people's.
+# Prefixes of our kernels' names in a trace; _Z begins mangled C++ names of other kernels.
 OURS = re.compile(r"_(?![ZC])\w+$|skinny_linear|wgmma_linear|fastkernels::")
-# A batch's prompts fit into one step: a partial one would be a row of logits of its own.
+# A batch's prompts must fit into one step: a partial prompt would add a row of logits.
 SETTINGS = {"max_model_len": 1024, "max_num_batched_tokens": 16384}
 
 
 class Runs:
-    """In a process of its own: an engine and what is asked of it."""
+    """The runs of one engine, in a child process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         module = f"experiments.quality.quality_{'fastkernels' if args.child == 'engine' else args.host}"
@@ -72,7 +61,7 @@ class Runs:
             self.engine = engine(str(args.model), {**options, **engine.plain}, TOP)
 
     def forced(self, run: str, batch: list[int], new: int | None = None) -> None:
-        """Decode steps of these sequences; only `new` tokens of each where it is given."""
+        """Run decode steps of these sequences with forced tokens; at most `new` tokens of each."""
         chosen = [self.plan.decode[i] for i in batch]
         tasks = [
             {
@@ -100,7 +89,7 @@ class Runs:
         print(f"{run}: decode {middle - start:.1f} s, prefill {now - middle:.1f} s", flush=True)
 
     def traced(self) -> dict[str, int]:
-        """Launches of our kernels, by name, in a few decode steps of the first batch: graphs are replayed there."""
+        """Return launches of our kernels, by name, in a few decode steps of the first batch, which replay graphs."""
         from fastkernels.patch import Request, find_host
 
         host = find_host(self.args.host)
@@ -117,7 +106,7 @@ class Runs:
         except Exception as error:
             print(f"no trace: {type(error).__name__}: {error}", flush=True)
         versions = {self.args.host: self.engine.version()}
-        runner = getattr(self.engine, "runner", None)  # which of vLLM's model runners it was
+        runner = getattr(self.engine, "runner", None)  # vLLM's first or second model runner
         (self.folder / "live.json").write_text(
             json.dumps({"rows": rows, "versions": versions, "kernels": kernels, "runner": runner})
         )
@@ -150,7 +139,7 @@ class Runs:
 
 
 def child(args: argparse.Namespace, part: str, environment: dict[str, str], seconds: float) -> str:
-    """Run a part in a session of its own; '' or what went wrong. Its output is this one's."""
+    """Run a part in its own session with shared output; return '' or the problem."""
     command = [
         sys.executable, __file__, "--host", args.host, "--model", str(args.model), "--out", str(args.out),
         "--others", args.others, "--engine", args.engine, "--candidates", args.candidates,
@@ -161,7 +150,7 @@ def child(args: argparse.Namespace, part: str, environment: dict[str, str], seco
         status = process.wait(timeout=max(seconds, 1))
         return f"{part}: exit status {status}" if status else ""
     except subprocess.TimeoutExpired:
-        return f"{part}: not done in {seconds:.0f} s"
+        return f"{part}: time limit of {seconds:.0f} s exceeded"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # engine cores and schedulers too
@@ -169,7 +158,7 @@ def child(args: argparse.Namespace, part: str, environment: dict[str, str], seco
 
 
 def measure(args: argparse.Namespace) -> list[str]:
-    """All runs, in children; what went wrong."""
+    """Perform all runs in child processes; return the problems."""
     until = time.monotonic() + args.seconds
     clean = {n: v for n, v in os.environ.items() if n not in ("FASTKERNELS", "FASTKERNELS_REPORT")}
     if args.every_kernel:
@@ -194,9 +183,9 @@ def measure(args: argparse.Namespace) -> list[str]:
 
 
 def idle(rows: list[dict[str, Any]], every: bool, linear: str = "linear") -> list[str]:
-    """What should have run and did not: anything at all; `every`: the ops that only run by a table.
+    """Return the ops that should have run and did not. `every`: those that only run by a table.
 
-    linear: the op of the model's linears, linear or linear_fp8.
+    linear: the op of the model's linear layers, linear or linear_fp8.
     """
     ran = {r["op"] for r in rows if r["state"] == "active" and r["calls"] > 0}
     wanted = {linear: {linear}, "attention": {"attention", "attention_decode"}} if every else {}
@@ -204,12 +193,12 @@ def idle(rows: list[dict[str, Any]], every: bool, linear: str = "linear") -> lis
     for op, names in wanted.items():
         if not ran & names:
             why = [r.get("reason") or json.dumps(r.get("left", {})) for r in rows if r["op"] in names]
-            found.append(f"{op} did not run: {'; '.join(dict.fromkeys(why)) or 'it is not in the report'}")
+            found.append(f"{op} did not run: {'; '.join(dict.fromkeys(why)) or 'not in the report'}")
     return found
 
 
 def record(args: argparse.Namespace, found: list[dict[str, Any]], errors: list[str]) -> int:
-    """Rows of what was found; the number of those that are not right. A row of one batch size has no goal."""
+    """Write the rows; return the number of wrong ones. Rows of a single batch size have no goal."""
     from experiments.quality.quality_summary import problem
     from fk_bench.core import machine
     from fk_bench.core.rows import Row, Status, Subject, append
@@ -256,7 +245,7 @@ def show(args: argparse.Namespace, found: list[dict[str, Any]], live: dict[str, 
             for name, how in names.items()
         ]
 
-    shown, beside = [], []
+    shown, against = [], []
     for group in found:
         where = [group["phase"], group["batch"], *cells(group, tokens=".0f")]
         ratio = cells(group, exact_ratio=".3f")[0]
@@ -267,7 +256,7 @@ def show(args: argparse.Namespace, found: list[dict[str, Any]], live: dict[str, 
         shown.append([*where, *kls, ratio, *rest, group["said"]])
         for run in (*OTHERS, "patched"):
             names = {f"kl_{run}": ".3e", f"logprob_max_abs_diff_{run}": ".3f", f"same_best_{run}": ".4f"}
-            beside.append([*where, run, *cells(group, **names, **{f"perplexity_{run}": ".4f"})])
+            against.append([*where, run, *cells(group, **names, **{f"perplexity_{run}": ".4f"})])
     title = f"{args.model.name} in {args.host}: KL from float32, nats a token"
     columns = [
         "phase",
@@ -291,7 +280,7 @@ def show(args: argparse.Namespace, found: list[dict[str, Any]], live: dict[str, 
         "same best token",
         "perplexity",
     ]
-    print_table("Every run beside the host", columns, beside)
+    print_table("Every run against the host", columns, against)
     ran = [
         f"{r['op']} ({r['modules']} modules, {r['calls']} calls)"
         for r in live["rows"]
@@ -316,9 +305,11 @@ def main() -> None:
         "--model", type=Path, required=True, help="a folder: config.json, weights, tokenizer.json"
     )
     parser.add_argument("--out", type=Path, required=True, help="rows are appended (JSONL)")
-    parser.add_argument("--text", type=Path, help="default: Python's own help texts")
+    parser.add_argument("--text", type=Path, help="default: Python's documentation")
     parser.add_argument("--way", choices=("live", "start", "engine", "eager"), default="live")
-    parser.add_argument("--every-kernel", action="store_true", help="our linears and attention at any speed")
+    parser.add_argument(
+        "--every-kernel", action="store_true", help="use our linear and attention kernels regardless of speed"
+    )
     parser.add_argument(
         "--decode", type=pairs, default=pairs("32:20480,8:4096,1:1024"), help="batch:tokens, ..."
     )
@@ -327,18 +318,18 @@ def main() -> None:
     parser.add_argument("--prefill", type=pairs, default=pairs("16:20440"), help="batch:tokens")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence in a prefill")
     parser.add_argument(
-        "--others", default=",".join(OTHERS), help="unpatched runs beside the first; `other` is needed"
+        "--others", default=",".join(OTHERS), help="further unpatched runs; `other` is required"
     )
-    parser.add_argument("--ratio", type=float, default=1.2, help="of divergences, at most")
-    parser.add_argument("--perplexity", type=float, default=0.001, help="relative difference, at most")
+    parser.add_argument("--ratio", type=float, default=1.2, help="largest ratio of divergences")
+    parser.add_argument("--perplexity", type=float, default=0.001, help="largest relative difference")
     parser.add_argument("--engine", default="{}", help="more settings of the host's engine, JSON")
     parser.add_argument(
         "--candidates", default="{}", help="a user's kernels instead of ours: {op: file}, JSON"
     )
     parser.add_argument(
-        "--seconds", type=float, default=540, help="for all runs; what is there by then is reported"
+        "--seconds", type=float, default=540, help="time limit of all runs; later runs are left out"
     )
-    parser.add_argument("--work", type=Path, help="where logits are kept meanwhile: 0.2 MB a token")
+    parser.add_argument("--work", type=Path, help="folder for temporary logits, 0.2 MB a token")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()

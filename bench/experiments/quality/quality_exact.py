@@ -1,4 +1,4 @@
-"""Of quality.py: the same model in float32 by transformers, which every run's distributions are compared with."""
+"""quality.py: the model in float32 by transformers, the reference of all runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights in float32; one with a scale beside it is multiplied by that."""
+    """Return a checkpoint's weights in float32; quantized weights are multiplied by their scales."""
     found = {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
     scales = {n: found.pop(n).float() for n in list(found) if n.endswith(".weight_scale")}
     return {n: t.float() * scales.get(f"{n}_scale", 1.0) for n, t in found.items()}
@@ -35,7 +35,7 @@ def model_of(folder: Path, device: str) -> Any:
 
 @torch.inference_mode()
 def run(folder: Path, model: Path, plan: Plan, top: int) -> None:
-    """Keep the logits of all forced tokens, and write the log-probabilities of the prefills."""
+    """Store the logits of all forced tokens, and write the log-probabilities of the prefills."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     exact = model_of(model, device)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]

@@ -1,4 +1,4 @@
-"""Of quality.py: our own engine, whose sampler forces tokens and compares logits (quality_record.py)."""
+"""quality.py: our own engine, with a sampler that forces tokens and compares logits (quality_record.py)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastkernels.core import dispatch
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan
 
-_tasks: dict[int, dict[str, Any]] = {}  # by the seed that a request names
+_tasks: dict[int, dict[str, Any]] = {}  # by the request's seed
 
 
 class Forced(Sampler):
-    """A Sampler whose rows with a task take the task's tokens."""
+    """A Sampler that takes the task's tokens for rows with a task."""
 
     requests: dict[int, Progress]
 
@@ -59,7 +59,7 @@ class Engine:
         return fastkernels.__version__
 
     def rows(self) -> list[dict[str, Any]]:
-        """As a report's: the ops that ran here, none of them in a host's modules."""
+        """Return report rows of the ops that ran; no host modules are involved."""
         found = dispatch.counters()
         return [
             {"op": op, "modules": 0, "state": "active", **counted}
@@ -68,8 +68,8 @@ class Engine:
         ]
 
     def decode(self, prompts: list[list[int]], tasks: list[dict[str, Any]]) -> list[list[int]]:
-        """The tokens that were made: of each task its own."""
-        self.target.llm_engine.blocks.reset_cache()  # the prompts are computed in every run
+        """Return the generated tokens, which must be each task's own."""
+        self.target.llm_engine.blocks.reset_cache()  # no prefix cache: every run computes the prompts
         _tasks.clear()
         _tasks.update(enumerate(tasks))
         params = [
@@ -79,13 +79,13 @@ class Engine:
             )
             for i, task in enumerate(tasks)
         ]  # fmt: skip
-        # With a bias, of nothing, a graph's own choice of tokens is not taken.
+        # An empty bias keeps the token choice out of the graph.
         outputs = self.target.generate([{"prompt_token_ids": p} for p in prompts], params)
         _tasks.clear()
         return [list(o.outputs[0].token_ids) for o in outputs]
 
     def prefill(self, texts: list[list[int]]) -> list[list[tuple[float, dict[int, float]]]]:
-        """Of each token after the first: its log-probability, and the most probable ones with theirs."""
+        """Return, for each token after the first, its log-probability and the most probable tokens with theirs."""
         self.target.llm_engine.blocks.reset_cache()
         params = SamplingParams(temperature=0, detokenize=False, max_tokens=1, prompt_logprobs=self.top)
         outputs = self.target.generate([{"prompt_token_ids": t} for t in texts], params)

@@ -1,14 +1,13 @@
-"""How far a model in bfloat16 is from itself where only sums are taken in another order: what no kernel can be under.
+"""Measure how far a bfloat16 model is from itself when only sums are taken in another order: a floor for any kernel.
 
-    python bench/experiments/quality/quality_noise.py SmolLM2-135M-Instruct --out rows.jsonl [--fp8]
+    quality_noise.py SmolLM2-135M-Instruct --out rows.jsonl [--fp8]
 
-The model of transformers, on real text (quality.py's), on a CPU: bfloat16 between ops, every norm and linear in float32
-inside and rounded once. Beside it the same with each sum in two halves that are then added: the squares of norms, the
-products of linears, both. No other number differs. Of each a row: KL(as it was || changed) and KL(float32 || changed),
-nats a token, means over all tokens, and its perplexity over that of the unchanged, less 1, with a standard error as if
-tokens were independent. What is unchanged goes through twice: a divergence there is a fault of the command, and its
-exit status is 1. --fp8: linears of decoder layers in float8 with a scale a row, their input with one a token; float32
-has the same weights. No times are taken.
+Runs the model of transformers on quality.py's text on a CPU: bfloat16 between ops; every norm and linear layer computes
+in float32 and rounds once. The variants split each sum into two halves: of the squares in norms, of the products in
+linear layers, or both; nothing else differs. Rows: KL(unchanged || changed) and KL(float32 || changed) in nats a token,
+and the perplexity relative to the unchanged model with a standard error as if tokens were independent. The unchanged
+model runs twice; a divergence there is a bug of the script, and the exit status is 1. --fp8: linear layers of the
+decoder in float8 with a scale a row, inputs with a scale a token; float32 uses the same weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ CHANGES = {WHOLE: (), "norms": ("norms",), "linears": ("linears",), "both": ("no
 
 
 def summed(x: torch.Tensor, halves: bool) -> torch.Tensor:
-    """[..., n] -> [..., 1], float32."""
+    """Sum [..., n] to [..., 1] in float32."""
     parts = x.chunk(2, -1) if halves else (x,)
     return torch.stack([part.sum(-1, keepdim=True) for part in parts]).sum(0)
 
@@ -65,7 +64,7 @@ def linear(
 
 
 def quantize(model: torch.nn.Module, exact: torch.nn.Module) -> None:
-    """Give the linears of a model's decoder layers float8 weights, and `exact` what these stand for."""
+    """Give a model's decoder linear layers float8 weights, and `exact` the same values in float32."""
     others = dict(exact.named_modules())
     for name, module in model.named_modules():
         if LINEAR.search(f"{name}.weight") and isinstance(module, torch.nn.Linear):
@@ -75,30 +74,31 @@ def quantize(model: torch.nn.Module, exact: torch.nn.Module) -> None:
 
 
 def change(model: torch.nn.Module, parts: tuple[str, ...]) -> None:
-    """Make every RMS norm and linear of a model ours; those of `parts` ("norms", "linears") sum in two halves.
+    """Replace every RMS norm and linear layer of a model; those of `parts` ("norms", "linears") sum in two halves.
 
-    Raises ValueError where the model has no RMS norm, or a linear with a bias.
+    Raises ValueError if the model has no RMS norm, or a linear layer with a bias.
     """
     norms = 0
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             if module.bias is not None:
-                raise ValueError(f"{name} has a bias: only models whose linears have none, such as Llama's")
+                raise ValueError(f"{name} has a bias; use a model without, such as Llama")
             held = getattr(module, "values", module.weight), getattr(module, "scale", None)
             module.forward = lambda x, h=held: linear(x, h[0], "linears" in parts, h[1])
         elif hasattr(module, "variance_epsilon"):
             norms += 1
             module.forward = lambda x, m=module: norm(x, m.weight, m.variance_epsilon, "norms" in parts)
     if not norms:
-        raise ValueError("the model has no RMS norm of transformers' kind (variance_epsilon): take a Llama")
+        raise ValueError("the model has no RMS norm with variance_epsilon; use a Llama")
 
 
 @torch.inference_mode()
 def divergences(
     folder: Path, sequences: list[Sequence], fp8: bool = False
 ) -> dict[str, dict[str, list[float]]]:
-    """Of each change, of each token but the first of a sequence: KL from the unchanged model and from float32, and how
-    much less probable the token is than by the unchanged model, in nats."""
+    """Return, for each variant and each token but a sequence's first: KL from the unchanged model and from float32, and
+    how much less probable the token is than in the unchanged model, in nats.
+    """
     from transformers import AutoModelForCausalLM
 
     exact = model_of(folder, "cpu")
@@ -132,8 +132,8 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path, help="a folder: a Llama's config.json, weights, tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="rows are appended (JSONL)")
-    parser.add_argument("--text", type=Path, help="default: Python's own help texts")
-    parser.add_argument("--tokens", type=int, default=2044, help="at least so many are compared")
+    parser.add_argument("--text", type=Path, help="default: Python's documentation")
+    parser.add_argument("--tokens", type=int, default=2044, help="least number of tokens to compare")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--fp8", action="store_true", help="linears in float8, quantized here")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Of quality.py: the text, how it is cut into requests, and a table that sends a model's shapes to our kernels."""
+"""quality.py: the text, its requests, and a table that sends a model's shapes to our kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-OTHERS = ("other", "order", "again")  # unpatched, beside run HOST
+OTHERS = ("other", "order", "again")  # further unpatched runs
 
 
 def english() -> str:
-    """The help texts that come with every Python: 465,000 characters, 113,000 tokens of SmolLM2 (3.11)."""
+    """Return Python's documentation as text: 465,000 characters, 113,000 tokens of SmolLM2 (Python 3.11)."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(text for _, text in sorted(topics.items()))
@@ -26,7 +26,7 @@ def tokens_of(model: Path, text: str) -> list[int]:
 
 @dataclass
 class Sequence:
-    """`prompt` is given, `tokens` are forced in decode steps; in a prefill there are only tokens."""
+    """`prompt` is given and `tokens` are forced in decode steps; a prefill has only tokens."""
 
     batch: int
     tokens: list[int]
@@ -36,7 +36,7 @@ class Sequence:
 
 @dataclass
 class Plan:
-    """decode: sequences of each batch size after the other; prefill: of one batch size. Everything is JSON."""
+    """decode: sequences of each batch size in order; prefill: of one batch size. Serialized as JSON."""
 
     decode: list[Sequence]
     prefill: list[Sequence]
@@ -57,10 +57,10 @@ class Plan:
         )
 
     def batches(self, phase: str, run: str) -> list[list[int]]:
-        """Numbers of the sequences that are served together, of a phase ('decode', 'prefill') in a run.
+        """Return the sequence numbers that are served together in a phase ('decode', 'prefill') of a run.
 
-        'order' is another order in batches as large, 'other' another order in batches of other sizes, drawn from all
-        that are smaller (2 to 8 instead of 1); all other runs have the text's order.
+        'order' permutes them in batches of the same sizes, 'other' in random smaller batches (2 to 8 instead of 1); all
+        other runs keep the text's order.
         """
         sequences: list[Sequence] = getattr(self, phase)
         found = []
@@ -86,10 +86,10 @@ def plan(
     prefill: tuple[int, int],
     length: int,
 ) -> Plan:
-    """Cut a text.
+    """Cut a text into sequences. Raises ValueError if the text is too short.
 
-    decode: {batch: tokens to force at least}, `new` of them a sequence, after prompts of these lengths in turn;
-    prefill: (batch, tokens at least) in sequences of `length`. Raises ValueError where the text is too short.
+    decode: {batch: least number of forced tokens}, `new` a sequence, after prompts of these lengths in turn;
+    prefill: (batch, least number of tokens) in sequences of `length`.
     """
     at, slot = 0, 0
     sequences = []
@@ -98,18 +98,20 @@ def plan(
             start = at + prompts[i % len(prompts)]
             sequences.append(Sequence(batch, tokens[start : start + new], tokens[at:start], slot))
             at, slot = start + new, slot + new
-    count = -(-prefill[1] // (length - 1))  # nothing is known before the first token of a sequence
+    count = -(-prefill[1] // (length - 1))  # the first token of a sequence has no context
     texts = [Sequence(prefill[0], tokens[i * length : (i + 1) * length]) for i in range(count)]
     needed = max(at, count * length)
     if needed > len(tokens):
-        raise ValueError(f"the text has {len(tokens)} tokens, {needed} are needed: a longer --text, or fewer")
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, {needed} are needed; use a longer --text or fewer tokens"
+        )
     return Plan(sequences, texts)
 
 
 def table(config: dict[str, Any], chip: str, context: int) -> str:
-    """A tuned table (JSON) that sends this model's linears and decode attention to our kernels.
+    """Return a tuned table (JSON) that sends this model's linear layers and decode attention to our kernels.
 
-    config: a Llama's config.json; context: the longest. No speed was measured, and the table says so.
+    config: a Llama's config.json; context: the longest. The entries were not measured, and the table says so.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -122,7 +124,7 @@ def table(config: dict[str, Any], chip: str, context: int) -> str:
         (2 * inner, hidden),
         (hidden, inner),
     ]
-    if config.get("quantization_config"):  # FP8-dynamic: a scale a token and a row
+    if config.get("quantization_config"):  # FP8-dynamic: scales per token and per row
         op, kind, baseline = "linear_fp8", {"block": 1, "out_dtype": "bfloat16"}, "cutlass"
         few, many = "cuda-wgmma-fp8", "cuda-wgmma-fp8"
     else:
@@ -151,7 +153,7 @@ def table(config: dict[str, Any], chip: str, context: int) -> str:
     ]  # fmt: skip
     runs = {
         run: {
-            "measured": "nothing: made by bench/experiments/quality/quality.py, so that our kernels run whatever they gain"
+            "measured": "nothing: made by bench/experiments/quality/quality.py to run our kernels regardless of speed"
         }
     }
     return json.dumps(

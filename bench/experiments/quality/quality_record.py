@@ -1,11 +1,10 @@
-"""Of quality.py, inside a host's engine: force the text's own tokens in decode steps, and compare the raw logits there.
+"""quality.py, inside a host's engine: force the text's tokens in decode steps, and compare the raw logits there.
 
-A request carries a task, plain JSON: {"folder", "run", "sequence", "at", "total", "tokens"}. Each step of it gives one
-row of logits. The row of run HOST is kept in folder/logits.f32, at `at` + how many came before it, of `total`; rows of
-all other runs are compared with what is kept there (a file, since runs may be in different processes), and every run
-with folder/exact.f32, where the same model's logits in float32 are (quality_exact.py). Then all tokens
-but the text's are ruled out, so that the sampler, whatever it does, takes that one. What was found of a sequence is a
-line of folder/RUN.jsonl.
+A request carries a task as JSON: {"folder", "run", "sequence", "at", "total", "tokens"}. Each of its steps gives one
+row of logits. Run HOST stores its rows in folder/logits.f32, from row `at` of `total`. All other runs compare their
+rows with that file, which runs in other processes can read, and every run with folder/exact.f32, the logits in float32
+(quality_exact.py). Then all tokens but the text's are masked, so that any sampler takes that one. The results of a
+sequence are a line of folder/RUN.jsonl.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from typing import Any
 
 import torch
 
-HOST = "host"  # the run that all others are compared with
+HOST = "host"  # the reference run
 LOGITS = "logits.f32"
-EXACT = "exact"  # the model in float32, which has no run in an engine
+EXACT = "exact"  # the model in float32, computed outside the engine
 EXACT_LOGITS = "exact.f32"
 _kept: dict[tuple[str, int, int, str], torch.Tensor] = {}
 
 
 @dataclass
 class Progress:
-    """One request: its task, and of each step so far what `compare` found."""
+    """One request: its task and the results of `compare` for each step so far."""
 
     task: dict[str, Any]
     kl: list[float] = field(default_factory=list)
@@ -65,7 +64,7 @@ def write(folder: Path, run: str, sequence: int, found: dict[str, list[Any]]) ->
 
 
 def kept(folder: str, total: int, vocabulary: int, name: str = LOGITS) -> torch.Tensor:
-    """[total, vocabulary] float32, the file itself: made if it is not there."""
+    """Open the logits file [total, vocabulary] in float32, creating it if needed."""
     key = (folder, total, vocabulary, name)
     if key not in _kept:
         path = Path(folder, name)
@@ -77,17 +76,20 @@ def kept(folder: str, total: int, vocabulary: int, name: str = LOGITS) -> torch.
 def compare(
     logits: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logits, reference: [n, vocabulary]; tokens: [n]. Of each row KL(reference || logits) in nats, the token's
-    log-probability by `logits`, and 1 where the most probable token is the same. In float64."""
+    """Compare in float64. logits, reference: [n, vocabulary]; tokens: [n].
+
+    Return for each row KL(reference || logits) in nats, the token's log-probability by `logits`, and 1 if the most
+    probable tokens agree.
+    """
     q = torch.log_softmax(logits.double(), -1)
     p = torch.log_softmax(reference.double(), -1)
-    gaps = torch.where(p.isneginf(), 0.0, p - q)  # a logit of -inf has no part in the sum
+    gaps = torch.where(p.isneginf(), 0.0, p - q)  # skip logits of -inf
     same = (logits.argmax(-1) == reference.argmax(-1)).double()
     return (p.exp() * gaps).sum(-1), q.gather(-1, tokens[:, None])[:, 0], same
 
 
 def step(logits: torch.Tensor, requests: list[tuple[int, Progress]]) -> None:
-    """One step of an engine: logits [batch, vocabulary], which are changed, and (row, request) of those forced."""
+    """Handle one step: compare and mask logits [batch, vocabulary] in place, for each (row, request)."""
     requests = [(row, r) for row, r in requests if r.done < len(r.task["tokens"])]
     if not requests:
         return
@@ -113,10 +115,10 @@ def step(logits: torch.Tensor, requests: list[tuple[int, Progress]]) -> None:
 
 
 def force_in(sampler: Any) -> None:
-    """Make of a sampler one whose requests with a task take the task's tokens; it stays what it is for all others.
+    """Make a sampler take the task's tokens for requests with a task; other requests are unaffected.
 
-    sampler: of vLLM's second model runner, or one with its two methods: add_request(req_idx, prompt_len,
-    sampling_params) and sampler(logits, input_batch), where input_batch.idx_mapping_np has the req_idx of each row.
+    sampler: of vLLM's second model runner, or any with add_request(req_idx, prompt_len, sampling_params) and
+    sampler(logits, input_batch), where input_batch.idx_mapping_np has the req_idx of each row.
     """
     base = type(sampler)
 

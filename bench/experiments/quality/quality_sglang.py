@@ -1,4 +1,4 @@
-"""Of quality.py: SGLang, with a logit processor that forces tokens and compares logits (quality_record.py)."""
+"""quality.py: SGLang, with a logit processor that forces tokens and compares logits (quality_record.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Forced:
 
 
 def named() -> str:
-    """`Forced` as SGLang wants it: by reference, the scheduler imports this file."""
+    """Return `Forced` in SGLang's format: pickled by reference, so that the scheduler imports this file."""
     import dill
     from experiments.quality import quality_sglang
 
@@ -58,7 +58,7 @@ class Engine:
         return sglang.__version__
 
     def decode(self, prompts: list[list[int]], tasks: list[dict[str, Any]]) -> list[list[int]]:
-        """The tokens that were made: of each task its own."""
+        """Return the generated tokens, which must be each task's own."""
         params = [
             {
                 "temperature": 0, "ignore_eos": True, "max_new_tokens": len(task["tokens"]),
@@ -72,7 +72,7 @@ class Engine:
         return [o["output_ids"] for o in outputs]
 
     def prefill(self, texts: list[list[int]]) -> list[list[tuple[float, dict[int, float]]]]:
-        """Of each token after the first: its log-probability, and the most probable ones with theirs."""
+        """Return, for each token after the first, its log-probability and the most probable tokens with theirs."""
         params = {"temperature": 0, "max_new_tokens": 1}
         outputs = self.target.generate(
             input_ids=texts, sampling_params=params, return_logprob=True, logprob_start_len=0,

@@ -1,4 +1,4 @@
-"""Of quality.py: what the runs' files say, as numbers: divergences, perplexities, how they compare."""
+"""quality.py: divergences, perplexities and ratios from the runs' files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from experiments.quality.quality_record import EXACT, HOST
 from fk_bench.core.stats import bootstrap_ratio
 
 RUNS = (HOST, *OTHERS, "patched")
-Found = dict[int, dict[str, Any]]  # of each sequence what its line has
+Found = dict[int, dict[str, Any]]  # metrics of each sequence, from its line
 
 
 def read(path: Path) -> Found:
-    """The lines of a run's file; one that was not written to its end is left out."""
+    """Return the lines of a run's file; an incomplete last line is dropped."""
     found: Found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -29,7 +29,7 @@ def read(path: Path) -> Found:
 
 
 def partial_kl(p: dict[int, float], q: dict[int, float]) -> float:
-    """KL(p || q), at least: of the tokens that both have a log-probability for, and of all others together."""
+    """Lower bound of KL(p || q): over the tokens that both have a log-probability for, with all others as one."""
     total, rest_p, rest_q = 0.0, 1.0, 1.0
     for token in p.keys() & q.keys():
         a, b = math.exp(p[token]), math.exp(q[token])
@@ -41,7 +41,7 @@ def partial_kl(p: dict[int, float], q: dict[int, float]) -> float:
 
 
 def prefills(runs: dict[str, Found]) -> dict[str, Found]:
-    """The lines of prefills, with `kl`, `kl_exact` and `same` made of the most probable tokens."""
+    """Return the lines of prefills, with `kl`, `kl_exact` and `same` from the most probable tokens."""
     tops, exact = (
         {i: [dict(map(tuple, t)) for t in row["top"]] for i, row in runs.get(run, {}).items()}
         for run in (HOST, EXACT)
@@ -61,8 +61,8 @@ def prefills(runs: dict[str, Found]) -> dict[str, Found]:
                 "same": [float(max(p, key=p.__getitem__) == max(q, key=q.__getitem__)) for p, q in pairs],
             }
             if i in exact:
-                beside = zip(exact[i], pairs, strict=True)
-                made[run][i]["kl_exact"] = [partial_kl(p, q) for p, (_, q) in beside]
+                base = zip(exact[i], pairs, strict=True)
+                made[run][i]["kl_exact"] = [partial_kl(p, q) for p, (_, q) in base]
     return made
 
 
@@ -73,8 +73,9 @@ def all_of(found: Found, sequences: Iterable[int], name: str) -> list[float]:
 def measured(
     runs: dict[str, Found], numbers: list[int]
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """Metrics over those of these sequences that the host and every run that has any went through, and the ratios'
-    95% intervals (over sequences)."""
+    """Return metrics over those of these sequences that the host and every non-empty run completed, and the ratios' 95%
+    intervals over sequences.
+    """
     there = {run: found for run, found in runs.items() if any(i in found for i in numbers)}
     chosen = [i for i in numbers if all(i in found for found in there.values())]
     if HOST not in there or not chosen:
@@ -97,11 +98,11 @@ def measured(
         if all("kl_exact" in found[i] for i in chosen):
             metrics[f"kl_exact_{run}"] = mean(all_of(found, chosen, "kl_exact"))
     intervals = {}
-    for name, field, beside in (("kl_ratio", "kl", "other"), ("exact_ratio", "kl_exact", HOST)):
-        if metrics.get(f"{field}_{beside}", 0.0) > 0 and f"{field}_patched" in metrics:
-            sums = [[mean(there[run][i][field]) for i in chosen] for run in ("patched", beside)]
+    for name, field, base in (("kl_ratio", "kl", "other"), ("exact_ratio", "kl_exact", HOST)):
+        if metrics.get(f"{field}_{base}", 0.0) > 0 and f"{field}_patched" in metrics:
+            sums = [[mean(there[run][i][field]) for i in chosen] for run in ("patched", base)]
             metrics[name], interval = bootstrap_ratio(*sums, paired=True)
-            if interval is not None:  # of one sequence there is none
+            if interval is not None:  # a single sequence has no interval
                 intervals[name] = interval
     return metrics, intervals
 
@@ -115,7 +116,7 @@ def perplexity(logprobs: list[float]) -> float:
 
 
 def problem(metrics: dict[str, float], ratio: float, perplexity_limit: float) -> str:
-    """'' where the goals are met, else which one is not, or what is missing."""
+    """Return '' if the goals are met, else the missed goal or what is missing."""
     missing = [name for name in ("kl_exact_host", "kl_exact_patched") if name not in metrics]
     if missing:
         return f"not measured: {', '.join(missing)}"
@@ -131,7 +132,7 @@ def problem(metrics: dict[str, float], ratio: float, perplexity_limit: float) ->
 
 
 def groups(plan: Plan, folder: Path, runs: Iterable[str] = RUNS) -> list[dict[str, Any]]:
-    """One for all decoded tokens, one for all of a prefill, one for each batch size of decodes."""
+    """Return a group for all decoded tokens, one for all prefilled tokens, and one for each decode batch size."""
     decode = {run: read(folder / f"{run}.jsonl") for run in runs}
     prefill = prefills({run: read(folder / f"{run}-prefill.jsonl") for run in (*runs, EXACT)})
     wanted = [("decode", "all", decode, range(len(plan.decode)))]

@@ -1,11 +1,11 @@
-"""Of quality.py: vLLM, with a logits processor that forces tokens and compares logits (quality_record.py)."""
+"""quality.py: vLLM, with a logits processor that forces tokens and compares logits (quality_record.py)."""
 
 from __future__ import annotations
 
 import os
 from typing import Any, ClassVar
 
-# Looking for a GPU must not start CUDA here, or the engine's process, made of this one, could not use it.
+# Looking for a GPU must not initialize CUDA here, or the forked engine process could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 import torch
@@ -21,7 +21,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
 class Forced(AdapterLogitsProcessor):
-    """Requests whose `extra_args` have a task, all of a step at once."""
+    """Handles requests whose `extra_args` have a task, all of a step at once."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -45,10 +45,10 @@ class Forced(AdapterLogitsProcessor):
 
 
 class Extension:
-    """More methods of vLLM's worker."""
+    """Additional methods of vLLM's worker."""
 
     def force_tokens(self) -> bool:
-        """Whether the worker has the second model runner, which takes no logits processors; its sampler forces now."""
+        """Make the sampler of the second model runner force tokens; return False for the first runner."""
         sampler = self.model_runner.sampler  # type: ignore[attr-defined]
         if not type(sampler).__module__.startswith("vllm.v1.worker.gpu.sample"):
             return False
@@ -60,15 +60,15 @@ PROCESSORS = {"logits_processors": [f"{__name__}:Forced"]}
 
 
 class Engine:
-    """With logits processors in its options an engine has vLLM's first model runner, on a GPU else the second."""
+    """vLLM with its first model runner if the options have logits processors, else on a GPU with the second."""
 
     eager: ClassVar[dict[str, Any]] = {"enforce_eager": True}
-    plain = PROCESSORS  # options that need nothing but vLLM's documented interface
+    plain = PROCESSORS  # options that need only vLLM's documented interface
 
     def __init__(self, model: str, options: dict[str, Any], top: int) -> None:
         cpu: dict[str, Any] = {} if torch.cuda.is_available() else {"enforce_eager": True, **PROCESSORS}
         if cpu and torch.cpu._is_amx_tile_supported():
-            torch.cpu._init_amx()  # vLLM's attention asks no permission, and a short first prompt would be its end
+            torch.cpu._init_amx()  # vLLM's attention never requests AMX, and crashes on a short first prompt
         self.top = top
         self.target = LLM(
             model, dtype="bfloat16", seed=0, max_num_seqs=32, enable_prefix_caching=False,
@@ -85,7 +85,7 @@ class Engine:
         return self.target.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
     def decode(self, prompts: list[list[int]], tasks: list[dict[str, Any]]) -> list[list[int]]:
-        """The tokens that were made: of each task its own."""
+        """Return the generated tokens, which must be each task's own."""
         params = [
             SamplingParams(
                 temperature=0, detokenize=False, ignore_eos=True, max_tokens=len(task["tokens"]),
@@ -96,7 +96,7 @@ class Engine:
         return [list(o.outputs[0].token_ids) for o in self._generate(prompts, params)]
 
     def prefill(self, texts: list[list[int]]) -> list[list[tuple[float, dict[int, float]]]]:
-        """Of each token after the first: its log-probability, and the most probable ones with theirs."""
+        """Return, for each token after the first, its log-probability and the most probable tokens with theirs."""
         params = SamplingParams(temperature=0, detokenize=False, max_tokens=1, prompt_logprobs=self.top)
         found = []
         for output, text in zip(self._generate(texts, [params] * len(texts)), texts, strict=True):

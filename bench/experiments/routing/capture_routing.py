@@ -1,12 +1,12 @@
 """Record the routing of a small mixture-of-experts model (train_moe.py) on held-out text, as a capture.
 
-    python bench/experiments/routing/capture_routing.py --models FOLDER --out FOLDER [--presets e8k2,e128k8] [--device cuda]
+    capture_routing.py --models FOLDER --out FOLDER [--presets e8k2,e128k8] [--device cuda]
 
-Our engine runs the checkpoint: prompts of each kind of text one by one, and decode steps of 1, 8, 32 and 128
-sequences whose texts are of all kinds. Of every call of fused_experts the ids and weights are kept (int8 and float16,
-widened when they are read), and of which layer, phase and text it was: `routing` in capture.json. Of each size, SETS
-calls are also among those that the judge replays, of fused_experts and of the moe_align in it. A second capture has
-the same ids at the sizes of the model that has so many experts (routing_study.shape_of).
+Our engine runs the checkpoint: prompts of each kind of text one by one, and decode steps of 1, 8, 32 and 128 sequences
+of mixed texts. For every call of fused_experts the ids and weights (int8 and float16), layer, phase and text are kept,
+as `routing` in capture.json. SETS calls of each size are also stored for the judge's replay, of fused_experts and of
+its moe_align. A second capture has the same ids in the sizes of a known model with as many experts
+(routing_study.shape_of).
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from fastkernels.overrides.moe.moe_align import moe_align, padded_size
 from fastkernels.overrides.moe.moe_tiles import tiles
 from fastkernels.overrides.moe.sparse_moe import Experts
 
-BATCHES = {1: 4, 8: 2, 32: 1, 128: 1}  # sequences of a decode step: how many steps of it are kept
-CONTEXT = 64  # tokens before a decode step's
-# Steps that the prompts of a batch take, at most: who is first has generated as many tokens as steps
+BATCHES = {1: 4, 8: 2, 32: 1, 128: 1}  # {sequences of a decode step: number of kept steps}
+CONTEXT = 64  # tokens before a decode step
+# Largest number of steps for a batch's prompts: the first sequence generates a token in each of them
 AHEAD = 8
-SETS = 2  # of ids and weights of each size that the judge replays: the first and the last, so of other layers and texts
+SETS = 2  # calls of each size for the judge's replay: the first and the last, from different layers and texts
 
 
 @dataclass
 class Steps:
-    """The calls of the experts, step by step: a step has one of each layer."""
+    """The calls of the experts by step; a step has one call of each layer."""
 
     layers: int
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def taken(self) -> list[list[dict[str, Any]]]:
-        """The steps since the last time."""
+        """Return and remove the steps so far."""
         calls, self.calls = self.calls, []
         steps = [calls[i : i + self.layers] for i in range(0, len(calls), self.layers)]
         if any([c["layer"] for c in step] != list(range(self.layers)) for step in steps):
-            raise RuntimeError("the layers were not called one after the other")
+            raise RuntimeError("the layers were called out of order")
         return steps
 
 
 @contextmanager
 def recorded(model: torch.nn.Module) -> Iterator[Steps]:
-    """Record what every Experts module of `model` is called with."""
+    """Record the calls of every Experts module of `model`."""
     found = [m for m in model.modules() if isinstance(m, Experts)]
     steps, arguments = Steps(len(found)), list(fused_experts.overload._schema.arguments)
 
@@ -86,7 +86,7 @@ def recorded(model: torch.nn.Module) -> Iterator[Steps]:
 
 
 def run(llm: LLM, texts: dict[str, list[str]], prompts: int, length: int) -> list[dict[str, Any]]:
-    """All calls that are kept, each with `text`, `prompt`, `phase`, `step` and `layer`."""
+    """Return all kept calls, each with `text`, `prompt`, `phase`, `step` and `layer`."""
     tokenizer = llm.get_tokenizer()
     ids = {
         kind: tokenizer("</s>".join(t), add_special_tokens=False)["input_ids"] for kind, t in texts.items()
@@ -128,14 +128,14 @@ def digests(call: dict[str, Any]) -> dict[str, str]:
 
 
 def entry(count: int, signature: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> dict[str, Any]:
-    """Calls of one signature in capture.json, with the values of those that are chosen."""
+    """Return the calls of one signature for capture.json, with the values of the chosen ones."""
     wanted = {a["name"] for a in signature}
     values = [{k: v for k, v in digests(c).items() if k in wanted} for c in chosen]
     return {"count": count, "args": signature, "values": [{"count": 1, "args": v} for v in values]}
 
 
 def alignment(signature: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The call of moe_align that our fused_experts makes in a call of this signature on a GPU."""
+    """Return the call of moe_align inside a call of our fused_experts with this signature on a GPU."""
     args = {a["name"]: a for a in signature}
     experts, (tokens, top_k) = args["w1"]["shape"][0], args["topk_ids"]["shape"]
     block = tiles(tokens * top_k // experts, getattr(torch, args["w1"]["dtype"]), True).block_m
@@ -145,7 +145,7 @@ def alignment(signature: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def resized(signature: list[dict[str, Any]], hidden: int, inner: int) -> list[dict[str, Any]]:
-    """The call of fused_experts with as many tokens and experts, and other sizes."""
+    """Return the call of fused_experts with the same tokens and experts in other sizes."""
     args = {a["name"]: a for a in signature}
     experts, tokens = args["w1"]["shape"][0], args["hidden_states"]["shape"][0]
     shapes = {
@@ -161,7 +161,7 @@ def resized(signature: list[dict[str, Any]], hidden: int, inner: int) -> list[di
 
 
 def ops_of(kept: list[dict[str, Any]], sizes: tuple[int, int] | None = None) -> dict[str, Any]:
-    """`ops` of capture.json; at other sizes (hidden, inner), fused_experts only and one set of values each."""
+    """Return `ops` of capture.json; in other sizes (hidden, inner), fused_experts only with one set of values each."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for call in kept:
         groups.setdefault(json.dumps(call["signature"]), []).append(call)
@@ -190,7 +190,7 @@ def ops_of(kept: list[dict[str, Any]], sizes: tuple[int, int] | None = None) -> 
 def save(
     kept: list[dict[str, Any]], folder: Path, meta: dict[str, Any], sizes: tuple[int, int] | None = None
 ) -> int:
-    """Write capture.json and values.safetensors; returns the bytes of both. At other sizes, without `routing`."""
+    """Write capture.json and values.safetensors; return their bytes. In other sizes, without `routing`."""
     from safetensors.torch import save_file
 
     ops = ops_of(kept, sizes)
@@ -216,7 +216,7 @@ def save(
 
 
 def save_both(kept: list[dict[str, Any]], out: Path, meta: dict[str, Any], experts: int, top_k: int) -> None:
-    """The capture, and the one at a known model's sizes if there is one with so many experts."""
+    """Write the capture, and one in a known model's sizes if its number of experts matches."""
     name = meta["model"]
     size = save(kept, out / name, meta)
     print(f"{name}: {len(kept)} calls, {size / 1024:.0f} KiB", flush=True)
@@ -229,7 +229,7 @@ def save_both(kept: list[dict[str, Any]], out: Path, meta: dict[str, Any], exper
 
 
 def training(models: Path, preset: str) -> dict[str, float]:
-    """How the model was trained, from train_moe.py's rows."""
+    """Return how the model was trained, from train_moe.py's rows."""
     found, _ = rows.read(models / "rows.jsonl") if (models / "rows.jsonl").is_file() else ([], [])
     mine = [r for r in found if r.case.get("preset") == preset]
     facts = {k: v for r in mine if r.kind == "trained" for k, v in r.metrics.items()}

@@ -1,4 +1,4 @@
-"""A Mixtral for training in plain PyTorch: its weights are saved as transformers' MixtralForCausalLM has them."""
+"""A Mixtral for training in plain PyTorch, saved in the format of transformers' MixtralForCausalLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sizes:
     eps: float = 1e-5
 
 
-# The numbers of experts and choices are those of Mixtral-8x7B and of Qwen3-30B-A3B, the sizes are small.
+# Experts and choices as in Mixtral-8x7B and Qwen3-30B-A3B, in small sizes.
 PRESETS = {
     "e8k2": Sizes(),
     "e128k8": Sizes(inner=32, layers=4, experts=128, top_k=8),
@@ -41,13 +41,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x: [B, heads, S, D]; cos, sin: [S, D / 2]: the halves are the pairs."""
+    """Rotate x [B, heads, S, D] by cos, sin [S, D / 2]; pairs are the two halves."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def loop_experts(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """x: [T, H], ids: [T, K]. Returns [T, K, H]: expert after expert, on its own rows."""
+    """x: [T, H], ids: [T, K]. Return [T, K, H], computed expert by expert."""
     order = ids.reshape(-1).argsort(stable=True)
     counts = torch.bincount(ids.reshape(-1), minlength=len(w13)).tolist()
     outs = []
@@ -61,9 +61,9 @@ def loop_experts(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torc
 def grouped_experts(
     x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, align: int = 16
 ) -> torch.Tensor:
-    """As loop_experts, in two grouped products that wait for nothing; experts' rows start at multiples of `align`.
+    """Like loop_experts, in two grouped products without synchronization; experts' rows start at multiples of `align`.
 
-    The rows between are zeros; those behind the last expert's are never read, forward or backward.
+    Padding rows are zeros; rows behind the last expert's are never read, forward or backward.
     """
     flat = ids.reshape(-1)
     experts, pairs = len(w13), flat.numel()
@@ -85,7 +85,7 @@ def grouped_experts(
 
 
 def grouped_works(device: torch.device, dtype: torch.dtype) -> str:
-    """Empty if grouped_experts gives what loop_experts gives, forward and backward, on this device; else why not."""
+    """Return '' if grouped_experts equals loop_experts on this device, forward and backward; else the difference."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*size: int) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Layer(nn.Module):
         return F.linear(y.transpose(1, 2).reshape(batch, length, -1), self.o.to(x.dtype))
 
     def moe(self, x: torch.Tensor, experts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
-        """x: [T, H]. Returns the output, the balancing loss of Switch Transformers (eq. 4) and the ids [T, K]."""
+        """x: [T, H]. Return the output, the balancing loss of Switch Transformers (eq. 4) and the ids [T, K]."""
         probs = F.linear(x, self.gate.to(x.dtype)).float().softmax(dim=-1)
         weights, ids = probs.topk(self.s.top_k, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -156,7 +156,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Master weights are float32; `dtype` is what is computed in. The head is the embedding's own matrix."""
+    """Float32 master weights; `dtype` is the compute dtype. The head shares the embedding's matrix."""
 
     def __init__(self, s: Sizes, dtype: torch.dtype, experts=loop_experts) -> None:  # type: ignore[no-untyped-def]
         super().__init__()
@@ -179,14 +179,14 @@ class Model(nn.Module):
         return rms_norm(x, self.norm, self.s.eps), balance, routed
 
     def loss(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """tokens: [B, S + 1]. Cross-entropy in nats a token, and what forward gives beside the hidden states."""
+        """tokens: [B, S + 1]. Return the cross-entropy in nats a token, the balancing loss and the ids."""
         hidden, balance, routed = self(tokens[:, :-1])
         logits = F.linear(hidden, self.embed.to(self.dtype))
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), balance, routed
 
 
 def state_dict(model: Model) -> dict[str, torch.Tensor]:
-    """The weights in bfloat16 under the names of Mixtral's checkpoints."""
+    """Return the weights in bfloat16 under Mixtral's checkpoint names."""
     named = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
     for i, layer in enumerate(model.layers):
         at, moe = f"model.layers.{i}.", f"model.layers.{i}.block_sparse_moe."
@@ -203,7 +203,7 @@ def state_dict(model: Model) -> dict[str, torch.Tensor]:
 
 
 def config(s: Sizes, aux: float) -> dict:
-    """config.json of transformers.MixtralConfig."""
+    """Return config.json of transformers.MixtralConfig."""
     return {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": s.hidden,
         "intermediate_size": s.inner, "num_hidden_layers": s.layers, "num_attention_heads": s.heads,
@@ -217,7 +217,7 @@ def config(s: Sizes, aux: float) -> dict:
 
 
 def save(model: Model, folder: Path, aux: float) -> list[Path]:
-    """config.json and safetensors, in files of at most SHARD bytes. Returns the files of weights."""
+    """Write config.json and safetensors files of at most SHARD bytes; return the weight files."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, torch.Tensor]] = [{}]

@@ -1,8 +1,8 @@
-"""Real text that a machine has: documentation and source code under Python's packages and /usr, split by file.
+"""Text for training from this machine: documentation and source code under Python's packages and /usr, split by file.
 
-collect() gives Pieces of two kinds, `prose` (docstrings, documentation, manual pages, licences) and `code` (source
-without its docstrings), each file once by its content, and `whole` files of the held-out part, as they lie there.
-A file is held out by the hash of its content, so that no docstring of a held-out file was trained on.
+collect() returns Pieces of two kinds, `prose` (docstrings, documentation, manual pages, licences) and `code` (source
+without docstrings), each distinct file once, and `whole` held-out files. A file is held out by the hash of its
+content, so that no docstring of a held-out file is in the training text.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DOCS = (".rst", ".md", ".txt")
 CODE = (".py", ".h", ".hpp", ".cuh", ".c", ".cpp", ".js")
 LICENCES = ("license", "licence", "copying", "copyright", "notice", "readme", "changelog")
 SKIPPED = ("__pycache__", "/tests/data", "/locale", "/testdata/", "/node_modules/")
-HELD_OUT = 0.03  # of the files
-SMALLEST, LARGEST = 400, 400_000  # bytes of a file
-DOCSTRING = 200  # characters of the shortest docstring that counts as prose
+HELD_OUT = 0.03  # share of the files
+SMALLEST, LARGEST = 400, 400_000  # size of a file in bytes
+DOCSTRING = 200  # shortest docstring that counts as prose, in characters
 
 
 @dataclass
 class Pieces:
-    """Texts by kind. `files`: how many were read; `nbytes`: of all kinds."""
+    """Texts by kind; `files` counts the files read."""
 
     train: dict[str, list[str]] = field(default_factory=lambda: {"prose": [], "code": []})
     held_out: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in KINDS})
@@ -42,7 +42,7 @@ class Pieces:
 
 
 def roots() -> list[Path]:
-    """Where text is looked for: the packages that Python finds, and the system's documentation."""
+    """Return the folders with text: Python's packages and the system's documentation."""
     here = Path(__file__).resolve()
     ours = (here.parent, here.parents[2])  # on sys.path for the script itself
     found = [Path(p) for p in sys.path if p and Path(p).is_dir() and Path(p).resolve() not in ours]
@@ -77,7 +77,7 @@ def _read(path: str) -> bytes:
 
 
 def parts(path: str, text: str) -> dict[str, list[str]]:
-    """{'prose': docstrings or the document, 'code': the source with those docstrings cut out} of one file."""
+    """Split a file: {'prose': docstrings or the document, 'code': the source without them}."""
     if not path.endswith(CODE):
         return {"prose": [text], "code": []}
     if not path.endswith(".py"):
@@ -116,13 +116,13 @@ def _one(path: str) -> tuple[str, str, dict[str, list[str]], str] | None:
 def collect(
     limit: int, workers: int = 1, folders: Iterable[Path] | None = None, seconds: float = 30.0
 ) -> Pieces:
-    """At most about `limit` bytes for training, no more than 60% of them code, as far as the time goes.
+    """Collect about `limit` bytes for training, at most 60% of them code, within the time limit.
 
-    Call it before CUDA is used: workers are forked.
+    Call it before CUDA is initialized, because workers are forked.
     """
     began = time.monotonic()
     pieces, seen, sizes = Pieces(), set(), {"prose": 0, "code": 0}
-    # In the order of a hash of the path: a limit takes a part of every package, not the first packages.
+    # Order by a hash of the path, so that a limit takes a share of every package.
     paths = sorted(
         _paths(roots() if folders is None else folders), key=lambda p: hashlib.md5(p.encode()).digest()
     )
@@ -156,7 +156,7 @@ def collect(
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int):  # type: ignore[no-untyped-def]
-    """A byte-level BPE tokenizer; id 0 is <s>, 1 is </s>."""
+    """Train a byte-level BPE tokenizer; id 0 is <s>, 1 is </s>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

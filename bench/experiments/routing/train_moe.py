@@ -1,13 +1,12 @@
 """Train small mixture-of-experts language models for less than a minute each, on text that this machine has.
 
-    python bench/experiments/routing/train_moe.py --out FOLDER [--presets e8k2,e128k8] [--seconds 60] [--device cuda]
+    train_moe.py --out FOLDER [--presets e8k2,e128k8] [--seconds 60] [--device cuda]
 
-For routing that is skewed as a trained router's is; these are small routers trained for a minute, not production's.
-Architecture: transformers' MixtralForCausalLM; e8k2 has the experts and choices of Mixtral-8x7B (8, 2), e128k8 those
-of Qwen3-30B-A3B (128, 8). The balancing loss is Switch Transformers' (per layer, over the whole batch), with the
-coefficient of Mixtral-8x7B's config.json, 0.02. FOLDER gets: PRESET/ (a checkpoint with its tokenizer),
-held_out.json (texts that were not trained on) and rows.jsonl (the loss as it fell, held-out loss, and each layer's
-load over held-out text).
+The models provide skewed routing of trained routers, though not production's. Architecture: transformers'
+MixtralForCausalLM; e8k2 has the experts and choices of Mixtral-8x7B (8, 2), e128k8 those of Qwen3-30B-A3B (128, 8). The
+balancing loss is Switch Transformers' (per layer, over the batch) with the coefficient of Mixtral-8x7B's config.json,
+0.02. FOLDER receives PRESET/ (a checkpoint with its tokenizer), held_out.json (texts for evaluation) and rows.jsonl
+(training loss, held-out loss, and each layer's load over held-out text).
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from fk_bench.core.rows import Row, Subject, append
 from fk_bench.routing.stats import load_stats
 
 AUX = 0.02
-KEPT = 48 << 10  # characters of held-out text of each kind that are written for a capture
-EVALUATED = 1 << 20  # characters of each kind whose loss and load are measured
+KEPT = 48 << 10  # held-out characters of each kind for a capture
+EVALUATED = 1 << 20  # characters of each kind for loss and load
 
 
 def encode(tokenizer: Any, texts: list[str]) -> np.ndarray:
-    """All texts as one line of ids, </s> behind each."""
+    """Encode all texts as one sequence of ids, with </s> after each."""
     parts: list[np.ndarray] = []
     for start in range(0, len(texts), 4096):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + 4096], add_special_tokens=False):
@@ -56,7 +55,7 @@ def encode(tokenizer: Any, texts: list[str]) -> np.ndarray:
 
 
 class Batches:
-    """Random stretches of the training text, each batch made while the step before it runs."""
+    """Random stretches of the training text; each batch is prepared during the step before it."""
 
     def __init__(self, tokens: np.ndarray, rows: int, length: int, device: torch.device) -> None:
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
@@ -77,14 +76,14 @@ def optimizer(model: Model, device: torch.device) -> torch.optim.Optimizer:
 
 
 def rate(done: float, highest: float) -> float:
-    """done: share of the time that has passed. Up in the first 3%, then half a cosine down to a tenth."""
+    """Learning rate by the share of time passed: linear warm-up over 3%, then half a cosine down to a tenth."""
     if done < 0.03:
         return highest * (0.02 + done / 0.03)
     return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * min((done - 0.03) / 0.97, 1.0))))
 
 
 def train(model: Model, batches: Batches, seconds: float, highest: float, note: Any) -> dict[str, float]:
-    """Train until the time is over; note(step, tokens, seconds, loss, balance) about every twentieth of it."""
+    """Train until the time is over; call note(step, tokens, seconds, loss, balance) about twenty times."""
     device = batches.tokens.device
     opt = optimizer(model, device)
     began, step, told = time.monotonic(), 0, -1.0
@@ -101,7 +100,7 @@ def train(model: Model, batches: Batches, seconds: float, highest: float, note: 
         opt.zero_grad(set_to_none=True)
         step += 1
         if step % 8 == 0 and device.type == "cuda":
-            torch.cuda.synchronize()  # so that the clock and the schedule do not run ahead of the GPU
+            torch.cuda.synchronize()  # keep clock and schedule in step with the GPU
         if spent - told >= seconds / 20:
             told = spent
             note(step, step * batches.rows * batches.length, spent, loss.item(), balance.item())
@@ -114,7 +113,7 @@ def train(model: Model, batches: Batches, seconds: float, highest: float, note: 
 
 @torch.no_grad()
 def evaluate(model: Model, tokens: np.ndarray, length: int, device: torch.device) -> tuple[float, np.ndarray]:
-    """Mean loss a token, and tokens by layer and expert [layers, E], over text that was not trained on."""
+    """Return the mean loss a token, and tokens by layer and expert [layers, E], over held-out text."""
     count = max(1, (len(tokens) - 1) // length)
     counts = torch.zeros(model.s.layers, model.s.experts, device=device)
     total, seen = 0.0, 0
@@ -176,7 +175,7 @@ def one(
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
-    """Text, tokenizer and ids, the same for every preset; held_out.json in the output folder."""
+    """Prepare text, tokenizer and ids, shared by all presets; write held_out.json."""
     began = time.monotonic()
     pieces = moe_text.collect(options.megabytes << 20, options.workers, options.text or None)
     print(
@@ -202,7 +201,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
         kept[kind] = _first([t for t in texts if len(t) > 800], KEPT)
     (options.out / "held_out.json").write_text(json.dumps(kept))
     parts = [train[i :: options.workers] for i in range(options.workers)]
-    with ThreadPoolExecutor(options.workers) as pool:  # the tokenizer works outside the interpreter's lock
+    with ThreadPoolExecutor(options.workers) as pool:  # the tokenizer releases the GIL
         ids = list(pool.map(lambda texts: encode(tokenizer, texts), parts))
     tokens = np.concatenate(ids)
     if len(tokens) < 2 * options.length:
@@ -224,7 +223,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _first(texts: list[str], size: int) -> list[str]:
-    """Whole texts from the front, about `size` characters of them; a text counts with at most an eighth of that."""
+    """Return whole texts from the front, about `size` characters; each counts with at most an eighth of that."""
     taken: list[str] = []
     for text in texts:
         if size <= 0:

@@ -1,4 +1,4 @@
-"""The hosts and checkpoints of works_with.py: small random models of a GPU's shapes, and what is asked of an engine."""
+"""The hosts and checkpoints of works_with.py: small random models of realistic shapes, and the engines' interface."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SHAPES = {
 
 
 def checkpoint(folder: Path, kind: str) -> Path:
-    """A random model of SHAPES, made once; 'gptq' and 'awq' are the Llama in four bits, 'mixtral_fp8' is the Mixtral in
-    FP8 with scales of blocks.
+    """Make a random model of SHAPES once; 'gptq' and 'awq' are the Llama in four bits, 'mixtral_fp8' is the Mixtral in
+    FP8 with block scales.
     """
     sys.path.insert(0, str(ROOT / "tests"))  # the tests' checkpoints
     from safetensors.torch import load_file, save_file
@@ -42,7 +42,7 @@ def checkpoint(folder: Path, kind: str) -> Path:
     }
     make_tiny(path, kind, **SHAPES, **more.get(kind, {}))
     tensors = load_file(path / "model.safetensors")
-    # The std of what is made up is for rows of 128
+    # the tests' standard deviations are for rows of 128
     scaled = {name: t * 0.35 if t.dim() > 1 else t for name, t in tensors.items()}
     save_file(scaled, path / "model.safetensors", metadata={"format": "pt"})
     return path
@@ -54,7 +54,7 @@ def adapter(folder: Path, model: Path) -> Path:
     return folder / "lora" if (folder / "lora").exists() else make_lora(folder / "lora", model)
 
 
-# Kernels that a host compiles where it needs them, if they are in no cache: what is called to have them there before.
+# Calls that make a host compile its kernels ahead of time, if no cache has them.
 KERNELS = {
     "vllm": {
         "flashinfer.jit.comm": "gen_trtllm_comm_module().build(verbose=False)",  # all-reduce with norms
@@ -69,7 +69,7 @@ KERNELS = {
 
 
 def prebuild(host: str) -> int:
-    """Compile KERNELS of a host, each in a process of its own, on all cores; how many could not be compiled."""
+    """Compile KERNELS of a host, each in its own process, on all cores; return the number of failures."""
     begun, running, failed = time.monotonic(), {}, 0
     environment = {"NVCC_APPEND_FLAGS": "--split-compile=0", **os.environ}
     for module, call in KERNELS[host].items():
@@ -85,7 +85,7 @@ def prebuild(host: str) -> int:
     return failed
 
 
-# Small, so that several engines have room on one GPU.
+# Small, so that several engines fit on one GPU.
 KV_BYTES, KV_TOKENS = 1 << 30, 16384
 
 
@@ -114,7 +114,7 @@ class Vllm:
         return [list(o.outputs[0].token_ids) for o in self._generate(prompts, max_tokens=n)]
 
     def forced(self, texts: list[list[int]]) -> list[list[tuple[float, float]]]:
-        """Of each token after the first: its log-probability, and that of the best one there."""
+        """Return, for each token after the first, its log-probability and that of the most probable token."""
         found = []
         for output, text in zip(self._generate(texts, max_tokens=1, prompt_logprobs=1), texts, strict=True):
             pairs = zip(output.prompt_logprobs[1:], text[1:], strict=True)
@@ -163,12 +163,14 @@ class SGLang:
         return found
 
     def sleep(self) -> None:
-        time.sleep(5)  # a scheduler that has answered is idle a few steps later, and ends if it sleeps before
+        time.sleep(
+            5
+        )  # the scheduler becomes idle some steps after its answer, and crashes if put to sleep before
         self.engine.release_memory_occupation()
 
     def wake(self) -> None:
         self.engine.resume_memory_occupation()
-        self.reload()  # SGLang keeps no copy of the weights, unless it is told to
+        self.reload()  # by default SGLang keeps no copy of the weights
 
     def reload(self) -> None:
         done, message, *_ = self.engine.update_weights_from_disk(self.model)

@@ -1,16 +1,16 @@
-"""What works with what on a GPU (docs/what-works.md): each feature of vLLM or SGLang beside the patch, one line a cell.
+"""Test each feature of vLLM or SGLang with a patch on a GPU (docs/what-works.md), one line a cell.
 
-    python bench/experiments/works_with/works_with.py --host vllm --out rows.jsonl [--features fp8,fp8_kv,sleep,spec] [--jobs 4]
+    works_with.py --host vllm --out rows.jsonl [--features fp8,fp8_kv,sleep,spec] [--jobs 4]
 
-A cell is a process with a time limit: one that crashes or hangs is a row, which says what was being done, and the next
-begins. Some hosts compile kernels of their own in a cell; `--prebuild` does that and no more, beside other work before.
-Models are small random checkpoints of a GPU's shapes, engines have their defaults: compiled code, CUDA graphs. Two
-ways: `live`, an engine measured, patched, measured and undone; `start`, one patched before construction.
+A cell is a process with a time limit; a crash or a hang becomes a row that names the current stage. Some hosts
+compile kernels in a cell; `--prebuild` only compiles them. Models are small random checkpoints of realistic shapes;
+engines have default settings with compiled code and CUDA graphs. Two ways: `live` measures an engine, patches it,
+measures it again and undoes the patch; `start` patches before construction.
 
-Measured are log-probabilities of fixed texts (teacher-forced), and by how much the engine's own greedy tokens miss
-the best ones when it is given them as a prompt: so decode steps, drafts included, are held to prefills. Both must be
-what the unpatched engine shows, within NOISE (or NOISES), and the report's rows what EXPECTED says. With random
-weights wrong attention or a wrong norm gives 1 and more.
+A cell compares log-probabilities of fixed texts (teacher-forced), and by how much the engine's own greedy tokens miss
+the best ones when given as a prompt, which holds decode steps and drafts to prefills. Both must agree with the
+unpatched engine within NOISE (or NOISES), and the report's rows with EXPECTED. With random weights, wrong attention or
+a wrong norm differs by 1 and more.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 from experiments.works_with.works_hosts import SGLang, Vllm, adapter, checkpoint, prebuild
 
 NOISE = 0.15  # nats, mean over all tokens: in bf16
-# Of features that are noisier. Where all experts' activations are FP8, and random routers find experts nearly equal:
-# KL between two roundings of one model is 11 times as large in FP8 as in bf16 (0.0197 to 0.0017 nats a token, SmolLM2,
-# H200, docs/what-works.md), so log-probabilities are its root as far apart.
+# Noisier features. With FP8 experts and nearly equal random routers, the KL between two roundings of one model is 11
+# times as large as in bf16 (0.0197 to 0.0017 nats a token, SmolLM2, H200, docs/what-works.md), and differences of
+# log-probabilities grow with its root.
 NOISES = {"moe_fp8": 3.3 * NOISE}
 OPS = [
     "rms_norm", "gemma_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_emb", "embedding", "linear", "attention",
     "fused_experts", "fused_experts_fp8",
 ]  # fmt: skip
-UNNAMED = {("tp", "vllm")}  # (feature, host): patched without a list of ops, as most users do; else by OPS
-EXPERTS = {"moe": ["fused_experts"], "moe_fp8": ["fused_experts_fp8"]}  # which of them a feature runs
+UNNAMED = {("tp", "vllm")}  # (feature, host) patched without a list of ops, as most users do; others with OPS
+EXPERTS = {"moe": ["fused_experts"], "moe_fp8": ["fused_experts_fp8"]}  # the ops that a feature runs
 QUANTIZED = "quant_method is "
 LEFT = "left to the host: "
 
-# feature: (checkpoint, options of vLLM, options of SGLang). MODEL and LORA stand for paths; None: not of this host.
+# feature: (checkpoint, options of vLLM, options of SGLang); MODEL and LORA are placeholders, None: the host lacks it.
 FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = {
     "plain": ("llama", {}, {}),
     "fp8": ("llama", {"quantization": "fp8"}, {"quantization": "fp8"}),
     "gptq": ("gptq", {"dtype": "float16"}, {"dtype": "float16", "quantization": "gptq"}),
     "awq": ("awq", {"dtype": "float16"}, {"dtype": "float16", "quantization": "awq"}),
-    "gptq_marlin": ("gptq", None, {"dtype": "float16"}),  # SGLang's own choice, which it compiles
+    "gptq_marlin": ("gptq", None, {"dtype": "float16"}),  # SGLang's default, compiled on demand
     "awq_marlin": ("awq", None, {"dtype": "float16"}),
     "fp8_kv": ("llama", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
     "lora": (
@@ -80,7 +80,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
     "moe": ("mixtral", {}, {}),
     "moe_fp8": ("mixtral_fp8", {}, {}),
     "tp": ("llama", {"tensor_parallel_size": 2}, {"tp_size": 2}),
-    "tp_norms": (  # with our norms, which vLLM's own choice adds to the all-reduce before them
+    "tp_norms": (  # with our norms; vLLM's default fuses norms with the all-reduce before them
         "llama",
         {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}},
         None,
@@ -96,16 +96,16 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
     ("spec", "sglang"): {"live": "speculative decoding"},
     ("ngram", "sglang"): {"live": "speculative decoding"},
     ("tp", "sglang"): {"embedding": "the host looks its shards up with its own fused kernel"},
-    ("tp", "vllm"): {  # no table has the shapes of SHAPES
+    ("tp", "vllm"): {  # SHAPES is in no tuned table
         "rms_norm": f"{LEFT}vLLM adds it to the all-reduce before it",
         "linear": LEFT,
         "attention": LEFT,
     },
 }
-# Seconds that a cell may take; of (feature, host) where the host compiles kernels of its own, more.
+# Time limit of a cell in seconds; longer for (feature, host) that compile host kernels.
 CELL_S = 300.0
 LONGER = {("tp", "vllm"): 420, ("gptq_marlin", "sglang"): 560, ("awq_marlin", "sglang"): 560}
-# What hosts compile in a cell: nothing for sampling, one all-reduce only, and no products of DeepGEMM.
+# Limit compilation in a cell: no sampling kernels, one all-reduce, no DeepGEMM products.
 ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm", "VLLM_USE_DEEP_GEMM": "0",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
@@ -113,12 +113,12 @@ ENVIRONMENT = {
 
 
 def named(feature: str, host: str) -> list[str] | None:
-    """The ops that a patch of this cell asks for by name; None: no list."""
+    """Return the ops that a patch of this cell requests; None: no list."""
     return None if (feature, host) in UNNAMED else OPS
 
 
 def made(args: argparse.Namespace, feature: str) -> tuple[Path, str | None]:
-    """The feature's checkpoint, and its adapter; made once."""
+    """Return the feature's checkpoint and adapter, made once."""
     kind = FEATURES[feature][0]
     if (kind, args.host) == ("mistral", "sglang"):
         kind = "gemma2"  # SGLang's Mistral has no window
@@ -127,7 +127,7 @@ def made(args: argparse.Namespace, feature: str) -> tuple[Path, str | None]:
 
 
 class Cell:
-    """One feature, one way. `problems` is what is not as it must be."""
+    """One feature, one way of patching. `problems` collects the deviations."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.problems = args, list[str]()
@@ -147,17 +147,17 @@ class Cell:
         self.prompts = [[rng.randrange(4, 512) for _ in range(100 + 7 * i)] for i in range(6)]
 
     def at(self, stage: str) -> None:
-        """Say what is done next: of a cell that ends here, the row names it."""
+        """Print the next stage; if the cell ends there, its row names it."""
         print(f"\nAT {stage}", flush=True)
 
     def miss(self) -> tuple[float, list[list[int]]]:
-        """How far the log-probabilities of the engine's own greedy tokens are below the best, and prompts with them."""
+        """Return by how many nats the engine's greedy tokens miss the best, and prompts with these tokens."""
         texts = [p + t for p, t in zip(self.prompts, self.host.tokens(self.prompts, 24), strict=True)]
         gaps = [best - own for text in self.host.forced(texts) for own, best in text[-24:]]
         return sum(gaps) / len(gaps), texts
 
     def same(self, name: str, texts: list[list[int]], wanted: list[float], own: float) -> None:
-        """Note and judge how far the engine is from the one without the patch."""
+        """Record and judge the distance from the unpatched engine."""
         found = [value for text in self.host.forced(texts) for value, _ in text]
         far = sum(abs(a - b) for a, b in zip(found, wanted, strict=True)) / len(wanted)
         missed, _ = self.miss()
@@ -169,14 +169,14 @@ class Cell:
             )
 
     def rows(self, rows: list[Any]) -> None:
-        """Note and judge what the report says."""
+        """Record and judge the report's rows."""
         active = {r.op for r in rows if r.state == "active" and r.calls > 0}
         norm = "gemma_rms_norm" if any("Gemma" in r.host_class and r.modules for r in rows) else "rms_norm"
         experts = EXPERTS.get(self.args.child, [])
         for op in (norm, "rotary_emb", "embedding", "linear", "attention", *experts):
             reasons = "; ".join(dict.fromkeys(r.reason for r in rows if r.op == op and r.reason))
             if op in self.expected and self.expected[op] not in reasons:
-                self.problems.append(f"{op} should say {self.expected[op]!r}, says {reasons!r}")
+                self.problems.append(f"{op} expected {self.expected[op]!r}, got {reasons!r}")
             if op not in self.expected and op not in active:
                 self.problems.append(f"{op} did not run: {reasons}")
         self.lines = [str(r.reason) for r in rows if r.state == "off" and "no such module" not in r.reason]
@@ -205,7 +205,7 @@ class Cell:
             self.same("refused", texts, wanted, own)
             return
         if refusal is not None:
-            self.problems.append(f"a live patch should be refused with {refusal!r}")
+            self.problems.append(f"expected a refused live patch: {refusal!r}")
         self.same("patched", texts, wanted, own)
         self.rows(report.refresh().rows)
         print(report, flush=True)
@@ -222,7 +222,7 @@ class Cell:
     def slept(
         self, name: str, texts: list[list[int]], wanted: list[float], own: float, report: Any = None
     ) -> None:
-        """Sleep and wake, and judge what the engine is then; with a report, try to undo it in between."""
+        """Sleep and wake, then judge the engine; with a report, try an undo in between."""
         from fastkernels.patch import PatchError
 
         self.host.sleep()
@@ -273,7 +273,7 @@ def child(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str, Any]]:
-    """(status, result) of one cell in a session of its own; its output goes to a log beside the checkpoints."""
+    """Return (status, result) of one cell in its own session; its output goes to a log next to the checkpoints."""
     log = args.work / f"{args.host}-{feature}-{way}.log"
     environment = {**ENVIRONMENT, **os.environ}
     for name in [n for n in environment if n.startswith("FASTKERNELS") and n != "FASTKERNELS_CACHE"]:
@@ -302,7 +302,7 @@ def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str
 
 
 def outcome(status: str, log: Path) -> tuple[str, dict[str, Any]]:
-    """(status, result) of a cell that is over, from what it printed. `status`: how it ended if it said nothing."""
+    """Return (status, result) of a finished cell from its output. `status`: used if it printed no result."""
     text = log.read_text(errors="replace").splitlines()
     stage = next((f" while {line[3:]}" for line in reversed(text) if line.startswith("AT ")), "")
     found = [line for line in text if line.startswith("CELL ")]
@@ -318,7 +318,7 @@ def outcome(status: str, log: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The cell's whole session: engine cores, workers and schedulers too."""
+    """End the cell's whole session: engine cores, workers and schedulers too."""
     import signal
 
     try:
@@ -329,7 +329,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def cells(args: argparse.Namespace, feature: str) -> int:
-    """A row of each way of a feature; the number of those that are not right."""
+    """Write a row for each way of a feature; return the number of wrong ones."""
     import torch
     from fk_bench.core import machine
     from fk_bench.core.rows import Row, Status, Subject, append
@@ -370,11 +370,9 @@ def main() -> None:
         "--features", default=",".join(FEATURES), help=f"of {', '.join(FEATURES)}; default: all"
     )
     parser.add_argument("--ways", default="live,start")
-    parser.add_argument("--jobs", type=int, default=1, help="features at once, on the same GPUs")
-    parser.add_argument("--timeout", type=float, help=f"seconds of any cell; else {CELL_S:.0f}, or LONGER's")
-    parser.add_argument(
-        "--prebuild", action="store_true", help="compile what the host compiles in cells, no more"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent features on the same GPUs")
+    parser.add_argument("--timeout", type=float, help=f"seconds a cell (default: {CELL_S:.0f}, or LONGER's)")
+    parser.add_argument("--prebuild", action="store_true", help="only compile the host's kernels")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fastkernels-works-with")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
@@ -388,9 +386,9 @@ def main() -> None:
     features = args.features.split(",")
     missing = [feature for feature in features if not (args.work / f"{args.host}-{feature}.json").exists()]
     if "live" not in args.ways.split(",") and missing:
-        parser.error(f"{args.ways} is held to what live measured, and --work has none of {missing}: add live")
+        parser.error(f"{args.ways} needs the reference of live, and --work lacks {missing}: add live")
     for feature in features:
-        made(args, feature)  # no two cells at once
+        made(args, feature)  # one cell at a time
     with ThreadPoolExecutor(args.jobs) as pool:
         wrong = sum(pool.map(lambda feature: cells(args, feature), features))
     raise SystemExit(1 if wrong else 0)
