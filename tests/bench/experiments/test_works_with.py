@@ -212,7 +212,7 @@ def test_start_without_live_reference_is_refused(
     with pytest.raises(SystemExit) as ended:
         works_with.main()
     assert ended.value.code == 2 and begun == []
-    assert "none of ['window']: add live" in capsys.readouterr().err
+    assert "--work lacks ['window']: add live" in capsys.readouterr().err
     (tmp_path / "vllm-window.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         works_with.main()
