@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from fastkernels.core.candidate import resolve
 from fastkernels.core.env import Environment
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.registry import UnknownName, check_names
 
 log = logging.getLogger("fastkernels")
@@ -66,12 +67,15 @@ class Request:
 class Row:
     """One (rank, op, host class) of a report.
 
-    state   'active': ours is in place; 'off': not used, see reason
-    calls   runs of the op's body in that process since the patch (or since the last capture)
-    proof   'calls', or 'trace' when kernel names in a profiler trace of a replayed step show it
-    left    {reason: calls} that stayed the host's, since no tuned table says that ours is faster there
-    candidate  what of a user's file takes part here, 'function', 'class' or 'function+class', and its path
-    inside     the ops of which a user's function runs inside these modules; their calls are in their own rows
+    state       'active': ours is in place; 'off': not used; 'planned': engines built from now on
+    calls       runs of the op's body in that process since the patch (or since the last capture)
+    proof       'calls', or 'trace' if kernel names in a profiler trace of a replayed step show it
+    reason      the reasons as one line
+    left        {reason: calls} that stayed the host's because no tuned table lists ours as faster there
+    candidate   the parts of a user's file that run here, 'function', 'class' or 'function+class', and its path
+    inside      ops of which a user's function runs inside these modules; their calls are in their own rows
+    provider    the provider that FASTKERNELS_PROVIDER names for the op
+    reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     """
 
     rank: int
@@ -86,6 +90,42 @@ class Row:
     left: dict[str, int] = field(default_factory=dict)
     candidate: str = ""
     inside: list[str] = field(default_factory=list)
+    provider: str = ""
+    reasons: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [Kind(reason["kind"]) for reason in self.reasons]
+
+    def explain(self, reasons: Mapping[Reason, int]) -> None:
+        """Set the reasons: {reason: modules}, 0 modules for the whole row. Those left to the host come last."""
+        ordered = sorted(reasons.items(), key=lambda pair: pair[0].kind.left)
+        self.reasons = [{"kind": r.kind.value, "text": r.text, "modules": n} for r, n in ordered]
+        self.reason = "; ".join(_line(reason, modules) for reason, modules in ordered)
+
+
+def _line(reason: Reason, modules: int) -> str:
+    if reason.kind.left:
+        return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
+    return f"{modules} unsupported: {reason.text}" if modules else reason.text
+
+
+def nothing_patched(rows: Sequence[Row], request: Request) -> str | None:
+    """Why rows without an active one are an error; None if one is active, or if the host keeps all by default."""
+    if any(row.state != "off" for row in rows):
+        return None
+    kinds = [kind for row in rows for kind in row.kinds]
+    requested = request.ops is not None or bool(request.candidates)
+    if not requested and any(kind.left for kind in kinds) and all(kind.harmless for kind in kinds):
+        return None
+    why = dict.fromkeys(f"{row.op} ({row.host_class}): {row.reason}" for row in rows)
+    if not why:
+        return "nothing to patch: " + (
+            f"the model runs none of {', '.join(request.ops)}"
+            if request.ops
+            else "no op is on by default here"
+        )
+    return f"nothing to patch: {'; '.join(why)}"
 
 
 class Host(Protocol):
@@ -227,8 +267,8 @@ def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return replies
 
 
-def _agreed(replies: list[dict[str, Any]]) -> str | None:
-    """None if all ranks of a stage patched the same, and any something, else what is wrong."""
+def _disagreement(replies: list[dict[str, Any]], request: Request) -> str | None:
+    """None if all ranks of a stage patched the same, else the difference, or why nothing was patched."""
     stages: dict[int, dict[int, Any]] = {}
     for r in replies:
         shape = sorted((w["op"], w["host_class"], w["modules"], w["state"]) for w in r["rows"])
@@ -237,11 +277,7 @@ def _agreed(replies: list[dict[str, Any]]) -> str | None:
         differing = [rank for rank, shape in shapes.items() if shape != shapes[min(shapes)]]
         if differing:
             return f"ranks {differing} patched something else than rank {min(shapes)}"
-    rows = [row for r in replies for row in r["rows"]]
-    if any(row["state"] != "off" for row in rows):
-        return None
-    why = dict.fromkeys(f"{row['op']} ({row['host_class']}): {row['reason']}" for row in rows)
-    return f"nothing to patch: {'; '.join(why)}"
+    return nothing_patched([Row(**row) for r in replies for row in r["rows"]], request)
 
 
 Candidates = Mapping[str, Any] | str | os.PathLike[str]
@@ -296,11 +332,20 @@ def patch(
     if failed and len(failed) < len(replies):
         host.call(target, Request("undo"))
     _checked(host, replies)
-    differs = _agreed(replies)
+    differs = _disagreement(replies, request)
     if differs:
         host.call(target, Request("undo"))
         raise PatchError(f"{host.name}: {differs}; undone")
     return Report(host, target, replies)
+
+
+def patch_from_environment(engine: Any) -> None:
+    """Put the candidates of FASTKERNELS_CANDIDATES into an engine of ours that is being built. Raises PatchError."""
+    env = Environment.read()
+    wanted = {op: path for op, path in env.candidates.items() if op not in env.disable}
+    check_names(env.candidates)
+    if wanted:
+        patch(engine, candidates=wanted)
 
 
 async def patch_async(
@@ -311,8 +356,9 @@ async def patch_async(
 ) -> Report:
     """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle."""
     host = find_host(target)
-    replies = _checked(host, await host.call_async(target, _request(ops, candidates, strict)))
-    differs = _agreed(replies)
+    request = _request(ops, candidates, strict)
+    replies = _checked(host, await host.call_async(target, request))
+    differs = _disagreement(replies, request)
     if differs:
         await host.call_async(target, Request("undo"))
         raise PatchError(f"{host.name}: {differs}; undone")
@@ -327,4 +373,7 @@ class _CallableModule(ModuleType):
 
 sys.modules[__name__].__class__ = _CallableModule
 
-__all__ = ["Host", "PatchError", "Report", "Request", "Row", "find_host", "hosts", "patch", "patch_async"]
+__all__ = [
+    "Host", "PatchError", "Report", "Request", "Row", "find_host", "hosts", "nothing_patched", "patch", "patch_async",
+    "patch_from_environment",
+]  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fk_integrations.core import signature_diff as compare
 from fk_integrations.core import signature_recorder as record
-from fk_integrations.core import versions as compat
+from fk_integrations.core import versions
 from torch import nn
 
 from fastkernels.core import registry
@@ -71,7 +71,7 @@ def test_nothing_sets_its_signature() -> None:
 def test_a_call_binds(row: compare.Comparison) -> None:
     """Python binds a call with all of the recorded names, as keywords where it may be."""
     ours = registry.op_class(row.op, row.cls)
-    entry = compat.recorded(row.host)[row.version]["classes"][row.path]
+    entry = versions.recorded(row.host)[row.version]["classes"][row.path]
     for method, text in entry["methods"].items():
         if method not in ("__init__", entry["call"]):
             continue
@@ -142,7 +142,7 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
     )
     assert dispatched["methods"] == {"__init__": "(size=64)", "forward_native": "(x)"}
     assert (dispatched["call"], dispatched["static"]) == ("forward_native", ["forward_native"])
-    assert derived["fingerprint"] == compat.fingerprint("@dec\nclass Derived(B):\n    size = 3")
+    assert derived["fingerprint"] == versions.fingerprint("@dec\nclass Derived(B):\n    size = 3")
     assert compare.difference(derived, _Example) == compare.difference(data["host.base:Base"], _Example) == ""
 
 
@@ -174,8 +174,8 @@ def test_a_set_signature_fools_nobody() -> None:
 
 def test_fingerprint_ignores_space_only() -> None:
     text = "class A:\n    x = 1\n"
-    assert compat.fingerprint(text) == compat.fingerprint("    class A:   \n\n        x = 1")
-    assert compat.fingerprint(text) != compat.fingerprint(text.replace("1", "2"))
+    assert versions.fingerprint(text) == versions.fingerprint("    class A:   \n\n        x = 1")
+    assert versions.fingerprint(text) != versions.fingerprint(text.replace("1", "2"))
 
 
 def test_an_overload_is_not_the_function(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_an_overload_is_not_the_function(tmp_path: Path) -> None:
     _module(tmp_path, "host.overloaded", text)
     entry = record.record("host", "1.0", tmp_path, ["host.overloaded:f"])["classes"]["host.overloaded:f"]
     assert entry["methods"] == {"__call__": "(x, y=3)"}
-    assert entry["fingerprint"] == compat.fingerprint("def f(x, y=3): ...") and entry["line"] == 5
+    assert entry["fingerprint"] == versions.fingerprint("def f(x, y=3): ...") and entry["line"] == 5
 
 
 def test_wrong_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,10 +204,10 @@ def test_installed_classes_are_known(host: str) -> None:
     if version not in compare.versions(host):
         pytest.skip(f"{host} {version} is not recorded")
     wanted = {t.path for name in registry.op_names() for t in registry.get(name).targets_for(host, version)}
-    entries = compat.recorded(host)[version]["classes"]
+    entries = versions.recorded(host)[version]["classes"]
     for path in wanted or list(entries)[:4]:
         module, _, name = path.partition(":")
         found = getattr(importlib.import_module(module), name)
-        assert compat.unknown(host, version, path, found) is None
-        assert compat.unknown_source(host, version, path, entries[path]["fingerprint"]) is None
-    assert "which we do not know" in (compat.unknown_source(host, version, path, "0" * 16) or "")
+        assert versions.unknown(host, version, path, found) is None
+        assert versions.unknown_source(host, version, path, entries[path]["fingerprint"]) is None
+    assert "which we do not know" in (versions.unknown_source(host, version, path, "0" * 16) or "")

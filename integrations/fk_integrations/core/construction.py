@@ -10,7 +10,8 @@ from typing import Any
 from fastkernels.core.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 from fk_integrations.core import reports
-from fk_integrations.core.apply import Adapter, plan
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import plan
 
 
 class BeforeConstruction:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
-from fk_integrations.core import versions as compat
+from fk_integrations.core.versions import PACKAGE, recorded
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,19 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
 def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
     """Compare the target's class with the record of that version, which must have the target's path."""
     ours = registry.target_class(target)
-    found = difference(compat.recorded(target.host)[version]["classes"][target.path], ours)
+    found = difference(recorded(target.host)[version]["classes"][target.path], ours)
     reason = f"{found}. {target.note}" if found and target.note else found
     return Comparison(spec.name, target.host, version, target.cls, target.path, not found, reason)
 
 
 def hosts() -> list[str]:
     """Hosts of which any version is recorded."""
-    return sorted({f.parents[1].name for f in compat.PACKAGE.glob("*/signatures/*.json")})
+    return sorted({f.parents[1].name for f in PACKAGE.glob("*/signatures/*.json")})
 
 
 def versions(host: str) -> list[str]:
     """The recorded versions of a host, oldest first."""
-    return sorted(compat.recorded(host), key=lambda v: tuple(int(part) for part in v.split(".")))
+    return sorted(recorded(host), key=lambda v: tuple(int(part) for part in v.split(".")))
 
 
 def comparisons(ops: list[str] | None = None) -> Iterator[Comparison]:
@@ -122,7 +122,7 @@ def comparisons(ops: list[str] | None = None) -> Iterator[Comparison]:
             for version in versions(target.host):
                 if not target.applies_to(version):
                     continue
-                if target.path in compat.recorded(target.host)[version]["classes"]:
+                if target.path in recorded(target.host)[version]["classes"]:
                     yield compare(spec, target, version)
                 else:
                     missing = f"{target.path} is not in the record of {target.host} {version}"

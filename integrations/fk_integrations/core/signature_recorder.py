@@ -24,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fk_integrations.core import versions as compat
+from fk_integrations.core import versions
 from fk_integrations.core.host_classes import LISTED
 
 METHODS = (
@@ -101,7 +101,7 @@ def _read_top_level(tree: ast.Module, into: Module, package: bool) -> None:
     while todo:
         node = todo.pop()
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            if not compat.is_overload(node):
+            if not versions.is_overload(node):
                 into.defined.setdefault(node.name, node)
         elif isinstance(node, ast.ImportFrom):
             parent = into.name.split(".") if package else into.name.split(".")[:-1]
@@ -162,12 +162,12 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
     if module is None or name not in module.defined:
         return None
     node = module.defined[name]
-    text = compat.source_of(module.source, name)
+    text = versions.source_of(module.source, name)
     assert text is not None, path
     entry: dict[str, Any] = {
         "file": module.file.relative_to(sources.root).as_posix(),
         "line": node.lineno,
-        "fingerprint": compat.fingerprint(text),
+        "fingerprint": versions.fingerprint(text),
     }
     methods: dict[str, str] = {}
     if isinstance(node, ast.FunctionDef):
@@ -216,7 +216,7 @@ def wanted(host: str) -> list[str]:
     return [*named, *LISTED.get(host, ())]
 
 
-def write(data: dict[str, Any], folder: Path = compat.PACKAGE) -> Path:
+def write(data: dict[str, Any], folder: Path = versions.PACKAGE) -> Path:
     file = folder / data["host"] / "signatures" / f"{data['version']}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")

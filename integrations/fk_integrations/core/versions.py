@@ -1,4 +1,4 @@
-"""What we know of each host version: signatures and source fingerprints, recorded from its wheel (record.py).
+"""The known versions of each host: signatures and source fingerprints, recorded from its wheels.
 
 HOST/signatures/VERSION.json: {"host", "version", "classes": {"module:Name": {"fingerprint", "call", "methods", ...}}}
 """
@@ -14,6 +14,8 @@ import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from fastkernels.core.reasons import Kind, Reason
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -58,23 +60,24 @@ def recorded(host: str) -> dict[str, dict[str, Any]]:
     return {d["version"]: d for d in (json.loads(f.read_text()) for f in files)}
 
 
-def unknown(host: str, version: str, path: str, host_class: Any) -> str | None:
-    """None if this class's source is one that we know and runs, else the line that says why the op is off."""
+def unknown(host: str, version: str, path: str, host_class: Any) -> Reason | None:
+    """None if this class's source is a recorded one and its methods are unchanged, else why the op is off."""
     module, name = sys.modules[host_class.__module__], path.partition(":")[2]
     try:
         text = inspect.getsource(module)
     except OSError as error:
-        return f"the source of {path} cannot be read: {error}"
+        return Reason(Kind.UNKNOWN_VERSION, f"the source of {path} cannot be read: {error}")
     source = source_of(text, name)
     if source is None:
-        return f"{path} is not defined in {module.__name__}"
-    return unknown_source(host, version, path, fingerprint(source)) or replaced(text, name, host_class)
+        return Reason(Kind.UNKNOWN_VERSION, f"{path} is not defined in {module.__name__}")
+    line = unknown_source(host, version, path, fingerprint(source))
+    return Reason(Kind.UNKNOWN_VERSION, line) if line else replaced(text, name, host_class)
 
 
-def replaced(module_source: str, name: str, host_class: Any) -> str | None:
-    """None if the methods of this class are those of its source, else which one somebody has put in since.
+def replaced(module_source: str, name: str, host_class: Any) -> Reason | None:
+    """None if the methods of this class are those of its source, else which one other code has replaced.
 
-    Looked at are the methods without decorators: what a decorator makes of one is its own affair.
+    Only methods without decorators are compared: a decorator may return any object.
     """
     node, namespace = _definition(module_source, name), vars(sys.modules[host_class.__module__])
     for method in node.body if isinstance(node, ast.ClassDef) else []:
@@ -84,12 +87,12 @@ def replaced(module_source: str, name: str, host_class: Any) -> str | None:
         code = getattr(found, "__code__", None)
         where = (getattr(code, "co_name", None), getattr(code, "co_firstlineno", None))
         if getattr(found, "__globals__", None) is not namespace or where != (method.name, method.lineno):
-            return f"{name}.{method.name} was replaced by somebody else (it is {found!r})"
+            return Reason(Kind.REPLACED, f"{name}.{method.name} was replaced by other code (it is {found!r})")
     return None
 
 
 def unknown_source(host: str, version: str, path: str, found: str) -> str | None:
-    """None if `found` is the fingerprint of this path in a recorded version, else the line that says why not."""
+    """None if `found` is the fingerprint of this path in a recorded version, else a line that says why not."""
     known = {v: d["classes"][path]["fingerprint"] for v, d in recorded(host).items() if path in d["classes"]}
     if found in known.values():
         return None

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fk_integrations.core import versions as compat
-from fk_integrations.core.apply import Journal
+from fastkernels.core.reasons import Kind, Reason
+from fk_integrations.core import versions
+from fk_integrations.core.journal import Journal
 
 FLASH = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
 NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
@@ -34,22 +35,24 @@ def attention_shape(runner: Any, layer: Any) -> tuple[Any, ...]:
 
 def swap_attention(
     runner: Any, layer: Any, version: str, journal: Journal, by_table: bool = False
-) -> str | None:
+) -> Reason | None:
     """Put our kernels behind a RadixAttention, in every backend of the runner that we know. None, or why not.
 
     by_table: see Adapter.swap_attention; a step that is the host's stores its keys and values itself.
     """
-    reason = _unsupported_layer(runner, layer)
-    if reason is not None:
-        return reason
-    reasons = []
+    if (text := _unsupported_layer(runner, layer)) is not None:
+        return Reason(Kind.UNSUPPORTED, text)
+    reasons: list[Reason] = []
     for backend in backends(runner):
         reason = _swap_backend(runner, backend, version, journal, by_table)
         if reason is None:
             type(backend).fastkernels_layers.add(layer)
         else:
             reasons.append(reason)
-    return None if len(reasons) < len(backends(runner)) else "; ".join(dict.fromkeys(reasons))
+    if len(reasons) < len(backends(runner)):
+        return None
+    kind = reasons[0].kind if reasons else Kind.UNSUPPORTED
+    return Reason(kind, "; ".join(dict.fromkeys(reason.text for reason in reasons)))
 
 
 def backends(runner: Any) -> list[Any]:
@@ -71,19 +74,22 @@ def _path(host_class: type) -> str:
     return f"{host_class.__module__}:{host_class.__qualname__}"
 
 
-def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal, by_table: bool) -> str | None:
+def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:
     host_class: Any = type(backend)
     if hasattr(host_class, "fastkernels_layers"):
         return None
     path = _path(host_class)
     if path not in _STEPS:
-        return f"the attention backend is {path}; known: {', '.join(_STEPS)}"
-    reason = compat.unknown("sglang", version, path, host_class) or _unsupported_backend(runner, backend)
-    if reason is not None:
-        return reason
-    backend.__class__ = _implementation(host_class, _STEPS[path], by_table)
-    journal.add(lambda: setattr(backend, "__class__", host_class))
-    return None
+        return Reason(Kind.UNSUPPORTED, f"the attention backend is {path}; known: {', '.join(_STEPS)}")
+    reason = versions.unknown("sglang", version, path, host_class)
+    patched = [name for name in ("forward", "forward_decode", "forward_extend") if name in vars(backend)]
+    if reason is None and patched:
+        reason = Reason(Kind.REPLACED, f"its {patched[0]} was replaced by other code")
+    if reason is None and (text := _unsupported_backend(runner, backend)) is not None:
+        reason = Reason(Kind.UNSUPPORTED, text)
+    if reason is None:
+        journal.set_class(backend, _implementation(host_class, _STEPS[path], by_table))
+    return reason
 
 
 # What is not supported
@@ -109,9 +115,6 @@ def _unsupported_layer(runner: Any, layer: Any) -> str | None:
 
 
 def _unsupported_backend(runner: Any, backend: Any) -> str | None:
-    named = [name for name in ("forward", "forward_decode", "forward_extend") if name in vars(backend)]
-    if named:
-        return f"its {named[0]} was replaced by somebody else"
     pool: Any = backend.token_to_kv_pool
     if type(pool).__name__ != "MHATokenToKVPool":
         return f"a KV pool of {type(pool).__name__} is not supported"

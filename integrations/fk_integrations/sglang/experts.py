@@ -11,11 +11,12 @@ from functools import cache
 from typing import Any
 
 from fastkernels.core import registry
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.moe.fused_experts_scales import check
 from fastkernels.overrides.moe.fused_experts_sglang import quant_of, refuse, refuse_config
-from fk_integrations.core import versions as compat
-from fk_integrations.core.adapter import Journal
-from fk_integrations.seams.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core import versions
+from fk_integrations.core.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core.journal import Journal
 
 _MOE = "sglang.srt.layers.moe"
 RUNNER = f"{_MOE}.moe_runner.runner:MoeRunner"
@@ -34,22 +35,19 @@ def experts(module: Any) -> Any:
     return getattr(method, "runner", None) or method
 
 
-def swap_experts(module: Any, ours: Any, version: str, journal: Journal) -> str | None:
+def swap_experts(module: Any, ours: Any, version: str, journal: Journal) -> Reason | None:
     """Have a layer's experts run ours, on its own weights. None, or why not."""
-    reason = unsupported(module)
-    if reason is not None:
-        return reason
+    if (text := unsupported(module)) is not None:
+        return Reason(Kind.UNSUPPORTED, text)
     runner = experts(module)
     host_class: Any = type(runner)
-    reason = compat.unknown("sglang", version, RUNNER, host_class)
+    reason = versions.unknown("sglang", version, RUNNER, host_class)
     if reason is None and "run" in vars(runner):
-        reason = "the run of its runner was replaced by somebody else"
-    if reason is not None:
-        return reason
-    op = registry.get("fused_experts_fp8" if in_float8(module) else "fused_experts").op
-    runner.__class__ = _implementation(host_class, ours, op.name)
-    journal.add(lambda: setattr(runner, "__class__", host_class))
-    return None
+        reason = Reason(Kind.REPLACED, "the run of its runner was replaced by other code")
+    if reason is None:
+        op = registry.get("fused_experts_fp8" if in_float8(module) else "fused_experts").op
+        journal.set_class(runner, _implementation(host_class, ours, op.name))
+    return reason
 
 
 def unsupported(module: Any) -> str | None:

@@ -1,7 +1,7 @@
 """SGLang: found by `fastkernels.patch`, loaded by SGLang's own plugin entry point, patched in each scheduler process.
 
 Known: 0.5.16, 0.5.17 and 0.5.23. Asleep, the plugin only adds Scheduler.fastkernels_rpc. What is done in a
-scheduler is in sglang_live.py. Engine.collective_rpc returns no value and hides the errors of all ranks but the
+scheduler is in scheduler.py. Engine.collective_rpc returns no value and hides the errors of all ranks but the
 first, so each rank answers in a file of a folder that the request names.
 """
 
@@ -42,9 +42,9 @@ def installed_version() -> str | None:
 
 def fastkernels_rpc(self: Any, request: str) -> None:
     """Scheduler.fastkernels_rpc: carry out a Request (JSON, with 'folder': where the reply is to be written)."""
-    from fk_integrations.sglang import scheduler as sglang_live
+    from fk_integrations.sglang import scheduler
 
-    sglang_live.answer(self, request)
+    scheduler.answer(self, request)
 
 
 def register() -> None:
@@ -73,9 +73,9 @@ def _patches_its_model(stock: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from fk_integrations.sglang import scheduler as sglang_live
+        from fk_integrations.sglang import scheduler
 
-        sglang_live.patch_after_loading()
+        scheduler.patch_after_loading()
         stock(self, *args, **kwargs)
 
     __init__.fastkernels_stock = stock  # type: ignore[attr-defined]

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core import call_recording as recording
-from fk_integrations.core import proof as trace
-from fk_integrations.core import reports
-from fk_integrations.core.apply import Adapter, Journal, Patched, apply
+from fk_integrations.core import call_recording, proof, reports
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.journal import Journal
+from fk_integrations.sglang import attention, experts
 from fk_integrations.sglang.attention import backends
 from fk_integrations.sglang.host import installed_version
 
@@ -39,6 +41,7 @@ class SglangAdapter(Adapter):
     """What is special about SGLang's modules."""
 
     host = "sglang"
+    faster_on_cpu = True
 
     def __init__(self, model_runner: Any = None):
         self.version = installed_version() or ""
@@ -49,30 +52,21 @@ class SglangAdapter(Adapter):
         on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
         return "--enable-deterministic-inference" if on else None
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | str | None:
-        from fk_integrations.sglang import attention as sglang_attention
-        from fk_integrations.sglang import experts as sglang_experts
-
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
         if op.name == "attention_decode":
-            return sglang_attention.attention_shape(self.model_runner, module)
+            return attention.attention_shape(self.model_runner, module)
         if op.name in ("fused_experts", "fused_experts_fp8"):
-            return sglang_experts.unsupported(module) or sglang_experts.NOT_MEASURED
+            return Reason(Kind.LEFT_TO_HOST, experts.unsupported(module) or experts.NOT_MEASURED)
         return super().shape(op, module)
 
     def experts(self, module: Any) -> Any:
-        from fk_integrations.sglang import experts as sglang_experts
+        return experts.experts(module)
 
-        return sglang_experts.experts(module)
+    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        return experts.swap_experts(module, ours, self.version, journal)
 
-    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
-        from fk_integrations.sglang import experts as sglang_experts
-
-        return sglang_experts.swap_experts(module, ours, self.version, journal)
-
-    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
-        from fk_integrations.sglang import attention as sglang_attention
-
-        return sglang_attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
+    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        return attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
 
 
 # At start, with FASTKERNELS=1
@@ -322,22 +316,22 @@ def _reset(scheduler: Any, request: Request) -> None:
 
 
 def _trace_start(scheduler: Any, request: Request) -> None:
-    trace.start(_runner(scheduler).device)
+    proof.start(_runner(scheduler).device)
 
 
 def _trace_stop(scheduler: Any, request: Request) -> dict[str, Any]:
-    kernels, us = trace.stop()
+    kernels, us = proof.stop()
     if _patched:
-        trace.prove(_patched[0], kernels)
+        proof.prove(_patched[0], kernels)
     return {"kernels": kernels, "us": us}
 
 
 def _record_start(scheduler: Any, request: Request) -> None:
-    recording.start(dict(request.options))
+    call_recording.start(dict(request.options))
 
 
 def _record_stop(scheduler: Any, request: Request) -> dict[str, Any]:
-    return recording.stop(dict(request.options), _rank_and_world()[0], _runner(scheduler).model)
+    return call_recording.stop(dict(request.options), _rank_and_world()[0], _runner(scheduler).model)
 
 
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {

@@ -13,13 +13,16 @@ import inspect
 import os
 import sys
 import textwrap
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core import versions as compat
-from fk_integrations.core.apply import Adapter, Patched, apply
+from fk_integrations.core import versions
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply
 
 STATE = "_fastkernels_patched"
 # {op: {fingerprint of a forward's body: a class that has it}}
@@ -59,7 +62,7 @@ def _body_fingerprint(code: Any) -> str:
     if not isinstance(function, ast.FunctionDef):
         return ""
     lines = source.splitlines()[function.body[0].lineno - 1 : function.end_lineno]
-    return compat.fingerprint("\n".join(lines))
+    return versions.fingerprint("\n".join(lines))
 
 
 class TransformersAdapter(Adapter):
@@ -80,18 +83,12 @@ class TransformersAdapter(Adapter):
             paths = {f"{c.__module__}:{c.__qualname__}" for c in classes}
             return [t for t in listed if t.path in paths]
         return [
-            Target(
-                self.host,
-                f"{c.__module__}:{c.__qualname__}",
-                listed[0].cls,
-                listed[0].seam,
-                default=listed[0].default,
-            )
+            replace(listed[0], path=f"{c.__module__}:{c.__qualname__}", note="")
             for c, module in classes.items()
             if forward_fingerprint(c) in known and all(hasattr(module, a) for a in ATTRIBUTES[spec.name])
         ]
 
-    def unknown(self, target: Target, host_class: Any) -> str | None:
+    def unknown(self, target: Target, host_class: Any) -> Reason | None:
         if any(forward_fingerprint(host_class) in known for known in FORWARDS.values()):
             return None  # `targets` has compared the source
         return super().unknown(target, host_class)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from fk_integrations.core import versions as compat
-from fk_integrations.core.apply import Journal
+from fastkernels.core.reasons import Kind, Reason
+from fk_integrations.core import versions
+from fk_integrations.core.journal import Journal
 
 FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
 NO_DECODE = "a batch with more than one token of a sequence"
@@ -21,7 +22,7 @@ def attention_shape(module: Any) -> tuple[Any, ...]:
     return *heads, None, module.sliding_window or 0, module.kv_cache_torch_dtype
 
 
-def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_table: bool) -> str | None:
+def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_table: bool) -> Reason | None:
     """Put our kernels behind an Attention layer, on the KV cache of vLLM's FlashAttention backend. None, or why not.
 
     The layer, its cache layout and its metadata builder stay; `layer.impl` becomes an instance of a subclass.
@@ -31,16 +32,16 @@ def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_
     found = f"{type(impl).__module__}:{type(impl).__qualname__}"
     if found != FLASH_ATTN:
         note = ": its KV cache is packed for the CPU's own kernels" if "cpu_attn" in found else ""
-        return f"the attention backend is {found}, not {FLASH_ATTN}{note}"
-    reason = compat.unknown("vllm", version, FLASH_ATTN, type(impl)) or _unsupported(impl, config)
+        return Reason(Kind.UNSUPPORTED, f"the attention backend is {found}, not {FLASH_ATTN}{note}")
     if any(name in vars(impl) for name in ("forward", "do_kv_cache_update")):
-        reason = "the backend's forward was replaced by somebody else"
-    if reason is not None:
-        return reason
+        return Reason(Kind.REPLACED, "the backend's forward was replaced by other code")
     host_class: Any = type(impl)
-    impl.__class__ = _implementation(host_class, by_table, config.model_config.max_model_len)
-    journal.add(lambda: setattr(impl, "__class__", host_class))
-    return None
+    reason = versions.unknown("vllm", version, FLASH_ATTN, host_class)
+    if reason is None and (text := _unsupported(impl, config)) is not None:
+        reason = Reason(Kind.UNSUPPORTED, text)
+    if reason is None:
+        journal.set_class(impl, _implementation(host_class, by_table, config.model_config.max_model_len))
+    return reason
 
 
 def _unsupported(impl: Any, config: Any) -> str | None:

@@ -11,11 +11,12 @@ from functools import cache
 from typing import Any
 
 from fastkernels.core import registry
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.moe.fused_experts_scales import check, kind_of
 from fastkernels.overrides.moe.fused_experts_vllm import call_of, refuse_activation, refuse_quant
-from fk_integrations.core import versions as compat
-from fk_integrations.core.adapter import Journal
-from fk_integrations.seams.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core import versions
+from fk_integrations.core.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core.journal import Journal
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
@@ -35,11 +36,10 @@ def experts(module: Any) -> Any:
     return getattr(method.moe_kernel, "impl", None) or method
 
 
-def shape(op: Any, module: Any) -> tuple[Any, ...] | str:
+def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
     """The values of op.key.shape of a layer's calls, or why they are not ours."""
-    reason = unsupported(module)
-    if reason is not None:
-        return reason
+    if (text := unsupported(module)) is not None:
+        return Reason(Kind.UNSUPPORTED, text)
     w1, w2, expert_map = module.w13_weight, module.w2_weight, module.expert_map
     here, hidden, inner = w2.shape
     everywhere = here if expert_map is None else expert_map.numel()
@@ -51,24 +51,21 @@ def shape(op: Any, module: Any) -> tuple[Any, ...] | str:
     return (*sizes, *kind, module.moe_config.in_dtype)
 
 
-def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> str | None:
+def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:
     """Have a layer's experts run ours, on its own weights. None, or why not.
 
     by_table: see Adapter.swap_experts. What a captured graph replays is what its capture decided.
     """
-    reason = unsupported(module)
-    if reason is not None:
-        return reason
+    if (text := unsupported(module)) is not None:
+        return Reason(Kind.UNSUPPORTED, text)
     kernel = experts(module)
     host_class: Any = type(kernel)
-    reason = compat.unknown("vllm", version, KERNEL, host_class)
+    reason = versions.unknown("vllm", version, KERNEL, host_class)
     if reason is None and "apply" in vars(kernel):
-        reason = "the apply of its kernel was replaced by somebody else"
-    if reason is not None:
-        return reason
-    kernel.__class__ = _implementation(host_class, ours, by_table, _powers_of_two(kernel))
-    journal.add(lambda: setattr(kernel, "__class__", host_class))
-    return None
+        reason = Reason(Kind.REPLACED, "the apply of its kernel was replaced by other code")
+    if reason is None:
+        journal.set_class(kernel, _implementation(host_class, ours, by_table, _powers_of_two(kernel)))
+    return reason
 
 
 def unsupported(module: Any) -> str | None:

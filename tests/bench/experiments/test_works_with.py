@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_integrations.core.apply import LEFT
 from fk_integrations.vllm.fusions import ALL_REDUCE
 
 import fastkernels

@@ -134,11 +134,11 @@ def test_disable(llm, monkeypatch):
 
 
 def test_unknown_source_turns_the_op_off_or_fails_when_strict(llm, monkeypatch):
-    from fk_integrations.core import versions as compat
+    from fk_integrations.core import versions
 
     path = "vllm.model_executor.layers.layernorm:RMSNorm"
     recorded = {"0.32.0": {"classes": {path: {"fingerprint": "0" * 16}}}}
-    known = compat.recorded("vllm")
+    known = versions.recorded("vllm")
     classes = {k: v for k, v in known["0.32.0"]["classes"].items() if k != path}
     recorded["0.32.0"]["classes"].update(classes)
     monkeypatch.setattr(compat, "recorded", lambda host: recorded)
