@@ -267,7 +267,7 @@ def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return replies
 
 
-def _disagreement(replies: list[dict[str, Any]], request: Request) -> str | None:
+def disagreement(replies: list[dict[str, Any]], request: Request) -> str | None:
     """None if all ranks of a stage patched the same, else the difference, or why nothing was patched."""
     stages: dict[int, dict[int, Any]] = {}
     for r in replies:
@@ -332,7 +332,7 @@ def patch(
     if failed and len(failed) < len(replies):
         host.call(target, Request("undo"))
     _checked(host, replies)
-    differs = _disagreement(replies, request)
+    differs = disagreement(replies, request)
     if differs:
         host.call(target, Request("undo"))
         raise PatchError(f"{host.name}: {differs}; undone")
@@ -358,7 +358,7 @@ async def patch_async(
     host = find_host(target)
     request = _request(ops, candidates, strict)
     replies = _checked(host, await host.call_async(target, request))
-    differs = _disagreement(replies, request)
+    differs = disagreement(replies, request)
     if differs:
         await host.call_async(target, Request("undo"))
         raise PatchError(f"{host.name}: {differs}; undone")
@@ -374,6 +374,6 @@ class _CallableModule(ModuleType):
 sys.modules[__name__].__class__ = _CallableModule
 
 __all__ = [
-    "Host", "PatchError", "Report", "Request", "Row", "find_host", "hosts", "nothing_patched", "patch", "patch_async",
-    "patch_from_environment",
+    "Host", "PatchError", "Report", "Request", "Row", "disagreement", "find_host", "hosts", "nothing_patched", "patch",
+    "patch_async", "patch_from_environment",
 ]  # fmt: skip

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import Journal
+from fk_integrations.core.journal import Journal
 from fk_integrations.sglang import attention as sglang_attention
 from support import seams as support_seams
 from support.seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
 
+from fastkernels.core.reasons import Kind
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
@@ -158,7 +159,9 @@ def test_sglang_says_why_a_layer_or_a_backend_is_left_alone() -> None:
 
     def reason(**change: Any) -> str:
         layer.__dict__ |= change
-        return str(sglang_attention.swap_attention(runner, layer, "0.5.23", journal))
+        found = sglang_attention.swap_attention(runner, layer, "0.5.23", journal)
+        assert found is not None and found.kind is Kind.UNSUPPORTED
+        return found.text
 
     assert "Backend; known: sglang.srt" in reason()
     assert "keys of 32 with values of 16" in reason(v_head_dim=16)

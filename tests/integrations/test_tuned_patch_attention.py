@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import Adapter, Patched, apply, plan
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply, plan
 from torch import nn
 
 from fastkernels.core import tuning as tuned
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.tuning import Entry, Table
 from fastkernels.patch import Request
 
@@ -43,10 +45,10 @@ class AttentionHost(Adapter):
         # Blocks are not known before the cache is
         return (module.heads, 2, 64, None, module.window, torch.bfloat16)
 
-    def swap_attention(self, module: Any, ours: type, journal: Any, by_table: bool) -> str | None:
+    def swap_attention(self, module: Any, ours: type, journal: Any, by_table: bool) -> Reason | None:
         module.by_table = by_table
         journal.add(lambda: delattr(module, "by_table"))
-        return module.refuses or None
+        return Reason(Kind.UNSUPPORTED, module.refuses) if module.refuses else None
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def test_attention_where_decodes_are_faster(attention: Any) -> None:
         "dtype=bfloat16 on cpu; 1 left to the host: heads=4 kv_heads=2 head_size=64 block_size=? window=0 "
         "dtype=bfloat16 is not tuned on cpu: `fk-bench tune attention_decode --shape "
         "heads=4,kv_heads=2,head_size=64,block_size=?,window=0,dtype=bfloat16` would measure it; "
-        "1 left to the host: x, y"
+        "1 left to the host: x; y"
     )
     assert [getattr(m, "by_table", None) for m in attention] == [True, True, None, None, True]
     found.undo()

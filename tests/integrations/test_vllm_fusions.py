@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import Adapter, Patched, apply
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply
 from fk_integrations.vllm.fusions import (
     ALL_REDUCE,
     QUANTIZED,
@@ -19,7 +20,8 @@ from fk_integrations.vllm.fusions import (
 )
 from torch import nn
 
-from fastkernels.patch import PatchError, Request
+from fastkernels.core.reasons import Kind, Reason
+from fastkernels.patch import Request
 
 HIDDEN, HEAD = 64, 16
 
@@ -65,7 +67,7 @@ def model(quantizes: bool) -> Any:
 @pytest.mark.parametrize("quantizes", [False, True])
 def test_what_is_fused_with_a_quantization_stays(mode: int, quantizes: bool) -> None:
     found = model(quantizes)
-    want = QUANTIZED if mode and quantizes else None
+    want = Reason(Kind.LEFT_TO_HOST, QUANTIZED) if mode and quantizes else None
     assert quantized(found) == ({HIDDEN} if quantizes else set())
     assert fused(config(mode), found, "rms_norm", found.norm) == want
     assert fused(config(mode), found, "gemma_rms_norm", found.norm) == want
@@ -85,7 +87,8 @@ def test_what_is_fused_with_a_quantization_stays(mode: int, quantizes: bool) -> 
 )
 def test_what_is_fused_with_an_all_reduce_stays(settings: dict[str, Any], want: str | None) -> None:
     found = model(quantizes=False)
-    assert fused(config(**settings), found, "rms_norm", found.norm) == want
+    reason = fused(config(**settings), found, "rms_norm", found.norm)
+    assert reason == (want and Reason(Kind.LEFT_TO_HOST, want))
     assert fused(config(**settings), found, "rms_norm", found.q_norm) is None
     assert fused(config(**settings), found, "silu_and_mul", found.act) is None
 
@@ -97,10 +100,10 @@ class Host(Adapter):
         found = [t for t in super().targets(spec, model) if spec.name == "rms_norm" and t.default]
         return [dataclasses.replace(t, path=f"{__name__}:Norm") for t in found[:1]]
 
-    def unknown(self, target: Any, host_class: Any) -> str | None:
+    def unknown(self, target: Any, host_class: Any) -> None:
         return None
 
-    def fused(self, model: Any, op: str, module: Any) -> str | None:
+    def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         return fused(config(), model, op, module)
 
 
@@ -124,11 +127,15 @@ def test_what_is_asked_for_goes_in() -> None:
     assert (row.modules, row.reason) == (2, "")
 
 
-def test_where_nothing_is_left_to_patch_that_is_said() -> None:
+def test_leaving_every_module_to_the_compiler_is_a_success() -> None:
     found = model(quantizes=True)
     found.q_norm = None
-    with pytest.raises(PatchError, match=r"nothing to patch: .*fuses it with the FP8 quantization"):
-        apply(Host(), found, Request("patch"))
+    (row,) = apply(Host(), found, Request("patch")).rows
+    assert (row.state, row.kinds, row.reason) == (
+        "off",
+        [Kind.LEFT_TO_HOST],
+        f"1 left to the host: {QUANTIZED}",
+    )
 
 
 @pytest.mark.parametrize(

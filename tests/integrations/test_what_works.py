@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import Adapter, apply
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import apply
 
-from fastkernels.patch import PatchError, Request, _agreed
+from fastkernels.core.reasons import Kind, Reason
+from fastkernels.patch import PatchError, Request, Row, disagreement
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "what-works.md"
@@ -45,8 +48,9 @@ def test_every_feature_has_a_cell_for_both_hosts_and_says_how_it_was_shown() -> 
 
 
 def test_the_lines_that_the_page_quotes_are_those_that_are_printed() -> None:
-    sources = "".join(p.read_text() for p in (ROOT / "integrations" / "fk_integrations").glob("*.py"))
-    sources += (ROOT / "fastkernels" / "overrides" / "l2" / "gated_mlp.py").read_text()
+    folders = (ROOT / "integrations" / "fk_integrations", ROOT / "fastkernels" / "overrides")
+    sources = "".join(p.read_text() for folder in folders for p in sorted(folder.rglob("*.py")))
+    sources += (ROOT / "fastkernels" / "core" / "tuning.py").read_text()
     written = re.sub(r"\{[^{}]*\}", "...", re.sub(r'"\s*\n\s*f?"', "", sources))
     quoted = [q for row in tables()[0] for cell in row[1:] for q in re.findall(r"`([^`]*)`", cell)]
     lines = [q for q in quoted if " " in q and not q.startswith("--")]
@@ -129,24 +133,22 @@ def test_a_stage_of_a_pipeline_may_have_nothing_to_patch(model: torch.nn.Sequent
 
 
 def reply(rank: int, modules: int, **stage: int) -> dict[str, Any]:
-    state = "active" if modules else "off"
-    row = {
-        "op": "rms_norm",
-        "host_class": "RMSNorm",
-        "modules": modules,
-        "state": state,
-        "reason": "none there",
-    }
-    return {"rank": rank, "rows": [row], **stage}
+    row = Row(rank, "rms_norm", "RMSNorm", modules, "active" if modules else "off")
+    if not modules:
+        row.explain({Reason(Kind.NO_SUCH_MODULE, "none there"): 0})
+    return {"rank": rank, "rows": [asdict(row)], **stage}
 
 
 def test_ranks_of_a_stage_agree_and_stages_may_differ() -> None:
-    assert _agreed([reply(0, 2), reply(1, 2)]) is None
-    assert _agreed([reply(0, 2), reply(1, 3)]) == "ranks [1] patched something else than rank 0"
-    assert _agreed([reply(0, 2, stage=0), reply(1, 3, stage=1)]) is None
-    assert _agreed([reply(0, 2, stage=0), reply(1, 0, stage=1)]) is None
+    def check(replies: list[dict[str, Any]]) -> str | None:
+        return disagreement(replies, Request("patch"))
+
+    assert check([reply(0, 2), reply(1, 2)]) is None
+    assert check([reply(0, 2), reply(1, 3)]) == "ranks [1] patched something else than rank 0"
+    assert check([reply(0, 2, stage=0), reply(1, 3, stage=1)]) is None
+    assert check([reply(0, 2, stage=0), reply(1, 0, stage=1)]) is None
     four = [reply(rank, modules, stage=rank // 2) for rank, modules in enumerate((2, 2, 3, 4))]
-    assert _agreed(four) == "ranks [3] patched something else than rank 2"
-    assert _agreed([reply(0, 0, stage=0), reply(1, 0, stage=1)]) == (
+    assert check(four) == "ranks [3] patched something else than rank 2"
+    assert check([reply(0, 0, stage=0), reply(1, 0, stage=1)]) == (
         "nothing to patch: rms_norm (RMSNorm): none there"
     )

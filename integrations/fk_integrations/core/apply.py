@@ -257,8 +257,8 @@ def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
 
 
 def _swap(place: Seam, swap: Swap) -> Reason | None:
-    if swap.ours is swap.host_class:
-        return None  # our engine's module already
+    if swap.adapter.own and swap.ours is swap.host_class:
+        return None  # nothing to change
     supports = getattr(swap.ours, "supports", None)
     text = supports(swap.module) if supports is not None else None
     if text is not None:

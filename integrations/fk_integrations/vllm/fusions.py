@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.linear.linear_fp8_scales import holder_of
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 
@@ -55,7 +56,7 @@ def take_quantization(config: Any, kernel: Any) -> None:
         kernel.quant_fp8 = quantize_tokens
 
 
-def fused(config: Any, model: Any, op: str, module: Any) -> str | None:
+def fused(config: Any, model: Any, op: str, module: Any) -> Reason | None:
     """Why this module of a compiled model is faster as it is, or None.
 
     Norms before linear layers are as wide as their input; those of a head's queries and keys are not, and stay ours.
@@ -66,9 +67,11 @@ def fused(config: Any, model: Any, op: str, module: Any) -> str | None:
     width = module.weight.numel() if op in NORMS and getattr(module, "weight", None) is not None else None
     ranks, hidden = config.parallel_config.tensor_parallel_size, config.model_config.get_hidden_size()
     if compilation.pass_config.fuse_allreduce_rms and ranks > 1 and width == hidden:
-        return ALL_REDUCE
+        return Reason(Kind.LEFT_TO_HOST, ALL_REDUCE)
     widths = quantized(model)
-    return QUANTIZED if (width in widths if op in NORMS else bool(widths)) else None
+    if width in widths if op in NORMS else bool(widths):
+        return Reason(Kind.LEFT_TO_HOST, QUANTIZED)
+    return None
 
 
 def quantized(model: Any) -> set[int]:

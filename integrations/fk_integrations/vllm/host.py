@@ -16,7 +16,7 @@ from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.env import Environment
-from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.reasons import Reason
 from fastkernels.overrides.linear.linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import call_recording, reports
@@ -68,10 +68,7 @@ class VllmAdapter(Adapter):
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         from fk_integrations.vllm import fusions
 
-        if self.worker is None:
-            return None
-        text = fusions.fused(self.worker.vllm_config, model, op, module)
-        return None if text is None else Reason(Kind.LEFT_TO_HOST, text)
+        return None if self.worker is None else fusions.fused(self.worker.vllm_config, model, op, module)
 
     def kernel_swapped(self, module: Any) -> None:
         from fk_integrations.vllm import fusions

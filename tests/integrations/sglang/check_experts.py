@@ -147,7 +147,7 @@ def test_float8(block):
         ({}, lambda m: setattr(m.runner, "fused_func", print), "run by builtins:print"),
         ({}, lambda m: setattr(m.quant_method, "runner", None), "unquant:UnquantizedFusedMoEMethod"),
         ({}, lambda m: setattr(m.quant_method, "w13_swiglu_interleaved", True), "interleaved"),
-        ({}, lambda m: setattr(m.runner, "run", print), "replaced by somebody else"),
+        ({}, lambda m: setattr(m.runner, "run", print), "replaced by other code"),
         ({}, lambda m: setattr(m.w2_weight, "data", m.w2_weight.data[..., :5]), "not .E, 2 I, H."),
         (
             {},

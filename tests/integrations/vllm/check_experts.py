@@ -181,7 +181,7 @@ REFUSED = {
     "shape": (put(lambda m: m.w2_weight, "data", lambda w: w[..., :32]), r"not \[E, 2 I, H\] and \[E, H, I\]"),
     "somebody": (
         lambda m: vars(kernel(m)).update(apply=print) or (lambda: vars(kernel(m)).pop("apply")),
-        "replaced by somebody else",
+        "replaced by other code",
     ),
 }  # fmt: skip
 
