@@ -1,4 +1,8 @@
-"""Ops by name: an op is a file fastkernels/overrides/FAMILY/NAME.py that assigns SPEC. Imported on first use."""
+"""Find ops, host classes and baselines by name.
+
+An op is a file `overrides/FAMILY/NAME.py` whose top level assigns SPEC. A host file (`FAMILY/vllm.py`) assigns
+`TARGETS = {op: (Target, ...)}`. Both are found from their text and imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastkernels.core.baseline import Baseline
-    from fastkernels.core.dispatch import Op
     from fastkernels.core.spec import OpSpec, Target
 
 
 class UnknownName(LookupError):
-    """A name that is not in a registry. The message names it and lists what exists."""
+    """A name that is not registered. The message lists the known names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]):
         known = sorted(known)
@@ -27,7 +30,7 @@ class UnknownName(LookupError):
         hint = f" Did you mean {close[0]!r}?" if close else ""
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
 
-    def __str__(self) -> str:  # LookupError's own would be fine, KeyError's would quote the text
+    def __str__(self) -> str:  # a subclass of KeyError would quote the message
         return str(self.args[0])
 
 
@@ -115,7 +118,7 @@ def baselines(name: str) -> list[Baseline]:
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, or UnknownName for the first that is not an op."""
+    """The names as a tuple. Raises UnknownName for the first that is not an op."""
     names = tuple(names)
     for name in names:
         if name not in op_modules():
@@ -123,23 +126,11 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def counted(name: str) -> list[Op]:
-    """The functional ops whose counters prove that the op of this name runs: its own, or those that it calls."""
-    from fastkernels.core.dispatch import OPS
-
-    names = [name] if name in OPS else get(name).calls
-    return [OPS[n] for n in names if n in OPS]
-
-
-def standing_in(name: str) -> list[Op]:
-    """The functional ops, of those that are loaded, that are run in the place of this one; see OpSpec.stands_for."""
-    from fastkernels.core.dispatch import OPS
-
-    return [OPS[n] for n in op_modules() if n in OPS and name in get(n).stands_for]
-
-
 def reached(name: str, parts: bool = False) -> set[str]:
-    """The ops that the modules of this op call by name, and what those call; with parts, what its parts call, too."""
+    """All ops that run inside the op's modules: those they call by name, transitively.
+
+    parts  include the ops whose modules they are built from
+    """
 
     def inside(op: str) -> tuple[str, ...]:
         return get(op).calls + (get(op).parts if parts else ())

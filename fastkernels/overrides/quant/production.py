@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.baseline import Baseline, Function, dense, filled, first, half, inductor, same
-from fastkernels.overrides.kit.libraries import T
+from fastkernels.overrides.kit.libraries import T, vllm_ops
 
 FP8_MAX = 448.0
 
@@ -27,9 +27,7 @@ def _flat(x: T) -> T:
 
 
 def _vllm_static() -> Function:
-    from fk_bench.kernels.judge.baselines.production_vllm import kernels
-
-    c = kernels()
+    c = vllm_ops()
 
     def quantize_fp8(x: T, scale: T, *_: Any) -> tuple[T, T]:
         q, s = _outputs(x, 0)
@@ -40,9 +38,7 @@ def _vllm_static() -> Function:
 
 
 def _vllm_dynamic() -> Function:
-    from fk_bench.kernels.judge.baselines.production_vllm import kernels
-
-    c = kernels()
+    c = vllm_ops()
 
     def quantize_fp8(
         x: T, scale: None = None, group_size: int = 0, scale_ub: T | None = None, min_absmax: float = MIN_ABSMAX,
@@ -120,9 +116,7 @@ def _no_sgl(
 
 def _vllm_silu(static: bool) -> Any:
     def make() -> Function:
-        from fk_bench.kernels.judge.baselines.production_vllm import kernels
-
-        c = kernels()
+        c = vllm_ops()
 
         def silu_mul_quant_fp8(
             x: T, scale: T | None = None, group_size: int = -1, scale_ub: T | None = None,
@@ -195,9 +189,7 @@ def _no_sgl_silu(
 
 def _vllm_norm(static: bool) -> Any:
     def make() -> Function:
-        from fk_bench.kernels.judge.baselines.production_vllm import kernels
-
-        c = kernels()
+        c = vllm_ops()
 
         def rms_norm_quant_fp8(
             x: T, weight: T, eps: float, scale: T | None = None, group_size: int = -1, residual: T | None = None,

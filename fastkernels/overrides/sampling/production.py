@@ -10,61 +10,6 @@ from fastkernels.core.baseline import Baseline, Function
 from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_vllm
 
 
-def _vllm_sampling() -> Function:
-    from fk_bench.kernels.judge.baselines.production_torch import Filters
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    sampler, filters = TopKTopPSampler(), Filters()
-
-    def sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> T:
-        greedy, has_k, has_p = filters(logits, temperature, top_k, top_p)
-        if greedy:
-            return logits.argmax(dim=-1)
-        scaled = logits.float().div_(temperature[:, None])
-        return sampler(scaled, {}, top_k if has_k else None, top_p if has_p else None)[0]
-
-    return sampling
-
-
-def _no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
-    from fk_bench.kernels.judge.baselines.production_torch import no_sampling
-
-    if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
-        return "a row without top_k has the vocabulary's size there"
-    return no_sampling(logits, temperature, top_k, top_p, min_p)
-
-
-_NOISE = "it draws with other noise"
-
-
-def _filtered() -> Function:
-    from fk_bench.kernels.judge.baselines.production_torch import Filters
-    from flashinfer import sampling as kernels
-
-    filters = Filters()
-
-    def sampling(logits: T, temperature: T, top_k: T, top_p: T, *_: Any) -> T:
-        has_k, has_p = filters(logits, temperature, top_k, top_p)[1:]
-        probs = torch.softmax(logits.float().div_(temperature[:, None]), dim=-1)
-        if has_k:
-            return kernels.top_k_top_p_sampling_from_probs(probs, top_k, top_p, deterministic=True).long()
-        if has_p:
-            return kernels.top_p_sampling_from_probs(probs, top_p, deterministic=True).long()
-        return kernels.sampling_from_probs(probs, deterministic=True).long()
-
-    return sampling
-
-
-def _no_filtered(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
-    from fk_bench.kernels.judge.baselines.production_torch import no_sampling
-
-    if bool((temperature <= 1e-5).any()):
-        return "draws only, the hosts take the argmax of greedy rows"
-    if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
-        return "needs a top_k in every row or in none"
-    return no_sampling(logits, temperature, top_k, top_p, min_p)
-
-
 class Filters:
     """(all greedy, any top_k, any top_p) of a batch, which a host knows on the CPU before it calls its sampler.
 
@@ -90,6 +35,55 @@ def no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any
     if bool((min_p > 0).any()):
         return "the hosts filter by min_p in a step of its own"
     return None
+
+
+def _vllm_sampling() -> Function:
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    sampler, filters = TopKTopPSampler(), Filters()
+
+    def sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> T:
+        greedy, has_k, has_p = filters(logits, temperature, top_k, top_p)
+        if greedy:
+            return logits.argmax(dim=-1)
+        scaled = logits.float().div_(temperature[:, None])
+        return sampler(scaled, {}, top_k if has_k else None, top_p if has_p else None)[0]
+
+    return sampling
+
+
+def _no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
+    if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
+        return "a row without top_k has the vocabulary's size there"
+    return no_sampling(logits, temperature, top_k, top_p, min_p)
+
+
+_NOISE = "it draws with other noise"
+
+
+def _filtered() -> Function:
+    from flashinfer import sampling as kernels
+
+    filters = Filters()
+
+    def sampling(logits: T, temperature: T, top_k: T, top_p: T, *_: Any) -> T:
+        has_k, has_p = filters(logits, temperature, top_k, top_p)[1:]
+        probs = torch.softmax(logits.float().div_(temperature[:, None]), dim=-1)
+        if has_k:
+            return kernels.top_k_top_p_sampling_from_probs(probs, top_k, top_p, deterministic=True).long()
+        if has_p:
+            return kernels.top_p_sampling_from_probs(probs, top_p, deterministic=True).long()
+        return kernels.sampling_from_probs(probs, deterministic=True).long()
+
+    return sampling
+
+
+def _no_filtered(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
+    if bool((temperature <= 1e-5).any()):
+        return "draws only, the hosts take the argmax of greedy rows"
+    if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
+        return "needs a top_k in every row or in none"
+    return no_sampling(logits, temperature, top_k, top_p, min_p)
 
 
 def _torch_sampling() -> Function:
