@@ -242,9 +242,12 @@ class Report:
     def __str__(self) -> str:
         where = f"{self.patched_modules} modules patched in {len(self.pids)} process(es)"
         head = f"{self.host.name} {self.version}: {where}"
+        if not self.active and any(kind.left for row in self.rows for kind in row.kinds):
+            head = f"{self.host.name} {self.version}: everything was left to the host"
         lines = [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
+            state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""
             state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())

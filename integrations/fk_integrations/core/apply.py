@@ -51,7 +51,7 @@ class Patched:
         return [asdict(row) for row in self.rows]
 
     def _count(self, row: Row) -> None:
-        from fastkernels.core.dispatch import proving, standing_in
+        from fastkernels.core.dispatch import fusions_of, proving
 
         ops = proving(row.op)
         if not ops:
@@ -60,7 +60,7 @@ class Patched:
         row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
         row.left = {why: n for op in ops for why, n in op.left.items()}
         if not row.calls and not row.candidate:
-            fused = [op for op in standing_in(row.op) if op.calls]
+            fused = [op for op in fusions_of(row.op) if op.calls]
             row.calls = sum(op.calls for op in fused)
             if fused:
                 row.explain({Reason(Kind.FUSED, f"{fused[0].name} runs in its place"): 0})

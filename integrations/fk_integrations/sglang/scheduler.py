@@ -11,17 +11,18 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core.dispatch import Provider
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import call_recording, proof, reports
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.journal import Journal
-from fk_integrations.sglang import attention, experts
+from fk_integrations.sglang import attention, experts, own_kernels
 from fk_integrations.sglang.attention import backends
 from fk_integrations.sglang.host import installed_version
 
@@ -51,6 +52,9 @@ class SglangAdapter(Adapter):
     def batch_invariant(self) -> str | None:
         on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
         return "--enable-deterministic-inference" if on else None
+
+    def providers(self) -> Mapping[str, Provider]:
+        return own_kernels.providers()
 
     def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
         if op.name == "attention_decode":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,21 +25,46 @@ _STOCK_HASH: list[Callable[[Any], str]] = []
 
 
 def fingerprint(request: Request) -> str:
-    """A hash of everything of ours that changes what is compiled: version, request, our sources, candidates."""
-    digest = hashlib.sha256(
-        f"{fastkernels.__version__} {sorted(Environment.read().provider.items())}".encode()
-    )
-    digest.update(
-        Request("", request.ops, request.candidates, request.disable, request.strict).to_json().encode()
-    )
-    package = Path(fastkernels.__file__).parent
-    integrations = Path(__file__).resolve().parents[1]
-    for root in (package, integrations):
-        for file in sorted(f for f in root.rglob("*") if f.suffix in (".py", ".cu", ".json") and f.is_file()):
-            digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    for path in request.candidates.values():
-        digest.update(path.encode() + Path(path).expanduser().read_bytes())
+    """A hash of all that decides what is compiled: our files, the request, candidates, providers and tuned tables.
+
+    Raises PatchError for a package without files, OSError for a file that cannot be read.
+    """
+    env, digest = Environment.read(), hashlib.sha256()
+    wanted = Request("", request.ops, request.candidates, request.disable, request.strict).to_json()
+    _add(digest, "version", fastkernels.__version__.encode())
+    _add(digest, "request", wanted.encode())
+    _add(digest, "providers", json.dumps(sorted(env.provider.items())).encode())
+    for root in (Path(fastkernels.__file__).parent, Path(__file__).resolve().parents[1]):
+        _add(digest, root.name, source_digest(root).encode())
+    own = [] if env.tuned is None else _tables(Path(env.tuned).expanduser())
+    for path in [*own, *(Path(file).expanduser() for file in request.candidates.values())]:
+        _add(digest, str(path), path.read_bytes())
     return digest.hexdigest()
+
+
+def source_digest(root: Path) -> str:
+    """A hash of the path and content of every file under a package, compiled Python aside. Raises PatchError, OSError.
+
+    Not a list of suffixes: kernels, tables and templates of any kind count.
+    """
+    files = sorted(
+        f for f in root.rglob("*") if "__pycache__" not in f.relative_to(root).parts and not f.is_dir()
+    )
+    if not any(file.suffix == ".py" for file in files):
+        raise PatchError(f"{root} has no Python source to hash: compiled code could not be told apart")
+    digest = hashlib.sha256()
+    for file in files:
+        _add(digest, file.relative_to(root).as_posix(), file.read_bytes())
+    return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, data: bytes) -> None:
+    """Add one named piece, with its lengths: no two lists of pieces give the same bytes."""
+    digest.update(f"{len(name.encode())}:{len(data)}:{name}".encode() + data)
+
+
+def _tables(path: Path) -> list[Path]:
+    return sorted(path.glob("*.json")) if path.is_dir() else [path]
 
 
 def add_key(key: str) -> None:

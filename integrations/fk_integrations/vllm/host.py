@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
 from fastkernels.core.env import Environment
@@ -24,6 +24,9 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.construction import BeforeConstruction
 from fk_integrations.core.journal import Journal
+
+if TYPE_CHECKING:
+    from fastkernels.core.dispatch import Provider
 
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
@@ -55,6 +58,11 @@ class VllmAdapter(Adapter):
         from vllm import envs
 
         return "VLLM_BATCH_INVARIANT" if getattr(envs, "VLLM_BATCH_INVARIANT", False) else None
+
+    def providers(self) -> Mapping[str, Provider]:
+        from fk_integrations.vllm import own_kernels
+
+        return own_kernels.providers()
 
     def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
         from fk_integrations.vllm import attention, experts
