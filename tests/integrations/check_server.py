@@ -56,7 +56,8 @@ def wait_until_ready(server, url):
 def test_server_patched_by_environment(tmp_path):
     reports = tmp_path / "reports"
     ops = "rms_norm,silu_and_mul,attention"
-    server, url = serve(tmp_path, FASTKERNELS_OPS=ops, FASTKERNELS_REPORT=str(reports))
+    environment = {"FASTKERNELS_OPS": ops, "FASTKERNELS_PROVIDER": f"rms_norm:{HOST}"}
+    server, url = serve(tmp_path, FASTKERNELS_REPORT=str(reports), **environment)
     try:
         wait_until_ready(server, url)
         body = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -71,7 +72,8 @@ def test_server_patched_by_environment(tmp_path):
     rows = {r["op"]: r for r in json.loads(file.read_text())["rows"]}
     assert worker["pid"] != server.pid and worker["error"] is None
     assert rows["rms_norm"]["state"] == "active" and rows["rms_norm"]["calls"] >= 8 * 5
-    assert rows["silu_and_mul"]["calls"] >= 8 * 2
+    assert (rows["rms_norm"]["provider"], rows["rms_norm"]["fallbacks"]) == (HOST, {})
+    assert rows["silu_and_mul"]["calls"] >= 8 * 2 and not rows["silu_and_mul"]["provider"]
     if HOST == "vllm":  # whose cache on the CPU is packed for its own kernels
         assert rows["attention"]["state"] == "off" and "packed" in rows["attention"]["reason"]
     else:

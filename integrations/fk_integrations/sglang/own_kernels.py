@@ -1,7 +1,7 @@
 """SGLang's own CPU code as providers of our ops, for FASTKERNELS_PROVIDER=op:sglang.
 
 It proves a swap where our code is no faster: the same code runs, called through our op and counted there. It is the
-class's forward_cpu (sgl_kernel's operators where they are installed), or forward_native on a platform that picks that.
+class's forward_cpu: sgl_kernel's operators where they are installed, plain PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rms_norm(
     )  # fmt: skip
     if residual is None:
         return _run(RMSNorm, attributes, x)
-    out, new = _run(RMSNorm, attributes, x, residual)
+    out, new = _run(RMSNorm, attributes, x.clone(), residual)  # some versions overwrite x
     if new is not residual:
         residual.copy_(new)
     return out
@@ -51,7 +51,5 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 def _run(host_class: Any, attributes: SimpleNamespace, *args: Any) -> Any:
     """The host's CPU method on an object that has only the attributes that the method reads."""
-    with_kernels = hasattr(torch.ops.sgl_kernel, "rmsnorm_cpu")
     attributes.forward_native = lambda *more: host_class.forward_native(attributes, *more)
-    method = host_class.forward_cpu if with_kernels else host_class.forward_native
-    return method(attributes, *args)
+    return host_class.forward_cpu(attributes, *args)

@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from support.checks import PROMPTS, RMS_NORM_TWICE, check_folder
+from support.checks import LEAVES, PROMPTS, RMS_NORM_TWICE, check_all_left, check_folder
 from support.sglang_engine import forced, generate, ids, make_engine
 
 import fastkernels
@@ -27,8 +27,14 @@ def stock(engine):
     return generate(engine)
 
 
+def test_default_patch_on_a_cpu_leaves_all_to_sglang(engine, stock):
+    with fastkernels.patch(engine, strict=True) as report:
+        check_all_left(report, "sglang 0.5.23")
+        assert generate(engine) == stock
+
+
 def test_patch_runs_in_the_scheduler_and_undo_is_exact(engine, stock):
-    report = fastkernels.patch(engine)
+    report = fastkernels.patch(engine, ops=LEAVES)
     patched = generate(engine)
     rows = {(r.op, r.host_class): r for r in report.refresh().rows}
     steps = 8 * len(PROMPTS)

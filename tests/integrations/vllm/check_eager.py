@@ -5,14 +5,20 @@ import os
 
 import pytest
 import torch
-from support.checks import PROMPTS, RMS_NORM_BUG, RMS_NORM_TWICE, check_folder
+from support.checks import (
+    LEAVES,
+    PROMPTS,
+    RMS_NORM_BUG,
+    RMS_NORM_TWICE,
+    check_all_left,
+    check_folder,
+    check_own_kernels,
+)
 from support.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
 from fastkernels.core.registry import UnknownName
 from fastkernels.patch import PatchError
-
-LEAVES = ["rms_norm", "silu_and_mul", "rotary_emb"]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +76,24 @@ def test_live_patch_runs_ours_and_undo_is_exact(llm, stock):
     assert after == before
 
 
-def test_default_ops_on_the_cpu(llm, stock):
+def test_default_patch_on_a_cpu_leaves_all_to_vllm(llm, stock):
+    before = modules(llm)
+    with fastkernels.patch(llm, strict=True) as report:
+        check_all_left(report, "vllm 0.32.0")
+        assert generate(llm) == stock and modules(llm) == before
+    with pytest.raises(PatchError, match="nothing to patch: gemma_rms_norm"):
+        fastkernels.patch(llm, ops=["gemma_rms_norm"])
+
+
+def test_vllms_own_kernels_prove_the_swap(llm, stock, monkeypatch):
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "rms_norm:vllm,silu_and_mul:vllm")
     with fastkernels.patch(llm) as report:
+        report.reset()
         assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=0.1)
-        assert report.refresh().verified
-        assert {"rms_norm", "silu_and_mul", "rotary_emb"} <= {r.op for r in report.active}
+        check_own_kernels(report.refresh(), "vllm", calls={"rms_norm": 3 * 8 * 5, "silu_and_mul": 3 * 8 * 2})
+    monkeypatch.delenv("FASTKERNELS_PROVIDER")
+    with fastkernels.patch(llm, ops=["rms_norm"]) as report:
+        assert [r.provider for r in report.rows] == [""]
 
 
 def test_a_linear_whose_weight_was_freed_is_off_with_that_reason(llm, monkeypatch):
