@@ -31,7 +31,7 @@ log = logging.getLogger("fastkernels")
 class Patched:
     """The state of one patched process.
 
-    traced  ops with a kernel of ours in a profiler trace
+    traced  ops whose kernels a profiler trace has shown
     """
 
     adapter: Adapter

@@ -1,4 +1,4 @@
-"""Compare our classes with the recorded signatures of the host classes that they stand in for."""
+"""Compare our classes with the recorded signatures of the host classes that they replace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _default(value: Any) -> str:
 
 
 def signature_text(function: FunctionType, bound: bool) -> str:
-    """The text of a function's own parameters, as record.py writes it. Reads the code, so nothing set can fool it."""
+    """The text of a function's own parameters, in the recorder's form. Ignores `__signature__`."""
     code, defaults, kw = function.__code__, function.__defaults__ or (), function.__kwdefaults__ or {}
     names = code.co_varnames
     n, n_kw = code.co_argcount, code.co_kwonlyargcount
@@ -63,7 +63,7 @@ def signature_text(function: FunctionType, bound: bool) -> str:
 
 
 def our_signature(cls: type, method: str) -> str | None:
-    """The text of a method of ours; None if it is torch's or object's (inherited from outside the package)."""
+    """The text of our class's method; None if it is inherited from torch or object."""
     for base in cls.__mro__:
         found = base.__dict__.get(method)
         if found is not None:
@@ -86,7 +86,7 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
         methods.append("embedding")
     for method in methods:
         recorded = entry["methods"].get(method)
-        # Our one entry point stands for the host's dispatched methods; quant methods and backends keep the name.
+        # Our forward replaces the host's dispatched methods; quant methods and backends keep the host's name.
         name = "forward" if method == "forward_native" else method
         found = our_signature(ours, name)
         if recorded != found:
@@ -105,7 +105,7 @@ def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
 
 
 def hosts() -> list[str]:
-    """Hosts of which any version is recorded."""
+    """Hosts with a recorded version."""
     return sorted({f.parents[1].name for f in PACKAGE.glob("*/signatures/*.json")})
 
 
@@ -115,7 +115,7 @@ def versions(host: str) -> list[str]:
 
 
 def comparisons(ops: list[str] | None = None) -> Iterator[Comparison]:
-    """Every op, host and recorded version. A path that a version lacks and the table picks is a difference."""
+    """Every op, host and recorded version. A path that a target names and the version lacks is a difference."""
     for name in registry.op_names() if ops is None else ops:
         spec = registry.get(name)
         for target in spec.targets:

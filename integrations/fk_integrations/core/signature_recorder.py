@@ -36,7 +36,7 @@ MAX_HOPS = 8  # re-exports to follow until a name's definition
 
 
 class RecordError(ValueError):
-    """The source folder is not what was asked for; the message says what is missing."""
+    """The source folder lacks the package; the message names it."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _is_static(node: ast.FunctionDef) -> bool:
 
 
 def describe(sources: Sources, path: str) -> dict[str, Any] | None:
-    """What is recorded of one class or function; None if the folder has none of that path."""
+    """The record of one class or function; None if the folder does not have that path."""
     module_name, _, name = path.partition(":")
     module = sources.module(module_name)
     if module is None or name not in module.defined:
@@ -209,7 +209,7 @@ def record(host: str, version: str, root: Path, paths: list[str]) -> dict[str, A
 
 
 def wanted(host: str) -> list[str]:
-    """Every path that an op's SPEC names for the host, and those listed for later."""
+    """Every path that a target names for the host, and the listed ones."""
     from fastkernels.core import registry
 
     named = [t.path for op in registry.op_names() for t in registry.get(op).targets_for(host)]

@@ -21,25 +21,25 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _definition(module_source: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """A module's top-level class or function; of a function with typing overloads, what runs."""
+    """A module's top-level class or function; for a function with typing overloads, the implementation."""
     todo: list[ast.AST] = [ast.parse(module_source)]
     while todo:
         node = todo.pop()
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             if node.name == name and not is_overload(node):
                 return node
-        else:  # module, if, try: what they hold is at the top level too
+        else:  # the bodies of module, if and try are at the top level too
             todo.extend(reversed(list(ast.iter_child_nodes(node))))
     return None
 
 
 def is_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
-    """Whether this is one of a function's signatures for type checkers, and not the function."""
+    """Whether this is a typing overload, not the function itself."""
     return any(ast.unparse(d).rpartition(".")[2] == "overload" for d in node.decorator_list)
 
 
 def source_of(module_source: str, name: str) -> str | None:
-    """The lines of a module's top-level class or function, decorators included; None if it has none of that name."""
+    """The lines of a module's top-level class or function, decorators included; None if there is no such name."""
     node = _definition(module_source, name)
     if node is None:
         return None
@@ -48,7 +48,7 @@ def source_of(module_source: str, name: str) -> str | None:
 
 
 def fingerprint(source: str) -> str:
-    """A hash of the source text, but for blank lines and space at line ends. The same under every Python."""
+    """A hash of the source text without blank lines and trailing spaces. The same under every Python."""
     lines = [line.rstrip() for line in textwrap.dedent(source).splitlines() if line.strip()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

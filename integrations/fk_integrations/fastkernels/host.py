@@ -26,7 +26,7 @@ Reply = dict[str, Any]
 
 
 class FastKernelsAdapter(Adapter):
-    """Targets are the classes of ours that the model is built from."""
+    """Targets are our classes in the model."""
 
     host, version, own = "fastkernels", __version__, True
 

@@ -1,8 +1,8 @@
-"""SGLang's mixtures of experts: what runs them inside a layer that stays the host's.
+"""SGLang's mixtures of experts: the object that runs the experts is replaced inside layers that stay SGLang's.
 
 A layer's router, the exchange of tokens and the all-reduce stay SGLang's. The runner that the layer's method calls
-with its weights becomes an instance of a subclass. Only where the op is named: the tables have no times of SGLang's
-own kernels.
+with the weights becomes an instance of a subclass. This happens only when the op is requested: the tables have no
+measurements of SGLang's own kernels.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fk_integrations.core.journal import Journal
 
 _MOE = "sglang.srt.layers.moe"
 RUNNER = f"{_MOE}.moe_runner.runner:MoeRunner"
-# What a runner calls where its weights are as a checkpoint has them, [E, 2 I, H] with the gates first and [E, H, I]
+# The function of runners with weights in the checkpoint's order: [E, 2 I, H] with the gates first, and [E, H, I]
 PLAIN = f"{_MOE}.moe_runner.triton:fused_experts_none_to_triton"
 NOT_MEASURED = (
-    "the tables compare with vLLM's kernels: SGLang's own were not measured, name the op to have it in"
+    "the tables compare with vLLM's kernels: SGLang's own were not measured; request the op to use ours"
 )
 
 
 def experts(module: Any) -> Any:
-    """What runs a FusedMoE layer's experts: its method's runner, or the method where that has none; else None."""
+    """The object that runs a FusedMoE layer's experts: its method's runner, or the method itself; else None."""
     if not hasattr(module, "moe_runner_config"):
         return None
     method = method_of(module)
@@ -99,7 +99,7 @@ def unsupported_call(dispatch_output: Any, quant_info: Any, lora_info: Any) -> s
 
 @cache
 def _implementation(host: type, ours: Any, name: str) -> type:
-    """A subclass of the host's runner with the run of `ours`, for calls that it takes; the op `name` counts others."""
+    """A subclass of the host's runner with the run of `ours`; the op `name` counts calls that stay the host's."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     host_class: Any = host

@@ -1,7 +1,7 @@
-"""Inside a scheduler process of SGLang: the adapter, a live patch with its CUDA graphs, and the answers to requests.
+"""SGLang's scheduler process: the adapter, a live patch with its CUDA graphs, and the replies to requests.
 
-A captured CUDA graph replays the code that was there when it was captured, so after a live swap graphs are captured
-again; the old ones stay alive until the new are there. Ranks agree before each step that involves collectives.
+A captured CUDA graph replays the code of its capture, so after a live swap all graphs are captured again; the old ones
+stay alive until the new ones exist. Ranks agree before each step that involves collectives.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _patched: list[Patched] = []  # at most one: a scheduler process has one target 
 
 
 class Refused(PatchError):
-    """Nothing was changed, and nothing was run: the engine is what it was before the request."""
+    """Nothing was changed or run: the engine is as it was before the request."""
 
 
 class Busy(Refused):
-    """The engine is not idle; the caller may ask again."""
+    """The engine is not idle; the caller may try again."""
 
 
 class SglangAdapter(Adapter):
-    """What is special about SGLang's modules."""
+    """SGLang's modules."""
 
     host = "sglang"
     faster_on_cpu = True
@@ -77,9 +77,9 @@ class SglangAdapter(Adapter):
 
 
 def patch_after_loading() -> None:
-    """Have ModelRunner.init_attention_backends end with the patch that the environment asks for.
+    """Have ModelRunner.init_attention_backends end with the patch that the environment requests.
 
-    The model is loaded then, and no graph is captured yet. Draft models are left alone.
+    At that point the model is loaded and no graph is captured. Draft models are not patched.
     """
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -113,7 +113,7 @@ def _apply(model_runner: Any, request: Request) -> Patched:
 
 
 def answer(scheduler: Any, request: str) -> None:
-    """Carry out one request and write the reply to FOLDER/RANK.json. Nothing is raised: SGLang would hide it."""
+    """Carry out one request and write the reply to FOLDER/RANK.json. Errors go there too: SGLang would hide them."""
     raw = json.loads(request)
     extra: dict[str, Any] = {}
     try:
@@ -190,13 +190,13 @@ def _undo(scheduler: Any, request: Request) -> None:
 
 
 def _take_back() -> None:
-    """Classes and candidates as they were before a patch that failed."""
+    """Restore classes and candidates after a patch that failed."""
     while _patched:
         _patched.pop().undo()
 
 
 def _refuse(scheduler: Any, runner: Any) -> None:
-    """Raise Refused if this engine cannot be changed now, or not while it lives."""
+    """Raise Refused if this engine cannot be changed now, or not without a restart."""
     if not scheduler.is_fully_idle():
         raise Busy("the engine has unfinished requests: let them finish (or abort them), then patch or undo")
     released = sorted(scheduler.weight_updater.offload_tags)
@@ -236,20 +236,20 @@ def _agree(scheduler: Any, error: str | None, back: Callable[[], None]) -> None:
 
 
 def _captured(runner: Any) -> dict[str, Any]:
-    """The runners that replay graphs, by their attribute; an EagerRunner stands where graphs are off."""
+    """The runners that replay graphs, by attribute. With graphs off, an EagerRunner takes their place."""
     names = ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")
     found = {name: getattr(runner, name, None) for name in names}
     return {k: v for k, v in found.items() if v is not None and type(v).__name__ != "EagerRunner"}
 
 
 def _recapture(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
-    """Capture all graphs again with the classes that are in place. If a rank fails: `back()`, and the old graphs."""
+    """Capture all graphs again with the current classes. If a rank fails: `back()`, and the old graphs."""
     if not _captured(runner):
         return
     import torch
 
     _capture_or_restore(scheduler, runner, back)
-    gc.collect()  # the old graphs, which nothing holds any more
+    gc.collect()  # the old graphs
     torch.cuda.empty_cache()
 
 
@@ -283,13 +283,13 @@ def _capture(runner: Any) -> None:
     torch.cuda.synchronize()
     lost = sorted(before - set(_captured(runner)))
     if lost:
-        raise PatchError(f"SGLang did not capture its graphs again ({', '.join(lost)} is gone)")
+        raise PatchError(f"SGLang did not capture its graphs again ({', '.join(lost)} is missing)")
 
 
 class _Snapshot:
-    """Graph runners, and the attention backends' buffers that their graphs read, as they are now.
+    """The current graph runners, and the buffers of attention backends that their graphs read.
 
-    A capture allocates the buffers of a backend anew (init_cuda_graph_state): graphs and buffers belong together.
+    A capture allocates new buffers in a backend (init_cuda_graph_state): graphs and buffers belong together.
     """
 
     def __init__(self, runner: Any):

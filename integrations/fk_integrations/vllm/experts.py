@@ -1,8 +1,8 @@
-"""vLLM's mixtures of experts: what runs them inside a layer that stays the host's.
+"""vLLM's mixtures of experts: the object that runs the experts is replaced inside layers that stay vLLM's.
 
-A layer's router, shared experts and all-reduce stay vLLM's, and so does the op torch.ops.vllm.moe_forward, in which all
-of it is: a compiled model does not see what is swapped. The object that the layer's method calls with its weights
-becomes an instance of a subclass.
+A layer's router, shared experts and all-reduce stay vLLM's. So does the op torch.ops.vllm.moe_forward, which contains
+all of them: a swap inside it does not change a compiled model. The object that the layer's method calls with the
+weights becomes an instance of a subclass.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fk_integrations.core.journal import Journal
 _MOE = "vllm.model_executor.layers.fused_moe"
 KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 ALONE = f"{_MOE}.prepare_finalize.no_dp_ep:MoEPrepareAndFinalizeNoDPEPModular"
-# Kernels that read weights as a checkpoint has them, [E, 2 I, H] with the gates first and [E, H, I]
+# Kernels that read weights in the checkpoint's order: [E, 2 I, H] with the gates first, and [E, H, I]
 PLAIN = {
     f"{_MOE}.experts.triton_moe:TritonExperts", f"{_MOE}.experts.triton_cutlass_moe:TritonOrCutlassExperts",
 }  # fmt: skip
-NOT_FASTER = "a number of tokens where no table says that ours is faster"
+NOT_FASTER = "a number of tokens that no table lists as faster"
 
 
 def experts(module: Any) -> Any:
-    """What runs a RoutedExperts layer's experts: its method's kernel, or the method where that has none; else None."""
+    """The object that runs a RoutedExperts layer's experts: its method's kernel, or the method itself; else None."""
     method = method_of(module)
     if not hasattr(method, "moe_kernel"):
         return None
@@ -37,7 +37,7 @@ def experts(module: Any) -> Any:
 
 
 def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
-    """The values of op.key.shape of a layer's calls, or why they are not ours."""
+    """The values of op.key.shape for a layer's calls, or why they are unsupported."""
     if (text := unsupported(module)) is not None:
         return Reason(Kind.UNSUPPORTED, text)
     w1, w2, expert_map = module.w13_weight, module.w2_weight, module.expert_map
@@ -54,7 +54,7 @@ def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
 def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:
     """Have a layer's experts run ours, on its own weights. None, or why not.
 
-    by_table: see Adapter.swap_experts. What a captured graph replays is what its capture decided.
+    by_table: see Adapter.swap_experts. A captured graph replays the choice that was made at its capture.
     """
     if (text := unsupported(module)) is not None:
         return Reason(Kind.UNSUPPORTED, text)
@@ -97,7 +97,7 @@ def unsupported(module: Any) -> str | None:
 
 @cache
 def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
-    """A subclass of the host's kernel with the apply of `ours`; by table only where that is known to be faster."""
+    """A subclass of the host's kernel with the apply of `ours`; by table, only for calls listed as faster."""
     host_class: Any = host
     named = [registry.get(name).op for name in ("fused_experts", "fused_experts_fp8")]
 
@@ -128,7 +128,7 @@ def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
 
 
 def _powers_of_two(kernel: Any) -> bool:
-    """Whether vLLM's scales of groups are powers of two here."""
+    """Whether vLLM rounds the scales of groups to powers of two here."""
     if kernel.fused_experts.quant_config.block_shape is None:
         return False
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used

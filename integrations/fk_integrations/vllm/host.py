@@ -1,4 +1,4 @@
-"""vLLM: found by `fastkernels.patch`, loaded by vLLM's own plugin entry point, patched in each of its workers.
+"""vLLM: found by `fastkernels.patch`, loaded by vLLM's plugin entry point, patched in each worker.
 
 Known: 0.26.0, 0.32.0 and 0.33.0. Asleep, the plugin only adds WorkerBase.fastkernels_rpc.
 """
@@ -44,7 +44,7 @@ def installed_version() -> str | None:
 
 
 class VllmAdapter(Adapter):
-    """What is special about vLLM's modules."""
+    """vLLM's modules."""
 
     host = "vllm"
     faster_on_cpu = True
@@ -221,7 +221,7 @@ _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
 
 
 def register() -> None:
-    """The plugin. Runs in every vLLM process before a worker exists; a second call reads the environment anew."""
+    """The plugin. Runs in every vLLM process before a worker exists; a second call reads the environment again."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     WorkerBase.fastkernels_rpc = fastkernels_rpc
@@ -332,7 +332,7 @@ class VllmHost:
 
 
 def _register_again() -> None:
-    """vLLM loads plugins once a process: if that is done, an in-process worker needs ours to look again."""
+    """vLLM loads plugins once per process: afterwards an in-process worker needs ours to read the environment again."""
     if "vllm.v1.worker.worker_base" in sys.modules:
         register()
 
