@@ -24,7 +24,7 @@ ROWS = list(compare.comparisons())
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.op}-{r.host}-{r.version}-{r.cls}")
 def test_signature_is_the_hosts(row: compare.Comparison) -> None:
-    """Exact is the rule; what cannot be exact says why in its Target's note."""
+    """Signatures are exact; each exception has a reason in its Target's note."""
     target = next(t for t in registry.get(row.op).targets if (t.path, t.cls) == (row.path, row.cls))
     if not row.exact and target.note:
         assert target.note in row.difference
@@ -45,7 +45,7 @@ def test_every_op_has_a_row_in_every_version_it_is_for() -> None:
 
 @pytest.mark.parametrize("name", registry.op_names())
 def test_one_class_a_version(name: str) -> None:
-    """The table picks one class for a path and version, never two."""
+    """One class, never two, for a path and version."""
     spec = registry.get(name)
     for host in {t.host for t in spec.targets}:
         for version in compare.versions(host):
@@ -69,7 +69,7 @@ def test_nothing_sets_its_signature() -> None:
     "row", [r for r in ROWS if r.exact], ids=lambda r: f"{r.op}-{r.host}-{r.version}-{r.cls}"
 )
 def test_a_call_binds(row: compare.Comparison) -> None:
-    """Python binds a call with all of the recorded names, as keywords where it may be."""
+    """A call with all recorded names binds, by keyword where allowed."""
     ours = registry.op_class(row.op, row.cls)
     entry = versions.recorded(row.host)[row.version]["classes"][row.path]
     for method, text in entry["methods"].items():
@@ -147,7 +147,7 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    "text, message",
     [
         ("(a, /, b=1e-05, *c, d='x', kind=_Kind.DECODER, **e)", "b=1e-05"),
         ("(a, b=1e-06, *c, d='x', kind=_Kind.DECODER, **e)", "(a, b"),
@@ -157,14 +157,14 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
         (None, "has none of its own"),
     ],
 )
-def test_a_difference_is_found(text: str | None, says: str) -> None:
+def test_a_difference_is_found(text: str | None, message: str) -> None:
     """Defaults, kinds, names and order all count."""
     methods = {"forward": "(x, y=None, *, dtype=torch.float32)", **({"__init__": text} if text else {})}
     entry = {"kind": "class", "call": "forward", "methods": methods, "static": []}
-    assert says in compare.difference(entry, _Example)
+    assert message in compare.difference(entry, _Example)
 
 
-def test_a_set_signature_fools_nobody() -> None:
+def test_a_set_signature_is_ignored() -> None:
     class Liar(_Example):
         def forward(self, x: torch.Tensor) -> None: ...  # type: ignore[override]
 
@@ -186,7 +186,7 @@ def test_an_overload_is_not_the_function(tmp_path: Path) -> None:
     assert entry["fingerprint"] == versions.fingerprint("def f(x, y=3): ...") and entry["line"] == 5
 
 
-def test_wrong_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(record.RecordError, match="no folder 'vllm'"):
         record.record("vllm", "1.0", tmp_path, [])
     with pytest.raises(SystemExit):
@@ -196,7 +196,7 @@ def test_wrong_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("host", compare.hosts())
 def test_installed_classes_are_known(host: str) -> None:
-    """Where a recorded version is installed, each class's source is the recorded one, through the import too."""
+    """If a recorded version is installed, its sources are the recorded ones, read from the wheel or by import."""
     try:
         version = importlib.metadata.version(host).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:

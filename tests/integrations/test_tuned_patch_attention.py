@@ -1,4 +1,4 @@
-"""Attention in a model that is patched: attention_decode's tuned table decides layer by layer."""
+"""Attention in a patched model: attention_decode's tuned table decides layer by layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply, plan
 from torch import nn
 
-from fastkernels.core import tuning as tuned
+from fastkernels.core import tuning
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.tuning import Entry, Table
 from fastkernels.patch import Request
 
 
 class Attention(nn.Module):
-    """As an attention layer, as far as `apply` goes."""
+    """The parts of an attention layer that `apply` reads."""
 
     def __init__(self, heads: int, window: int = 0, refuses: str = "") -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
 
 class AttentionHost(Adapter):
-    """The adapter, for attention alone, whose seam only notes that it was used."""
+    """An adapter for attention alone; its seam only records the swap."""
 
     host, version = "vllm", "0.33.0"
 
@@ -42,7 +42,7 @@ class AttentionHost(Adapter):
 
     def shape(self, op: Any, module: Any) -> tuple[Any, ...]:
         assert op.name == "attention_decode"
-        # Blocks are not known before the cache is
+        # The block size is unknown before the cache exists
         return (module.heads, 2, 64, None, module.window, torch.bfloat16)
 
     def swap_attention(self, module: Any, ours: type, journal: Any, by_table: bool) -> Reason | None:
@@ -67,14 +67,14 @@ def attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Mo
     path = tmp_path / "own.json"
     path.write_text(Table("cpu", {"r1": {}}, entries).to_json())
     monkeypatch.setenv("FASTKERNELS_TUNED", str(path))
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     model = nn.ModuleList(
         [Attention(8), Attention(8), Attention(8, 128), Attention(4), Attention(8, refuses="x; y")]
     )
     model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
     yield model
     monkeypatch.undo()
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
 
 
 def attend(model: nn.Module, **request: Any) -> Patched:
@@ -97,7 +97,7 @@ def test_attention_where_decodes_are_faster(attention: Any) -> None:
     assert not any(hasattr(m, "by_table") for m in attention)
 
 
-def test_attention_that_is_named_is_put_in_whole(attention: Any) -> None:
+def test_requested_attention_goes_in_whole(attention: Any) -> None:
     (row,) = attend(attention, ops=("attention",)).rows
     assert (row.modules, row.reason) == (4, "1 unsupported: x; y")
     assert not any(m.by_table for m in attention)
@@ -111,9 +111,7 @@ def test_attention_is_switched_off_by_either_name(attention: Any, name: str) -> 
     assert (row.state, row.reason) == ("off", "FASTKERNELS_DISABLE")
 
 
-def test_without_a_table_of_decodes_a_cpu_keeps_its_attention(
-    attention: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_without_a_table_keeps_its_attention(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTKERNELS_TUNED")
     assert list(plan(AttentionHost(), Request("patch"), attention)) == []
 

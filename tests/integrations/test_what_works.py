@@ -1,4 +1,4 @@
-"""docs/what-works.md says what is so, and the parts of a patch that its table rests on, without a host."""
+"""docs/what-works.md is complete and quotes real messages; the behaviour behind its table, without a host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEATURES = [
     "LoRA", "FP8 weights", "AWQ / GPTQ", "speculative decoding, several tokens a step", "fp8 KV cache",
     "sliding window", "TP", "PP", "prefix cache", "sleep / reload", "mixtures of experts",
 ]  # fmt: skip
-# What is of an example in a quoted line; all between must be in the sources.
+# The parts of a quoted line that are an example's values; all other text must be in the sources.
 FILLED_IN = re.compile(r"\.\.\.|; |torch\.\w+|fp8 is|SWAKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY")
 
 
@@ -33,7 +33,7 @@ def tables() -> list[list[list[str]]]:
     return [[line.strip("|").split(" | ") for line in table.splitlines()[2:]] for table in found]
 
 
-def test_every_feature_has_a_cell_for_both_hosts_and_says_how_it_was_shown() -> None:
+def test_every_feature_has_a_cell_and_a_source_for_both_hosts() -> None:
     features, shown, *_ = tables()
     assert [row[0].strip() for row in features] == FEATURES
     numbers = {row[0].strip(): row[1:] for row in shown}
@@ -47,7 +47,7 @@ def test_every_feature_has_a_cell_for_both_hosts_and_says_how_it_was_shown() -> 
             ]
 
 
-def test_the_lines_that_the_page_quotes_are_those_that_are_printed() -> None:
+def test_quoted_lines_are_in_the_sources() -> None:
     folders = (ROOT / "integrations" / "fk_integrations", ROOT / "fastkernels" / "overrides")
     sources = "".join(p.read_text() for folder in folders for p in sorted(folder.rglob("*.py")))
     sources += (ROOT / "fastkernels" / "core" / "tuning.py").read_text()
@@ -74,7 +74,7 @@ class FourBits(LinearMethodBase):
 
 
 class Wrapper(torch.nn.Module):
-    """As a LoRA wrapper: what it lacks it takes from its base layer."""
+    """Like a LoRA wrapper: attributes that it lacks come from its base layer."""
 
     def __init__(self, base_layer: torch.nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Wrapper(torch.nn.Module):
 
 
 class Host(Adapter):
-    """A host with the linear layers of this file, in the place of vLLM's."""
+    """A host with the linear layers of this file instead of vLLM's."""
 
     host, version = "vllm", "0.32.0"
 
@@ -96,7 +96,7 @@ class Host(Adapter):
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Sequential:
-    """A plain layer, one in a wrapper and one in four bits, as vLLM's."""
+    """A plain layer, one in a wrapper and one in four bits."""
     stand_in: Any = ModuleType("vllm.model_executor.layers.linear")
     stand_in.UnquantizedLinearMethod = Unquantized
     Unquantized.__module__, Unquantized.__qualname__ = stand_in.__name__, "UnquantizedLinearMethod"
@@ -109,7 +109,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Sequential:
     return torch.nn.Sequential(layers[0], Wrapper(layers[1]), layers[2])
 
 
-def test_a_wrapped_layer_counts_once_and_a_quantized_one_is_named(model: torch.nn.Sequential) -> None:
+def test_wrapped_layer_counts_once_quantized_layer_is_listed(model: torch.nn.Sequential) -> None:
     wrapper: Any = model[1]
     before = [vars(m).get("quant_method") for m in model.modules()]
     patched = apply(Host(), model, Request("patch", ("linear",)))

@@ -1,4 +1,4 @@
-"""What the checks inside the hosts' environments share (tests/integrations/test_engines.py starts them)."""
+"""Shared by the checks inside the hosts' environments, which tests/integrations/test_engines.py starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check_folder(report: Any, folder: Path) -> None:
-    """Both candidates of `folder` have run in every rank that the report is of, and it says where."""
+    """Both candidates of `folder` have run in every rank of the report, which names the places."""
     live = report.refresh().candidates
     assert set(live) == {"rms_norm", "silu_and_mul"} and all(live.values()), live
     for row in report.active:

@@ -1,4 +1,4 @@
-"""Two stages of a pipeline: each patches the layers that it has, and the report is of both."""
+"""Two stages of a pipeline: each patches its own layers, and the report covers both."""
 
 import pytest
 from support.checks import LEAVES

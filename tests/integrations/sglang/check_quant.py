@@ -1,5 +1,4 @@
-"""SGLang's grouped_topk_gpu and the PyTorch form of its biased one, beside ours of the same arguments; and its scheme
-of FP8 linear layers, replaced by ours."""
+"""SGLang's grouped_topk_gpu and its biased form in PyTorch, compared with ours; its FP8 scheme, replaced by ours."""
 
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import torch
 from fk_integrations.core.apply import apply
 from fk_integrations.sglang.scheduler import SglangAdapter
 
-from fastkernels.core import tuning as tuned
+from fastkernels.core import tuning
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.tuning import Entry, Table
 from fastkernels.overrides.moe import grouped_topk
@@ -57,7 +56,7 @@ def quantized_layer(static: bool = False):
 
 
 def test_the_scheme_of_a_quantized_layer_is_replaced():
-    """The host's object after loading; its own product needs CUDA, so ours is beside the layer in float32."""
+    """The host's object after loading; its own product needs CUDA, so ours is compared with the layer in float32."""
     model = torch.nn.Module()
     model.rows, model.static = quantized_layer(), quantized_layer(static=True)
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -91,7 +90,7 @@ def test_by_table_other_sizes_run_the_hosts_method(monkeypatch, tmp_path):
     )
     (tmp_path / "own.json").write_text(Table("cpu", {"r1": {}}, entries).to_json())
     monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "own.json"))
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     model = torch.nn.Module()
     model.rows = layer = quantized_layer()
     before, theirs, given = layer.scheme, torch.zeros(9, 48), []
@@ -109,6 +108,6 @@ def test_by_table_other_sizes_run_the_hosts_method(monkeypatch, tmp_path):
         assert (row["calls"], list(row["left"].values())) == (1, [1])
     finally:
         patched.undo()
-        tuned._by_op.cache_clear()
+        tuning._by_op.cache_clear()
         OPS["linear_fp8"].reset()
     assert layer.scheme is before and type(layer.scheme) is host.CompressedTensorsW8A8Fp8

@@ -29,6 +29,6 @@ def test_two_ranks(tmp_path, candidate):
             fastkernels.patch(engine, candidates={"rms_norm": candidate(one_fails)})
         assert ids(generate(engine)) == ids(
             stock
-        )  # prefixes are cached: other shapes, not bit for bit in float32
+        )  # cached prefixes give other shapes: not bit for bit in float32
     finally:
         engine.shutdown()

@@ -1,4 +1,4 @@
-"""One eager vLLM engine in this process: asleep, live patch, undo, and everything that must be refused."""
+"""One eager vLLM engine in this process: asleep, live patch, undo, and refusals."""
 
 import json
 import os
@@ -96,11 +96,9 @@ def test_vllms_own_kernels_prove_the_swap(llm, stock, monkeypatch):
         assert [r.provider for r in report.rows] == [""]
 
 
-def test_a_linear_whose_weight_was_freed_is_off_with_that_reason(llm, monkeypatch):
+def test_linear_with_freed_weight_is_unsupported(llm, monkeypatch):
     layer = worker(llm).get_model().model.layers[0].mlp.down_proj
-    monkeypatch.setattr(
-        layer.weight, "data", torch.empty(0, dtype=torch.bfloat16)
-    )  # as vLLM does after packing
+    monkeypatch.setattr(layer.weight, "data", torch.empty(0, dtype=torch.bfloat16))  # like vLLM after packing
     with pytest.raises(PatchError, match=r"strict: linear .*1 unsupported: weight has shape \(0,\)"):
         fastkernels.patch(llm, ops=["linear"], strict=True)
 
@@ -114,7 +112,7 @@ def test_quant_methods_are_replaced_and_given_back(llm, stock):
     assert [id(getattr(m, "quant_method", None)) for m in worker(llm).get_model().modules()] == methods
 
 
-def test_attention_on_the_cpus_packed_cache_is_off_with_that_reason(llm):
+def test_attention_on_a_packed_cpu_cache_is_unsupported(llm):
     with fastkernels.patch(llm, ops=["attention", "rms_norm"]) as report:
         row = next(r for r in report.rows if r.op == "attention")
         assert row.state == "off" and "cpu_attn" in row.reason and "packed" in row.reason
@@ -178,7 +176,7 @@ def test_second_patch_is_refused_until_undo(llm):
     fastkernels.patch(llm, ops=["silu_and_mul"]).undo()
 
 
-def test_what_somebody_else_patched_is_refused(llm):
+def test_instance_patched_by_other_code_is_refused(llm):
     norm = worker(llm).get_model().model.norm
     norm.forward = norm.forward
     try:
@@ -188,7 +186,7 @@ def test_what_somebody_else_patched_is_refused(llm):
         del norm.forward
 
 
-def test_a_class_that_somebody_patched_is_refused(llm, monkeypatch):
+def test_class_patched_by_other_code_is_refused(llm, monkeypatch):
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     stock = RMSNorm.forward_native

@@ -1,4 +1,4 @@
-"""Two stages of a pipeline: each patches the layers that it has, and the report is of both."""
+"""Two stages of a pipeline: each patches its own layers, and the report covers both."""
 
 import os
 
@@ -17,7 +17,7 @@ def ids(result):
 def test_two_stages():
     llm = make_llm(os.environ["TINY_LLAMA"], pipeline_parallel_size=2)
     try:
-        # The second stage's buffers are made by the first dummy batch, which on the CPU no eager engine runs.
+        # The first dummy batch makes the second stage's buffers, and an eager engine on a CPU runs none.
         llm.collective_rpc("execute_dummy_batch")
         stock = generate(llm)
         with fastkernels.patch(llm, ops=[*LEAVES, "embedding"]) as report:

@@ -1,4 +1,4 @@
-"""vLLM's QuantFP8 and GroupedTopk, which run in PyTorch on the CPU, beside ours of the same arguments."""
+"""vLLM's QuantFP8 and GroupedTopk, which run in PyTorch on a CPU, compared with ours."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_quant_fp8_is_the_hosts(arguments, layout, dtype):
     ours, found = VllmQuantFP8(group_shape=shape, **given)(x, *scale)
     assert ours.dtype == theirs.dtype and found.stride() == wanted.stride()
     torch.testing.assert_close(found, wanted, rtol=2e-7, atol=0)
-    # The host divides by a group's scale, where ours multiplies by its inverse: a value in the middle of a step.
+    # The host divides by a group's scale, ours multiplies by its inverse: values between two steps may differ.
     differ = (ours.float() != theirs.float()).sum().item()
     assert differ == 0 if shape.col != 128 else differ <= x.numel() / 500
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.13, atol=2**-9)
