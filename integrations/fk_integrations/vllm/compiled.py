@@ -27,7 +27,7 @@ _STOCK_HASH: list[Callable[[Any], str]] = []
 def fingerprint(request: Request) -> str:
     """A hash of all that decides what is compiled: our files, the request, candidates, providers and tuned tables.
 
-    Raises PatchError for a package without files, OSError for a file that cannot be read.
+    Raises PatchError for a missing package or candidate, OSError for a file that cannot be read.
     """
     env, digest = Environment.read(), hashlib.sha256()
     wanted = Request("", request.ops, request.candidates, request.disable, request.strict).to_json()
@@ -36,9 +36,13 @@ def fingerprint(request: Request) -> str:
     _add(digest, "providers", json.dumps(sorted(env.provider.items())).encode())
     for root in (Path(fastkernels.__file__).parent, Path(__file__).resolve().parents[1]):
         _add(digest, root.name, source_digest(root).encode())
-    own = [] if env.tuned is None else _tables(Path(env.tuned).expanduser())
-    for path in [*own, *(Path(file).expanduser() for file in request.candidates.values())]:
+    for path in [] if env.tuned is None else _tables(Path(env.tuned).expanduser()):
         _add(digest, str(path), path.read_bytes())
+    for op, file in request.candidates.items():
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise PatchError(f"candidate for {op}: there is no file {file}")
+        _add(digest, f"{op}={path}", path.read_bytes())
     return digest.hexdigest()
 
 
