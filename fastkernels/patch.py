@@ -1,6 +1,6 @@
 """patch(target): put our modules, or a user's candidates, into a host, and prove that they run.
 
-The host is found by its entry point (group `fastkernels.hosts`); what is true of it is in its integration.
+A host is found by its entry point (group `fastkernels.hosts`), which names its integration.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ log = logging.getLogger("fastkernels")
 
 
 class PatchError(RuntimeError):
-    """The patch did not take place, and everything is as it was; the message says why."""
+    """The patch failed, and nothing has changed; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What travels to every process of a host, as JSON.
+    """A request to every process of a host, sent as JSON.
 
     action      'patch', 'undo', 'report' (counters since the patch) or 'reset' (counters to zero)
     ops         op names, None for all that are on by default for the host
     candidates  {op: file}
+    disable     ops that stay off
     strict      a fallback, an unknown host version or an unsupported module is an error
     options     of 'record_start' and 'record_stop' (fk_integrations.core.call_recording)
     """
@@ -111,7 +112,7 @@ def _line(reason: Reason, modules: int) -> str:
 
 
 def nothing_patched(rows: Sequence[Row], request: Request) -> str | None:
-    """Why rows without an active one are an error; None if one is active, or if the host keeps all by default."""
+    """Why a patch without an active row is an error; None: a row is active, or the host keeps all by default."""
     if any(row.state != "off" for row in rows):
         return None
     kinds = [kind for row in rows for kind in row.kinds]
@@ -134,17 +135,16 @@ class Host(Protocol):
     name: str
 
     def version(self) -> str | None:
-        """The installed version, None if the host is not installed. Imports nothing heavy."""
+        """The installed version, None if the host is not installed. Must not import the host."""
 
     def matches(self, target: Any) -> bool:
         """Whether this live object is one of this host's."""
 
     def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        """Carry the request out in every process of the live object; one reply a process, in rank order.
+        """Carry out the request in every process of the live object; one reply per process, in rank order.
 
-        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}, and where the
-        layers are spread over a pipeline 'stage': only ranks of one stage have the same modules.
-        Raises PatchError when a process cannot be reached.
+        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}. In a pipeline it
+        also has 'stage': only ranks of one stage have the same modules. Raises PatchError for an unreachable process.
         """
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ class Host(Protocol):
 
 
 def hosts() -> dict[str, Host]:
-    """The integrations that are installed, by host name. One that does not import is left out, with a warning."""
+    """The installed integrations, by host name. One that fails to import is skipped with a warning."""
     found: dict[str, Host] = {}
     for entry in entry_points(group="fastkernels.hosts"):
         try:
@@ -163,7 +163,7 @@ def hosts() -> dict[str, Host]:
 
 
 class Report:
-    """What a patch did, per (rank, op, host class), and the way back. Also a context manager."""
+    """The result of a patch, per (rank, op, host class), with `undo`. Also a context manager."""
 
     def __init__(self, host: Host, target: Any, replies: list[dict[str, Any]]):
         self.host, self.target, self.undone = host, target, False
@@ -180,7 +180,7 @@ class Report:
 
     @property
     def verified(self) -> bool:
-        """Every op that is in place has run in every process, since the patch or the last capture."""
+        """Whether ops are in place and each has run in every process since the patch or the last capture."""
         return bool(self.active) and all(r.calls > 0 for r in self.active)
 
     @property
@@ -196,7 +196,7 @@ class Report:
 
     @property
     def candidates(self) -> dict[str, int]:
-        """{op: calls} of the user's candidates that are in place, over all ranks; see `Row.candidate` for where."""
+        """{op: calls} of the user's candidates in place, over all ranks; `Row.candidate` names the places."""
         calls: dict[tuple[int, str], int] = {(r.rank, r.op): r.calls for r in self.active if r.candidate}
         return {op: sum(n for (_, o), n in calls.items() if o == op) for _, op in sorted(calls)}
 
@@ -211,7 +211,7 @@ class Report:
         return self
 
     def undo(self) -> None:
-        """Put everything back as it was. A second call does nothing."""
+        """Restore everything. A second call does nothing."""
         if not self.undone:
             _checked(self.host, self.host.call(self.target, Request("undo")))
             self.undone = True
@@ -324,9 +324,11 @@ def patch(
                 runs in the host's processes
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
 
-    Returns a Report (also a context manager; `undo()` restores everything). Raises UnknownName for an op or
-    host that does not exist, CandidateError for a folder that is none of candidates, PatchError when the patch could
-    not be made; nothing has changed then.
+    Returns a Report (also a context manager; `undo()` restores everything). Without `ops`, a host may keep every
+    module, as on a CPU, where our code is plain PyTorch: the report then has no active row, and gives the reasons.
+
+    Raises UnknownName for an op or host that does not exist, CandidateError for a folder without candidates, and
+    PatchError if the patch fails or requested ops match nothing; nothing has changed then.
     """
     host = find_host(target)
     request = _request(ops, candidates, strict)
@@ -369,7 +371,7 @@ async def patch_async(
 
 
 class _CallableModule(ModuleType):
-    # Importing this module binds it as fastkernels.patch, over the function that users call by that name.
+    # Importing this module binds it as fastkernels.patch, the name under which users call the function.
     def __call__(self, *args: Any, **kwargs: Any) -> Report:
         return patch(*args, **kwargs)
 

@@ -336,7 +336,8 @@ def _annotate(patched: Patched) -> None:
             continue
         row.inside = sorted(registry.reached(row.op) & functions)
         op = registry.get(row.op).op
-        if op is not None and any(p.name == wanted.get(row.op) for p in op.providers):
+        if op is not None and row.op in wanted:
+            op.order(_device(patched.model))  # raises ValueError for an unknown provider
             row.provider = wanted[row.op]
         if row.candidate and patched.adapter.own:
             row.explain({Reason(Kind.CANDIDATE, "candidate"): 0})
