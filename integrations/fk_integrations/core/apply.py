@@ -83,6 +83,8 @@ def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patc
     """Swap every module that the request names. Raises PatchError; nothing has changed then."""
     patched = change(adapter, model, request, rank)
     patched.reset()
+    if not any(row.state == "active" for row in patched.rows):
+        log.info("%s %s, rank %d: everything was left to the host", adapter.host, adapter.version, rank)
     return patched
 
 
