@@ -52,7 +52,9 @@ def register() -> None:
 
     An invalid request raises here (plugin.py ends the process). The scheduler does the rest; its errors end the start.
     """
-    module = sys.modules.get(SCHEDULER)  # imported in every process that can build a Scheduler: it loads plugins
+    module = sys.modules.get(
+        SCHEDULER
+    )  # imported in every process that can build a Scheduler: it loads plugins
     scheduler = getattr(module, "Scheduler", None)
     if scheduler is not None:
         setattr(scheduler, RPC, fastkernels_rpc)

@@ -12,12 +12,16 @@ import torch
 
 from fastkernels.core.dispatch import Provider
 
+VECTOR = 8  # values that the kernels load at once
+
 
 def providers() -> Mapping[str, Provider]:
     """{op: provider}. The kernels are vLLM's C++ operators, which its platform has loaded by now."""
     return {
         "rms_norm": Provider("vllm", rms_norm, devices=("cpu",), module="vllm", supports=_supports_rms_norm),
-        "silu_and_mul": Provider("vllm", silu_and_mul, devices=("cpu",), module="vllm"),
+        "silu_and_mul": Provider(
+            "vllm", silu_and_mul, devices=("cpu",), module="vllm", supports=_supports_silu
+        ),
     }
 
 
@@ -40,6 +44,8 @@ def _supports_rms_norm(
 ) -> str | None:  # fmt: skip
     if var_hidden_size is not None:
         return "the kernel has no var_hidden_size"
+    if x.shape[-1] % VECTOR:
+        return f"hidden size {x.shape[-1]} is not a multiple of {VECTOR}"
     if weight is not None and weight.dtype != x.dtype:
         return f"x is {x.dtype} and the weight {weight.dtype}"
     if residual is not None and not residual.is_contiguous():
@@ -52,3 +58,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
     torch.ops._C.silu_and_mul(out, x)
     return out
+
+
+def _supports_silu(x: torch.Tensor) -> str | None:
+    width = x.shape[-1] // 2
+    return f"{width} columns are not a multiple of {VECTOR}" if width % VECTOR else None

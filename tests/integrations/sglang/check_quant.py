@@ -1,5 +1,6 @@
 """SGLang's grouped_topk_gpu and its biased form in PyTorch, compared with ours; its FP8 scheme, replaced by ours."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -111,3 +112,32 @@ def test_by_table_other_sizes_run_the_hosts_method(monkeypatch, tmp_path):
         tuning._by_op.cache_clear()
         OPS["linear_fp8"].reset()
     assert layer.scheme is before and type(layer.scheme) is host.CompressedTensorsW8A8Fp8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["rms_norm", "silu_and_mul"])
+def test_own_kernels_agree_with_the_reference(name, dtype):
+    """On every case of the op that the kernel supports; mutated arguments are compared, too."""
+    from fk_integrations.sglang import own_kernels
+
+    from fastkernels.core import registry
+
+    provider, spec, checked = own_kernels.providers()[name], registry.get(name), 0
+    dtype_name = str(dtype).removeprefix("torch.")
+    reference = next(p for p in spec.op.providers if p.name == "reference")
+    for case in spec.cases:
+        if case.tags != ("odd",):
+            continue
+        args = spec.inputs(
+            replace(case, dtype=str(dtype).removeprefix("torch.")), "cpu", torch.Generator().manual_seed(0)
+        )
+        if provider.supports is not None and provider.supports(*args) is not None:
+            continue
+        given, expected = ([a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2))
+        pairs = [(provider.fn(*given), reference.fn(*expected)), *zip(given, expected, strict=True)]
+        for found, wanted in pairs:
+            if isinstance(wanted, torch.Tensor):
+                tolerance = spec.tolerance[dtype_name]
+                torch.testing.assert_close(found, wanted, atol=tolerance.atol, rtol=tolerance.rtol)
+        checked += 1
+    assert checked >= 2

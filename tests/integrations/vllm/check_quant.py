@@ -1,5 +1,7 @@
 """vLLM's QuantFP8 and GroupedTopk, which run in PyTorch on a CPU, compared with ours."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -51,3 +53,33 @@ def test_grouped_topk_is_the_hosts(biased, scoring_func):
     found_ids, found_order = found_ids.sort(-1)
     assert torch.equal(found_ids, ids)
     torch.testing.assert_close(found.gather(1, found_order), weights.gather(1, order))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["rms_norm", "silu_and_mul"])
+def test_own_kernels_agree_with_the_reference(name, dtype):
+    """On every case of the op that the kernel supports; mutated arguments are compared, too."""
+    import vllm._custom_ops  # noqa: F401 - loads the kernels
+    from fk_integrations.vllm import own_kernels
+
+    from fastkernels.core import registry
+
+    provider, spec, checked = own_kernels.providers()[name], registry.get(name), 0
+    dtype_name = str(dtype).removeprefix("torch.")
+    reference = next(p for p in spec.op.providers if p.name == "reference")
+    for case in spec.cases:
+        if case.tags != ("odd",):
+            continue
+        args = spec.inputs(
+            replace(case, dtype=str(dtype).removeprefix("torch.")), "cpu", torch.Generator().manual_seed(0)
+        )
+        if provider.supports is not None and provider.supports(*args) is not None:
+            continue
+        given, expected = ([a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2))
+        pairs = [(provider.fn(*given), reference.fn(*expected)), *zip(given, expected, strict=True)]
+        for found, wanted in pairs:
+            if isinstance(wanted, torch.Tensor):
+                tolerance = spec.tolerance[dtype_name]
+                torch.testing.assert_close(found, wanted, atol=tolerance.atol, rtol=tolerance.rtol)
+        checked += 1
+    assert checked >= 2
