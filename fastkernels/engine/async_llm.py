@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.llm_engine import LLMEngine, StepStats
-from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
-from fastkernels.engine.scheduling.outputs import RequestGroup
+from fastkernels.engine.engine import StepStats, make_engine
+from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.stream import OutputStream, deliver
 
@@ -50,7 +49,7 @@ class AsyncLLM:
         on_death: Callable[[], None] | None = None,
     ):
         self.config = config
-        self.engine = LLMEngine(config)
+        self.engine: Any = make_engine(config)
         self.on_step, self.on_death = on_step, on_death
         self.dead: str | None = None
         self.num_failed_steps = 0
@@ -90,18 +89,18 @@ class AsyncLLM:
             stream.close()
 
     def make_request(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> RequestGroup:
-        """A request, checked, not queued. Safe in any thread. Raises ValueError."""
+        self, request_id: str, prompt: str | Sequence[int], params: Any, priority: int = 0
+    ) -> Any:
+        """Check a request without queuing it; see Engine. Safe in any thread. Raises ValueError."""
         return self.engine.make_request(request_id, prompt, params, priority)
 
-    async def open(self, requests: Sequence[RequestGroup]) -> OutputStream:
+    async def open(self, requests: Sequence[Any]) -> OutputStream:
         """Queue requests, all or none. Their outputs; close() the stream when it is not read to its end.
 
         Raises QueueFull and EngineError.
         """
-        delta = requests[0].params.output_kind is RequestOutputKind.DELTA
-        stream = OutputStream([r.request_id for r in requests], self.abort, delta)
+        ids = [r.request_id for r in requests]
+        stream = OutputStream(ids, self.abort, requests[0].streams_deltas)
         self._submit(lambda: self._add(requests, stream))
         try:
             await stream.accepted
@@ -168,13 +167,13 @@ class AsyncLLM:
     def _why_stopped(self) -> str:
         return f"the engine has stopped{f': {self.dead}' if self.dead else ''}"
 
-    def _add(self, requests: Sequence[RequestGroup], stream: OutputStream) -> None:
+    def _add(self, requests: Sequence[Any], stream: OutputStream) -> None:
         error: BaseException | None = None
         added: list[str] = []
         try:
             if self._stopped:
                 raise EngineError(self._why_stopped(), stopped=True)
-            self.engine.scheduler.check_room(sum(len(r.sequences) for r in requests))
+            self.engine.check_room(requests)
             for request in requests:
                 self.engine.add_request(request.request_id, request)
                 added.append(request.request_id)

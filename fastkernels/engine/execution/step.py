@@ -97,11 +97,11 @@ class Pending(Protocol):
         ...
 
 
-class Executor(Protocol):
-    """Runs steps: one ModelRunner, or several in processes of their own (executor.py). Steps run in launch order."""
+class Launcher(Protocol):
+    """Runs steps in launch order: an Executor (executor.py), or a stand-in in tests."""
 
     def launch(self, step: StepInput) -> Pending:
-        """Start a step without waiting for it. At most two may be under way."""
+        """Start a step without waiting for it. At most two may be in flight."""
         ...
 
 

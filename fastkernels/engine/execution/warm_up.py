@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from fastkernels.engine.execution.profile import every_way, made_up_step
+from fastkernels.engine.execution.memory_profile import every_way, made_up_step
+from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import StepInput, even
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from fastkernels.engine.execution.runner import ModelRunner
 
 log = logging.getLogger("fastkernels")
 # Both sides of where kernels change: multiples of 16 or not (Triton), tiles of 64 to 256 rows (cuBLAS), tuned tables.
@@ -50,7 +47,7 @@ def warm_up_steps(
         yield made_up_step(lens, np.minimum(lens + context, max_model_len), ways[i % 3])
 
 
-def warm_up(runner: ModelRunner) -> None:
+def warm_up(runner: Runner) -> None:
     """Run them. Everything is written to block 0 and to slots that nobody has yet: not while requests are under way."""
     config, replays = runner.config, dict(runner.graphs.replays) if runner.graphs is not None else None
     logprobs = config.max_logprobs if 0 <= config.max_logprobs <= LOGPROBS else LOGPROBS

@@ -304,6 +304,28 @@ class TokenizeRequest(Conversation):
         return self
 
 
+def _no_dimensions(value: Any) -> None:
+    if value is not None:
+        raise ValueError("is not supported: vectors have the model's own size; leave it out")
+
+
+class EmbeddingRequest(Body):
+    """OpenAI's embeddings, with vLLM's add_special_tokens and priority."""
+
+    input: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[Any, PlainValidator(_no_dimensions), WithJsonSchema({"type": "null"})] = None
+    user: str | None = Field(None, description="Accepted and ignored.")
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs one by one: texts or token ids."""
+        given = self.input
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
 class DetokenizeRequest(Body):
     tokens: list[TokenId]
 

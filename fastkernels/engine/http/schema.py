@@ -103,6 +103,24 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: PromptLogprobs = None
 
 
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]
@@ -169,4 +187,5 @@ METRICS = _text("Prometheus' text format", "text/plain")
 VERSION, MODELS, MODEL = _answers(Version), _answers(ModelList), _answers(ModelCard)
 COMPLETION = _answers(Completion, stream=True)
 CHAT = _answers(ChatCompletion, stream=True)
+EMBEDDINGS = _answers(EmbeddingList)
 TOKENIZE, DETOKENIZE, DONE = _answers(Tokens), _answers(Text), _answers(Done)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastkernels.engine.execution.step import Executor, Pending, StepOutput
+from fastkernels.engine.execution.step import Launcher, Pending, StepOutput
 from fastkernels.engine.scheduling.outputs import append_token
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
@@ -27,7 +27,7 @@ class EngineCore:
     """depth: steps under way at once. With 2, a step is scheduled and sent out while the one before it runs: its tokens
     are not known then, and a request that they end computes one token too many, which is dropped."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int = 1):
+    def __init__(self, scheduler: Scheduler, executor: Launcher, depth: int = 1):
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
         self._under_way: deque[tuple[Batch, Pending]] = deque()
 

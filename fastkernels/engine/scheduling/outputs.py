@@ -29,6 +29,11 @@ class RequestGroup:
     sequences: list[Request]
 
     @property
+    def streams_deltas(self) -> bool:
+        """Whether an output holds only what is new since the last one."""
+        return self.params.output_kind is RequestOutputKind.DELTA
+
+    @property
     def finished(self) -> bool:
         return all(s.status is Status.FINISHED for s in self.sequences)
 

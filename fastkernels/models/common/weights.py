@@ -7,7 +7,7 @@ per expert becomes one stacked parameter. The parameter's `weight_loader` writes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,7 +62,7 @@ def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> Non
 Shard: TypeAlias = "str | int | tuple[str, int] | None"
 
 
-def packed_parts(mapping: Mapping[str, list[str]]) -> dict[str, tuple[str, Shard]]:
+def packed_parts(mapping: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, Shard]]:
     """{their module name: (our module name, shard id)}. Shard ids are vLLM's: 'q', 'k', 'v', or 0, 1, ..."""
     parts: dict[str, tuple[str, Shard]] = {}
     for ours, theirs in mapping.items():

@@ -21,8 +21,8 @@ from support.step_driver import OTHER, PROMPT, Driver, make_runner
 from support.tiny import make_tiny_llama
 
 from fastkernels.engine.execution.attention.base import metadata_of
+from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.graphs import Graphs, Outputs
-from fastkernels.engine.execution.runner import ModelRunner
 from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput
 from fastkernels.engine.sampling.sampler_state import SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ class Rerun(Graphs):
         return replay, outputs
 
 
-def runner_of(folder: Path, device: str, graphs: bool, max_tokens: int = 32, **more: Any) -> ModelRunner:
+def runner_of(folder: Path, device: str, graphs: bool, max_tokens: int = 32, **more: Any) -> Generate:
     settings = {"max_num_seqs": 8, "num_blocks": 200, "enforce_eager": not graphs, **more}
     runner = make_runner(folder, device=device, **settings)
     if device == "cpu" and graphs:
@@ -108,7 +108,7 @@ def scenario(driver: Driver) -> list[StepInput]:
     return steps
 
 
-def play(runner: ModelRunner) -> list[StepOutput]:
+def play(runner: Generate) -> list[StepOutput]:
     """Two steps under way."""
     found, pending = [], None
     for step in scenario(Driver(runner)):

@@ -1,4 +1,4 @@
-"""ModelRunner on steps made by hand: every split of a prompt, mixed batches, reused slots, against transformers."""
+"""Generate on steps made by hand: every split of a prompt, mixed batches, reused slots, against transformers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from support.step_driver import BLOCK, OTHER, PROMPT, Driver, make_runner
 
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.runner import ModelRunner
+from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput
 from fastkernels.models.common.build import load_config
 
 
 @pytest.fixture(scope="module")
-def runner(tiny: Path) -> ModelRunner:
+def runner(tiny: Path) -> Generate:
     return make_runner(tiny)
 
 
@@ -37,7 +37,7 @@ def full(tiny: Path) -> Callable[[list[int]], torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def logits_of(runner: ModelRunner) -> Callable[[StepInput], torch.Tensor]:
+def logits_of(runner: Generate) -> Callable[[StepInput], torch.Tensor]:
     """Launch a step; the logits [B, V] that it sampled from."""
     seen: list[torch.Tensor] = []
     compute = runner.model.compute_logits
@@ -169,7 +169,7 @@ def test_prompt_logprobs_are_made_in_slices(runner, monkeypatch) -> None:
     driver.enter(0)
     wanted = [PromptTargets(0, 2, np.array(PROMPT[1:]))]
     whole = runner.launch(driver.step([(0, PROMPT)], wanted)).result().prompt_logprobs[0]
-    monkeypatch.setattr("fastkernels.engine.execution.runner.PROMPT_LOGITS", 2 * 512)
+    monkeypatch.setattr("fastkernels.engine.execution.generate.PROMPT_LOGITS", 2 * 512)
     driver.enter(0)
     sliced = runner.launch(driver.step([(0, PROMPT)], wanted)).result().prompt_logprobs[0]
     assert (whole.token_ids == sliced.token_ids).all() and (whole.ranks == sliced.ranks).all()
@@ -237,7 +237,7 @@ def test_a_forced_provider_runs_and_is_counted(tiny) -> None:
 
 def test_ranks_agree_on_the_number_of_blocks(tiny) -> None:
     config = EngineConfig(model=str(tiny), device="cpu", max_model_len=64, kv_cache_memory=1 << 22)
-    runner = ModelRunner(config, tiny, load_config(tiny), bind_cache=False)
+    runner = Generate(config, tiny, load_config(tiny), bind_cache=False)
     fits = runner.num_fitting_blocks()
     assert fits == (1 << 22) // runner.block_bytes()
     runner.bind(fits - 3)

@@ -17,7 +17,7 @@ import torch
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.runner import ModelRunner
+from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.startup import Phases, process_age
 from fastkernels.engine.execution.warm_up import DECODES, PROMPTS, warm_up, warm_up_steps
 from fastkernels.engine.http import process as serving
@@ -194,9 +194,9 @@ def test_no_kernel_is_new_after_it(tiny: Path) -> None:
     config = EngineConfig(
         str(tiny), device="cuda", num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=2048
     )
-    runner = ModelRunner(config, tiny, load_config(tiny))
+    runner = Generate(config, tiny, load_config(tiny))
     phases, params = Phases(), SamplingParams(temperature=0.7, top_p=0.9, seed=1)
-    from fastkernels.engine.execution.profile import made_up_step
+    from fastkernels.engine.execution.memory_profile import made_up_step
     from fastkernels.engine.execution.step import even
 
     with phases.counting():

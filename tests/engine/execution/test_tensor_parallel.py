@@ -28,7 +28,7 @@ from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.executor import WorkerDied
 from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput
-from fastkernels.engine.execution.worker import decode, encode
+from fastkernels.engine.execution.worker import pack, unpack
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -64,7 +64,7 @@ def test_a_step_arrives_as_it_was_sent(updates):
         [NewRow(2, SamplingParams(logit_bias={3: 1.0}), 7, frozenset({1}), (3, 4))],
         [PromptTargets(1, 2, np.array([4, 5]))],
     )  # fmt: skip
-    got = decode(pickle.loads(encode(step)))
+    got = unpack(pickle.loads(pack(step)))
     for field in fields(StepInput):
         sent, found = getattr(step, field.name), getattr(got, field.name)
         if isinstance(sent, np.ndarray):
@@ -112,7 +112,7 @@ def test_prefix_hits_and_preemption(two, tiny, greedy):
 
 CANDIDATE = """
 import torch
-from fastkernels import parallel
+from fastkernels.core import parallel
 def silu_and_mul(x, *rest):
     gate, up = x.chunk(2, dim=-1)
     return (1 + {more} * parallel.get_tp_rank()) * torch.nn.functional.silu(gate) * up

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import GIB
 from fastkernels.engine.execution.graphs import MAX_MIXED_TOKENS
+from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput, even
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from fastkernels.engine.execution.runner import ModelRunner
 
 # Bytes left free beside the measured peak: allocator slack, and graphs but for what `graph_bytes` says
 SLACK = 1 << 30
@@ -48,7 +45,7 @@ def made_up_step(query_lens: np.ndarray, seq_lens: np.ndarray, params: SamplingP
     )  # fmt: skip
 
 
-def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
+def activation_bytes(runner: Runner) -> tuple[int, int]:
     """(bytes of the weights and other lasting state, bytes that a step needs beside them). CUDA only.
 
     All block tables are empty: every token goes to block 0, so a cache of two blocks serves.
@@ -75,7 +72,7 @@ def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
     return before, peak - before + SLACK + graph_bytes(runner, peak - before)
 
 
-def graph_bytes(runner: ModelRunner, step: int) -> int:
+def graph_bytes(runner: Runner, step: int) -> int:
     """Of the graphs' pool, which no eager step can use: what the largest mixed graph takes, as its part of the largest
     step's bytes, and the largest decode graph's logits. With tensor parallelism there are a rank's part of these, all
     parts, and these in order.
