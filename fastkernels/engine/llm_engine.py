@@ -19,8 +19,8 @@ from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling import outputs
-from fastkernels.engine.scheduling.core import EngineCore, StepResult
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
+from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler

@@ -159,7 +159,7 @@ def test_the_kinds_of_output_say_the_same(llm, stop):
         (["a"], "'a' is not an integer"), ([True], "True is not an integer"), ([5.0], "5.0 is not an integer"),
         ([-1], "-1 is not in the vocabulary"), ([5] * 512, "512 tokens, and the maximum context length is 512"),
         (None, "text or token ids, got None"), (b"ab", "text or token ids"), ({"text": "a"}, "text or token ids"),
-        ("\udc80", "no valid Unicode text"),
+        ("\udc80", "not valid Unicode text"),
     ],
 )  # fmt: skip
 def test_bad_prompts_are_refused(llm, prompt, message):
@@ -220,8 +220,8 @@ def test_params_that_this_engine_refuses(llm):
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
-        ({"num_blocks": 1}, "the KV cache has 1 blocks, one of which is kept for padding"),
-        ({"kv_cache_memory": 1 << 56}, "which this machine does not have free"),
+        ({"num_blocks": 1}, "the KV cache has 1 blocks, one of them for padding"),
+        ({"kv_cache_memory": 1 << 56}, "more than this machine has free"),
         ({"max_model_len": 4096}, "max_model_len 4096 is more than the model's 2048"),
         ({"attention_backend": "triton"}, "triton runs on cuda, not on cpu"),
     ],

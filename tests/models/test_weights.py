@@ -90,7 +90,7 @@ def test_truncated_file(copy):
     header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
     last = max((v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__")[1]
     file.write_bytes(whole[:-1])
-    fails(copy, "model.safetensors", f"truncated, {len(whole) - 1} bytes of {len(whole)}; not whole: {last}")
+    fails(copy, "model.safetensors", f"truncated, {len(whole) - 1} bytes of {len(whole)}; incomplete: {last}")
     file.write_bytes(whole[:100])
     fails(copy, "model.safetensors", "truncated")
     file.write_bytes(b"")
@@ -130,7 +130,7 @@ def test_an_index_that_lies(copy):
     write_index(copy, once.replace('"weight_map": {', f'"weight_map": {{"{key}": "b.safetensors", '))
     fails(copy, "index.json", f"{key} twice: b.safetensors and a.safetensors")
     write_index(copy, {"weight_map": {**places, key: "../a.safetensors"}})
-    fails(copy, "outside of its folder", "../a.safetensors")
+    fails(copy, "outside its folder", "../a.safetensors")
     write_index(copy, '{"weight_map": [1]}')
     fails(copy, "index.json is not a safetensors index")
     write_index(copy, index)
@@ -147,7 +147,7 @@ def test_no_weights_and_no_config(copy, tmp_path):
     fails(tmp_path / "empty", "config.json")
     fails(tmp_path / "nowhere", "neither a folder nor a hub id")
     (copy / "pytorch_model.bin").write_bytes(b"")
-    fails(copy, "pytorch_model.bin: convert it")
+    fails(copy, "pytorch_model.bin: convert them")
 
 
 def test_a_hub_id_without_the_hub(monkeypatch, tmp_path):

@@ -90,7 +90,7 @@ class Generate(Runner):
         del old
 
     @torch.inference_mode()
-    def launch(self, step: StepInput) -> Step:
+    def launch(self, step: StepInput) -> GenerateStep:
         """Start a step without waiting for the device. At most two steps may be in flight."""
         if step.new_rows:
             self.sampler.set_rows(step.new_rows)
@@ -109,7 +109,7 @@ class Generate(Runner):
         if drawn is None:
             self.batch.keep(tokens, inputs)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
-        return Step(
+        return GenerateStep(
             self.batch.sampled[inputs.host_turn, :rows], logprobs, prompt, self._events[inputs.host_turn]
         )
 
@@ -172,7 +172,7 @@ class Generate(Runner):
         self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
 
 
-class Step:
+class GenerateStep:
     """A launched step (step.Pending), whose results are being copied to pinned memory.
 
     The step after the next one reuses `tokens` and `event`.

@@ -1,4 +1,4 @@
-"""What the routes answer, for the OpenAPI document."""
+"""Schemas of the answers for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class CompletionChoice(Choice):
     prompt_logprobs: PromptLogprobs = None
 
 
-class Message(BaseModel):
+class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str
 
 
 class ChatChoice(Choice):
-    message: Message
+    message: AnswerMessage
     logprobs: ChatLogprobs | None
 
 
@@ -156,7 +156,7 @@ class Done(BaseModel):
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse, "description": "What was wrong, where, and what is allowed"},
+    "4XX": {"model": ErrorResponse, "description": "The problem, the field, and the allowed values"},
     "5XX": {"model": ErrorResponse, "description": "The engine failed, has ended, or is shutting down"},
 }
 
@@ -165,7 +165,7 @@ _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "require
 
 
 def _answers(model: type[BaseModel], stream: bool = False) -> dict[str, Any]:
-    """Keyword arguments of a route that answers with this body, or with a stream of server-sent events."""
+    """Keyword arguments of a route with this answer, and with a stream of server-sent events if `stream`."""
     ok: dict[str, Any] = {"model": model, "description": "The answer"}
     if stream:
         ok["content"] = {"text/event-stream": {"schema": _EVENT}}

@@ -216,7 +216,7 @@ def test_layers_use_their_scales(tiny, full) -> None:
         ({"num_blocks": 5, "max_model_len": 64}, "max_model_len 64 does not fit: the KV cache has 5 blocks"),
         ({"num_blocks": None, "kv_cache_memory": 1}, "the KV cache has 0 blocks.*holds 0 tokens"),
         ({"attention_backend": "flashinfer"}, "flashinfer.*runs on cuda, not on cpu"),
-        ({"attention_backend": "fa3"}, "'fa3' cannot be used: fa3 runs on cuda"),
+        ({"attention_backend": "fa3"}, "'fa3' is not supported: fa3 runs on cuda"),
     ],
 )
 def test_what_cannot_be_served_is_said(tiny, settings, message) -> None:

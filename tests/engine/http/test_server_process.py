@@ -68,7 +68,7 @@ def test_what_outlasts_the_drain_gets_an_error(tiny):
     }  # fmt: skip
     status, errors = ended(process)
     assert status == 0 and "Traceback" not in errors
-    assert errors.count("0.0.0.0 is open to the network and asks for no key") == 1
+    assert errors.count("0.0.0.0 accepts requests from the network without an API key") == 1
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])

@@ -12,7 +12,7 @@ from support.cache_model import CacheModel, continuation
 
 from fastkernels.engine.cache.blocks import BlockManager, OutOfBlocks, hash_block
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-from fastkernels.engine.scheduling.core import EngineCore
+from fastkernels.engine.scheduling.engine_core import EngineCore
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull, Scheduler
 

@@ -7,7 +7,7 @@ from support.cache_model import CacheModel, continuation
 
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-from fastkernels.engine.scheduling.core import EngineCore
+from fastkernels.engine.scheduling.engine_core import EngineCore
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull, Scheduler
 
@@ -209,7 +209,7 @@ def test_limits() -> None:
     ):
         core.scheduler.add(make_request("1", [1] * 10, 4))
     core.scheduler.add(make_request("2", [1] * 10, 3))
-    with pytest.raises(QueueFull, match="1 requests are waiting, and no more than 1 may"):
+    with pytest.raises(QueueFull, match="1 requests are waiting; the limit is 1"):
         core.scheduler.add(make_request("3", [1], 1))
 
 
