@@ -1,4 +1,4 @@
-"""Steps made by hand, for a Generate without an engine."""
+"""Hand-made steps for a Generate runner without an engine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def make_runner(folder: Path, **settings: Any) -> Generate:
 
 
 class Driver:
-    """Keeps what an engine keeps: slots, block tables with gaps, lengths. Rows are (slot, token ids)."""
+    """The engine's state: slots, scattered block tables, lengths. Rows are (slot, token ids)."""
 
     def __init__(self, runner: Generate, seed: int = 0):
         self.runner = runner
         order = np.random.default_rng(seed).permutation(np.arange(1, runner.limits.num_blocks))
-        self.free = order.tolist()  # scattered: no table is a range
+        self.free = order.tolist()  # shuffled, so that no table is a range
         self.tables: dict[int, list[int]] = {}
         self.lens: dict[int, int] = {}
         self.generated: dict[int, int] = {}
@@ -47,7 +47,7 @@ class Driver:
         prompt: Sequence[int] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        """prompt: for the penalties. The seed is the params', or 0."""
+        """Enter a request into a slot. prompt: for the penalties. The seed is params.seed or 0."""
         self.leave(slot)
         self.tables[slot], self.lens[slot], self.generated[slot] = [], 0, 0
         params = params or SamplingParams(temperature=0)

@@ -58,7 +58,7 @@ class SlotFlags:
         self.bias = np.zeros(num_slots, dtype=bool)
         self.min_tokens = np.zeros(num_slots, dtype=np.int64)
         self.logprobs = np.full(num_slots, -1, dtype=np.int64)
-        self.special = np.zeros(num_slots, dtype=bool)  # any feature besides greedy is in use
+        self.special = np.zeros(num_slots, dtype=bool)  # any feature other than greedy is in use
 
     def set(self, row: NewRow) -> None:
         slot, params = row.slot, row.params
