@@ -131,6 +131,11 @@ class Engine(ABC):
     def step(self) -> list[Any]:
         """Run one step and return an output for each request with news. After an exception no request is left."""
 
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, e.g. after the model's code has changed. Running requests go on."""
+        if self.blocks is not None:
+            self.blocks.reset_cache()
+
     def take_stats(self) -> StepStats:
         """The metrics since the last call. They grow until taken, so the caller of `step` must take them."""
         stats, self.stats = self.stats, StepStats()

@@ -13,6 +13,7 @@ import torch
 from support.minilm import minilm_path
 from support.tiny import make_tiny_bert
 
+import fastkernels
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import counters
 from fastkernels.engine.config import EngineConfig
@@ -91,6 +92,17 @@ def test_two_ranks_equal_one(bert: Path) -> None:
     with LLM(str(bert), device="cpu", tensor_parallel_size=2) as llm:
         two = llm.embed(prompts)
     np.testing.assert_allclose([o.data for o in two], [o.data for o in one], atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.02), ("float16", 3e-3)])
+def test_minilm_on_the_gpu_equals_the_cpu(minilm: LLM, dtype: str, tolerance: float) -> None:
+    llm = LLM(str(minilm_path()), device="cuda", dtype=dtype)
+    expected = [o.data for o in minilm.embed(TEXTS)]
+    np.testing.assert_allclose([o.data for o in llm.embed(TEXTS)], expected, atol=tolerance)
+    for ours, theirs in zip(llm.encode(TEXTS), minilm.encode(TEXTS), strict=True):
+        assert ours.data.shape == theirs.data.shape
 
 
 @pytest.mark.parametrize(
@@ -207,6 +219,26 @@ def test_methods_of_the_other_runner_say_what_to_use(minilm: LLM, tiny: Path) ->
         LLMEngine(EngineConfig(str(minilm_path()), device="cpu"))
     with pytest.raises(ValueError, match="task 'rank' is not one of embed, token_embed"):
         minilm.encode("a", "rank")
+
+
+GELU = """
+import torch
+def gelu(x, approximate="none"):
+    return torch.zeros_like(x)
+"""
+
+
+def test_candidate_runs_in_an_encoder_until_undo(bert: Path, tmp_path: Path) -> None:
+    llm = LLM(str(bert), device="cpu")
+    (before,) = llm.embed([[5, 6, 7]])
+    (tmp_path / "gelu.py").write_text(GELU)
+    with fastkernels.patch(llm, candidates={"gelu": str(tmp_path / "gelu.py")}) as report:
+        (patched,) = llm.embed([[5, 6, 7]])
+        (row,) = [r for r in report.refresh().rows if r.op == "gelu"]
+        assert row.calls == 2 and row.reason == "candidate"
+    (after,) = llm.embed([[5, 6, 7]])
+    assert np.abs(patched.data - before.data).max() > 0.01
+    np.testing.assert_array_equal(after.data, before.data)
 
 
 def test_every_model_names_a_known_runner() -> None:

@@ -1,6 +1,4 @@
-"""The engine against transformers, with chunked prompts, prefix hits, preemption, two steps in flight, and requests that
-arrive and abort at any time.
-"""
+"""The engine against transformers: chunked prompts, prefix hits, preemption, two steps in flight, random arrivals."""
 
 from __future__ import annotations
 

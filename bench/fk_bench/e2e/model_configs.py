@@ -44,6 +44,7 @@ def load_config(model: str) -> tuple[str, Any]:
         return public, _typed(AutoConfig.for_model(kind, **fields), kind)
     if model in models() and not path.exists():
         kind = models()[model].arch.model_type
+        _check_generates(model, models()[model].arch.names[0])
         return model, _typed(AutoConfig.for_model(kind), kind)
     config = _read(model, path)
     if getattr(config, "quantization_config", None):
@@ -54,7 +55,16 @@ def load_config(model: str) -> tuple[str, Any]:
         raise ModelError(
             f"{model} is of {what}, which is not supported; known architectures: {', '.join(architectures())}"
         )
+    _check_generates(model, names[0])
     return model, config
+
+
+def _check_generates(model: str, architecture: str) -> None:
+    runner = by_architecture()[architecture].arch.runner
+    if runner != "Generate":
+        raise ModelError(
+            f"{model} has the runner {runner!r}: only steps of models that generate are modelled"
+        )
 
 
 def _typed(config: Any, kind: str) -> Any:

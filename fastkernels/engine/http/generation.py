@@ -36,7 +36,7 @@ class Generation:
     async def reset_prefix_cache(self) -> dict[str, bool]:
         """Forget cached prefixes. Running requests go on."""
         llm = self.context.llm
-        await asyncio.wrap_future(llm.call(llm.engine.blocks.reset_cache))
+        await asyncio.wrap_future(llm.call(llm.engine.reset_prefix_cache))
         return {"success": True}
 
     async def completions(self, body: CompletionRequest, raw: Request) -> Response:

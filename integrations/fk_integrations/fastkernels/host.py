@@ -25,7 +25,7 @@ class FastKernelsHost:
         return __version__
 
     def matches(self, target: Any) -> bool:
-        kinds = (("llm", "LLM"), ("llm_engine", "LLMEngine"), ("async_llm", "AsyncLLM"))
+        kinds = (("llm", "LLM"), ("engine", "Engine"), ("async_llm", "AsyncLLM"))
         loaded = [(sys.modules.get(f"fastkernels.engine.{module}"), name) for module, name in kinds]
         return any(
             module is not None and isinstance(target, getattr(module, name)) for module, name in loaded
@@ -76,13 +76,13 @@ def _carry_out(engine: Any, request: Request) -> list[dict[str, Any]]:
             if engine.has_unfinished_requests():
                 raise PatchError("the engine has requests under way: wait until it is idle")
             engine.patched = candidates.Patched(engine.executor, request)
-            engine.blocks.reset_cache()  # keys and values of other code
+            engine.reset_prefix_cache()  # keys and values of other code
             return engine.patched.replies
         if patched is None:
             raise PatchError("this engine is not patched")
         if request.action == "undo":
             engine.patched = None
-            engine.blocks.reset_cache()
+            engine.reset_prefix_cache()
             return patched.undo()
         return patched.reset() if request.action == "reset" else patched.report()
     except Exception as error:

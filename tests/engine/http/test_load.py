@@ -34,7 +34,7 @@ def reference(tiny):
 
 @contextlib.contextmanager
 def served(folder, tmp_path, *args, status=0, within=20):
-    """(process, url) of a server. Afterwards asserts its exit status (0: ended by SIGTERM) and that no process is left."""
+    """(process, url) of a server. Then asserts its exit status (0: ended by SIGTERM) and that no process is left."""
     mark = uuid.uuid4().hex
     with open(tmp_path / "server.log", "w+") as log:
         process, url = start(
