@@ -24,8 +24,8 @@ from graph_clock import ROUNDS, Run
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.forward_context import AttentionMetadata
-from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.generate import Generate
+from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.step import SAMPLED, NewRow, StepInput
 
 STEPS, WARM = 120, 20

@@ -15,14 +15,14 @@ from torch import nn
 from fastkernels.core import parallel
 from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.overrides.activation.gelu import VllmGELU, VllmGELUTanh
+from fastkernels.overrides.activation.vllm import VllmGELU, VllmGELUTanh
 from fastkernels.overrides.embedding.embedding import VllmVocabParallelEmbedding, embedding
 from fastkernels.overrides.linear.parallel_linear import (
     VllmColumnParallelLinear,
     VllmQKVParallelLinear,
     VllmRowParallelLinear,
 )
-from fastkernels.overrides.norm.layer_norm import VllmLayerNorm
+from fastkernels.overrides.norm.vllm import VllmLayerNorm
 
 ACTIVATIONS = {"gelu": VllmGELU, "gelu_new": VllmGELUTanh, "gelu_pytorch_tanh": VllmGELUTanh, "relu": nn.ReLU}
 
