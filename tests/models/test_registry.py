@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +98,33 @@ def test_common_and_init_files_are_no_models(tmp_path: Path) -> None:
 def test_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(UnknownName, match=r"Did you mean 'LlamaForCausalLM'.*MixtralForCausalLM"):
         registry.model_class("LlamaForCausalML")
+
+
+def code_words(file: Path) -> set[str]:
+    """Identifiers and words of strings in a file, without its docstrings."""
+    tree = ast.parse(file.read_text())
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    words: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            words |= set(re.findall(r"\w+", node.value))
+        elif isinstance(node, ast.Name):
+            words.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            words |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+    return words
+
+
+def test_engine_and_common_code_names_no_model() -> None:
+    names = {*models(), *registry.architectures()}
+    package = registry.MODELS_ROOT.parent
+    files = [*(package / "engine").rglob("*.py"), *(package / "models" / "common").rglob("*.py")]
+    assert len(files) > 50
+    assert {str(f): found for f in files if (found := names & code_words(f))} == {}
+    assert "llama" in code_words(models()["qwen3"].file)

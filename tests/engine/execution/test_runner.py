@@ -215,7 +215,7 @@ def test_layers_use_their_scales(tiny, full) -> None:
         ({"max_model_len": 4096}, "4096 is more than the model's 2048"),
         ({"num_blocks": 5, "max_model_len": 64}, "max_model_len 64 does not fit: the KV cache has 5 blocks"),
         ({"num_blocks": None, "kv_cache_memory": 1}, "the KV cache has 0 blocks.*holds 0 tokens"),
-        ({"attention_backend": "flashinfer"}, "flashinfer.*runs on cuda, not on cpu"),
+        ({"attention_backend": "flashinfer"}, "flashinfer.*needs cuda, not cpu"),
         ({"attention_backend": "fa3"}, "'fa3' is not supported: fa3 runs on cuda"),
     ],
 )
