@@ -1,4 +1,4 @@
-"""What README and docs name exists: commands with their flags, imports, files, routes, metrics."""
+"""README and docs name only commands, flags, imports, files, routes and metrics that exist."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_commands_and_flags_exist(line: str) -> None:
 
 
 @pytest.mark.parametrize("block", python_blocks())
-def test_python_parses_and_its_imports_are_there(block: str) -> None:
+def test_python_blocks_parse_and_import(block: str) -> None:
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
             module = importlib.import_module(node.module)
@@ -73,7 +73,7 @@ def test_python_parses_and_its_imports_are_there(block: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_paths_lead_somewhere(page: Path) -> None:
+def test_links_and_paths_exist(page: Path) -> None:
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
@@ -81,7 +81,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         assert (ROOT / path).is_file(), path
 
 
-def test_the_engines_page_names_every_file_and_no_other() -> None:
+def test_engine_page_names_exactly_the_files_there() -> None:
     engine = ROOT / "fastkernels" / "engine"
     there = {str(f.relative_to(engine)) for f in engine.rglob("*.py") if f.name != "__init__.py"}
     named = {
@@ -91,7 +91,7 @@ def test_the_engines_page_names_every_file_and_no_other() -> None:
     assert named == there
 
 
-def test_the_judges_page_names_every_file_status_field_and_source() -> None:
+def test_judge_page_names_every_file_status_field_and_source() -> None:
     from fk_bench.core.rows import Status
     from fk_bench.kernels.judge.correctness.cases import SOURCES
 
@@ -122,7 +122,7 @@ def test_the_judges_page_names_every_file_status_field_and_source() -> None:
     assert set(re.findall(r"`(--[a-z][\w-]+)", text)) <= flags("kernels")
 
 
-def test_the_servers_page_names_every_route_flag_field_and_metric() -> None:
+def test_server_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.cache.blocks import BlockManager
     from fastkernels.engine.execution.startup import Phases
     from fastkernels.engine.http import protocol
