@@ -198,7 +198,7 @@ def main(arguments: list[str]) -> int:
     known, allowed = words(), allowances()
     used: set[Allowed] = set()
     findings = []
-    for file in files(arguments or DEFAULT):
+    for file in files(arguments or [name for name in DEFAULT if Path(name).exists()]):
         for finding in sorted(check(file, file.read_text(), known), key=lambda f: f.line):
             covering = [a for a in allowed if a.covers(finding)]
             used.update(covering)
