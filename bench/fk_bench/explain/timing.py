@@ -17,7 +17,7 @@ from fastkernels.core import registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core import machine
-from fk_bench.kernels.judge.baselines.baselines import baselines
+from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.cases import Trial
