@@ -20,7 +20,6 @@ from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec, Target
 from fk_bench.core import machine
 from fk_bench.core.output import fail, last_line, table
-from fk_bench.info.libraries import library_rows
 from fk_bench.serving.config import ConfigError, per_lane
 
 HOSTS = ("vllm", "sglang", "transformers")
@@ -225,7 +224,6 @@ def examine(python: list[str]) -> Found:
         "hosts": [{"host": h.host, "version": h.version, "python": h.python} for h in hosts],
         "seams": [row for h in hosts for row in seam_rows(h, specs, env)],
         "providers": provider_rows(specs, found),
-        "libraries": library_rows({name: python for name, python in pythons.items() if _runs(python)}),
         "environment": {name: os.environ[name] for name in names},
     }
     return found
@@ -246,11 +244,7 @@ def _show(found: Found) -> None:
         versions = [[k, *(f"{n} {v}" for n, v in vs.items())] for k, vs in rows["versions"].items()]
         table("Versions", ["environment", ""], [[name, ", ".join(rest)] for name, *rest in versions])
         table("Hosts", ["host", "version", "python"], [list(h.values()) for h in rows["hosts"]])
-        for title, key in (
-            ("Ops in the hosts", "seams"),
-            ("Providers, in order", "providers"),
-            ("Kernel libraries", "libraries"),
-        ):
+        for title, key in (("Ops in the hosts", "seams"), ("Providers, in order", "providers")):
             columns = list(rows[key][0]) if rows[key] else []
             table(title, columns, [list(row.values()) for row in rows[key]])
         table("Environment variables in force", ["variable", "value"], list(rows["environment"].items()))
