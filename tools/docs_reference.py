@@ -40,14 +40,34 @@ def ops() -> str:
         purpose = (inspect.getdoc(sys.modules[registry.op_module(name).__name__]) or "").partition("\n\n")[0]
         lines.append(row(f"`{name}`", spec.level, f"`{file.relative_to(ROOT)}`", purpose))
         classes += [(t, name, registry.target_class(t)) for t in spec.targets]
-    lines += ["", "## Host classes", "",
-              "The class of a host, and ours that takes its place. *Default* classes are replaced without being named.", "",
-              row("host", "host class", "op", "our class", "file", "seam", "default"), row(*["---"] * 7)]  # fmt: skip
+    lines += ["", "# Host classes", "",
+              "Classes and functions of a host, and ours that take their place. *By default*: `patch` without a list of ops",
+              "replaces them. Some are for forks and our own engine only (`fk-bench export`)."]  # fmt: skip
+    host = ""
     for target, name, cls in sorted(classes, key=lambda c: (c[0].host, c[0].path, c[0].cls)):
+        if target.host != host:
+            host = target.host
+            lines += [
+                "",
+                f"## {host}",
+                "",
+                row("host's", "ours", "op", "file", "seam", "by default"),
+                row(*["---"] * 6),
+            ]
         file = Path(inspect.getsourcefile(cls) or "").relative_to(ROOT)
         versions = f" ({target.versions})" if target.versions else ""
-        lines.append(row(target.host, f"`{target.path}`{versions}", f"`{name}`", f"`{target.cls}`", f"`{file}`",
-                         target.seam, "yes" if target.default else "no"))  # fmt: skip
+        live = target.seam not in ("standalone", "function")
+        default = ("yes" if target.default else "no") if live else "forks only"
+        lines.append(
+            row(
+                f"`{target.path}`{versions}",
+                f"`{target.cls}`",
+                f"`{name}`",
+                f"`{file}`",
+                target.seam,
+                default,
+            )
+        )
     return "\n".join([*lines, ""])
 
 
@@ -77,7 +97,9 @@ def commands() -> str:
         for p in command.params:
             option = p.param_type_name == "option"
             flags = ", ".join(f"`{f}`" for f in (*p.opts, *p.secondary_opts)) if option else f"`{p.name}`"
-            default = "" if p.default in (None, False, (), [], "") or callable(p.default) else f"`{p.default}`"
+            default = (
+                "" if p.default in (None, False, (), [], "") or callable(p.default) else f"`{p.default}`"
+            )
             lines.append(row(flags, default, getattr(p, "help", None) or ""))
     return "\n".join([*lines, ""])
 
@@ -96,7 +118,9 @@ def environment() -> str:
             found.append([match[1], match[2]])
         elif found and line.strip():
             found[-1][1] += " " + line.strip()
-    found.append(["FASTKERNELS_API_KEY", "the key that clients of `fk-bench serve` must send (as `--api-key`)"])
+    found.append(
+        ["FASTKERNELS_API_KEY", "the key that clients of `fk-bench serve` must send (as `--api-key`)"]
+    )
     return "\n".join([*lines, *(row(f"`{name}`", meaning) for name, meaning in found), ""])
 
 
