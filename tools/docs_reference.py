@@ -29,7 +29,7 @@ def ops() -> str:
         "# Ops", "",
         "An op is one task with one reference and several implementations. Its file holds the reference, the",
         "kernels and the declaration; the host file in the same folder holds the classes that replace a host's.",
-        "`fk-bench list ops` prints this list, `fk-bench list ops --signatures` how exactly each class matches its host.",
+        "`fk-bench list ops` prints this list; `fk-bench list ops --signatures` compares each class with its host's.",
     ]  # fmt: skip
     folder, classes = "", []
     for name in sorted(registry.op_names(), key=lambda n: (op_file(n).parent.name, n)):
@@ -40,9 +40,12 @@ def ops() -> str:
         purpose = (inspect.getdoc(sys.modules[registry.op_module(name).__name__]) or "").partition("\n\n")[0]
         lines.append(row(f"`{name}`", spec.level, f"`{file.relative_to(ROOT)}`", purpose))
         classes += [(t, name, registry.target_class(t)) for t in spec.targets]
-    lines += ["", "# Host classes", "",
-              "Classes and functions of a host, and ours that take their place. *By default*: `patch` without a list of ops",
-              "replaces them. Some are for forks and our own engine only (`fk-bench export`)."]  # fmt: skip
+    lines += [
+        "", "# Host classes", "",
+        "Classes and functions of a host, and ours that take their place. *By default* is what `patch` does without a",
+        "list of ops: replace them, replace them where a tuned table says so, or not. Those for forks only are for",
+        "`fk-bench export` and our own engine.",
+    ]  # fmt: skip
     host = ""
     for target, name, cls in sorted(classes, key=lambda c: (c[0].host, c[0].path, c[0].cls)):
         if target.host != host:
@@ -57,7 +60,7 @@ def ops() -> str:
         file = Path(inspect.getsourcefile(cls) or "").relative_to(ROOT)
         versions = f" ({target.versions})" if target.versions else ""
         live = target.seam not in ("standalone", "function")
-        default = ("yes" if target.default else "no") if live else "forks only"
+        default = "yes" if target.default else "tuned table" if registry.get(name).tuned_by else "no"
         lines.append(
             row(
                 f"`{target.path}`{versions}",
