@@ -61,16 +61,8 @@ def ops() -> str:
         versions = f" ({target.versions})" if target.versions else ""
         live = target.seam not in ("standalone", "function")
         default = "yes" if target.default else "tuned table" if registry.get(name).tuned_by else "no"
-        lines.append(
-            row(
-                f"`{target.path}`{versions}",
-                f"`{target.cls}`",
-                f"`{name}`",
-                f"`{file}`",
-                target.seam,
-                default,
-            )
-        )
+        cells = (f"`{target.path}`{versions}", f"`{target.cls}`", f"`{name}`", f"`{file}`", target.seam)
+        lines.append(row(*cells, default if live else "forks only"))
     return "\n".join([*lines, ""])
 
 
