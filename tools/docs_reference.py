@@ -69,7 +69,7 @@ def ops() -> str:
 def op_file(name: str) -> Path:
     from fastkernels.core import registry
 
-    return Path(registry.op_module(name).__file__)
+    return Path(inspect.getsourcefile(registry.op_module(name)) or "")
 
 
 def commands() -> str:
