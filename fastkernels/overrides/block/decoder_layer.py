@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from fastkernels.overrides.block.gated_mlp import SGLangLlamaMLP, VllmLlamaMLP
-from fastkernels.overrides.norm.rms_norm import SGLangRMSNorm, VllmRMSNorm, rms_norm
+from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.sglang import SGLangRMSNorm
+from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 
 def unsupported_norm(norm: Any) -> str | None:

@@ -16,7 +16,9 @@ from torch import nn
 from fastkernels.core import assemble
 from fastkernels.core.shapes import drawn, varied
 from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.activation.silu_and_mul import SGLangSiluAndMul, VllmSiluAndMul, silu_and_mul
+from fastkernels.overrides.activation.sglang import SGLangSiluAndMul
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.activation.vllm import VllmSiluAndMul
 from fastkernels.overrides.linear.parallel_linear import (
     SGLangMergedColumnParallelLinear,
     SGLangMergedColumnParallelLinear_0_5_16,

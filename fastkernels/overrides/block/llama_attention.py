@@ -17,7 +17,8 @@ from fastkernels.overrides.linear.parallel_linear import (
     VllmQKVParallelLinear,
     VllmRowParallelLinear,
 )
-from fastkernels.overrides.norm.rms_norm import VllmRMSNorm, rms_norm
+from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.vllm import VllmRMSNorm
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import (
     VllmLlama3RotaryEmbedding,

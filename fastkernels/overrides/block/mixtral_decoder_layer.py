@@ -25,7 +25,8 @@ from fastkernels.overrides.block.layer_calls import (
 from fastkernels.overrides.block.llama_attention import LlamaAttention, SGLangLlamaAttention
 from fastkernels.overrides.moe import sparse_moe
 from fastkernels.overrides.moe.sparse_moe import SGLangMixtralMoE, VllmMixtralMoE
-from fastkernels.overrides.norm.rms_norm import SGLangRMSNorm, VllmRMSNorm
+from fastkernels.overrides.norm.sglang import SGLangRMSNorm
+from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 
 def reference(
@@ -274,7 +275,7 @@ SPEC = OpSpec(
     dims_of=_dims,
     vary=lambda case, rng: vary_layer(case, rng, _bytes, _flops, ("experts", "topk")),
     activations=(1, 2),
-    chooses=True,
+    tie_sensitive=True,
     build=_build,
     mutates=MUTATES,
     calls=("rms_norm", "linear", "topk_softmax", "fused_experts"),

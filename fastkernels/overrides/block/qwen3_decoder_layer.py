@@ -18,7 +18,8 @@ from fastkernels.overrides.block.decoder_layer import (
 )
 from fastkernels.overrides.block.layer_calls import MUTATES, TOLERANCE, layer_cases
 from fastkernels.overrides.block.llama_attention import HeadNorms, LlamaAttention, SGLangLlamaAttention
-from fastkernels.overrides.norm.rms_norm import SGLangRMSNorm, VllmRMSNorm
+from fastkernels.overrides.norm.sglang import SGLangRMSNorm
+from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 
 class Qwen3Attention(HeadNorms, LlamaAttention):

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, Moves, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Case, OpSpec, Permutable, Target, Tolerance
 from fastkernels.overrides.moe.grouped_topk_triton import (
     Pair,
     check,
@@ -368,7 +368,7 @@ SPEC = OpSpec(
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-6, 1e-5)),
     dims_of=_dims_of,
     vary=_vary,
-    moves=lambda x, topk, renormalize, groups, *more: Moves((0,), (0, 6), x.shape[1] // groups),
+    permutable=lambda x, topk, renormalize, groups, *more: Permutable((0,), (0, 6), x.shape[1] // groups),
     extremes={"one_expert": _one_expert, "equal_logits": _equal_logits},
     build=_build,
     targets=(

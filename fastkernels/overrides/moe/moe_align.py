@@ -9,7 +9,7 @@ import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, Moves, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Case, OpSpec, Permutable, Target, Tolerance
 from fastkernels.overrides.moe import moe_align_triton as _moe_align_triton
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -305,7 +305,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
-    moves=lambda *args: Moves(rows=(0,), columns=(0,)),
+    permutable=lambda *args: Permutable(rows=(0,), columns=(0,)),
     extremes={"first_expert": _first_expert, "last_expert": _last_expert},
     activations=(),
     bytes_moved=_bytes,

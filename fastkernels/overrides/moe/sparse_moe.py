@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastkernels.core import assemble, parallel
-from fastkernels.core.spec import Case, Moves, OpSpec, Target
+from fastkernels.core.spec import Case, OpSpec, Permutable, Target
 from fastkernels.overrides.linear.parallel_linear import SGLangReplicatedLinear, VllmReplicatedLinear
 from fastkernels.overrides.moe import fused_experts as experts
 from fastkernels.overrides.moe.topk_softmax import reference as topk_softmax_reference
@@ -311,8 +311,8 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=experts.vary,
-    chooses=True,
-    moves=lambda *args: Moves(rows=(0,), columns=(0, 1)),
+    tie_sensitive=True,
+    permutable=lambda *args: Permutable(rows=(0,), columns=(0, 1)),
     build=_build,
     bytes_moved=experts.SPEC.bytes_moved,
     flops=experts.SPEC.flops,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, Moves, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Case, OpSpec, Permutable, Target, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -267,7 +267,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     dims_of=_dims,
     vary=_vary,
-    moves=lambda *args: Moves(rows=(0,), columns=(0,)),
+    permutable=lambda *args: Permutable(rows=(0,), columns=(0,)),
     extremes={"equal_logits": _equal, "one_masked": _masked},
     bytes_moved=_bytes,
     flops=lambda case: 5 * case.dims["tokens"] * case.dims["experts"],

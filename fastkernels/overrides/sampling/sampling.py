@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, Moves, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Case, OpSpec, Permutable, Target, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.philox import exponential
 from fastkernels.overrides.sampling import sampling_calls as _sampling_calls
@@ -349,7 +349,7 @@ SPEC = OpSpec(
     bytes_moved=_sampling_calls.bytes_moved,
     dims_of=_sampling_calls.dims_of,
     vary=_sampling_calls.vary,
-    moves=lambda *args: Moves(rows=tuple(range(7)), columns=(0,)),
+    permutable=lambda *args: Permutable(rows=tuple(range(7)), columns=(0,)),
     extremes=_sampling_calls.EXTREMES,
     build=_sampling_calls.build,
     flops=_sampling_calls.flops,

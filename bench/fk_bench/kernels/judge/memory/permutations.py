@@ -1,4 +1,4 @@
-"""Values moved as their op allows (OpSpec.moves): the rows and the columns of each slot rolled in their own way."""
+"""Values moved as their op allows (OpSpec.permutable): the rows and the columns of each slot rolled in their own way."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.spec import Moves
+from fastkernels.core.spec import Permutable
 from fk_bench.kernels.judge.memory import layout
 
 
 class Mover:
     """Of one case's arguments; `free` says of each tensor whether every slot has it in memory of its own.
 
-    Raises ValueError where the op's Moves do not fit the arguments.
+    Raises ValueError where the op's Permutable do not fit the arguments.
     """
 
-    def __init__(self, args: list[Any], moves: Moves, free: list[bool]):
+    def __init__(self, args: list[Any], moves: Permutable, free: list[bool]):
         positions = [p for p, a in enumerate(args) for _ in layout.tensors([a])]
         tensors = layout.tensors(args)
         self._rows = self._found(positions, moves.rows, free)
