@@ -25,9 +25,9 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-# on a machine with H200s and our package: docs/reports/2026-11-h200.md. MODEL, VLLM, SGLANG, TOKENIZER, GPUS, ONLY, ...: see the script
+# run on a machine with H200s; settings (MODEL, VLLM, SGLANG, TOKENIZER, GPUS, ONLY, ...) are in the script
 bench-h200:
-	@$(PYTHON) bench/h200.py
+	@$(PYTHON) bench/experiments/h200.py
 
 lint:
 	@$(PYTHON) tests/support/environments.py own

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-import decode_attention
-import decode_attention_check as checks
-import decode_attention_few as few
-import graph_clock
-from decode_attention_check import LAYOUTS, OTHERS, USUAL, Layout, label
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.attention import decode_attention
+from experiments.attention import decode_attention_check as checks
+from experiments.attention.decode_attention_check import LAYOUTS, OTHERS, USUAL, Layout, label
+from experiments.common import graph_clock
 
 from fastkernels.overrides.attention import attention_decode_cuda as cuda
 from fastkernels.overrides.attention import attention_decode_split as split
@@ -144,7 +143,7 @@ def test_nothing_is_timed_where_a_check_was_lost(
     run: graph_clock.Run, script: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children(monkeypatch, f"import sys\nif sys.argv[-1] == '2/4':\n {script}")
-    with pytest.raises(SystemExit, match=f"nothing is timed.*process 2 ended with {said}$"):
+    with pytest.raises(SystemExit, match=f"nothing was timed.*process 2 ended with {said}$"):
         checks.check_all(run, ["checks"])
 
 
@@ -166,25 +165,3 @@ def test_sets_are_named_by_their_kernel() -> None:
                        ("triton-split:a/b/c/d", "per_sm/block_n")):  # fmt: skip
         with pytest.raises(ValueError, match=why):
             checks.parsed_sets(wrong)
-
-
-def test_calls_of_few_keys_have_sets_and_checks_of_their_own(
-    run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checks, "SETS", dict(checks.SETS))
-    monkeypatch.setattr(checks, "ONLY", [])
-    monkeypatch.setattr(few.tickets, "CAPTURED", 1 << 20)
-    few.use()
-    todo = decode_attention.few_keys()
-    assert [case.lens for case in todo] == [lens for lens, _, _ in few.CASES]
-    assert all(case.calls and max(case.lens) <= case.most for case in todo)
-    assert {case.most for case in todo if len(case.lens) == 8} == {100, 200, few.SERVER}
-    layouts = list(dict.fromkeys(case.layout for case in todo))
-    made = checks.batches(run, layouts)
-    assert len(made) == len(few.BATCHES) and made[0].dims["seq_lens"] == todo[0].lens
-    for case in made:
-        named = {name for name, _ in checks.sets_of(run, checks.SPEC.inputs(case, "cpu", run.generator))}
-        assert named == {"triton-split", "cuda-split"}
-    ours = checks.SETS["cuda-split"]
-    assert ours[0] == cuda.PARAMS[0] and all(p in ours for p in cuda.FEW.values())
-    assert len({label(p) for p in ours}) == len(ours)

@@ -15,9 +15,8 @@ from fastkernels.overrides.attention import attention_decode_cuda as cuda
 from fastkernels.overrides.attention import attention_decode_split as split
 from fastkernels.overrides.attention.attention_decode import attention_decode
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-import decode_attention
-import decode_table
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.attention import decode_attention, decode_table
 
 # name: (provider, parameters)
 SETS = {

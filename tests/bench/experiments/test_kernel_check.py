@@ -1,4 +1,4 @@
-"""bench/scenarios/kernel_check.py: errors that are found; graphs that run on a CPU and fill a call's output again."""
+"""Tests of kernel_check.py: errors are found; graphs run on a CPU and refill a call's output."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
-import kernel_check
+from experiments.common import kernel_check
 
 
 class Graph:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-import linear_fp8_plan as plan
-from linear_kernels import label
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.linear import linear_fp8_plan as plan
+from experiments.linear.linear_kernels import label
 
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
 

@@ -1,4 +1,4 @@
-"""bench/scenarios/make_checkpoint.py: the FP8 checkpoint is the plain one, in a format the hosts' library takes."""
+"""Tests of make_checkpoint.py: the FP8 checkpoint has the same weights, in a format that compressed-tensors loads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "bench" / "scenarios"))
-import make_checkpoint  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+from experiments.checkpoints import make_checkpoint
 
+ROOT = Path(__file__).resolve().parents[3]
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 256,

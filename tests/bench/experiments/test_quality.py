@@ -1,4 +1,4 @@
-"""bench/scenarios/quality.py: divergences of known distributions, forced steps, how a text is cut, SmolLM2 in vLLM."""
+"""Tests of quality.py: divergences of known distributions, forced steps, splitting of a text, SmolLM2 in vLLM."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fk_bench.core.rows import read
 from fastkernels.core import dispatch, registry
 from fastkernels.core import tuning as tuned
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
-import quality_plan as plans
-import quality_record as record
-import quality_summary as summary
+from experiments.quality import quality_plan as plans
+from experiments.quality import quality_record as record
+from experiments.quality import quality_summary as summary
 
 ROOT = Path(__file__).parents[3]
-SCENARIOS = ROOT / "bench" / "scenarios"
+SCRIPTS = ROOT / "bench/experiments/quality"
 VOCABULARY = 37
 WRONG = """
 import torch.nn.functional as F
@@ -259,7 +259,7 @@ def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_should_have_run_and_did_not_is_said() -> None:
-    from quality import idle
+    from experiments.quality.quality import idle
 
     def row(op: str, calls: int, reason: str = "", state: str = "active") -> dict[str, Any]:
         return {
@@ -290,7 +290,7 @@ def test_a_sequence_that_one_run_lacks_counts_for_none(tmp_path: Path) -> None:
 
 
 def test_our_engine_forces_tokens_and_decode_says_what_prefill_says(tmp_path: Path) -> None:
-    from quality_fastkernels import Engine
+    from experiments.quality.quality_fastkernels import Engine
     from support.tiny import make_tiny_llama
 
     model = make_tiny_llama(tmp_path / "llama", dtype="float32")
@@ -323,7 +323,7 @@ def quality(folder: Path, *more: str) -> tuple[int, str, list[Any]]:
     foreign = ("FASTKERNELS", "VLLM_", "PYTEST")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign) or k == "FASTKERNELS_CACHE"}
     command = [
-        str(ROOT / ".venv-vllm/bin/python"), str(SCENARIOS / "quality.py"), "--host", "vllm", "--model",
+        str(ROOT / ".venv-vllm/bin/python"), str(SCRIPTS / "quality.py"), "--host", "vllm", "--model",
         str(smollm2_path()), "--out", str(folder / "rows.jsonl"), "--prompts", "8,24", "--new", "8", "--length", "32",
         "--others", "other", "--work", str(folder), *more,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""bench/scenarios/quality_exact.py: the model in float32 that all runs are compared with."""
+"""bench/experiments/quality/quality_exact.py: the model in float32 that all runs are compared with."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
-import quality_exact
-import quality_plan as plans
-import quality_record as record
-import quality_summary as summary
+from experiments.quality import quality_exact
+from experiments.quality import quality_plan as plans
+from experiments.quality import quality_record as record
+from experiments.quality import quality_summary as summary
 
 
 def test_the_exact_model_is_transformers_in_float32_from_either_checkpoint(
     tmp_path: Path,
 ) -> None:
-    from make_checkpoint import FP8_DYNAMIC, quantize_model
+    from experiments.checkpoints.make_checkpoint import FP8_DYNAMIC, quantize_model
     from support.tiny import make_tiny_llama
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""bench/scenarios/quality_noise.py: one model beside itself where sums are taken in another order."""
+"""bench/experiments/quality/quality_noise.py: one model beside itself where sums are taken in another order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from fk_bench.core.rows import read
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
-import quality_noise
+from experiments.quality import quality_noise
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

@@ -1,4 +1,4 @@
-"""bench/scenarios/works_with.py: whose fault a sleep is, what a row of a lost cell says, which cells a host has."""
+"""Tests of works_with.py: blame for a failed sleep, rows of lost cells, the cells of each host."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from fk_integrations.vllm.fusions import ALL_REDUCE
 import fastkernels
 from fastkernels.patch import PatchError, Row
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-import works_hosts
-import works_with
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.works_with import works_hosts, works_with
 
 TEXTS = [[5, 6, 7], [8, 9]]
 
