@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fastkernels.engine import candidates, tokenizer
+from fastkernels.engine import tokenizer
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.executor import make_executor
@@ -30,6 +30,7 @@ from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
 from fastkernels.models.common import build, weights
+from fastkernels.patch import patch_from_environment
 
 log = logging.getLogger("fastkernels")
 
@@ -75,7 +76,8 @@ class LLMEngine:
         self._group_of: dict[int, RequestGroup] = {}  # by id of the sequence
         self._seeds = random.Random(config.seed)
         self.stats = StepStats()
-        self.patched = candidates.from_environment(self.executor)
+        self.patched: Any = None  # the patch of an integration, which sets it
+        patch_from_environment(self)
         phases.mark("rest")
         log.info("%s", phases.line())
 
