@@ -91,7 +91,7 @@ def test_candidate_class_runs_until_undo(llm, tmp_path):
     assert [type(m) for m in llm.llm_engine.executor.runner.model.modules()] == kinds
 
 
-def test_a_bad_candidate_changes_nothing(llm, tmp_path):
+def test_bad_candidate_changes_nothing(llm, tmp_path):
     before = run(llm)
     good = candidate(tmp_path, FUNCTION.format(factor=3), "good.py")
     bad = candidate(tmp_path, "import nothing_like_this", "bad.py")
@@ -124,11 +124,11 @@ def test_candidate_folder_is_live_at_every_level(llm, tmp_path):
         assert f"candidate function+class {folder / 'silu_and_mul.py'}" in str(report)
         assert "candidates inside: rms_norm" in str(report)
     assert run(llm) == before
-    file = folder / "silu_and_mul.py"  # called by the MLP and by nothing else
+    file = folder / "silu_and_mul.py"  # called only by the MLP
     file.write_text(file.read_text().replace("return ours.reference(x)", "return 3 * ours.reference(x)"))
     with fastkernels.patch(llm, candidates=str(folder)):
         assert run(llm) != before
-    file = folder / "rms_norm.py"  # its class serves the last norm, its function those of the layers
+    file = folder / "rms_norm.py"  # its class runs the final norm, its function those of the layers
     text = file.read_text().replace("    return out\n\n", "    return 1.5 * out + 0.2\n\n")
     changed = stubs_in(tmp_path / "other", "rms_norm")
     (changed / "rms_norm.py").write_text(text[: text.index("class VllmRMSNorm")])
@@ -171,7 +171,7 @@ def test_candidate_for_a_fusion_replaces_the_calls_of_its_parts(llm, tmp_path):
     assert run(llm) == before
 
 
-def test_a_folder_that_cannot_be_used_changes_nothing(llm, tmp_path):
+def test_unusable_folder_changes_nothing(llm, tmp_path):
     before = run(llm)
     with pytest.raises(CandidateError, match="no file OP"):
         fastkernels.patch(llm, candidates=tmp_path)
@@ -201,7 +201,7 @@ def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
         other.llm_engine.patched.undo()
 
 
-def test_async_streams_patches_and_survives_a_failing_step(tiny):
+def test_async_patch_survives_a_failed_step(tiny):
     llm = AsyncLLM(EngineConfig(model=str(tiny), device="cpu", max_model_len=128))
 
     delta = replace(GREEDY, output_kind=RequestOutputKind.DELTA)
@@ -229,7 +229,7 @@ def test_async_streams_patches_and_survives_a_failing_step(tiny):
             await one("e", [])
 
     asyncio.run(main())
-    deadline = time.monotonic() + 30  # the engine's own thread ends what was left
+    deadline = time.monotonic() + 30  # the engine's thread ends the remaining requests
     while llm.engine.has_unfinished_requests() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not llm.engine.has_unfinished_requests()

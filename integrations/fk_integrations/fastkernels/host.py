@@ -132,7 +132,7 @@ class EnginePatch:
                     self.undo()
                 raise PatchError(f"the patched model cannot be captured: {error}") from error
         engine.patched = self
-        engine.blocks.reset_cache()  # keys and values of other code
+        engine.reset_prefix_cache()  # keys and values of other code
 
     def call(self, request: Request) -> list[Reply]:
         """Carry out 'report' or 'reset'."""
@@ -141,7 +141,7 @@ class EnginePatch:
     def undo(self) -> list[Reply]:
         """Restore functions and classes, and capture graphs again if anything had changed."""
         self._engine.patched = None
-        self._engine.blocks.reset_cache()
+        self._engine.reset_prefix_cache()
         replies = self._executor.call(carry_out, Request("undo"))
         if self._changed:
             self._executor.call("capture")
@@ -160,7 +160,7 @@ class FastKernelsHost:
         return __version__
 
     def matches(self, target: Any) -> bool:
-        kinds = (("llm", "LLM"), ("llm_engine", "LLMEngine"), ("async_llm", "AsyncLLM"))
+        kinds = (("llm", "LLM"), ("engine", "Engine"), ("async_llm", "AsyncLLM"))
         loaded = [(sys.modules.get(f"fastkernels.engine.{module}"), name) for module, name in kinds]
         return any(
             module is not None and isinstance(target, getattr(module, name, ())) for module, name in loaded
