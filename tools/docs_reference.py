@@ -105,7 +105,7 @@ def environment() -> str:
     from fastkernels.core.env import Environment
 
     lines = ["# Environment variables", "",
-             "`fastkernels.core.env.Environment` reads all of these; child processes inherit them.", "",
+             "Child processes inherit these. `fastkernels.core.env.Environment` parses all but the last.", "",
              row("variable", "meaning"), row("---", "---")]  # fmt: skip
     found: list[list[str]] = []
     for line in (Environment.__doc__ or "").splitlines():
@@ -114,6 +114,8 @@ def environment() -> str:
             found.append([match[1], match[2]])
         elif found and line.strip():
             found[-1][1] += " " + line.strip()
+        elif found:
+            break
     found.append(
         ["FASTKERNELS_API_KEY", "the key that clients of `fk-bench serve` must send (as `--api-key`)"]
     )
