@@ -18,10 +18,11 @@ from fk_bench.capture.requests import SCENARIOS, requests
 from fk_bench.core import machine
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.progress import Display
-from fk_bench.e2e.command import HOSTS, Host, HostFailed
+from fk_bench.e2e.host import HOSTS, Host, HostFailed
 from fk_bench.serving.config import comma_list
 
 COMMAND = "capture"
+HOST_PROCESS = Path(__file__).with_name("host_process.py")
 
 
 def capture_command(
@@ -150,7 +151,7 @@ def _run(
 ) -> dict[str, str]:  # fmt: skip
     """Have the host's process write the folder. Returns {op: why it was not put into the host}."""
     engine = Host(
-        host, python, settings, folder, script="capture_host.py", env=_environment(host, settings["model"])
+        host, python, settings, folder, script=HOST_PROCESS, env=_environment(host, settings["model"])
     )
     try:
         with Display(Console(stderr=True), len(waves) + 1) as display:

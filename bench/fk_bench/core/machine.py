@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from fk_bench.core.output import fail
 from fk_bench.core.rows import Machine
 
 # Run by a lane's own interpreter. Nothing heavy is imported: metadata and find_spec only.
@@ -63,6 +64,18 @@ def gpu_names() -> tuple[str, ...]:
         tuple(line.strip() for line in out.stdout.splitlines() if line.strip()) if out.returncode == 0 else ()
     )
     return names if visible is None else names[: len(visible.split(","))]
+
+
+def torch_device(requested: str) -> str:
+    """The requested device, or the best one that torch sees. Ends the command if it is unknown or missing."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if requested not in ("", "cpu", "cuda"):
+        fail(f"--device {requested!r} is not cpu or cuda")
+    if requested == "cuda" and not available:
+        fail("--device cuda: torch sees no GPU here")
+    return requested or ("cuda" if available else "cpu")
 
 
 @cache

@@ -4,122 +4,23 @@ the CPU cost of a step (--scheduler-only).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
-import random
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from uuid import uuid4
 
-import psutil
 import typer
 
 from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.e2e.host import COMMAND, HOSTS, WITH, Host, HostFailed, make_row, prompts_of, vocab_size
 from fk_bench.serving.config import ConfigError, comma_list
-
-HOSTS = ("fastkernels", "vllm", "sglang")
-COMMAND = "e2e"
-WITH = "+candidates"  # behind a host's name: the lane that has them
-
-
-class HostFailed(RuntimeError):
-    """A host's process ended, or did not answer in time."""
-
-
-class Host:
-    """One host's engine in its own process, which runs `script` of this folder; `log` keeps what it prints.
-
-    candidate  a folder of candidates, which its engine is patched with
-    """
-
-    def __init__(
-        self, name: str, python: str, settings: dict[str, Any], folder: Path, candidate: str | None = None,
-        script: str = "offline.py", env: Mapping[str, str] | None = None,
-    ):  # fmt: skip
-        self.name, self.python, self.candidate = name, python, candidate
-        self.lane = name + (WITH if candidate else "")
-        log = self.log = folder / f"{self.lane}.log"
-        settings = {**settings, "candidate": candidate}
-        file = Path(__file__).with_name(script)
-        self.started = time.monotonic()
-        with open(log, "wb") as out:
-            self.process = subprocess.Popen(
-                [python, str(file), json.dumps({"host": name, **settings})],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True,
-                env={**os.environ, **(env or {})},
-            )  # fmt: skip
-        self._answers: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._answers.put(line)
-        self._answers.put(None)
-
-    def answer(self, timeout: float) -> dict[str, Any]:
-        """The next line of the process. Raises HostFailed with the tail of its log."""
-        line, what = None, f"no answer within {timeout:g} s"
-        with contextlib.suppress(queue.Empty):
-            line = self._answers.get(timeout=timeout)
-            if line is None:  # its output has ended, and with it the process, or soon
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(5.0)
-                what = f"ended with status {self.process.returncode}"
-        if line is None:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise HostFailed(f"{self.lane}: {what}; the end of {self.log}:\n{tail}")
-        return json.loads(line)
-
-    def tell(self, work: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # answer() says why
-            self.process.stdin.write(json.dumps(work) + "\n")
-            self.process.stdin.flush()
-
-    def generate(self, prompts: Sequence[Sequence[int]], output_len: int, timeout: float) -> dict[str, Any]:
-        self.tell({"prompts": prompts, "output_len": output_len})
-        return self.answer(timeout)
-
-    def stop(self, grace_s: float = 30.0) -> None:
-        """End of input ends the process; what is left of it and of its children after the grace is killed."""
-        children: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process(self.process.pid).children(recursive=True)
-        with contextlib.suppress(OSError):
-            if self.process.stdin is not None:
-                self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace_s)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        _, left = psutil.wait_procs(children, timeout=2.0)
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-
-
-def prompts_of(seed: str, requests: int, length: int, vocab: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(requests)]
-
-
-def vocab_size(model: str) -> int:
-    from fastkernels.models.common import build, weights
-
-    return int(build.load_config(weights.resolve(model)).vocab_size)
 
 
 def e2e_command(
@@ -274,16 +175,6 @@ def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
         if host not in HOSTS or not equals:
             raise ConfigError(f"{flag} {host!r}: give HOST=VALUE, HOST one of {', '.join(HOSTS)}")
     return {host: value for host, _, value in pairs}
-
-
-_RUN = uuid4().hex[:12]
-
-
-def make_row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
-    return Row(
-        run_id=_RUN, commit=machine.commit(), command=COMMAND, machine=machine.machine(), case=case, metrics=metrics,
-        **{"subject": Subject(host=host), **more},
-    )  # fmt: skip
 
 
 def _round(

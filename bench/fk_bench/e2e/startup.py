@@ -13,7 +13,7 @@ from fastkernels.core.env import Environment
 from fk_bench.core import machine, rows
 from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e import command as e2e
+from fk_bench.e2e.host import COMMAND, Host, make_row, prompts_of, vocab_size
 
 FIRST, READY = "first_token_s", "ready_s"
 
@@ -29,12 +29,12 @@ def measure_starts(
     """
     own = dict.fromkeys(("max_model_len", "max_num_seqs", "kv_tokens"))
     options = {**own, **settings, "model": model, "gpu": machine.machine().gpus > 0}
-    vocab, made = e2e.vocab_size(model), []
+    vocab, made = vocab_size(model), []
     for r in range(rounds):
-        (prompt,) = e2e.prompts_of(f"{seed} {r}", 1, input_len, vocab)
+        (prompt,) = prompts_of(f"{seed} {r}", 1, input_len, vocab)
         for name in hosts:
             python = pythons.get(name, sys.executable)
-            host = e2e.Host(name, python, {**options, "engine_args": extra.get(name, {})}, folder)
+            host = Host(name, python, {**options, "engine_args": extra.get(name, {})}, folder)
             try:
                 first = host.answer(timeout)
                 ready = time.monotonic()
@@ -66,7 +66,7 @@ def phases(began: float, first: Mapping[str, Any], ready: float, token: float) -
 
 
 def _row(
-    host: e2e.Host, options: Mapping[str, Any], input_len: int, r: int, first: Mapping[str, Any],
+    host: Host, options: Mapping[str, Any], input_len: int, r: int, first: Mapping[str, Any],
     times: tuple[float, float], answer: Mapping[str, Any],
 ) -> Row:  # fmt: skip
     wrong = answer["output_tokens"] != 1
@@ -81,7 +81,7 @@ def _row(
     subject = Subject(
         model=Path(options["model"]).name, host=host.name, provider="fastkernels" if patched else None
     )
-    return e2e.make_row(
+    return make_row(
         host.name, case, metrics, round=r, subject=subject,
         versions=machine.interpreter(host.python).versions, status=Status.WRONG if wrong else Status.OK,
         reason=f"{answer['output_tokens']} tokens generated, 1 asked for" if wrong else "",
@@ -108,6 +108,6 @@ def show_starts(made: Sequence[Row], folder: Path, json_only: bool) -> None:
             table("", columns, cells)
     if not json_only:
         print(f"rows: {folder / 'rows.jsonl'}\n")
-    last_line({"command": e2e.COMMAND, "ok": ok, "rows": str(folder / "rows.jsonl"), "results": results})
+    last_line({"command": COMMAND, "ok": ok, "rows": str(folder / "rows.jsonl"), "results": results})
     if not ok:
         raise SystemExit(1)

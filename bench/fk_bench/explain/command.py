@@ -22,7 +22,7 @@ from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Subject
 from fk_bench.e2e.model_configs import ModelError, load_config
-from fk_bench.explain import tables as explain_tables
+from fk_bench.explain import tables
 from fk_bench.explain.cost_model import PHASES, Call, Step, step
 from fk_bench.explain.timing import HOSTS, Measured, Timed, measure
 from fk_bench.kernels.judge.clock import roofline
@@ -179,11 +179,9 @@ def _run(
             {"batch": each.batch, "context": each.context, **_answer(sums), "not_measured": missing}
         )
     if not quiet:
-        for title, columns, cells in explain_tables.tables(made, NOT_TIMED.get(timer, "")):
-            print(explain_tables.markdown(title, columns, cells)) if markdown else table(
-                title, columns, cells
-            )
-        for reason in explain_tables.reasons(made):
+        for title, columns, cells in tables.tables(made, NOT_TIMED.get(timer, "")):
+            print(tables.markdown(title, columns, cells)) if markdown else table(title, columns, cells)
+        for reason in tables.reasons(made):
             print(reason)
         print(f"rows: {path}\n")
     first = steps[0]
@@ -269,7 +267,7 @@ def _row(
     named = {who: getattr(measured, who) for who in ("host", "ours", "best")}
     case |= {who: t.name for who, t in named.items() if t is not None}
     if peaks is not None:
-        case["bound"] = explain_tables.bound(call.bytes, call.flops, call.dtype, peaks)
+        case["bound"] = tables.bound(call.bytes, call.flops, call.dtype, peaks)
     return Row(
         **base, reason="; ".join(f"{who}: {why}" for who, why in measured.reasons.items()), case=case,
         subject=Subject(op=call.op, model=found.model, host=host), baseline=case.get("host"),

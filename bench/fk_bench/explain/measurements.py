@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
 from fk_bench.core.rows import Row, Status
-from fk_bench.explain import timing as explain_time
-from fk_bench.kernels import report as kernels_report
+from fk_bench.explain import timing
+from fk_bench.kernels import report
 from fk_bench.tables.experiments import MODEL, groups, timed
 from fk_bench.tables.measured import Files
 
-# Of ops whose kernel a tuned table picks: what production runs, its usual choice first.
+# Of ops whose kernel a tuning table picks: what production runs, its usual choice first.
 PRODUCTION = {"linear": ("cublas",), "attention_decode": ("fa3", "flashinfer")}
 HEADS = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}  # of decode_attention's 'llama-8b'
 # Dims that say how large a layer is, and those that make it another kind of call.
@@ -110,7 +109,7 @@ def points(files: Files) -> list[Point]:
     """In the order in which they count where two are equally near: the file named first, its later rows first."""
     found: list[Point] = []
     for name, mine in files.items():
-        made = [p for r in kernels_report.latest(mine) for p in _judged(r)]
+        made = [p for r in report.latest(mine) for p in _judged(r)]
         made += [p for r in mine if r.command == "explain" for p in _explained(r)]
         layers = timed({name: mine}, "skinny_linear")
         calls = timed({name: mine}, "decode_attention")
@@ -136,8 +135,8 @@ def _judged(row: Row) -> Iterable[Point]:
 
 def _explained(row: Row) -> Iterable[Point]:
     case, us = row.case, row.case.get("us") or {}
-    libraries = {explain_time.OURS + n for n in explain_time.LIBRARIES}  # under our op
-    offered = {n: t for n, t in us.items() if not n.startswith(explain_time.OURS) or n in libraries}
+    libraries = {timing.OURS + n for n in timing.LIBRARIES}  # under our op
+    offered = {n: t for n, t in us.items() if not n.startswith(timing.OURS) or n in libraries}
     if row.kind == "call" and case.get("timer") == "cuda-graph" and "ours_us" in row.metrics and offered:
         op, dtype, best = str(row.subject.op), str(case["dtype"]), min(offered, key=offered.__getitem__)
         dims = {k: _value(v) for k, v in (case.get("dims") or {}).items()}
@@ -145,10 +144,10 @@ def _explained(row: Row) -> Iterable[Point]:
             dims["seq_lens"] = [case["context"]] * case["batch"]  # as text it may have been cut off
         if op in PRODUCTION and dims:
             entry = _entry(op, dtype, dims, str(row.machine.gpu))
-            if entry is not None and entry.faster and explain_time.OURS + str(entry.provider) not in us:
+            if entry is not None and entry.faster and timing.OURS + str(entry.provider) not in us:
                 return  # the table was another one: what it takes now was not timed
         name = f"explain, {case['label']} of {case['batch']}"
-        theirs = best.removeprefix(explain_time.OURS)
+        theirs = best.removeprefix(timing.OURS)
         yield Point(op, dtype, shape(op, dims), name, row.metrics["ours_us"], offered[best], theirs)
 
 
@@ -198,7 +197,7 @@ def _by_table(
     return alike or [us for _, us in of]
 
 
-def _entry(op: str, dtype: str, dims: Mapping[str, Any], chip: str) -> tuned.Entry | None:
+def _entry(op: str, dtype: str, dims: Mapping[str, Any], chip: str) -> tuning.Entry | None:
     """What the shipped table of the chip has for such a call."""
     if op == "linear":
         tokens = dims["tokens"]
@@ -215,7 +214,7 @@ def _entry(op: str, dtype: str, dims: Mapping[str, Any], chip: str) -> tuned.Ent
 
 
 @cache
-def _table(op: str, chip: str) -> tuned.Lookup[tuned.Entry]:
-    path = tuned.SHIPPED / f"{tuned.slug(chip)}.json"
-    found = [e for e in tuned.read(path).entries if e.op == op] if path.is_file() else []
-    return tuned.lookup(registry.get(op).op.key, found)
+def _table(op: str, chip: str) -> tuning.Lookup[tuning.Entry]:
+    path = tuning.SHIPPED / f"{tuning.slug(chip)}.json"
+    found = [e for e in tuning.read(path).entries if e.op == op] if path.is_file() else []
+    return tuning.lookup(registry.get(op).op.key, found)

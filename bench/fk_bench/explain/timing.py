@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core import machine
 from fk_bench.kernels.judge.baselines.baselines import baselines
@@ -87,7 +86,7 @@ def contenders(op: str, device: str, compilers: bool = False) -> list[Contender]
         if compilers or b.kind != "compiler"
     ]
     ours = registry.get(op).op
-    if ours.key is not None and tuned.entries(op, tuned.chip_of(device)):
+    if ours.key is not None and tuning.entries(op, tuning.chip_of(device)):
         found.append(Contender(TUNED, "ours", partial(_itself, ours.run)))
     for provider, absent in ours.order(device):
         made = partial(_itself, provider.fn)

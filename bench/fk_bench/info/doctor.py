@@ -141,8 +141,8 @@ def seam_rows(installed: Installed, specs: list[OpSpec], env: Environment) -> It
 def _state(
     spec: OpSpec, target: Target, installed: Installed, sources: Any, env: Environment
 ) -> tuple[str, str]:
-    from fk_integrations.core import versions as compat
     from fk_integrations.core.signature_recorder import describe
+    from fk_integrations.core.versions import unknown_source
 
     if spec.name in env.disable:
         return "off", "FASTKERNELS_DISABLE"
@@ -153,7 +153,7 @@ def _state(
     there = describe(sources, target.path)
     if there is None:
         return "off", f"{installed.host} {installed.version} has no {target.path}"
-    reason = compat.unknown_source(installed.host, installed.version, target.path, there["fingerprint"])
+    reason = unknown_source(installed.host, installed.version, target.path, there["fingerprint"])
     if reason:
         return "off", reason
     if not target.default and env.ops is None:

@@ -21,17 +21,17 @@ def host_classes(name: str, host: str | None = None) -> tuple[str, list[type]]:
     What runs a host's experts is left out: it is built of a host's own parts, and only hands its call on to the op.
     Raises UnknownName for a host of which nothing is recorded. ('', []) for an op without classes there.
     """
-    from fk_integrations.core import signature_diff as compare
+    from fk_integrations.core import signature_diff
 
     spec = registry.get(name)
-    if host is not None and host not in compare.hosts():
-        raise registry.UnknownName("host", host, compare.hosts())
+    if host is not None and host not in signature_diff.hosts():
+        raise registry.UnknownName("host", host, signature_diff.hosts())
     there = dict.fromkeys(t.host for t in spec.targets)
     chosen = host or ("vllm" if "vllm" in there else next(iter(there), ""))
     if chosen not in there:
         return "", []
     module = registry.op_module(name)
-    targets = spec.targets_for(chosen, compare.versions(chosen)[-1])
+    targets = spec.targets_for(chosen, signature_diff.versions(chosen)[-1])
     found = dict.fromkeys(getattr(module, t.cls) for t in targets if t.seam != "experts")
     return chosen, [c for c in found if isinstance(c, type)]
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core import rows as rows_module
-from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.kernels.judge.rows.judging import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 
@@ -64,9 +63,9 @@ class Verdict:
     """What was said of a cheat (without the scan) and of its twin (with it), and what is wrong with that, or ''."""
 
     cheat: Cheat
-    said: str = ""
+    outcome: str = ""
     problem: str = ""
-    twin_said: str = ""
+    twin_outcome: str = ""
     twin_problem: str = ""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -79,12 +78,12 @@ def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path = FOLDE
         if not any(r.status is Status.INVALID for r in honest):
             break
     bad = [r for r in honest if r.status is not Status.OK]
-    verdict.twin_said = _said(honest)
+    verdict.twin_outcome = _outcome(honest)
     verdict.twin_problem = f"the honest twin is {bad[0].status.value}: {bad[0].reason}" if bad else ""
     if not honest:
         verdict.twin_problem = "no case was judged"
     rows = _rows(judge, cheat, cheat.file(False, folder), dataclasses.replace(options, scan=False))
-    verdict.said = _said(rows)
+    verdict.outcome = _outcome(rows)
     found = {r.status.value for r in rows if r.status is not Status.OK}
     if found:
         verdict.problem = "" if found & set(cheat.caught) else f"caught as {', '.join(sorted(found))}"
@@ -127,7 +126,7 @@ def _gain(rows: list[Row], honest: list[Row]) -> str:
     return ""
 
 
-def _said(rows: list[Row]) -> str:
+def _outcome(rows: list[Row]) -> str:
     row = next((r for r in rows if r.status is not Status.OK), rows[0] if rows else None)
     return "" if row is None else f"{row.status.value}: {row.reason}" if row.reason else row.status.value
 
@@ -144,7 +143,7 @@ def run_cheats(options: Options, out: Path, quiet: bool = False, folder: Path = 
         for cheat in here:
             verdict = try_cheat(judge, cheat, options, folder)
             verdicts.append(verdict)
-            rows_module.append(out, _result(judge, verdict))
+            append(out, _result(judge, verdict))
             if not quiet:
                 print(line(verdict), file=sys.stderr, flush=True)
     caught = sum(not v.problem for v in verdicts)
@@ -161,15 +160,15 @@ def line(verdict: Verdict) -> str:
     name = f"{verdict.cheat.name:20s} {verdict.cheat.op:14s}"
     cheat = f"NOT CAUGHT ({verdict.problem})" if verdict.problem else "caught"
     twin = f"REFUSED ({verdict.twin_problem})" if verdict.twin_problem else "passed"
-    return f"{name} {cheat}: {verdict.said[:100]} | twin {twin}"
+    return f"{name} {cheat}: {verdict.outcome[:100]} | twin {twin}"
 
 
 def _result(judge: Judge, verdict: Verdict) -> Iterable[Row]:
     cheat = verdict.cheat
     template = judge.rows[-1]
     for twin, problem, said in (
-        (False, verdict.problem, verdict.said),
-        (True, verdict.twin_problem, verdict.twin_said),
+        (False, verdict.problem, verdict.outcome),
+        (True, verdict.twin_problem, verdict.twin_outcome),
     ):
         yield template.model_copy(
             update={

@@ -14,9 +14,9 @@ from fastkernels.core import candidate, registry
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.registry import UnknownName
 from fk_bench.capture.captures import CaptureError
-from fk_bench.core import rows as rows_module
+from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line
-from fk_bench.core.rows import Row, Status
+from fk_bench.core.rows import Row, Status, append
 from fk_bench.info.stubs import chosen_ops
 
 AGAINST = ("production", "host", "reference")
@@ -82,7 +82,7 @@ def kernels_command(
     if not timeout > 0:
         fail(f"--timeout {timeout:g}: it is seconds, more than 0")
     interpreters = _pairs(python or [])
-    chosen_device = _device(device)
+    chosen_device = torch_device(device)
     options = Options(
         device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds, starts=starts,
         timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=interpreters,
@@ -111,7 +111,7 @@ def _judge(
     quiet: bool,
     damaged: list[str],
 ) -> int:
-    from fk_bench.kernels import report as kernels_report
+    from fk_bench.kernels import report
     from fk_bench.kernels.judge import judge_ops
 
     start = time.perf_counter()
@@ -119,16 +119,16 @@ def _judge(
     _keep(candidates, run)
 
     def on_row(row: Row) -> None:
-        rows_module.append(path, [row])
+        append(path, [row])
         if row.kind == "case":
-            print(kernels_report.line(row), file=sys.stderr, flush=True)
+            print(report.line(row), file=sys.stderr, flush=True)
 
     for problem in damaged:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
     found = judge_ops(names, candidates, options, on_row)
-    page = kernels_report.write(run, found, damaged)
+    page = report.write(run, found, damaged)
     if not quiet:
-        kernels_report.show(found)
+        report.show(found)
     total = found[-1]
     ran = [r for r in found if r.kind == "case" and r.status is not Status.SKIPPED]
     failed = int(total.metrics["failed"])
@@ -141,7 +141,7 @@ def _judge(
     if options.device == "cuda" and "speedup_geomean" in total.metrics:
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
     if candidates:
-        result["candidates"] = kernels_report.live(found, candidates)
+        result["candidates"] = report.live(found, candidates)
     if damaged:
         result["warnings"] = damaged
     if not ran:
@@ -171,17 +171,6 @@ def _cheats(options: Any, run: Path, quiet: bool) -> int:
     result = run_cheats(options, run / "rows.jsonl", quiet)
     last_line({"command": "kernels", "device": options.device, **result, "rows": str(run / "rows.jsonl")})
     return 0 if result["ok"] else 1
-
-
-def _device(asked: str) -> str:
-    import torch
-
-    there = torch.cuda.is_available()
-    if asked not in ("", "cpu", "cuda"):
-        fail(f"--device {asked!r} is not cpu or cuda")
-    if asked == "cuda" and not there:
-        fail("--device cuda: torch sees no GPU here")
-    return asked or ("cuda" if there else "cpu")
 
 
 def _directory(out: Path | None) -> Path:

@@ -189,7 +189,7 @@ def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None)
     """The page. Everything in it is escaped; it loads nothing from anywhere."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    from fk_bench.kernels import plots as kernels_plots
+    from fk_bench.kernels import plots
 
     environment = Environment(
         loader=PackageLoader("fk_bench.core"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -200,7 +200,7 @@ def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None)
     return environment.get_template("kernels.html").render(
         first=found[0], last=found[-1], warnings=warnings, cpu=CPU_MARK if on_cpu(cases) else "",
         noise=number(None if (n := noise(cases)) is None else 100 * n), columns=COLUMNS, score_columns=SCORE_COLUMNS,
-        ops=[score_cells(s) for s in ops], total=score_cells(total), figures=kernels_plots.all_figures(cases, ops),
+        ops=[score_cells(s) for s in ops], total=score_cells(total), figures=plots.all_figures(cases, ops),
         cases=[_case(r) for r in cases], sources=_sources(found, run),
         bad=[r for r in cases if r.status in FAILED], live=live_lines(found), live_columns=LIVE_COLUMNS,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None)
 
 def _case(row: Row) -> dict[str, Any]:
     """A case for the table and its drill-down: every number, and the distribution of both sides."""
-    from fk_bench.kernels import plots as kernels_plots
+    from fk_bench.kernels import plots
 
     shown = ("kind", "name", "source", "times_us", "baseline_times_us")
     numbers = {k: f"{v:.6g}" for k, v in sorted(row.metrics.items())}
@@ -217,7 +217,7 @@ def _case(row: Row) -> dict[str, Any]:
         "cells": cells(row), "ok": row.status is Status.OK, "failed": row.status in FAILED, "status": row.status.value,
         "reason": row.reason, "numbers": numbers, "case": {k: v for k, v in row.case.items() if k not in shown},
         "subject": row.subject.candidate or row.subject.provider or "", "baseline": row.baseline or "",
-        "box": kernels_plots.boxes(row), "id": "-".join(key(row)),
+        "box": plots.boxes(row), "id": "-".join(key(row)),
     }  # fmt: skip
 
 

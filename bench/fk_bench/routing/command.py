@@ -14,7 +14,7 @@ from fk_bench.capture.captures import CaptureError
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.routing import tables as routing_tables
+from fk_bench.routing import tables
 from fk_bench.routing.study import Routing, routings, study
 from fk_bench.serving.config import ConfigError, comma_list
 
@@ -130,7 +130,7 @@ def _measured(
             yield Row(
                 **base, status=status, reason=timed.problem, case=case,
                 subject=Subject(op="fused_experts", provider=timed.kernel),
-                metrics=routing_tables.percentiles(timed.us) if timed.us else {},
+                metrics=tables.percentiles(timed.us) if timed.us else {},
             )  # fmt: skip
         if routing.capture.problems:
             print("; ".join(routing.capture.problems))
@@ -139,11 +139,11 @@ def _measured(
 def _show(made: list[Row], file: Path, markdown: bool, json_only: bool, note: str) -> None:
     failed = [r for r in made if r.status not in (Status.OK, Status.SKIPPED)]
     skipped = [r for r in made if r.status is Status.SKIPPED]
-    changes = routing_tables.changes(made)
+    changes = tables.changes(made)
     if not json_only:
-        for title, columns, cells in routing_tables.tables(made):
+        for title, columns, cells in tables.tables(made):
             if markdown:
-                print(routing_tables.markdown(title, columns, cells))
+                print(tables.markdown(title, columns, cells))
             else:
                 table(title, columns, cells)
         for row in (*failed, *skipped):

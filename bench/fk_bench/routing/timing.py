@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.overrides.moe import fused_experts as ours
+from fastkernels.overrides.moe import fused_experts
 from fastkernels.overrides.moe.moe_tiles import Tiles, tiles, wide
 from fk_bench.routing.stats import counts_of, load_stats
 from fk_bench.routing.study import Routing, batch_of, shape_of
@@ -48,12 +48,12 @@ def larger(t: Tiles) -> int:
 @contextlib.contextmanager
 def as_if(rows: int) -> Iterator[None]:
     """Our kernel's tiles are those for so many rows an expert."""
-    chosen = ours.tiles
-    ours.tiles = lambda _, dtype, is_wide: tiles(rows, dtype, is_wide)  # type: ignore[assignment]
+    chosen = fused_experts.tiles
+    fused_experts.tiles = lambda _, dtype, is_wide: tiles(rows, dtype, is_wide)  # type: ignore[assignment]
     try:
         yield
     finally:
-        ours.tiles = chosen
+        fused_experts.tiles = chosen
 
 
 def kernels(routing: Routing, tokens: int) -> dict[str, tuple[str, Kernel]]:
@@ -65,10 +65,13 @@ def kernels(routing: Routing, tokens: int) -> dict[str, tuple[str, Kernel]]:
 
     def ours_other(*args: Any) -> torch.Tensor:
         with as_if(other):
-            return ours.fused_experts(*args, None, False)
+            return fused_experts.fused_experts(*args, None, False)
 
     found: dict[str, tuple[str, Kernel]] = {
-        "triton": (f"blocks of {now.block_m} rows", lambda *args: ours.fused_experts(*args, None, False)),
+        "triton": (
+            f"blocks of {now.block_m} rows",
+            lambda *args: fused_experts.fused_experts(*args, None, False),
+        ),
         "triton-other": (f"blocks of {then.block_m} rows", ours_other),
     }
     theirs, version = _vllm()

@@ -14,8 +14,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fk_bench.core.output import last_line, table
-from fk_bench.serving import config as options
-from fk_bench.serving.config import CompareConfig, ConfigError
+from fk_bench.serving.config import (
+    CompareConfig,
+    ConfigError,
+    comma_list,
+    per_lane,
+    per_lane_args,
+    per_lane_env,
+    resumed,
+    slo_limits,
+)
 
 DEFAULT = CompareConfig()
 _JSON = Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")]
@@ -138,16 +146,16 @@ def serve_compare_command(
 
     values: dict[str, Callable[[], Any]] = {
         "model": lambda: model,
-        "lanes": lambda: options.comma_list("--lanes", lanes, str),
-        "python": lambda: options.per_lane("--python", python or ()),
-        "env": lambda: options.per_lane_env(env or ()),
-        "server_args": lambda: options.per_lane_args(server_args or ()),
-        "attach": lambda: options.per_lane("--attach", attach or ()),
-        "concurrency": lambda: options.comma_list("--concurrency", concurrency, int),
-        "rate": lambda: options.comma_list("--rate", rate, float),
+        "lanes": lambda: comma_list("--lanes", lanes, str),
+        "python": lambda: per_lane("--python", python or ()),
+        "env": lambda: per_lane_env(env or ()),
+        "server_args": lambda: per_lane_args(server_args or ()),
+        "attach": lambda: per_lane("--attach", attach or ()),
+        "concurrency": lambda: comma_list("--concurrency", concurrency, int),
+        "rate": lambda: comma_list("--rate", rate, float),
         "loads": lambda: tuple(loads or ()),
-        "num_prompts": lambda: options.comma_list("--num-prompts", num_prompts, int),
-        "slo": lambda: options.slo(slo),
+        "num_prompts": lambda: comma_list("--num-prompts", num_prompts, int),
+        "slo": lambda: slo_limits(slo),
     }
     plain = {
         "rounds": rounds, "input_len": input_len, "output_len": output_len, "dataset": dataset, "seed": seed,
@@ -176,7 +184,7 @@ def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -
         recorded = CompareConfig.load(resume / "run.json")
         if chosen.get("model") and Path(chosen["model"]).is_dir():
             chosen["model"] = str(Path(chosen["model"]).absolute())
-        return options.resumed(recorded, chosen), resume
+        return resumed(recorded, chosen), resume
     if not chosen.get("model"):
         from fk_bench.serving.small_model import small_model
 
@@ -188,17 +196,15 @@ def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -
 def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool) -> None:
     from rich.console import Console
 
-    from fk_bench.serving import lanes as lane_module
     from fk_bench.serving.datasets import DatasetError
+    from fk_bench.serving.lanes import LaneError, parse_lanes
     from fk_bench.serving.process import ServerError, check_port
     from fk_bench.serving.serve_compare import Compare, prepare
 
     command = "serve-compare"
     try:
         with signals_raise():
-            found = lane_module.parse(
-                config.lanes, config.python, config.env, config.server_args, config.attach
-            )
+            found = parse_lanes(config.lanes, config.python, config.env, config.server_args, config.attach)
             if config.port is not None:
                 for i, lane in enumerate(found):
                     if lane.url is None:
@@ -206,7 +212,7 @@ def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool)
             config = prepare(config, folder, resume)
             compare = Compare(config, found, folder, Console(stderr=True))
             result = compare.run()
-    except (ConfigError, DatasetError, lane_module.LaneError, ServerError) as error:
+    except (ConfigError, DatasetError, LaneError, ServerError) as error:
         _fail(command, str(error))
     except Interrupted as error:
         _fail(
@@ -251,7 +257,7 @@ def diff_command(
     from fk_bench.serving import diff
 
     try:
-        names = options.comma_list("--metrics", metrics, str) or diff.METRICS
+        names = comma_list("--metrics", metrics, str) or diff.METRICS
         result = diff.compare(run_a, run_b, names, fail_under)
     except ConfigError as error:
         _fail("diff", str(error))

@@ -320,7 +320,7 @@ def per_lane_args(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def slo(text: str) -> dict[str, float]:
+def slo_limits(text: str) -> dict[str, float]:
     try:
         return parse_slo(text)
     except ValueError as error:

@@ -10,8 +10,7 @@ from typing import Any
 from fk_bench.core import rows, stats
 from fk_bench.core.rows import Row
 from fk_bench.serving.config import ConfigError
-from fk_bench.serving.summary import HIGHER_IS_BETTER, Cell
-from fk_bench.serving.summary import cells as make_cells
+from fk_bench.serving.summary import HIGHER_IS_BETTER, Cell, cells
 
 METRICS = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50")
 
@@ -28,7 +27,7 @@ def load(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def _cells(path: Path, found: Sequence[Row]) -> list[Cell]:
-    made = make_cells(found)
+    made = cells(found)
     if not made:
         raise ConfigError(f"{path} has no finished round")
     return made
@@ -41,16 +40,16 @@ def compare(
 
     ratio = B / A where more is better, A / B where less is: 1.0 is as good as A, 0.9 a tenth worse. Its interval is a
     bootstrap over rounds. The gate looks at the ratio itself; 'verdict' says 'worse' only when the interval is too.
-    Two kernel runs are compared case by case, by their speed-ups: kernels_diff.
+    Two kernel runs are compared case by case, by their speed-ups: diff.
     """
     (rows_a, warn_a), (rows_b, warn_b) = load(run_a), load(run_b)
     kernels = [any(r.command == "kernels" for r in found) for found in (rows_a, rows_b)]
     if any(kernels):
-        from fk_bench.kernels import diff as kernels_diff
+        from fk_bench.kernels import diff
 
         if not all(kernels):
             raise ConfigError(f"{run_b if kernels[0] else run_a} is not a kernels run, the other is")
-        found = kernels_diff.compare(run_a, run_b, rows_a, rows_b, fail_under)
+        found = diff.compare(run_a, run_b, rows_a, rows_b, fail_under)
         return {**found, "problems": [*warn_a, *warn_b, *found["problems"]]}
     a, b = _cells(run_a, rows_a), _cells(run_b, rows_b)
     known = {m for cell in (*a, *b) for m in cell.mean}
@@ -105,13 +104,13 @@ def _ratio(a: Cell, b: Cell, metric: str, fail_under: float) -> dict[str, Any]:
 def shown(result: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
     """(columns, lines) of the table of a comparison."""
     if "agree" in result:
-        from fk_bench.kernels import diff as kernels_diff
+        from fk_bench.kernels import diff
 
-        return kernels_diff.COLUMNS, [kernels_diff.cells(line) for line in result["ratios"]]
-    return COLUMNS, [cells(line) for line in result["ratios"]]
+        return diff.COLUMNS, [diff.cells(line) for line in result["ratios"]]
+    return COLUMNS, [table_cells(line) for line in result["ratios"]]
 
 
-def cells(line: dict[str, Any]) -> list[str]:
+def table_cells(line: dict[str, Any]) -> list[str]:
     """One ratio as cells of a table."""
     interval = line["ci95"]
     return [

@@ -55,7 +55,7 @@ class Sizing:
     kv_bytes: int | None = None
 
 
-def parse(
+def parse_lanes(
     names: Sequence[str],
     python: Mapping[str, str] | None = None,
     env: Mapping[str, Mapping[str, str]] | None = None,

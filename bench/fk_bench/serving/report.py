@@ -38,9 +38,9 @@ def render(run: Path) -> Path:
     if not found:
         raise ConfigError(f"{file} has no result row")
     if found[0].command == "kernels":
-        from fk_bench.kernels import report as kernels_report
+        from fk_bench.kernels import report
 
-        return kernels_report.render(run, found, warnings)
+        return report.render(run, found, warnings)
     path = run / "report.html"
     partial = path.with_suffix(".partial")
     partial.write_text(html(found, warnings))

@@ -96,7 +96,7 @@ def serve(
 ) -> None:
     """Serve MODEL over OpenAI's API, until SIGTERM (requests may finish) or Ctrl-C; docs/server.md has the routes."""
     from fastkernels.core.registry import UnknownName
-    from fastkernels.engine.http import process as serving
+    from fastkernels.engine.http import process
     from fastkernels.models.common.weights import CheckpointError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -116,8 +116,8 @@ def serve(
             attention_backend=attention_backend, tensor_parallel_size=tensor_parallel_size,
             max_logprobs=max_logprobs, seed=seed, load_format=load_format, enforce_eager=enforce_eager,
         )  # fmt: skip
-        with serving.bind(host, port) as sock:
-            status = serving.serve(config, sock, server_config)
+        with process.bind(host, port) as sock:
+            status = process.serve(config, sock, server_config)
     except (CheckpointError, UnknownName, ValueError, OSError) as error:
         typer.echo(f"fk-bench serve: {error}", err=True)
         raise typer.Exit(1) from error

@@ -9,21 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from fastkernels.core import tuning as tuned
+from fastkernels.core import tuning
 from fastkernels.core.registry import UnknownName
 from fastkernels.core.tuning import Entry, Table, TableError
 from fk_bench.core import rows
+from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.kernels import report as kernels_report
-from fk_bench.tune import tuner as tuning
+from fk_bench.kernels import report
+from fk_bench.tune import tuner
 
 BATCHES = "1,2,4,8,16,32,64,128,256"
 ROUND_S = 0.1  # of the timed batches of a round, about
 CONTEXTS = "512,2048,8192,32768"
 # A set of parameters that this chip has no room for, and a time that the judge doubts: not chosen, and no failure.
 NOT_CHOSEN = (Status.COMPILE_ERROR, Status.OOM, Status.INVALID)
-FAILED = tuple(s for s in kernels_report.FAILED if s not in NOT_CHOSEN)
+FAILED = tuple(s for s in report.FAILED if s not in NOT_CHOSEN)
 
 
 def tune_command(
@@ -71,12 +72,11 @@ def tune_command(
 
     The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
     """
-    from fk_bench.kernels.command import _device
     from fk_bench.kernels.judge import Options
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
-    start, where = time.perf_counter(), _device(device)
-    chip = tuned.chip_of(where)
+    start, where = time.perf_counter(), torch_device(device)
+    chip = tuning.chip_of(where)
     if against not in ("production", "host"):
         fail(f"--against {against!r} is not production or host")
     if rounds < 3 or finalists < 1 or not timeout > 0:
@@ -87,10 +87,10 @@ def tune_command(
             _numbers("--context", context),
         )
         asked = _asked(tuple(ops or ()), model, _numbers("--tp", tp), dtype, shape or [], where)
-        several = {name: tuning.choices(tuning.key_of(name)[1], where, provider or ()) for name in asked}
+        several = {name: tuner.choices(tuner.key_of(name)[1], where, provider or ()) for name in asked}
         folder = _run(run)
         path = _out(out, folder, chip)
-        old = tuned.read(path) if path.exists() else Table(chip, {}, ())
+        old = tuning.read(path) if path.exists() else Table(chip, {}, ())
         if old.chip != chip:
             raise TableError(f"--out {path} is a table of {old.chip}, this is {chip}")
     except (UnknownName, ValueError) as error:
@@ -99,17 +99,17 @@ def tune_command(
     there = {e.point for e in old.entries} if missing else set()
     points = [
         (name, its, at, low)
-        for name, shapes in asked.items() for its in shapes for at, low in tuning.grid(tuning.key_of(name)[2], sizes)
+        for name, shapes in asked.items() for its in shapes for at, low in tuner.grid(tuner.key_of(name)[2], sizes)
         if Entry(name, its, at, None, "", "").point not in there
     ]  # fmt: skip
     state = _State(folder / "rows.jsonl", len(points), chip, old, path)
     state.all_there = missing and bool(there) and not points
     try:
-        with tuning.Tuner(options, finalists, state.run, state.on_row) as tuner:
+        with tuner.Tuner(options, finalists, state.run, state.on_row) as tuning_run:
             for name, its, at, low in points:
                 if seconds and time.perf_counter() - start > seconds:
                     break
-                state.on_entry(tuner.point(name, its, at, low, several[name]))
+                state.on_entry(tuning_run.point(name, its, at, low, several[name]))
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
     if not json:
@@ -132,9 +132,9 @@ class _State:
     def on_row(self, row: Row) -> None:
         self.judged.append(row)
         rows.append(self.file, [row])
-        said = tuning.Choice(str(row.subject.provider), row.case["params"])
+        said = tuner.Choice(str(row.subject.provider), row.case["params"])
         head = f"[{self.done + 1}/{self.points}] {row.case['stage']:<7}"
-        print(f"{head} {said}: {kernels_report.line(row)}", file=sys.stderr, flush=True)
+        print(f"{head} {said}: {report.line(row)}", file=sys.stderr, flush=True)
 
     def on_entry(self, entry: Entry | None) -> None:
         """Write the table with this entry in it."""
@@ -148,7 +148,7 @@ class _State:
             "machine": last.machine.model_dump(),
         }  # fmt: skip
         self.table = self.table.merged(Table(self.chip, {self.run: info}, (entry,)))
-        tuning.written(self.path, self.table.to_json())
+        tuner.written(self.path, self.table.to_json())
         rows.append(self.file, [self._row(entry, last)])
 
     def _row(self, entry: Entry, like: Row) -> Row:
@@ -174,19 +174,19 @@ class _State:
         return not self.failed and (bool(self.found) or self.all_there)
 
     def show(self, device: str) -> None:
-        note = f" ({kernels_report.CPU_MARK})" if device == "cpu" else ""
+        note = f" ({report.CPU_MARK})" if device == "cpu" else ""
         cells = [
             (
                 e.op, *(" ".join(f"{n}={v}" for n, v in d.items()) for d in (e.shape, e.sizes)),
-                tuning.Choice(e.provider, e.params) if e.provider else "the op's own list", e.baseline,
-                kernels_report.speedup(e.speedup, e.ci95) if e.faster else "",
+                tuner.Choice(e.provider, e.params) if e.provider else "the op's own list", e.baseline,
+                report.speedup(e.speedup, e.ci95) if e.faster else "",
             )
             for e in self.found
         ]  # fmt: skip
         columns = ("op", "shape", "up to", "provider", "production", "speed-up (95%)")
         table(f"tuned for {self.chip}{note}", columns, cells)
         for row in self.judged:
-            if row.status in kernels_report.FAILED:
+            if row.status in report.FAILED:
                 which = f"{row.subject.op} {row.subject.provider} {row.case['name']}"
                 print(f"{which}: {row.status.value}: {row.reason[:200]}")
 
@@ -213,27 +213,27 @@ def _asked(
     """{op: shapes}. Raises UnknownName, ValueError."""
     import torch
 
-    if not tuning.is_dtype(dtype):
+    if not tuner.is_dtype(dtype):
         raise ValueError(f"--dtype {dtype!r} is no torch dtype")
     found = {}
-    for name in dict.fromkeys(ops or tuning.tunable()):
-        spec, _, key = tuning.key_of(name)
+    for name in dict.fromkeys(ops or tuner.tunable()):
+        spec, _, key = tuner.key_of(name)
         shapes = [_shape(text, name, key) for text in given]
         for size in tp if model else ():
-            of_model = tuning.shapes_of_model(name, key, model, getattr(torch, dtype), size)
+            of_model = tuner.shapes_of_model(name, key, model, getattr(torch, dtype), size)
             shapes += [s for s in of_model if s not in shapes]
-        found[name] = shapes or tuning.shapes_of_cases(spec, key, device)
+        found[name] = shapes or tuner.shapes_of_cases(spec, key, device)
     return found
 
 
-def _shape(text: str, name: str, key: tuned.Key) -> dict[str, Any]:
+def _shape(text: str, name: str, key: tuning.Key) -> dict[str, Any]:
     parts = dict(part.partition("=")[::2] for part in text.split(","))
     if set(parts) != set(key.shape):
         raise ValueError(f"--shape {text!r}: the shape of {name} is {', '.join(f'{n}=' for n in key.shape)}")
     found: dict[str, Any] = {}
     for n in key.shape:
         is_dtype = n.endswith("dtype")
-        if not (tuning.is_dtype(parts[n]) if is_dtype else parts[n].isdigit()):
+        if not (tuner.is_dtype(parts[n]) if is_dtype else parts[n].isdigit()):
             raise ValueError(
                 f"--shape {text!r}: {n} is {parts[n]!r}, not a {'torch dtype' if is_dtype else 'number'}"
             )
@@ -261,14 +261,14 @@ def _run(asked: Path | None) -> Path:
 
 def _out(asked: Path | None, folder: Path, chip: str) -> Path:
     """Where the table goes. Raises ValueError for one that must not be shipped."""
-    path = asked or folder / f"{tuned.slug(chip)}.json"
-    shipped = path.resolve().is_relative_to(tuned.SHIPPED.resolve())
+    path = asked or folder / f"{tuning.slug(chip)}.json"
+    shipped = path.resolve().is_relative_to(tuning.SHIPPED.resolve())
     if shipped and chip == "cpu":
         raise ValueError(
             f"--out {path}: a CPU's times are no claim about speed, and no table of them is shipped"
         )
-    if shipped and path.name != f"{tuned.slug(chip)}.json":
-        raise ValueError(f"--out {path}: the shipped table of {chip} is {tuned.slug(chip)}.json")
+    if shipped and path.name != f"{tuning.slug(chip)}.json":
+        raise ValueError(f"--out {path}: the shipped table of {chip} is {tuning.slug(chip)}.json")
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder, not a file")
     return path

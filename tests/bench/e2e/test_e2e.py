@@ -103,15 +103,15 @@ def test_a_public_name_is_sizes_enough_for_dummy_weights(tmp_path: Path) -> None
     from fk_bench.e2e.command import sizes_of
     from fk_bench.e2e.model_configs import PUBLIC
 
+    from fastkernels.models.common import config
     from fastkernels.models.common.build import load_config
-    from fastkernels.models.common.config import read as read_plain
 
     found = load_config(Path(sizes_of("meta-llama/Llama-3.1-8B-Instruct", tmp_path)))
     assert found.architectures == ["LlamaForCausalLM"] and found.num_hidden_layers == 32
     assert (found.hidden_size, found.vocab_size, found.dtype) == (4096, 128256, torch.bfloat16)
     assert sizes_of(str(tmp_path), tmp_path) == str(tmp_path)
     for name in PUBLIC:
-        assert read_plain(Path(sizes_of(name, tmp_path))) is not None  # no start pays for transformers
+        assert config.read(Path(sizes_of(name, tmp_path))) is not None  # no start pays for transformers
 
 
 def test_scheduler_only(tmp_path: Path) -> None:

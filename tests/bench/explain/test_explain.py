@@ -14,14 +14,13 @@ import torch
 from fk_bench.core import rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e.model_configs import load_config
-from fk_bench.explain import timing as explain_time
+from fk_bench.explain import timing
 from fk_bench.explain.command import Line, explain_command, patched, totals
 from fk_bench.explain.cost_model import Call, step
 from fk_bench.explain.timing import Contender, Measured, Timed, choose, time_all
 from support.commands import fk_bench, last_json
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
 from fastkernels.core.spec import Case
 
 ROOT = Path(__file__).parents[3]
@@ -120,23 +119,21 @@ def test_times_on_a_cpu_exercise_all_of_it(
 
 def test_a_cpu_does_not_time_what_is_for_a_gpu() -> None:
     case = Case("big", {"tokens": (1,), "in": 4096, "out": 4096})
-    found = explain_time.measure("linear", case, "cpu", "vllm")
+    found = timing.measure("linear", case, "cpu", "vllm")
     assert found.best is None and "GPU only" in found.reasons["host"] == found.reasons["ours"]
 
 
 def test_ours_is_what_the_chips_table_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linear, shape = registry.get("linear").op, {"N": 33, "K": 64, "dtype": "float32"}
     won: dict[str, Any] = {"speedup": 1.2, "ci95": (1.1, 1.3)}
-    entry = tuned.Entry("linear", shape, {"M": 8}, "reference", "onednn", "r1", **won)
+    entry = tuning.Entry("linear", shape, {"M": 8}, "reference", "onednn", "r1", **won)
     path = tmp_path / "cpu.json"
-    path.write_text(tuned.Table("cpu", {"r1": {}}, (entry,)).to_json())
+    path.write_text(tuning.Table("cpu", {"r1": {}}, (entry,)).to_json())
     for put in (path, None):
         monkeypatch.setenv("FASTKERNELS_TUNED", str(put)) if put else monkeypatch.delenv("FASTKERNELS_TUNED")
-        tuned._by_op.cache_clear()
+        tuning._by_op.cache_clear()
         linear.reset()
-        found = explain_time.measure(
-            "linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm"
-        )
+        found = timing.measure("linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm")
         assert found.ours is not None and (found.ours.name == "ours/tuned") is (put is not None), found
 
 
@@ -173,9 +170,9 @@ def test_arguments_that_are_written_are_checked() -> None:
     spec = registry.get("store_kvcache")
     case = Case("c", {"tokens": 3, "kv_heads": 2, "head_size": 8, "block_size": 4}, "float32")
     nothing = contender("nothing", lambda *_: None)
-    timed, _ = time_all(spec, case, "cpu", [nothing, *explain_time.contenders("store_kvcache", "cpu")])
+    timed, _ = time_all(spec, case, "cpu", [nothing, *timing.contenders("store_kvcache", "cpu")])
     assert timed[0].us is None and "a written argument" in timed[0].problem
-    assert next(t for t in timed if t.name == explain_time.REFERENCE).us is not None
+    assert next(t for t in timed if t.name == timing.REFERENCE).us is not None
 
 
 def test_which_provider_is_the_hosts() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fk_bench import cli
 from fk_bench.info import doctor
-from fk_integrations.core import signature_diff as compare
+from fk_integrations.core import signature_diff
 
 from fastkernels.core import registry
 
@@ -66,7 +66,7 @@ def test_list_says_what_each_is(
 
 def test_list_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     rows = last(run(capsys, "list", "hosts")[1])["hosts"]
-    assert {r["host"] for r in rows} == set(compare.hosts()) >= {"vllm", "sglang"}
+    assert {r["host"] for r in rows} == set(signature_diff.hosts()) >= {"vllm", "sglang"}
     assert all("rms_norm" in r["ops"] for r in rows if r["host"] in ("vllm", "sglang"))
 
 

@@ -15,7 +15,7 @@ import torch
 from fk_bench import cli
 from fk_bench.info import stub_source, stubs
 from fk_bench.kernels.judge.scan import scan
-from fk_integrations.core import signature_diff as compare
+from fk_integrations.core import signature_diff
 from support.commands import fk_bench, last_json
 from support.kernels.op_cases import call, make_args, mutated
 from torch import nn
@@ -25,7 +25,7 @@ from fastkernels.models.common.ops import model_names, ops_of_model
 
 NAMES = registry.op_names()
 FUNCTIONS = [n for n in NAMES if registry.get(n).op is not None]
-HOSTS = compare.hosts()
+HOSTS = signature_diff.hosts()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_it_offers_the_function_and_the_hosts_classes(name: str, written: Path) 
         theirs = found.classes[ours.__name__]
         assert theirs is not ours and issubclass(theirs, ours)
         for method in ("__init__", "forward", *getattr(ours, "live_methods", ())):
-            assert compare.our_signature(theirs, method) == compare.our_signature(ours, method)
+            assert signature_diff.our_signature(theirs, method) == signature_diff.our_signature(ours, method)
         for method in stub_source._calls(ours):
             assert method in vars(theirs), f"{ours.__name__}.{method} is not in the file"
 
@@ -189,8 +189,8 @@ def test_every_hosts_classes_can_be_had(host: str, tmp_path: Path) -> None:
         assert set(found.classes) == {c.__name__ for c in classes}
         for ours in classes:
             for method in ("__init__", "forward"):
-                theirs = compare.our_signature(found.classes[ours.__name__], method)
-                assert theirs == compare.our_signature(ours, method)
+                theirs = signature_diff.our_signature(found.classes[ours.__name__], method)
+                assert theirs == signature_diff.our_signature(ours, method)
     assert some > 3
 
 

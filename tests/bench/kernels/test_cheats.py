@@ -37,7 +37,7 @@ def judge() -> Iterator[Judge]:
 def test_the_cheat_is_caught_and_its_honest_twin_is_not(judge: Judge, cheat: Cheat) -> None:
     verdict = try_cheat(judge, cheat, OPTIONS)
     assert not verdict.twin_problem, verdict.twin_problem
-    assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.said})"
+    assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.outcome})"
 
 
 @pytest.mark.gpu

@@ -16,8 +16,7 @@ import torch
 from fk_bench.capture.captures import SHIPPED
 from fk_bench.core.rows import Row, Status, read
 from fk_bench.kernels.judge import Options, judge_ops
-from fk_bench.kernels.judge.rows import judging as judge
-from fk_bench.kernels.judge.rows import pair
+from fk_bench.kernels.judge.rows import judging, pair
 from support.commands import fk_bench, last_json
 
 # One of each, every one on an op of its own, so that one run has them all: {op: (file, status, what the reason says)}
@@ -130,7 +129,7 @@ def test_a_candidate_that_dies_has_a_row_for_every_case_and_is_not_started_for_e
 
 
 def test_memory_is_limited_and_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "CPU_MEMORY", 700 << 20)
+    monkeypatch.setattr(judging, "CPU_MEMORY", 700 << 20)
     hoard = (
         "import torch\nkept = []\ndef relu2(x):\n    while True:\n        kept.append(torch.ones(1 << 24))\n"
     )

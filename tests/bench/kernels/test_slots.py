@@ -9,7 +9,7 @@ import pytest
 import torch
 from fk_bench.kernels.judge.correctness.cases import trials
 from fk_bench.kernels.judge.memory import layout
-from fk_bench.kernels.judge.memory.permutations import Mover
+from fk_bench.kernels.judge.memory.permutations import Permuter
 from fk_bench.kernels.judge.memory.slots import Slots, scalable
 
 from fastkernels.core import registry
@@ -148,10 +148,10 @@ def test_what_does_not_fit_is_said(fd: int) -> None:
     args = [torch.zeros(3, 8), torch.zeros(6)]
     for moves in (Moves(rows=(0, 1)), Moves(columns=(0, 1)), Moves(columns=(0,), group=3)):
         with pytest.raises(ValueError, match="does not fit"):
-            Mover(args, moves, [True, True])
+            Permuter(args, moves, [True, True])
     # What all slots share stays where it is, and what belongs to it
-    held = Mover(args, Moves(rows=(0,), columns=(0, 1)), [True, False])
-    assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.moves(1)
+    held = Permuter(args, Moves(rows=(0,), columns=(0, 1)), [True, False])
+    assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.permutes(1)
 
 
 def test_captured_values_are_rolled_too(fd: int) -> None:

@@ -14,8 +14,7 @@ import torch
 from fk_bench.capture.replay import captured_cases
 from fk_bench.core.rows import read
 from fk_bench.kernels.judge.correctness.cases import trials
-from fk_bench.routing import stats
-from fk_bench.routing import study as routing_study
+from fk_bench.routing import stats, study
 
 from fastkernels.core import registry
 
@@ -162,7 +161,7 @@ def test_a_file_is_split_into_prose_and_code() -> None:
 # The capture
 
 
-def _is_a_routing(routing: routing_study.Routing) -> None:
+def _is_a_routing(routing: study.Routing) -> None:
     assert {c.phase for c in routing.calls} == {"prefill", "decode"}
     assert {len(c.ids) for c in routing.calls if c.phase == "decode"} == {1, 8, 32, 128}
     for call in routing.calls:
@@ -175,7 +174,7 @@ def _is_a_routing(routing: routing_study.Routing) -> None:
 
 @pytest.mark.slow
 def test_a_capture_of_a_model_that_was_just_trained(trained: Path) -> None:
-    (routing,) = routing_study.routings(str(trained / "captures"))
+    (routing,) = study.routings(str(trained / "captures"))
     assert (routing.experts, routing.top_k, routing.layers) == (16, 2, 2)
     _is_a_routing(routing)
     size = sum(f.stat().st_size for f in (trained / "captures" / routing.name).iterdir())
@@ -199,7 +198,7 @@ def test_the_capture_is_what_the_router_chose(untrained: Path, tmp_path: Path) -
         {**c, **place, "phase": "decode"} for c in decoded
     ]
     save_both(kept, tmp_path, {"model": "tiny", "host": "fastkernels"}, 16, 2)
-    (routing,) = routing_study.routings(str(tmp_path))
+    (routing,) = study.routings(str(tmp_path))
     assert (routing.experts, routing.top_k, routing.layers, len(routing.calls)) == (16, 2, 2, 4)
 
     model = Model(Sizes(**json.loads((untrained / "sizes.json").read_text())), torch.float32, loop_experts)
@@ -240,21 +239,21 @@ def test_at_the_sizes_of_a_known_model() -> None:
 
 @pytest.mark.parametrize(("name", "experts", "top_k", "layers"), [("e8k2", 8, 2, 6), ("e128k8", 128, 8, 4)])
 def test_shipped_routing(name: str, experts: int, top_k: int, layers: int) -> None:
-    found = {r.name: r for r in routing_study.routings()}
+    found = {r.name: r for r in study.routings()}
     assert set(found) == {"small-moe-trained-e8k2", "small-moe-trained-e128k8"}
     routing = found[f"small-moe-trained-{name}"]
     assert (routing.experts, routing.top_k, routing.layers) == (experts, top_k, layers)
     _is_a_routing(routing)
     assert routing.capture.problems == []
     assert {c.text for c in routing.calls if c.phase == "prefill"} == {"prose", "code", "mixed"}
-    (named,) = routing_study.routings(routing.name)
+    (named,) = study.routings(routing.name)
     assert named.name == routing.name
 
 
 @pytest.mark.parametrize("name", ["e8k2-at-mixtral-8x7b", "e128k8-at-qwen3-30b-a3b"])
 def test_shipped_routing_at_the_sizes_of_production(name: str) -> None:
-    small = {r.name: r for r in routing_study.routings()}[f"small-moe-trained-{name.split('-at-')[0]}"]
-    shape = routing_study.shape_of(small.experts, small.top_k)
+    small = {r.name: r for r in study.routings()}[f"small-moe-trained-{name.split('-at-')[0]}"]
+    shape = study.shape_of(small.experts, small.top_k)
     cases = [c for c in captured_cases("fused_experts") if c.capture == f"small-moe-trained-{name}"]
     assert {c.case.dims["tokens"] for c in cases} == {len(c.ids) for c in small.calls}
     for case in cases:
@@ -264,7 +263,7 @@ def test_shipped_routing_at_the_sizes_of_production(name: str) -> None:
 
 
 def test_the_judge_replays_shipped_routing_on_a_cpu() -> None:
-    small = {r.name: r for r in routing_study.routings()}
+    small = {r.name: r for r in study.routings()}
     for op, at in (("fused_experts", 4), ("moe_align", 0)):
         here = [t for t in trials(registry.get(op), ("captured",), "cpu") if not t.gpu_only(registry.get(op))]
         assert {t.case.name.partition("/")[0] for t in here} == small.keys()

@@ -7,8 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fk_bench.core import rows as rows_file
-from fk_bench.core.rows import Machine, Row, Status, Subject, append
+from fk_bench.core.rows import Machine, Row, Status, Subject, append, read
 from fk_bench.serving import summary
 from fk_bench.serving.config import ConfigError, Level
 from fk_bench.serving.diff import compare
@@ -118,7 +117,7 @@ def test_levels_of_rows(tmp_path: Path) -> None:
     row = Row(run_id="r", command="serve-compare", case=case)
     assert summary.level_of(row) == Level("concurrency", 16) and summary.level_of(row).label == "c=16"
     run = add_other_lengths(make_run(tmp_path / "run"))
-    found, _ = rows_file.read(run / "rows.jsonl")
+    found, _ = read(run / "rows.jsonl")
     other = Level("concurrency", 16, 2048, 8)
     assert summary.level_of(found[-1]) == other and other != Level("concurrency", 16)
     own = found[-1].model_copy(
@@ -185,7 +184,7 @@ def test_diff_of_times_that_are_zero(tmp_path: Path) -> None:
     """Where all tokens of a request are read at once there is no time between them."""
     a, b = make_run(tmp_path / "a", lanes=("vllm",)), make_run(tmp_path / "b", lanes=("vllm",))
     for run, lanes in ((a, ("c=1", "c=8")), (b, ("c=1",))):
-        rows, _ = rows_file.read(run / "rows.jsonl")
+        rows, _ = read(run / "rows.jsonl")
         for r in rows:
             if r.kind == "round" and f"c={r.case['value']:g}" in lanes:
                 r.metrics["tpot_ms_p50"] = 0.0

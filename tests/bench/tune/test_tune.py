@@ -10,12 +10,11 @@ import pytest
 import torch
 from fk_bench import cli
 from fk_bench.core.rows import Row, Status, Subject, read
-from fk_bench.tune import tuner as tuning
+from fk_bench.tune import tuner
 from fk_bench.tune.tuner import Choice, Tuner
 from support.commands import fk_bench, last_json
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import Key, Op, Provider
 from fastkernels.core.tuning import REACH, Entry, Table
 
@@ -37,7 +36,7 @@ def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     assert result.returncode == 0, result.stderr
     rows, warnings = read(folder / "run" / "rows.jsonl")
     assert not warnings
-    return last_json(result), rows, tuned.read(folder / "run" / "cpu.json")
+    return last_json(result), rows, tuning.read(folder / "run" / "cpu.json")
 
 
 def test_every_provider_is_judged_and_the_best_in_full(tuned_run: Any) -> None:
@@ -49,7 +48,7 @@ def test_every_provider_is_judged_and_the_best_in_full(tuned_run: Any) -> None:
         screened = {str(r.subject.provider) for r in here if r.case["stage"] == "screen"}
         assert screened == {"onednn", "reference"}
         assert sum(r.case["stage"] == "final" for r in here) == 1
-    assert {r.case["stage"] for r in judged} <= set(tuning.STAGES)
+    assert {r.case["stage"] for r in judged} <= set(tuner.STAGES)
     assert {(r.command, r.case["timer"]) for r in judged} == {("tune", "cpu")}
     assert {r.status for r in judged} <= {Status.OK, Status.INVALID}  # a busy machine
     assert all(r.case["shape"] == SHAPE and r.metrics["time_us_p50"] for r in judged)
@@ -66,7 +65,7 @@ def test_the_table_has_what_the_rows_say(tuned_run: Any) -> None:
         row = finals[str(dict(e.sizes))]
         assert e.baseline == row.baseline == "onednn"
         if e.faster:
-            assert tuning.beats(row) and e.provider == row.subject.provider
+            assert tuner.beats(row) and e.provider == row.subject.provider
         else:
             assert e.provider == "onednn"
     assert line["faster"] == sum(e.faster for e in table.entries)
@@ -134,7 +133,7 @@ def test_the_last_line_without_anything_to_judge(tmp_path: Path, capsys: pytest.
         (["--dtype", "half-ish"], "--dtype 'half-ish' is no torch dtype"),
         (["--against", "mine"], "--against 'mine' is not production or host"),
         (["--rounds", "2"], "--rounds is three or more"),
-        (["--out", str(tuned.SHIPPED / "cpu.json")], "a CPU's times are no claim about speed"),
+        (["--out", str(tuning.SHIPPED / "cpu.json")], "a CPU's times are no claim about speed"),
     ],
 )
 def test_wrong_words_are_said_and_nothing_is_run(
@@ -162,33 +161,33 @@ def test_a_table_of_another_chip_is_not_overwritten(
 
 
 def test_shapes_of_models_and_of_their_ranks() -> None:
-    _, _, key = tuning.key_of("linear")
-    whole = tuning.shapes_of_model("linear", key, "llama", torch.bfloat16)
+    _, _, key = tuner.key_of("linear")
+    whole = tuner.shapes_of_model("linear", key, "llama", torch.bfloat16)
     sizes = [(s["N"], s["K"]) for s in whole]
     assert sizes == [(3 * 4096, 4096), (4096, 4096), (2 * 11008, 4096), (4096, 11008)]
-    half = tuning.shapes_of_model("linear", key, "llama", torch.float16, tp=2)
+    half = tuner.shapes_of_model("linear", key, "llama", torch.float16, tp=2)
     assert [(s["N"], s["K"], s["dtype"]) for s in half] == [
         (3 * 2048, 4096, "float16"), (4096, 2048, "float16"), (11008, 4096, "float16"), (4096, 5504, "float16"),
     ]  # fmt: skip
 
 
 def test_shapes_of_cases_are_those_of_production() -> None:
-    spec, _, key = tuning.key_of("linear")
-    shapes = [(s["N"], s["K"]) for s in tuning.shapes_of_cases(spec, key, "cuda")]
+    spec, _, key = tuner.key_of("linear")
+    shapes = [(s["N"], s["K"]) for s in tuner.shapes_of_cases(spec, key, "cuda")]
     assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-    assert 1 <= len(tuning.shapes_of_cases(spec, key, "cpu")) <= 2
+    assert 1 <= len(tuner.shapes_of_cases(spec, key, "cpu")) <= 2
 
 
 def test_the_grid_says_how_far_down_each_entry_will_speak() -> None:
-    _, _, key = tuning.key_of("linear")
-    found = tuning.grid(key, [(8, 1, 2, 4, 64, 64), (512,)])
+    _, _, key = tuner.key_of("linear")
+    found = tuner.grid(key, [(8, 1, 2, 4, 64, 64), (512,)])
     low = {at["M"]: lowest["M"] if lowest else None for at, lowest in found}
     assert low == {1: None, 2: None, 4: 3, 8: 5, 64: 64 // REACH}
 
 
 def test_two_kinds_of_sizes_make_a_grid() -> None:
     key = Key(("H",), ("B", "L"), of=lambda: ((), ()), dims=lambda **named: named)
-    found = tuning.grid(key, [(1, 4), (512, 2048)])
+    found = tuner.grid(key, [(1, 4), (512, 2048)])
     assert [at for at, _ in found] == [{"B": b, "L": n} for b in (1, 4) for n in (512, 2048)]
     assert [low for _, low in found] == [{"B": b, "L": n} for b in (1, 2) for n in (128, 513)]
 
@@ -200,19 +199,19 @@ def test_choices_are_providers_with_each_of_their_sets() -> None:
         Provider("reference", lambda x: x, ("cpu",)),
     )
     op = Op("linear", providers)
-    assert [str(c) for c in tuning.choices(op, "cpu")] == ["sized", "sized a=1", "sized a=2 b=3", "reference"]
-    assert [str(c) for c in tuning.choices(op, "cpu", ["reference"])] == ["reference"]
+    assert [str(c) for c in tuner.choices(op, "cpu")] == ["sized", "sized a=1", "sized a=2 b=3", "reference"]
+    assert [str(c) for c in tuner.choices(op, "cpu", ["reference"])] == ["reference"]
 
 
 def test_sets_of_parameters_are_measured_where_they_are_meant_for() -> None:
-    spec, op, key = tuning.key_of("linear")
+    spec, op, key = tuner.key_of("linear")
     skinny = next(p for p in op.providers if p.name == "triton-skinny")
     several = [Choice("triton"), Choice(skinny.name), *(Choice(skinny.name, p) for p in skinny.params)]
     shape = {"N": 4096, "K": 4096, "dtype": "bfloat16"}
     assert skinny.fits is not None
     for m in (1, 16, 64):
-        case = tuning.trial_of(spec, key, shape, {"M": m}, "tune").case
-        found = tuning.fitting(several, spec, case)
+        case = tuner.trial_of(spec, key, shape, {"M": m}, "tune").case
+        found = tuner.fitting(several, spec, case)
         args = (torch.empty(m, 4096), torch.empty(4096, 4096, device="meta"))
         meant = [p for p in skinny.params if skinny.fits(p, *args)]
         assert found == several[:2] + [Choice(skinny.name, p) for p in meant]
@@ -221,7 +220,7 @@ def test_sets_of_parameters_are_measured_where_they_are_meant_for() -> None:
 
 def test_on_a_gpu_what_is_a_baseline_by_name_is_no_choice() -> None:
     providers = tuple(Provider(n, lambda x: x, ("cpu", "cuda")) for n in ("cublas", "triton", "reference"))
-    assert [c.provider for c in tuning.choices(Op("linear", providers), "cuda")] == ["triton"]
+    assert [c.provider for c in tuner.choices(Op("linear", providers), "cuda")] == ["triton"]
 
 
 # -- in the judge's processes
@@ -282,15 +281,15 @@ def row(
 
 
 def test_faster_is_right_and_wholly_above_one_and_above_the_noise() -> None:
-    assert tuning.beats(row("reference", 1.1, 1.01))
-    assert not tuning.beats(row("reference", 1.1, 0.99))
-    assert not tuning.beats(row("reference", 1.1, 1.01, status=Status.WRONG))
-    assert not tuning.beats(row("reference", 1.1, 1.01, significant=False))
-    assert not tuning.beats(row("onednn", 1.1, 1.01))  # the baseline itself
+    assert tuner.beats(row("reference", 1.1, 1.01))
+    assert not tuner.beats(row("reference", 1.1, 0.99))
+    assert not tuner.beats(row("reference", 1.1, 1.01, status=Status.WRONG))
+    assert not tuner.beats(row("reference", 1.1, 1.01, significant=False))
+    assert not tuner.beats(row("onednn", 1.1, 1.01))  # the baseline itself
     unsteady = row("reference", 1.1, 1.01)
     unsteady.metrics.clear()
     unsteady.ci95.clear()
-    assert not tuning.beats(unsteady)
+    assert not tuner.beats(unsteady)
 
 
 class Script(Tuner):
@@ -356,7 +355,7 @@ def test_a_written_table_is_read_back(tmp_path: Path) -> None:
     entry = Script(said).entry("b")
     assert entry is not None and entry.faster
     table = Table("NVIDIA X", {"r1": {"date": "2026-11-21"}}, (entry,))
-    tuning.written(tmp_path / "sub" / "t.json", table.to_json())
-    assert tuned.read(tmp_path / "sub" / "t.json") == table
+    tuner.written(tmp_path / "sub" / "t.json", table.to_json())
+    assert tuning.read(tmp_path / "sub" / "t.json") == table
     assert [p.name for p in (tmp_path / "sub").iterdir()] == ["t.json"]
     assert json.loads(table.to_json())["entries"][0]["provider"] == "b"

@@ -14,6 +14,6 @@ def __getattr__(name: str) -> Any:
     """Imported at use: a runner's interpreter, which imports this package, may have torch and little else."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fk_bench.kernels.judge.rows import judging as judge
+    from fk_bench.kernels.judge.rows import judging
 
-    return getattr(judge, name)
+    return getattr(judging, name)

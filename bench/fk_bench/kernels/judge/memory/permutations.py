@@ -11,7 +11,7 @@ from fastkernels.core.spec import Moves
 from fk_bench.kernels.judge.memory import layout
 
 
-class Mover:
+class Permuter:
     """Of one case's arguments; `free` says of each tensor whether every slot has it in memory of its own.
 
     Raises ValueError where the op's Moves do not fit the arguments.
@@ -36,7 +36,7 @@ class Mover:
         found = {i for i, p in enumerate(positions) if p in wanted}
         return found if all(free[i] for i in found) else set()
 
-    def moves(self, i: int) -> bool:
+    def permutes(self, i: int) -> bool:
         return i in self._rows or i in self._columns
 
     def draw(self, origin: list[int]) -> list[int]:
@@ -53,7 +53,7 @@ class Mover:
 
     def apply(self, i: int, value: torch.Tensor, codes: list[int]) -> torch.Tensor:
         """Tensor i of a master in as many slots as there are codes: [slots, *value.shape]."""
-        if not value.numel() or not self.moves(i):
+        if not value.numel() or not self.permutes(i):
             return value.expand(len(codes), *value.shape)
         code = torch.tensor(codes, device=value.device)[:, None]
         (rows, columns), group = self._sizes, self._group

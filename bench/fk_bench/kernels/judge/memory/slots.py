@@ -13,7 +13,7 @@ import torch
 
 from fastkernels.core.spec import OpSpec
 from fk_bench.kernels.judge.memory import ipc, layout
-from fk_bench.kernels.judge.memory.permutations import Mover
+from fk_bench.kernels.judge.memory.permutations import Permuter
 
 # Sets of values that the slots of a batch are made of: where slots are scaled, and where they are moved alone.
 MASTERS, MASTERS_EXACT = 4, 32
@@ -121,10 +121,10 @@ class Slots:
         self.shifts: list[int] = []
         self.codes: list[int] = []
         self._alone = self._alone_in_their_regions()
-        self._mover = None
+        self._permuter = None
         if self.rolls and self.spec.moves is not None:
             free = [a and not r["shared"] for a, r in zip(self._alone, self._regions(), strict=True)]
-            self._mover = Mover(first, self.spec.moves(*first), free)
+            self._permuter = Permuter(first, self.spec.moves(*first), free)
         self._numel = [t.numel() for t in layout.tensors(first)]
 
     def args_of(self, slot: int) -> list[Any]:
@@ -152,7 +152,7 @@ class Slots:
         Without the roll, whoever remembers a master's output has that of its multiple: norms and products keep factors.
         """
         self.origin = origin
-        self.codes = self._mover.draw(origin) if self._mover is not None else []
+        self.codes = self._permuter.draw(origin) if self._permuter is not None else []
         self.shifts = [secrets.randbits(40) for _ in origin]
         span = 0.2 if self.scales else 0.0
         self.factors = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
@@ -188,8 +188,8 @@ class Slots:
                 for at in range(0, len(rows), chunk):
                     part = rows[at : at + chunk]
                     made = value
-                    if self._mover is not None and self._mover.moves(i):
-                        made = self._mover.apply(i, value, [self.codes[s] for s in part.tolist()])
+                    if self._permuter is not None and self._permuter.permutes(i):
+                        made = self._permuter.apply(i, value, [self.codes[s] for s in part.tolist()])
                     elif turns is not None:
                         from_ = [self._shift(s, i) for s in part.tolist()]
                         made = turns[torch.tensor(from_, device=self.device)].view(len(part), *value.shape)
@@ -210,8 +210,8 @@ class Slots:
 
     def _value(self, slot: int, i: int, value: torch.Tensor) -> torch.Tensor:
         """What slot has for its tensor i, made of the master's."""
-        if self._mover is not None:
-            value = self._mover.apply(i, value, [self.codes[slot]])[0]
+        if self._permuter is not None:
+            value = self._permuter.apply(i, value, [self.codes[slot]])[0]
         if not scalable(value):
             return value
         if self._rolled(i):

@@ -21,7 +21,7 @@ class Failure(Exception):
         self.status = status
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in a line or two: its type, its text and the candidate's own line that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "fk_bench" not in f.filename]
     where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""

@@ -12,7 +12,7 @@ from fastkernels.core.spec import OpSpec
 from fk_bench.kernels.judge.processes.answers import Failure, remembered, wrong_signature
 
 
-class Chosen:
+class Implementation:
     """spec: the op; cls: the class whose module is called, or None for the op's function."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Chosen:
         self.changed: set[str] = set()  # ops that have a candidate or a baseline in them
         self.device = "cpu"
 
-    def choose(
+    def load_implementation(
         self, op: str, device: str, candidates: dict[str, str], against: str | None, mode: str | None,
         choice: tuple[str, dict[str, Any]] | None,
     ) -> dict[str, str]:  # fmt: skip
@@ -52,9 +52,10 @@ class Chosen:
     def _candidate(self, name: str, path: str) -> candidate.Candidate:
         try:
             found = candidate.load(name, path)
+        except candidate.NothingOffered as error:
+            raise Failure("signature_mismatch", str(error)) from None
         except candidate.CandidateError as error:
-            status = "signature_mismatch" if "offers neither" in str(error) else "compile_error"
-            raise Failure(status, str(error)) from None
+            raise Failure("compile_error", str(error)) from None
         if found.function is not None and (op := OPS.get(name)) is not None:
             if (problem := wrong_signature(found.function, op)) is not None:
                 raise Failure("signature_mismatch", f"{name}(...) {problem}")

@@ -16,8 +16,16 @@ import torch
 
 from fastkernels.core.dispatch import OPS
 from fk_bench.kernels.judge.memory import ipc, layout
-from fk_bench.kernels.judge.processes.answers import Failure, meta, name_of, overlap, said, span, status_of
-from fk_bench.kernels.judge.processes.implementation import Chosen
+from fk_bench.kernels.judge.processes.answers import (
+    Failure,
+    describe_error,
+    meta,
+    name_of,
+    overlap,
+    span,
+    status_of,
+)
+from fk_bench.kernels.judge.processes.implementation import Implementation
 from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed
 
 # Taken before any candidate is imported; one that patches torch patches what it calls itself.
@@ -39,13 +47,15 @@ def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
             try:
                 answer = getattr(runner, f"do_{message.pop('do')}")(**message)
             except Failure as error:
-                answer = {"error": error.status, "reason": str(error)}
+                answer = {"error": error.status, "reason": str(error), "context_lost": runner.context_lost()}
             except BaseException as error:  # a candidate's SystemExit too
-                answer = {"error": status_of(error), "reason": said(error)}
+                answer = {
+                    "error": status_of(error), "reason": describe_error(error), "context_lost": runner.context_lost(),
+                }  # fmt: skip
             channel.send({**answer, "nonce": nonce})
 
 
-class Runner(Chosen):
+class Runner(Implementation):
     """The state of one side: what it calls, and the slots of the case at hand."""
 
     def __init__(self, channel: Channel, fds: dict[str, int]):
@@ -80,7 +90,7 @@ class Runner(Chosen):
             self.channel.spin_s = 0.05
             torch.zeros(1, device="cuda")  # the context, which the driver's calls need
         self.free()
-        offers = self.choose(op, device, candidates, against, mode, choice)
+        offers = self.load_implementation(op, device, candidates, against, mode, choice)
         return {
             "import_s": _clock() - start, "baselines": list(self.baselines),
             "compilers": [n for n, b in self.baselines.items() if b is not None and b.kind == "compiler"],
@@ -250,7 +260,9 @@ class Runner(Chosen):
         except Failure:
             raise
         except Exception as error:
-            raise Failure(status_of(error), f"cannot be captured in a CUDA graph: {said(error)}") from None
+            raise Failure(
+                status_of(error), f"cannot be captured in a CUDA graph: {describe_error(error)}"
+            ) from None
         for result in results:
             self.metas(result)
         return graph, results
@@ -293,7 +305,7 @@ class Runner(Chosen):
                 _synchronize()
             events = [e for e in prof.events() if e.device_type == DeviceType.CUDA]
         except RuntimeError as error:
-            return {"trace": said(error)}
+            return {"trace": describe_error(error)}
         spans = sorted((e.time_range.start, e.time_range.end) for e in events)
         busy, reached = 0.0, float("-inf")
         for start, end in spans:
@@ -316,6 +328,15 @@ class Runner(Chosen):
             _copy(view, value)
         self._sync()
         return {}
+
+    def context_lost(self) -> bool:
+        """Whether the GPU's context is unusable: after a fault in a kernel every later CUDA call fails."""
+        if self.device == "cuda":
+            try:
+                _synchronize()
+            except RuntimeError:
+                return True
+        return False
 
     def _sync(self) -> None:
         if self.device == "cuda":

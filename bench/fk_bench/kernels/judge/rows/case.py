@@ -18,7 +18,7 @@ from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.errors import Errors, compare, expect
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES, Slots, poison
-from fk_bench.kernels.judge.processes.side import Side, SideError
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 REFERENCE = "reference"
 TRACED = 32  # calls that CUPTI looks at
@@ -80,10 +80,17 @@ class Timed:
 
 
 class CaseJudge:
-    """A case on two sides. The candidate's failures are SideError and Wrong; the caller makes rows of them."""
+    """A case on two sides. The candidate's failures are RunnerError and Wrong; the caller makes rows of them."""
 
     def __init__(
-        self, spec: OpSpec, trial: Trial, candidate: Side, baseline: Side, mode: str, plan: Plan, arena: int
+        self,
+        spec: OpSpec,
+        trial: Trial,
+        candidate: RunnerProcess,
+        baseline: RunnerProcess,
+        mode: str,
+        plan: Plan,
+        arena: int,
     ) -> None:
         self.spec, self.trial, self.plan, self.mode, self.arena = spec, trial, plan, mode, arena
         self.candidate, self.baseline = candidate, baseline
@@ -116,14 +123,14 @@ class CaseJudge:
         """Both sides forget the case, and the judge its memory."""
         for side in (self.candidate, self.baseline):
             if side.alive:
-                with contextlib.suppress(SideError):
+                with contextlib.suppress(RunnerError):
                     side.ask("free")
         self.__dict__.pop("slots", None)
 
     # -- checks
 
     def check(self, baselines: list[str], compiled: bool) -> Checked:
-        """Both sides right on fresh values, call by call. Raises Wrong, SideError."""
+        """Both sides right on fresh values, call by call. Raises Wrong, RunnerError."""
         self.slots = slots = self._open(count := 3, count)
         if self.spec.dims_of is not None:  # what these values cost: which experts have a token
             self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
@@ -170,7 +177,7 @@ class CaseJudge:
                     self.passed_over[name] = errors.problem
                     continue
                 seconds = self.baseline.ask("estimate", calls=self.slots.count)["seconds"]
-            except SideError as error:
+            except RunnerError as error:
                 self.passed_over[name] = str(error)
                 if error.fatal:
                     raise
@@ -182,7 +189,7 @@ class CaseJudge:
         self.baseline.ask("use", baseline=best[1])
         return best[1], best[2], best[0]
 
-    def _eager(self, side: Side, allowed: float) -> tuple[Errors, dict[str, int]]:
+    def _eager(self, side: RunnerProcess, allowed: float) -> tuple[Errors, dict[str, int]]:
         """Slots 0 and 1 called one after the other: both right, the first still so after the second."""
         slots, live = self.slots, {}
         slots.poison()
@@ -194,7 +201,7 @@ class CaseJudge:
         errors = self._verdict(0, slots.output_views(0), allowed)
         return errors.worse(self._verdict(1, slots.output_views(1), allowed)), live
 
-    def _outputs(self, side: Side, slot: int, unchecked: Sequence[int]) -> Errors:
+    def _outputs(self, side: RunnerProcess, slot: int, unchecked: Sequence[int]) -> Errors:
         """The errors of one eager call; no verdict."""
         self.slots.poison()
         self.passed_over |= side.ask("call", slot=slot, out=slot)["refused"]
@@ -302,7 +309,7 @@ class CaseJudge:
         return picked
 
     def _batch(
-        self, side: Side, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any
+        self, side: RunnerProcess, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any
     ) -> tuple[float, float | None, list[Sampled]]:
         """One batch on the clock, which stops when the judge holds the outputs of sampled calls."""
         picked = {start + secrets.randbelow(count), start + count - 1}

@@ -21,14 +21,14 @@ from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.kernels import report as kernels_report
 from fk_bench.kernels.judge.correctness.cases import SOURCES, Trial, trials
 from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
-from fk_bench.kernels.judge.processes.side import Side
+from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
 from fk_bench.kernels.judge.processes.zygote import Zygote
 from fk_bench.kernels.judge.rows.pair import Pair
 from fk_bench.kernels.judge.scan.scan import rejections, scan
 from fk_bench.kernels.judge.statistics.restarts import merged
+from fk_bench.kernels.report import score
 
 # What every process of a side needs, imported once before they are forked; torch.compile alone takes seconds to import.
 PRELOAD = (
@@ -136,7 +136,7 @@ class Judge:
         self.cage: dict[str, str] = {}
         self._warnings: list[str] = []  # of the static scan, on the candidates of the op at hand
         self._zygotes: dict[str, Zygote] = {}
-        self._sides: dict[str, Side] = {}
+        self._sides: dict[str, RunnerProcess] = {}
         # On a CPU both sides have one core, the same: threads of a candidate's own win nothing there.
         self.core = random.choice(sorted(os.sched_getaffinity(0))) if options.device == "cpu" else None
         self.arena = _memory() if options.device == "cpu" else -1
@@ -172,7 +172,7 @@ class Judge:
         if rejected := [f"{Path(p).name}: {why}" for p, fs in findings.items() if (why := rejections(fs))]:
             self._add(self.row(spec, None, Status.REJECTED, "; ".join(rejected)))
             return
-        self._judge(Pair(self, spec, mine), found)
+        self._judge_cases(Pair(self, spec, mine), found)
         self._add(self._summary(name))
 
     def provider(
@@ -183,10 +183,10 @@ class Judge:
         `unsupported` is what it refuses, which no other provider runs instead.
         """
         before, self._warnings = len(self.rows), []
-        self._judge(Pair(self, registry.get(name), {}, (provider, dict(params))), found)
+        self._judge_cases(Pair(self, registry.get(name), {}, (provider, dict(params))), found)
         return self.rows[before:]
 
-    def _judge(self, pair: Pair, found: Sequence[Trial]) -> None:
+    def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> None:
         spec = pair.spec
         try:
             for trial in found:
@@ -195,7 +195,7 @@ class Judge:
                 if not_here is not None:
                     row = self.row(spec, trial, Status.SKIPPED, not_here)
                 else:
-                    row = pair.judge(trial)
+                    row = pair.row(trial)
                     wall = time.perf_counter() - begin
                     row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
                 if pair.choice is not None:
@@ -254,7 +254,7 @@ class Judge:
         return self.rows
 
     def _totals(self, mine: list[Row], kind: str, op: str | None) -> Row:
-        total = kernels_report.score(op or "all", mine)
+        total = score(op or "all", mine)
         status = (
             Status.FAILED if total.failed else Status.OK if total.cases > total.not_run else Status.SKIPPED
         )
@@ -275,7 +275,7 @@ class Judge:
 
     # -- processes
 
-    def spawn(self, who: str, files: Sequence[Path] = ()) -> Side:
+    def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
         """A process for one side; in a cage if it is to run these files of a user's."""
         python = self.options.python.get(who, sys.executable)
         if python not in self._zygotes:
@@ -292,7 +292,9 @@ class Judge:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
             cage = CageOptions(**off, memory=None, home=None if files else own_home())
         fds = {"arena": self.arena} if self.arena >= 0 else {}
-        side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts)
+        side = RunnerProcess(
+            self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts
+        )
         side.greet()
         if side.caged:
             self.cage = side.cage
@@ -300,7 +302,7 @@ class Judge:
             side.channel.spin_s = 0.05
         return side
 
-    def trusted(self, who: str) -> Side:
+    def trusted(self, who: str) -> RunnerProcess:
         """The process of our own code on one side, the same for all ops as long as it lives."""
         if who not in self._sides:
             self._sides[who] = self.spawn(who)

@@ -10,7 +10,7 @@ from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.correctness.cases import Trial
-from fk_bench.kernels.judge.processes.side import Side, SideError
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 from fk_bench.kernels.judge.rows.case import CaseJudge, Checked, Plan, Timed, Wrong
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class Pair:
         candidates: Mapping[str, Path],
         choice: tuple[str, dict[str, Any]] | None = None,
     ):
-        self._judge, self.spec, self.candidates = judge, spec, candidates
+        self._run, self.spec, self.candidates = judge, spec, candidates
         self.options, self.choice = judge.options, choice
-        self.sides: dict[str, Side] = {}
+        self.sides: dict[str, RunnerProcess] = {}
         self.loaded: dict[str, dict[str, Any]] = {}
-        self.failure: SideError | None = None
+        self.failure: RunnerError | None = None
         self.deaths = 0
         self.compiled = choice is not None  # that is a check of the op, whoever runs it
         self.busy_s = 0.0  # that both processes were waited for in the last case
@@ -50,11 +50,11 @@ class Pair:
             if side.caged or (who == "candidate" and self.candidates) or self.options.against.endswith(".py"):
                 side.close()
             elif failed:
-                self._judge.lost(who)
+                self._run.lost(who)
         self.sides.clear()
 
-    def _open(self) -> tuple[Side, Side]:
-        """Both processes, loaded. Raises SideError."""
+    def _open(self) -> tuple[RunnerProcess, RunnerProcess]:
+        """Both processes, loaded. Raises RunnerError."""
         for who in ("candidate", "baseline"):
             if who in self.sides:
                 continue
@@ -62,34 +62,34 @@ class Pair:
             if who == "baseline":
                 against = self.options.against
                 mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
-            side = self._judge.spawn(who, list(mine.values())) if mine else self._judge.trusted(who)
+            side = self._run.spawn(who, list(mine.values())) if mine else self._run.trusted(who)
             self.sides[who] = side
             self.loaded[who] = side.ask(
                 "load", op=self.spec.name, device=self.options.device,
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
                 against=None if mine else against,
-                mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._judge.core,
+                mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._run.core,
                 choice=self.choice if who == "candidate" else None,
             )  # fmt: skip
         return self.sides["candidate"], self.sides["baseline"]
 
-    def judge(self, trial: Trial) -> Row:
+    def row(self, trial: Trial) -> Row:
         """The row of one case."""
         self.busy_s = 0.0
         if self.failure is not None:
             return self._row(trial, *self._blame(self.failure))
         try:
             candidate, baseline = self._open()
-        except SideError as error:
+        except RunnerError as error:
             self._lost(error, loading=True)
             return self._row(trial, *self._blame(error))
         plan = Plan(
             self.options.device, min(self.options.rounds, MAX_ROUNDS[self.options.device]), self.options.seconds,
-            BATCH_S[self.options.device], MAX_CALLS[self.options.device], self._judge.memory,
+            BATCH_S[self.options.device], MAX_CALLS[self.options.device], self._run.memory,
         )  # fmt: skip
         before = candidate.busy_s + baseline.busy_s
         case = CaseJudge(
-            self.spec, trial, candidate, baseline, self.loaded["candidate"]["mode"], plan, self._judge.arena
+            self.spec, trial, candidate, baseline, self.loaded["candidate"]["mode"], plan, self._run.arena
         )
         checked = timed = None
         status, reason = Status.OK, ""
@@ -108,7 +108,7 @@ class Pair:
                     timed = case.time(checked, longer=2 if late else 1)
         except Wrong as error:
             status, reason = Status.WRONG, str(error)
-        except SideError as error:
+        except RunnerError as error:
             status, reason = self._blame(error)
             self._lost(error)
         except RuntimeError as error:  # the judge's own work: its oracle's memory
@@ -129,13 +129,13 @@ class Pair:
         return [n for n in loaded["baselines"] if n not in compilers] or [self.options.against]
 
     @staticmethod
-    def _blame(error: SideError) -> tuple[Status, str]:
+    def _blame(error: RunnerError) -> tuple[Status, str]:
         """Status and reason of a row: what the baseline does wrong is not the candidate's."""
         if error.who == "baseline" and error.status is not Status.UNSUPPORTED:
             return Status.FAILED, f"the baseline: {error.status.value}: {error}"
         return error.status, str(error)
 
-    def _lost(self, error: SideError, loading: bool = False) -> None:
+    def _lost(self, error: RunnerError, loading: bool = False) -> None:
         """After a failure: a process that is gone is started again, unless it keeps dying or cannot even load."""
         if loading:
             self.failure = error
@@ -143,7 +143,7 @@ class Pair:
             self.deaths += 1
             self.close(failed=True)
             if self.deaths >= DEATHS:
-                self.failure = SideError(
+                self.failure = RunnerError(
                     error.status, f"{error}; not started again after {DEATHS} such ends", True, error.who
                 )
 
@@ -156,7 +156,7 @@ class Pair:
         timed: Timed | None = None,
         cost: Case | None = None,
     ) -> Row:
-        row = self._judge.row(self.spec, trial, status, reason)
+        row = self._run.row(self.spec, trial, status, reason)
         if checked is not None:
             row.baseline = checked.baseline
             row.case["live"] = checked.live

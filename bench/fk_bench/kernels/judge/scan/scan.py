@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastkernels.core import registry
-from fk_bench.kernels.judge.scan import memory as scan_memory
-from fk_bench.kernels.judge.scan import rules
+from fk_bench.kernels.judge.scan import memory, rules
 from fk_bench.kernels.judge.scan.memory import targets
 
 REJECT, WARN = "reject", "warn"
@@ -71,7 +70,7 @@ class _Visitor(ast.NodeVisitor):
         self._aliases(tree)
         heads = [n.body[0] for n in ast.walk(tree) if isinstance(n, _WITH_DOCSTRING) and n.body]
         self.docstrings = {id(n.value) for n in heads if isinstance(n, ast.Expr)}
-        for node, pattern, reason in scan_memory.counters(tree, self.dotted):
+        for node, pattern, reason in memory.counters(tree, self.dotted):
             self.note(node, pattern, reason)
 
     def note(self, node: ast.AST, pattern: str, reason: str, severity: str = REJECT) -> None:
@@ -263,9 +262,9 @@ class _Visitor(ast.NodeVisitor):
                 self.note(
                     node, "pointer-cache", f"{node.name} is cached by the tensor {arg.arg}, not by its values"
                 )
-        for where, pattern, reason in scan_memory.keys(node):
+        for where, pattern, reason in memory.keys(node):
             self.note(where, pattern, reason)
-        for where in scan_memory.uninitialized(node, lambda n: self.dotted(n) in rules.EMPTY):
+        for where in memory.uninitialized(node, lambda n: self.dotted(n) in rules.EMPTY):
             self.note(where, "uninitialized", "memory that torch.empty made is returned as it is", WARN)
         self.in_function += 1
         self.generic_visit(node)

@@ -10,7 +10,7 @@ from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 
 
-class SideError(RuntimeError):
+class RunnerError(RuntimeError):
     """A side, `who`, failed. `status` says how; `fatal`: its process is gone, or must not be used any more."""
 
     def __init__(self, status: Status, reason: str, fatal: bool, who: str = ""):
@@ -18,7 +18,7 @@ class SideError(RuntimeError):
         self.status, self.fatal, self.who = status, fatal, who
 
 
-class Side:
+class RunnerProcess:
     """A runner in a child process (`child` has channel, pid, wait, kill and output_tail)."""
 
     def __init__(self, child: Any, name: str, timeout: float, caged: bool):
@@ -35,16 +35,16 @@ class Side:
         self.cage = self._guarded(lambda: self.channel.receive(self.timeout)).get("hello", {})
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to a command. Raises SideError."""
+        """The answer to a command. Raises RunnerError."""
         self.begin(do, **arguments)
         return self.end()
 
     def begin(self, do: str, **arguments: Any) -> None:
-        """Send a command; `end` gives its answer. Raises SideError."""
+        """Send a command; `end` gives its answer. Raises RunnerError."""
         self._nonce = self._guarded(lambda: {"": self.channel.command(do, self.timeout, **arguments)})[""]
 
     def end(self) -> dict[str, Any]:
-        """The answer to the command that was sent. Raises SideError."""
+        """The answer to the command that was sent. Raises RunnerError."""
         start = time.perf_counter()
         try:
             answer = self._guarded(lambda: self.channel.answer(self._nonce, self.timeout))
@@ -54,9 +54,7 @@ class Side:
             known = answer["error"] in {s.value for s in Status}
             status = Status(answer["error"]) if known else Status.FAILED
             reason = str(answer.get("reason", ""))[:2000]
-            # No later call survives others
-            lost = "CUDA error" in reason and "cannot be captured" not in reason
-            raise SideError(status, reason, lost, self.name)
+            raise RunnerError(status, reason, answer.get("context_lost") is True, self.name)
         return answer
 
     def pause(self, on: bool) -> None:
@@ -77,11 +75,11 @@ class Side:
             status = Status.OOM if ended is not None and ended.oom else Status.CRASH
             raise self._dead(status, f"its process ended: {ended or 'it closed its channel'}") from None
 
-    def _dead(self, status: Status, reason: str) -> SideError:
+    def _dead(self, status: Status, reason: str) -> RunnerError:
         self.alive = False
         self.child.kill()
         tail = self.child.output_tail(600).strip()
-        return SideError(status, reason + (f"; its last output: {tail}" if tail else ""), True, self.name)
+        return RunnerError(status, reason + (f"; its last output: {tail}" if tail else ""), True, self.name)
 
     def close(self) -> None:
         with contextlib.suppress(ChannelClosed, ChannelTimeout):
