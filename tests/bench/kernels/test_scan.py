@@ -5,30 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fk_bench.kernels.judge.scan.ownership import Kind, locate
 from fk_bench.kernels.judge.scan.scan import REJECT, WARN, rejections, scan
 
-import fastkernels
+from fastkernels.core import registry
 
-OVERRIDES = sorted((Path(fastkernels.__file__).parent / "overrides").rglob("*.py"))
-# What our own files do that a candidate may not: they hold the baselines, and tables that depend on a configuration.
+# Baselines are no kernels of ours.
+OVERRIDES = sorted(p for p in registry.OPS_ROOT.rglob("*.py") if p.stem != "production")
+# What our own files do that a candidate may not: they load libraries, and keep tables that depend on a configuration.
 OWN = {
-    "_flashinfer.py": {"baseline-library", "pointer-cache"},  # a provider, and plans of a batch of the host's
-    "attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, from where it is installed
+    "attention/flashinfer.py": {
+        "baseline-library",
+        "pointer-cache",
+    },  # a provider, and plans of a batch of the host's
+    "attention/attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, from where it is installed
     # FlashAttention-3 out of vLLM's wheel, under another package name, or else vLLM's own import
-    "_vllm_flash_attn.py": {"dynamic-code", "fallback", "inspection", "patching"},
-    "_rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
-    "_skinny_linear_cuda.py": {
-        "files",
-        "native-library",
-    },  # CUDA C++, read from the package and launched by the driver
-    "_attention_decode_cuda.py": {"native-library"},  # as well
-    "_wgmma_linear_cuda.py": {"native-library"},
-    "_wgmma_linear_fp8_cuda.py": {"native-library"},
-    "_linear_fp8_calls.py": {"baseline-library", "dynamic-code"},  # providers, from where they are installed
-    "_linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # as well, by the name that its version has
-    "_fused_experts_calls.py": {"dynamic-code"},  # as well
-    "_launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
-    "_rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
+    "attention/vllm_flash_attn.py": {"dynamic-code", "fallback", "inspection", "patching"},
+    "rope/rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
+    # CUDA C++, read from the package and launched by the driver
+    "linear/skinny_linear_cuda.py": {"files", "native-library"},
+    "attention/attention_decode_cuda.py": {"native-library"},
+    "linear/wgmma_linear_cuda.py": {"native-library"},
+    "linear/wgmma_linear_fp8_cuda.py": {"native-library"},
+    "linear/linear_fp8_calls.py": {
+        "baseline-library",
+        "dynamic-code",
+    },  # providers, from where they are installed
+    "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # by the name that its version has
+    "moe/fused_experts_calls.py": {"dynamic-code"},
+    "kit/launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
+    "rope/rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
 }
 HEAD = """import torch, time, os, sys, functools, statistics
 import numpy as np
@@ -46,7 +52,7 @@ REJECTED = [
     ("np.median = None", "patching"),
     ("del torch.allclose", "patching"),
     ("vars(torch)['allclose'] = None", "patching"),
-    ("from fastkernels import spec\nspec.TOLERANCE['float32'] = None", "patching"),
+    ("from fastkernels.core import spec\nspec.TOLERANCE['float32'] = None", "patching"),
     ("sys.modules['torch'] = None", "patching"),
     ("import gc\nx = gc.get_objects()", "inspection"),
     ("f = sys._getframe(1).f_locals", "inspection"),
@@ -96,9 +102,15 @@ REJECTED = [
     ("from fastkernels.overrides.norm.rms_norm import _triton", "own-op"),
     ("from fastkernels.overrides.norm import rms_norm as mine\nmine._triton", "own-op"),
     ("import fastkernels\nfastkernels.overrides.norm.rms_norm.rms_norm", "own-op"),
-    ("from fastkernels import registry\nregistry.get('rms_norm')", "own-op"),
+    ("from fastkernels.core import registry\nregistry.get('rms_norm')", "own-op"),
+    ("from fastkernels.overrides.norm.rms_norm import *", "own-op"),
+    ("from fastkernels.overrides import norm\nvars(norm)", "own-op"),
+    ("from fastkernels.overrides import norm\nNAME = 'rms_norm'\ngetattr(norm, NAME)", "own-op"),
     ("from fastkernels.core.dispatch import OPS", "own-op"),
-    ("from fk_bench import judge", "judge"),
+    ("from fastkernels.overrides.norm.production import BASELINES", "baseline-library"),
+    ("from fastkernels.overrides import norm\nnorm.production.BASELINES", "baseline-library"),
+    ("import fastkernels.overrides.attention.production as theirs", "baseline-library"),
+    ("from fk_bench.kernels import judge", "judge"),
     ("def f(x):\n    try:\n        return g(x)\n    except Exception:\n        return torch.relu(x)", "fallback"),
     ("def f(x):\n    try:\n        return g(x)\n    except:\n        pass", "fallback"),
     ("name = 'cudaDeviceSetLimit'", "device-settings"),
@@ -164,7 +176,38 @@ def test_warned(tmp_path: Path, text: str, pattern: str) -> None:
 @pytest.mark.parametrize("path", OVERRIDES, ids=lambda p: p.stem)
 def test_our_own_kernels_pass(path: Path) -> None:
     patterns = {f.pattern for f in scan(path, path.stem) if f.severity == REJECT}
-    assert patterns == OWN.get(path.name, set())
+    assert patterns == OWN.get(path.relative_to(registry.OPS_ROOT).as_posix(), set())
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "patterns"),
+    [
+        ("linear", "from fastkernels.overrides.linear.linear import linear", {"own-op"}),
+        ("linear", "from fastkernels.overrides.linear import linear\nlinear.linear", {"own-op"}),
+        ("linear", "from fastkernels.overrides.linear.linear_fp8 import linear_fp8", set()),
+        ("linear", "from fastkernels.overrides.moe.topk_softmax import topk_softmax", set()),
+        ("linear_fp8", "from fastkernels.overrides.linear.linear import linear", set()),
+        ("linear_fp8", "from fastkernels.overrides.linear.linear_fp8 import linear_fp8", {"own-op"}),
+        ("embedding", "import fastkernels.overrides.embedding.embedding as e\ne.embedding", {"own-op"}),
+        ("logits_processor", "from fastkernels.overrides.embedding.embedding import embedding", set()),
+        ("sampling", "from fastkernels.overrides.sampling.sampling import reference", set()),
+        ("linear", "from fastkernels.overrides.kit import launch\nlaunch.next_power_of_2", set()),
+        ("gated_mlp", "from fastkernels.overrides.linear.linear import linear", set()),
+    ],
+)
+def test_own_op_is_found_by_module(tmp_path: Path, op: str, text: str, patterns: set[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"{text}\n")
+    assert {f.pattern for f in scan(path, op)} == patterns
+
+
+def test_own_helper_is_a_warning(tmp_path: Path) -> None:
+    helper = next(
+        p for p in OVERRIDES if locate(f"{registry.OPS_PACKAGE}.{p.parent.name}.{p.stem}").kind is Kind.HELPER
+    )
+    path = tmp_path / "mine.py"
+    path.write_text(f"from fastkernels.overrides.{helper.parent.name} import {helper.stem}\n")
+    assert [(f.pattern, f.severity) for f in scan(path, "silu_and_mul")] == [("own-helper", WARN)]
 
 
 def test_what_it_says(tmp_path: Path) -> None:

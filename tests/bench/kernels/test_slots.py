@@ -134,7 +134,7 @@ def test_no_two_slots_have_the_same_values(fd: int, op: str, case: str) -> None:
 def test_a_moved_router_chooses_as_before(fd: int, case: str) -> None:
     """Groups stay together: each row has the weights that its master's row has, and ids in another order."""
     slots = make_slots("grouped_topk", case, fd, True, 40)
-    assert slots._mover is not None
+    assert slots._permuter is not None
     orders = set()
     for s in range(slots.count):
         weights, ids = slots.spec.reference(*slots.private_args(s))

@@ -8,13 +8,13 @@ not further: who wants to hide can, and then meets the judge itself.
 from __future__ import annotations
 
 import ast
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastkernels.core import registry
 from fk_bench.kernels.judge.scan import memory, rules
 from fk_bench.kernels.judge.scan.memory import targets
+from fk_bench.kernels.judge.scan.ownership import Kind, locate
 
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
@@ -129,12 +129,14 @@ class _Visitor(ast.NodeVisitor):
             return
         if not self.look_up(node, rules.IMPORTS, name):
             self.look_up(node, rules.NAMES, name)
-        parts = name.split(".")
-        if parts[:2] != ["fastkernels", "overrides"]:
+        place = locate(name)
+        if place.kind is Kind.OUTSIDE:
             return
-        if parts[-1] == "*" or (self.op in parts[2:-1] and self._is_ours(parts)):
-            self.note(node, "own-op", f"{name} has the kernel that the candidate is compared with")
-        elif any(p.startswith("_") for p in parts[2:]):
+        if place.kind is Kind.PRODUCTION:
+            self.note(node, "baseline-library", rules.REASONS["baseline-library"].format(name))
+        elif name.endswith(".*") or (place.name and self._is_own_op(name)):
+            self.note(node, "own-op", f"{name} contains the op that the candidate replaces")
+        elif place.kind is Kind.HELPER:
             self.note(node, "own-helper", f"{name} is a part of our own kernels", WARN)
 
     def visit_Name(self, node: ast.Name) -> None:
@@ -151,14 +153,18 @@ class _Visitor(ast.NodeVisitor):
 
     def _use(self, node: ast.AST, name: str) -> None:
         self.look_up(node, rules.NAMES, name)
-        parts = name.split(".")
-        if self._is_ours(parts) or parts[:4] == ["torch", "ops", "fastkernels", self.op]:
+        if self._is_own_op(name) or name.split(".")[:4] == ["torch", "ops", "fastkernels", self.op]:
             self.note(node, "own-op", f"{name} is the op that the candidate replaces")
+        elif locate(name).kind is Kind.PRODUCTION:
+            self.note(node, "baseline-library", rules.REASONS["baseline-library"].format(name))
 
-    def _is_ours(self, parts: list[str]) -> bool:
-        """Whether a dotted name is what the candidate replaces: the op's kernel, or a class that calls it."""
-        found = parts[:2] == ["fastkernels", "overrides"] and self.op in parts[2:]
-        return found and not self.composed and parts[-1] != "reference" and not _is_record(parts)
+    def _is_own_op(self, name: str) -> bool:
+        """Whether a dotted name gives what the candidate replaces: the op's kernel, or a class that calls it."""
+        place = locate(name)
+        if self.composed or self.op not in place.ops:
+            return False
+        is_reference = place.kind is Kind.OP and place.name == "reference" and name.endswith(".reference")
+        return not is_reference and not place.is_record
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, (str, bytes)) and id(node) not in self.docstrings:
@@ -279,7 +285,7 @@ class _Visitor(ast.NodeVisitor):
         own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)} & _CALLS
         for part in ast.iter_child_nodes(node):
             # A subclass of ours for its weights and loaders, with a call of its own.
-            if own and part in node.bases and self._is_ours(self.dotted(part).split(".")):
+            if own and part in node.bases and self._is_own_op(self.dotted(part)):
                 self.inherits = True
             else:
                 self.visit(part)
@@ -319,13 +325,6 @@ def _bound(tree: ast.Module) -> set[str]:
     found |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     loops = [n.target for n in ast.walk(tree) if isinstance(n, (ast.For, ast.comprehension))]
     return found | {t.id for loop in loops for t in ast.walk(loop) if isinstance(t, ast.Name)}
-
-
-def _is_record(parts: list[str]) -> bool:
-    """Whether a dotted name is a dataclass of an op's module, such as what a host's class returns."""
-    module = registry.op_module(parts[-2]) if parts[-2] in registry.op_modules() else None
-    found = getattr(module, parts[-1], None)
-    return isinstance(found, type) and dataclasses.is_dataclass(found)
 
 
 def _is_super(node: ast.AST) -> bool:
