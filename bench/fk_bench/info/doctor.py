@@ -88,7 +88,7 @@ def _driver() -> str | None:
 def interpreters(given: list[str]) -> dict[str, str]:
     """{name: interpreter}: this one, those given as LANE=PATH, and the environments beside the project."""
     found = {"this": sys.executable, **per_lane("--python", given)}
-    for folder in (Path.cwd(), Path(__file__).resolve().parents[3]):
+    for folder in (Path.cwd(), REPO_ROOT):
         for host, name in BESIDE.items():
             python = folder / name / "bin" / "python"
             if host not in found and python.is_file():

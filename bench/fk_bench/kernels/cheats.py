@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.kernels.judge.rows.judging import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 
-FOLDER = Path(__file__).resolve().parents[3] / "tests" / "cheats"
+CHEATS = "tests/cheats"
 NO_GAIN = "no-gain"  # it is right, and no faster for its cheat than its honest twin
 # For a twin whose times are invalid: a machine that others load, too, may do that to an honest kernel
 TRIES = 3
@@ -43,18 +44,14 @@ class Cheat:
     scan: str | None
     caught: tuple[str, ...]
 
-    def file(self, honest: bool = False, folder: Path = FOLDER) -> Path:
+    def file(self, honest: bool = False, folder: Path | None = None) -> Path:
+        folder = folder or checkout_path(CHEATS)
         return folder / "honest" / f"{self.name}.py" if honest else folder / f"{self.name}.py"
 
 
-def catalogue(folder: Path = FOLDER) -> list[Cheat]:
+def catalogue(folder: Path | None = None) -> list[Cheat]:
     """All cheats. Raises FileNotFoundError where there are none, as in an installation without the tests."""
-    path = folder / "catalogue.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no {path}: the cheats are in a checkout of FastKernels, not in its package"
-        )
-    entries = json.loads(path.read_text())
+    entries = json.loads(((folder or checkout_path(CHEATS)) / "catalogue.json").read_text())
     return [Cheat(**{**e, "sources": tuple(e["sources"]), "caught": tuple(e["caught"])}) for e in entries]
 
 
@@ -70,7 +67,7 @@ class Verdict:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path = FOLDER) -> Verdict:
+def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path | None = None) -> Verdict:
     """Judge the twin with the scan, the cheat without it, and scan the cheat."""
     verdict = Verdict(cheat)
     for _ in range(TRIES):
@@ -131,7 +128,9 @@ def _outcome(rows: list[Row]) -> str:
     return "" if row is None else f"{row.status.value}: {row.reason}" if row.reason else row.status.value
 
 
-def run_cheats(options: Options, out: Path, quiet: bool = False, folder: Path = FOLDER) -> dict[str, Any]:
+def run_cheats(
+    options: Options, out: Path, quiet: bool = False, folder: Path | None = None
+) -> dict[str, Any]:
     """Judge all cheats of this device; a row of each and of each twin goes to `out`, a line to standard error.
 
     Returns {ok, cheats, caught, twins, passed, not_run}; not_run are those for another device.

@@ -168,7 +168,10 @@ def _damaged(names: list[str], options: Any) -> list[str]:
 def _cheats(options: Any, run: Path, quiet: bool) -> int:
     from fk_bench.kernels.cheats import run_cheats
 
-    result = run_cheats(options, run / "rows.jsonl", quiet)
+    try:
+        result = run_cheats(options, run / "rows.jsonl", quiet)
+    except FileNotFoundError as error:
+        fail(str(error))
     last_line({"command": "kernels", "device": options.device, **result, "rows": str(run / "rows.jsonl")})
     return 0 if result["ok"] else 1
 

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Status, read
-from fk_bench.kernels.cheats import FOLDER, Cheat, catalogue, run_cheats, try_cheat
+from fk_bench.kernels.cheats import Cheat, catalogue, run_cheats, try_cheat
 from fk_bench.kernels.judge.rows.judging import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 from support.kernels.op_cases import call, make_args, mismatch, oracle
 
 from fastkernels.core import candidate, registry
 
+FOLDER = checkout_path("tests/cheats")
 CHEATS = catalogue()
 HERE = [c for c in CHEATS if c.device == "cpu"]
 OPTIONS = Options(device="cpu", rounds=4, seconds=0.5, timeout=60)
@@ -108,8 +110,3 @@ def test_every_file_is_in_the_catalogue() -> None:
         folder = FOLDER / "honest" if honest else FOLDER
         assert {p.stem for p in folder.glob("*.py")} == {c.name for c in CHEATS}
     assert len(CHEATS) == len({c.name for c in CHEATS}) >= 26
-
-
-def test_without_a_checkout(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="the cheats are in a checkout of FastKernels"):
-        catalogue(tmp_path)
