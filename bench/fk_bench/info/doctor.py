@@ -19,6 +19,7 @@ from fastkernels.core import registry
 from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec, Target
 from fk_bench.core import machine
+from fk_bench.core.checkout import REPO_ROOT
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.serving.config import ConfigError, per_lane
 
