@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from fk_bench.kernels.judge.processes.zygote import Exit, Zygote
-from support.cage import OPTIONS, SUPPORT, hear
+from support.cage.children import OPTIONS, SUPPORT, hear
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 from fk_bench.kernels.judge.processes import seccomp
 from fk_bench.kernels.judge.processes.cage import STEPS, own_home
 from fk_bench.kernels.judge.processes.zygote import Zygote
-from support.cage import OPEN, OPTIONS, SUPPORT, hear, needs, run
+from support.cage.children import OPEN, OPTIONS, SUPPORT, hear, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
 

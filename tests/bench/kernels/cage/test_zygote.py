@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fk_bench.kernels.judge.processes import forkserver
 from fk_bench.kernels.judge.processes.zygote import OUTPUT_KEPT, Exit, Zygote, ZygoteError
-from support.cage import OPEN, OPTIONS, SUPPORT, hear, needs, run
+from support.cage.children import OPEN, OPTIONS, SUPPORT, hear, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
 
