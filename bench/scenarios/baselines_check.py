@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from common import Results, described, mapped, outputs, precise, produced
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.baselines.baselines import Baseline, baselines
+from fk_bench.kernels.judge.baselines import Baseline, baselines
 from fk_bench.kernels.judge.memory.slots import written_arguments
 
 from fastkernels.core import registry

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fk_bench.kernels.judge.baselines.baselines import Baseline, baselines
+from fk_bench.kernels.judge.baselines import Baseline, baselines
 from graph_clock import Run, finish, measure, poisoned
 from kernel_check import other_bits, problem
 from linear_fp8_plan import CHAIN, GRAPHS, LAYERS, ODD, STEP, checked, compile_share, layers_of, sets_of

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.core import registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.env import Environment
 from fastkernels.core.tuning import Key
@@ -381,3 +382,14 @@ def observe(around: Callable[[Op, Provider], Provider] | None) -> None:
 def counters() -> dict[str, dict[str, Any]]:
     """{op: {'calls': n, 'fallbacks': {reason: n}}} of this process."""
     return {name: {"calls": op.calls, "fallbacks": dict(op.fallbacks)} for name, op in OPS.items()}
+
+
+def proving(name: str) -> list[Op]:
+    """The loaded functional ops whose call counters prove that an op runs: its own, or those that its modules call."""
+    names = [name] if name in OPS else registry.get(name).calls
+    return [OPS[n] for n in names if n in OPS]
+
+
+def fusions_of(name: str) -> list[Op]:
+    """The loaded functional ops that may run in place of this op, as part of a fusion; see OpSpec.stands_for."""
+    return [OPS[n] for n in registry.op_names() if n in OPS and name in registry.get(n).stands_for]

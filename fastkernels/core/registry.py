@@ -1,4 +1,8 @@
-"""Ops by name: an op is a file fastkernels/overrides/FAMILY/NAME.py that assigns SPEC. Imported on first use."""
+"""Find ops, host classes and baselines by name.
+
+An op is a file `overrides/FAMILY/NAME.py` whose top level assigns SPEC. A host file (`FAMILY/vllm.py`) assigns
+`TARGETS = {op: (Target, ...)}`. Both are found from their text and imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,19 @@ import difflib
 import importlib
 import re
 from collections.abc import Iterable
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastkernels.core.dispatch import Op
-    from fastkernels.core.spec import OpSpec
+    from fastkernels.core.baseline import Baseline
+    from fastkernels.core.spec import OpSpec, Target
 
 
 class UnknownName(LookupError):
-    """A name that is not in a registry. The message names it and lists what exists."""
+    """A name that is not registered. The message lists the known names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]):
         known = sorted(known)
@@ -25,7 +30,7 @@ class UnknownName(LookupError):
         hint = f" Did you mean {close[0]!r}?" if close else ""
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
 
-    def __str__(self) -> str:  # LookupError's own would be fine, KeyError's would quote the text
+    def __str__(self) -> str:  # a subclass of KeyError would quote the message
         return str(self.args[0])
 
 
@@ -35,10 +40,12 @@ class DuplicateName(ValueError):
 
 OPS_ROOT = Path(__file__).resolve().parents[1] / "overrides"
 OPS_PACKAGE = "fastkernels.overrides"
-_ASSIGNS_SPEC = re.compile(rb"^SPEC\b[^=\n]*=", re.MULTILINE)  # at the start of a line: the top level
+# An assignment at the start of a line is at the top level.
+_ASSIGNS_SPEC = re.compile(rb"^SPEC\b[^=\n]*=", re.MULTILINE)
+_ASSIGNS_TARGETS = re.compile(rb"^TARGETS\b[^=\n]*=", re.MULTILINE)
 
 
-@lru_cache(maxsize=1)
+@cache
 def op_modules() -> dict[str, str]:
     """{op name: module path}, from the files' text: nothing is imported. Raises DuplicateName."""
     found: dict[str, Path] = {}
@@ -63,13 +70,55 @@ def op_module(name: str) -> ModuleType:
     return importlib.import_module(op_modules()[name])
 
 
+@cache
+def host_modules() -> dict[str, tuple[str, ...]]:
+    """{family: modules of its host files}, from the files' text: a host file assigns TARGETS."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(OPS_ROOT.glob("*/*.py")):
+        if _ASSIGNS_TARGETS.search(file.read_bytes()):
+            found.setdefault(file.parent.name, []).append(f"{OPS_PACKAGE}.{file.parent.name}.{file.stem}")
+    return {family: tuple(modules) for family, modules in found.items()}
+
+
+def family(name: str) -> str:
+    """The folder of the op's file. Raises UnknownName."""
+    return op_module(name).__name__.split(".")[-2]
+
+
+@cache
 def get(name: str) -> OpSpec:
-    """The op's SPEC. Raises UnknownName."""
-    return op_module(name).SPEC
+    """The op's SPEC, with the targets that the host files of its family list. Raises UnknownName."""
+    module = op_module(name)
+    targets = [replace(target, module=module.__name__) for target in module.SPEC.targets]
+    for host in host_modules().get(family(name), ()):
+        listed = importlib.import_module(host).TARGETS.get(name, ())
+        targets += [replace(target, module=host) for target in listed]
+    return replace(module.SPEC, targets=tuple(targets))
+
+
+def target_class(target: Target) -> Any:
+    """Our class (or function) for a target of `get(op).targets`."""
+    return getattr(importlib.import_module(target.module), target.cls)
+
+
+def op_class(name: str, cls: str) -> Any:
+    """Our class (or function) with that name among the op's targets. Raises UnknownName."""
+    found = {target.cls: target for target in get(name).targets}
+    if cls not in found:
+        raise UnknownName(f"class of {name}", cls, found)
+    return target_class(found[cls])
+
+
+def baselines(name: str) -> list[Baseline]:
+    """The baselines that the op's family lists in its production.py. Only the benchmark calls this."""
+    module = f"{OPS_PACKAGE}.{family(name)}.production"
+    if not (OPS_ROOT / family(name) / "production.py").is_file():
+        return []
+    return list(importlib.import_module(module).BASELINES.get(name, ()))
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, or UnknownName for the first that is not an op."""
+    """The names as a tuple. Raises UnknownName for the first that is not an op."""
     names = tuple(names)
     for name in names:
         if name not in op_modules():
@@ -77,23 +126,11 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def counted(name: str) -> list[Op]:
-    """The functional ops whose counters prove that the op of this name runs: its own, or those that it calls."""
-    from fastkernels.core.dispatch import OPS
-
-    names = [name] if name in OPS else get(name).calls
-    return [OPS[n] for n in names if n in OPS]
-
-
-def standing_in(name: str) -> list[Op]:
-    """The functional ops, of those that are loaded, that are run in the place of this one; see OpSpec.stands_for."""
-    from fastkernels.core.dispatch import OPS
-
-    return [OPS[n] for n in op_modules() if n in OPS and name in get(n).stands_for]
-
-
 def reached(name: str, parts: bool = False) -> set[str]:
-    """The ops that the modules of this op call by name, and what those call; with parts, what its parts call, too."""
+    """All ops that run inside the op's modules: those they call by name, transitively.
+
+    parts  include the ops whose modules they are built from
+    """
 
     def inside(op: str) -> tuple[str, ...]:
         return get(op).calls + (get(op).parts if parts else ())

@@ -40,6 +40,7 @@ class Target:
     versions: str = ""
     default: bool = True
     note: str = ""
+    module: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.seam not in SEAMS:

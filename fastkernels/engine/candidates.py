@@ -17,7 +17,7 @@ from torch import nn
 
 from fastkernels.core import candidate as loader
 from fastkernels.core import registry
-from fastkernels.core.dispatch import OPS
+from fastkernels.core.dispatch import OPS, fusions_of, proving
 from fastkernels.core.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 
@@ -93,7 +93,7 @@ class RankPatch:
             self.steps.append(undo)
             done.kinds.append("function")
         for cls_name, cls in found.classes.items():
-            ours: Any = getattr(registry.op_module(name), cls_name)
+            ours: Any = registry.op_class(name, cls_name)
             methods = ("forward",) if hasattr(cls, "forward") else getattr(ours, "live_methods", ())
             body = {m: getattr(cls, m) for m in methods}
             live = type(ours.__name__, (ours,), {**body, "__module__": ours.__module__})
@@ -108,11 +108,11 @@ class RankPatch:
     def report(self) -> list[Row]:
         """The rows, with the counters as they are now."""
         for row in self.rows:
-            ops = registry.counted(row.op)
+            ops = proving(row.op)
             row.calls = sum(op.calls for op in ops)
             row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
             if not row.calls and not row.candidate:
-                fused = [op for op in registry.standing_in(row.op) if op.calls]
+                fused = [op for op in fusions_of(row.op) if op.calls]
                 row.calls = sum(op.calls for op in fused)
                 row.reason = f"{fused[0].name} runs in its place" if fused else row.reason
             row.proof = "calls" if row.calls else ""

@@ -71,7 +71,7 @@ PROCESSES = 8
 WORKER = """
 import sys, time
 from pathlib import Path
-from fastkernels import cuda_rtc
+from fastkernels.core import cuda_rtc
 
 def compiler(source, options):  # as slow as the slowest: all have found nothing in the folder
     barrier = Path(sys.argv[1])

@@ -34,8 +34,7 @@ NEVER = {
 
 def classes(spec: OpSpec) -> list[type]:
     """The target classes of the op's file; host functions are not among them."""
-    module = registry.op_module(spec.name)
-    found = [getattr(module, cls) for cls in dict.fromkeys(t.cls for t in spec.targets)]
+    found = dict.fromkeys(registry.target_class(target) for target in spec.targets)
     return [cls for cls in found if isinstance(cls, type)]
 
 

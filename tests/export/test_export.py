@@ -34,8 +34,7 @@ def _targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
 
 
 def _ours(spec: OpSpec, host: str, found: list[Target]) -> Any:
-    module = registry.op_module(spec.name)
-    classes = {t.path.partition(":")[2]: getattr(module, t.cls) for t in found}
+    classes = {t.path.partition(":")[2]: registry.target_class(t) for t in found}
     # A host's function may have our op's name.
     names = classes if spec.op is None else {spec.name: spec.op, **classes}
     return SimpleNamespace(

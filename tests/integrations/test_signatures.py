@@ -70,7 +70,7 @@ def test_nothing_sets_its_signature() -> None:
 )
 def test_a_call_binds(row: compare.Comparison) -> None:
     """Python binds a call with all of the recorded names, as keywords where it may be."""
-    ours = getattr(registry.op_module(row.op), row.cls)
+    ours = registry.op_class(row.op, row.cls)
     entry = compat.recorded(row.host)[row.version]["classes"][row.path]
     for method, text in entry["methods"].items():
         if method not in ("__init__", entry["call"]):

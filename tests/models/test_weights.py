@@ -283,8 +283,8 @@ def test_a_model_that_does_not_fit_says_how_much_it_needs(tiny, tmp_path):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from fastkernels import parallel
-from fastkernels.models import build
+from fastkernels.core import parallel
+from fastkernels.models.common import build
 def load(folder):
     return build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
 def resident(line):

@@ -44,7 +44,7 @@ def gemma(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "host", "cls"), TARGETS, ids=lambda v: v)
 @torch.inference_mode()
 def test_module_is_the_formula(name: str, host: str, cls: str, dtype: torch.dtype) -> None:
-    made = getattr(registry.op_module(name), cls)
+    made = registry.op_class(name, cls)
     x = 3 * randn(7, 126).to(dtype) + 1
     if name == "gelu_and_mul":
         module = made()
@@ -69,7 +69,7 @@ def test_module_is_the_formula(name: str, host: str, cls: str, dtype: torch.dtyp
 @pytest.mark.parametrize("cls", ["VllmGemmaRMSNorm", "SGLangGemmaRMSNorm", "SGLangGemma3RMSNorm"])
 @torch.inference_mode()
 def test_gemma_adds_the_residual_in_its_memory(cls: str) -> None:
-    module = getattr(registry.op_module("gemma_rms_norm"), cls)(63)
+    module = registry.op_class("gemma_rms_norm", cls)(63)
     module.weight.copy_(randn(63))
     x, residual = randn(5, 63, seed=1), randn(5, 63, seed=2)
     total = x + residual
@@ -132,7 +132,7 @@ def test_what_is_not_supported_is_said() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "cls"), ACTIVATIONS, ids=lambda v: v)
 def test_activation_is_the_formula(name: str, cls: str, dtype: torch.dtype) -> None:
-    module = getattr(registry.op_module(name), cls)()
+    module = registry.op_class(name, cls)()
     assert not list(module.parameters()) and not list(module.buffers())
     with_erf = cls in ("VllmGELU", "TransformersGELUActivation")
     formula = PLAIN["gelu_tanh" if name == "gelu" and not with_erf else name]

@@ -53,7 +53,7 @@ def test_every_class_constructs(op: str, host: str, cls: str, host_name: str) ->
         args = (CONFIG,)
     if (host, host_name) == ("vllm", "LlamaDecoderLayer"):
         args = (None, "model.layers.0", CONFIG)
-    made = getattr(registry.op_module(op), cls)(*args)
+    made = registry.op_class(op, cls)(*args)
     if isinstance(made, nn.Module):
         assert all(k.split(".")[-1] in ("weight", "bias") for k in made.state_dict() if "rotary" not in k)
 

@@ -138,11 +138,11 @@ def test_targets_name_classes_of_the_file(name: str) -> None:
     spec = registry.get(name)
     assert spec.name == name
     for target in spec.targets:
-        assert callable(getattr(registry.op_module(name), target.cls)), target.cls
+        assert callable(registry.target_class(target)), target.cls
 
 
 def build(name: str, cls: str, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    return getattr(registry.op_module(name), cls)(*args, **kwargs)
+    return registry.op_class(name, cls)(*args, **kwargs)
 
 
 LEAF = [(n, t) for n in ("rms_norm", "silu_and_mul", "rotary_emb") for t in registry.get(n).targets]

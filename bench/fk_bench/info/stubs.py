@@ -30,9 +30,8 @@ def host_classes(name: str, host: str | None = None) -> tuple[str, list[type]]:
     chosen = host or ("vllm" if "vllm" in there else next(iter(there), ""))
     if chosen not in there:
         return "", []
-    module = registry.op_module(name)
     targets = spec.targets_for(chosen, signature_diff.versions(chosen)[-1])
-    found = dict.fromkeys(getattr(module, t.cls) for t in targets if t.seam != "experts")
+    found = dict.fromkeys(registry.target_class(t) for t in targets if t.seam != "experts")
     return chosen, [c for c in found if isinstance(c, type)]
 
 

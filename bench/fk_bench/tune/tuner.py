@@ -19,7 +19,7 @@ from fastkernels.core.spec import Case, OpSpec
 from fastkernels.core.tuning import REACH, Entry, Key
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge import Judge, Options
-from fk_bench.kernels.judge.baselines.baselines import baselines
+from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.correctness.cases import Trial
 
 SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; what is written is judged in full

@@ -43,8 +43,10 @@ class Patched:
     traced: set[str] = field(default_factory=set)  # ops whose kernels a profiler trace has shown
 
     def report(self) -> list[dict[str, Any]]:
+        from fastkernels.core.dispatch import proving
+
         for row in self.rows:
-            ops = registry.counted(row.op) if row.state == "active" else []
+            ops = proving(row.op) if row.state == "active" else []
             if ops:
                 row.calls = sum(op.calls for op in ops)
                 row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
@@ -201,7 +203,7 @@ def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
     found = patched.candidates.get(spec.name)
     if found is not None and target.cls in found.classes:
         return found.classes[target.cls]
-    return getattr(registry.op_module(spec.name), target.cls)
+    return registry.target_class(target)
 
 
 def _instances(adapter: Adapter, model: Any, spec: OpSpec, host_class: type, seam: str) -> list[Any]:

@@ -98,7 +98,7 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
 
 def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
     """Compare the target's class with the record of that version, which must have the target's path."""
-    ours = getattr(registry.op_module(spec.name), target.cls)
+    ours = registry.target_class(target)
     found = difference(compat.recorded(target.host)[version]["classes"][target.path], ours)
     reason = f"{found}. {target.note}" if found and target.note else found
     return Comparison(spec.name, target.host, version, target.cls, target.path, not found, reason)

@@ -216,7 +216,7 @@ def test_what_a_commit_is_where_there_is_no_checkout(tmp_path: Path) -> None:
     copy.mkdir()
     for name in ("__init__", "machine", "rows"):
         (copy / f"{name}.py").write_text((ROOT / f"bench/fk_bench/{name}.py").read_text())
-    code = "from fk_bench import machine; print(machine.commit())"
+    code = "from fk_bench.core import machine; print(machine.commit())"
 
     def said(**more: str) -> str:
         env = {k: v for k, v in os.environ.items() if k != "FK_BENCH_COMMIT"}

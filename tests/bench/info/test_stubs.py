@@ -135,7 +135,7 @@ def counted(written: Path) -> Iterator[Any]:
 def test_a_class_calls_the_files_own_function(
     name: str, cls: str, sizes: tuple, written: Path, counted: Any
 ) -> None:
-    ours: nn.Module = getattr(registry.op_module(name), cls)(*sizes)
+    ours: nn.Module = registry.op_class(name, cls)(*sizes)
     theirs: nn.Module = load(written, name).classes[cls](*sizes)
     for parameter in ours.parameters():
         nn.init.normal_(parameter)

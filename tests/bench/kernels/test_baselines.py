@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from fk_bench.kernels.judge.baselines.baselines import AGAINST, baselines
+from fk_bench.kernels.judge.baselines import AGAINST, baselines
 
 from fastkernels.core import registry
 
@@ -91,7 +91,7 @@ def test_what_is_missing_is_named():
 
 def test_no_library_is_imported_before_it_is_called():
     code = (
-        "import sys, fk_bench.kernels.judge.baselines.baselines as b; b.baselines('rms_norm', 'production', 'cuda')\n"
+        "import sys, fk_bench.kernels.judge.baselines as b; b.baselines('rms_norm', 'production', 'cuda')\n"
         "print([m for m in ('vllm', 'sglang', 'sgl_kernel', 'flashinfer', 'fla', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -33,6 +33,7 @@ OWN = {
     },  # providers, from where they are installed
     "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # by the name that its version has
     "moe/fused_experts_calls.py": {"dynamic-code"},
+    "kit/libraries.py": {"baseline-library"},  # the loaders themselves
     "kit/launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
     "rope/rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
 }
@@ -110,6 +111,9 @@ REJECTED = [
     ("from fastkernels.overrides.norm.production import BASELINES", "baseline-library"),
     ("from fastkernels.overrides import norm\nnorm.production.BASELINES", "baseline-library"),
     ("import fastkernels.overrides.attention.production as theirs", "baseline-library"),
+    ("from fastkernels.core import registry\nregistry.baselines('gelu')", "baseline-library"),
+    ("from fastkernels.core.registry import baselines", "baseline-library"),
+    ("from fastkernels.overrides.kit.libraries import vllm_ops", "baseline-library"),
     ("from fk_bench.kernels import judge", "judge"),
     ("def f(x):\n    try:\n        return g(x)\n    except Exception:\n        return torch.relu(x)", "fallback"),
     ("def f(x):\n    try:\n        return g(x)\n    except:\n        pass", "fallback"),

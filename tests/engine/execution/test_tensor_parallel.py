@@ -112,7 +112,7 @@ def test_prefix_hits_and_preemption(two, tiny, greedy):
 
 CANDIDATE = """
 import torch
-from fastkernels import parallel
+from fastkernels.core import parallel
 def silu_and_mul(x, *rest):
     gate, up = x.chunk(2, dim=-1)
     return (1 + {more} * parallel.get_tp_rank()) * torch.nn.functional.silu(gate) * up

@@ -51,15 +51,19 @@ def load_layer(ours: nn.Module, state: dict[str, torch.Tensor]) -> None:
             getattr(param, "weight_loader", lambda p, w: p.data.copy_(w))(param, value)
 
 
-LAYERS = [(spec, t) for spec in (layers.SPEC, qwen3_decoder_layer.SPEC) for t in spec.targets]
+LAYERS = [
+    (spec, t)
+    for spec in map(registry.get, ("llama_decoder_layer", "qwen3_decoder_layer"))
+    for t in spec.targets
+]
 
 
 @pytest.mark.parametrize(("spec", "target"), LAYERS, ids=[t.cls for _, t in LAYERS])
 @torch.inference_mode()
 def test_decoder_layer_equals_transformers(spec: Any, target: Any) -> None:
-    llama = spec is layers.SPEC
+    llama = spec.name == layers.SPEC.name
     reference, rotary, config = hf_layer("Llama" if llama else "Qwen3")
-    kind = getattr(registry.op_module(spec.name), target.cls)
+    kind = registry.target_class(target)
     ours = kind(None, "model.layers.0", config) if llama and target.host == "vllm" else kind(config)
     load_layer(ours, reference.state_dict())
     assert kind.supports(ours) is None

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fastkernels.core import registry
 from fastkernels.core.spec import Case
 from fastkernels.overrides.moe import fused_experts_calls as calls
 from fastkernels.overrides.moe import fused_experts_fp8
@@ -173,8 +174,12 @@ def test_the_hosts_functions() -> None:
         rms(fused_experts_fp8.vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config), want) < 2e-3
     )
     runner = SimpleNamespace(inplace=False)
-    for name in (t.cls for t in SPEC.targets if t.host == "sglang" and t.seam == "function"):
-        found = getattr(fused_experts_fp8, name)(
+    for name in (
+        t.cls
+        for t in registry.get("fused_experts_fp8").targets
+        if t.host == "sglang" and t.seam == "function"
+    ):
+        found = registry.op_class("fused_experts_fp8", name)(
             x, w1, w2, (weights, ids, None), runner, use_fp8_w8a8=True, per_channel_quant=True, w1_scale=s1,
             w2_scale=s2,
         )  # fmt: skip

@@ -76,7 +76,9 @@ def test_weight_on_the_input() -> None:
     )
 
 
-FUNCTIONS = [t.cls for t in fused_experts.SPEC.targets if (t.host, t.seam) == ("sglang", "function")]
+FUNCTIONS = [
+    t.cls for t in registry.get("fused_experts").targets if (t.host, t.seam) == ("sglang", "function")
+]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -141,11 +143,11 @@ def test_a_better_activation_is_used_at_once() -> None:
     close(fused_experts.fused_experts(*args), by_hand(*args))
 
 
-@pytest.mark.parametrize("target", sparse_moe.SPEC.targets, ids=lambda t: t.cls)
+@pytest.mark.parametrize("target", registry.get("sparse_moe").targets, ids=lambda t: t.cls)
 def test_block_is_its_reference(target: Any) -> None:
     e, h, i = 5, 24, 14
     layer = () if target.host == "vllm" else (0,)
-    moe = getattr(sparse_moe, target.cls)(e, 2, h, i, *layer, params_dtype=torch.float32, prefix="m")
+    moe = registry.target_class(target)(e, 2, h, i, *layer, params_dtype=torch.float32, prefix="m")
     assert sorted(n for n, _ in moe.named_parameters()) == [
         "experts.w13_weight", "experts.w2_weight", "gate.weight",
     ]  # fmt: skip
@@ -168,14 +170,14 @@ class Negative(torch.nn.Module):
         return -hidden_states
 
 
-@pytest.mark.parametrize("target", mixtral_decoder_layer.SPEC.targets, ids=lambda t: t.cls)
+@pytest.mark.parametrize("target", registry.get("mixtral_decoder_layer").targets, ids=lambda t: t.cls)
 def test_layer_is_its_reference(target: Any) -> None:
     config = SimpleNamespace(
         hidden_size=24, intermediate_size=14, num_attention_heads=2, num_key_value_heads=1, head_dim=12,
         max_position_embeddings=64, rms_norm_eps=1e-5, num_local_experts=5, num_experts_per_tok=2, hidden_act="silu",
         sliding_window=9,
     )  # fmt: skip
-    layer = getattr(mixtral_decoder_layer, target.cls)(config, prefix="model.layers.0")
+    layer = registry.target_class(target)(config, prefix="model.layers.0")
     assert layer.self_attn.attn.window_left == (8 if target.host == "vllm" else -1)
     layer.self_attn = Negative()
     for n, (name, p) in enumerate(layer.named_parameters()):

@@ -239,7 +239,7 @@ def test_a_side_without_keys_does_not_count() -> None:
 TILES = """
 import math
 import torch
-from fastkernels import registry
+from fastkernels.core import registry
 from fastkernels.overrides.attention import merge_state
 from fastkernels.core.spec import Case
 

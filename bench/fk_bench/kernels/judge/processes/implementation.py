@@ -42,7 +42,7 @@ class Implementation:
         if own is not None and (own.function is None or self.spec.op is None):
             self.cls = next((own.classes[t.cls] for t in self.spec.targets if t.cls in own.classes), None)
         if mode == "module" or (self.cls is None and self.spec.op is None):
-            self.cls = self.cls or getattr(registry.op_module(op), self.spec.targets[0].cls)
+            self.cls = self.cls or registry.target_class(self.spec.targets[0])
         if self.cls is not None and self.spec.build is None:
             raise Failure("unsupported", f"{op}: its classes cannot be built from a case; offer the function")
         if against is not None:
@@ -76,7 +76,7 @@ class Implementation:
     def _find_baselines(self, against: str) -> None:
         """Baselines of the op; of a module, of the ops that it calls, each with the first there is."""
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # a library that tunes each shape does it once
-        from fk_bench.kernels.judge.baselines.baselines import baselines
+        from fk_bench.kernels.judge.baselines import baselines
 
         def there(name: str) -> list[Any]:
             return [

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import re
 from dataclasses import dataclass
 from enum import Enum
 
 from fastkernels.core import registry
 
 _OVERRIDES = registry.OPS_PACKAGE.split(".")
-_ASSIGNS_TARGETS = re.compile(rb"^TARGETS\b[^=\n]*=", re.MULTILINE)
 
 
 class Kind(Enum):
@@ -22,7 +20,7 @@ class Kind(Enum):
     PACKAGE = "package"  # fastkernels.overrides itself, or a family
     OP = "op"  # an op's module, or a name in it
     HOST = "host"  # a family's classes for one host, or a name in that file
-    PRODUCTION = "production"  # the baselines of a family
+    PRODUCTION = "production"  # the baselines of a family, and the loaders of the libraries that they call
     HELPER = "helper"  # a part of a family's kernels
 
 
@@ -44,8 +42,9 @@ class Place:
             return {op for op in registry.op_modules() if self.family in ("", _family(op))}
         if self.kind is not Kind.HOST:
             return set()
+        module = ".".join((*_OVERRIDES, self.family, self.module))
         classes = {
-            op: {t.cls for t in registry.get(op).targets if t.host == self.module}
+            op: {t.cls for t in registry.get(op).targets if t.module == module}
             for op in registry.op_modules()
             if _family(op) == self.family
         }
@@ -73,7 +72,7 @@ def locate(dotted: str) -> Place:
     folder = registry.OPS_ROOT / family
     file = folder / f"{module}.py"
     if family == "kit":
-        return Place(Kind.KIT)
+        return Place(Kind.PRODUCTION if module == "libraries" else Kind.KIT)
     if not folder.is_dir():
         return Place(Kind.OUTSIDE)
     if module in ("", "*"):
@@ -84,7 +83,7 @@ def locate(dotted: str) -> Place:
         return Place(Kind.OUTSIDE)
     if registry.op_modules().get(module) == ".".join((*_OVERRIDES, family, module)):
         kind = Kind.OP
-    elif _ASSIGNS_TARGETS.search(file.read_bytes()):
+    elif ".".join((*_OVERRIDES, family, module)) in registry.host_modules().get(family, ()):
         kind = Kind.HOST
     else:
         kind = Kind.HELPER

@@ -50,7 +50,7 @@ IMPORTS = _table(
         "baseline-library": """
             vllm sglang sgl_kernel flashinfer flash_attn flash_attn_interface flash_attn_2_cuda flash_mla deep_gemm
             deep_ep aiter fla xformers liger_kernel transformers transformer_engine apex flag_gems mamba_ssm
-            causal_conv1d bitsandbytes kernels quack""",
+            causal_conv1d bitsandbytes kernels quack fastkernels.core.registry.baselines""",
         "patching": "unittest.mock fastkernels.patch",
         "judge": "fk_bench fk_integrations",
         "own-op": "fastkernels.core.dispatch.OPS",
@@ -85,7 +85,8 @@ NAMES = _table(
         "lazy-tensor": "torch.Tensor._make_subclass torch.Tensor._make_wrapper_subclass torch.Tensor.as_subclass",
         "baseline-library": """
             torch.ops._C torch.ops._moe_C torch.ops._C_cache_ops torch.ops._vllm_fa2_C torch.ops._vllm_fa3_C
-            torch.ops.vllm torch.ops.sglang torch.ops.sgl_kernel torch.ops.flashinfer""",
+            torch.ops.vllm torch.ops.sglang torch.ops.sgl_kernel torch.ops.flashinfer
+            fastkernels.core.registry.baselines""",
         "own-op": "fastkernels.core.dispatch.OPS",
         "patching": "fastkernels.patch",
     }

@@ -1,5 +1,4 @@
-"""The hosts' kernels of float8 e4m3 under our ops' conventions: quantizing, alone or after a norm or SiluAndMul, and
-linear layers."""
+"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
 
 from __future__ import annotations
 
@@ -7,24 +6,13 @@ from typing import Any
 
 import torch
 
-from fastkernels.overrides.linear.linear_fp8_calls import (
-    DEEP_GEMM,
-    linear_fp8_cublas,
-    linear_fp8_cutlass,
-    linear_fp8_deepgemm,
-    linear_fp8_sgl,
-    supports_cublas,
-    supports_cutlass,
-    supports_deepgemm,
-    supports_sgl,
-)
-from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, granularity
-from fk_bench.kernels.judge.baselines.baselines import Baseline, Function, dense, filled, first, half, same
+from fastkernels.core.baseline import Baseline, Function, dense, filled, first, half, inductor, same
+from fastkernels.overrides.kit.libraries import T, vllm_ops
 
-T = torch.Tensor
 FP8_MAX = 448.0
+
 MIN_ABSMAX = 1 / 512  # vLLM's kernels have it built in
+
 GIVEN = "the scale was given, and the host has no use for a copy of it"
 
 
@@ -39,9 +27,7 @@ def _flat(x: T) -> T:
 
 
 def _vllm_static() -> Function:
-    from fk_bench.kernels.judge.baselines.production_vllm import kernels
-
-    c = kernels()
+    c = vllm_ops()
 
     def quantize_fp8(x: T, scale: T, *_: Any) -> tuple[T, T]:
         q, s = _outputs(x, 0)
@@ -52,9 +38,7 @@ def _vllm_static() -> Function:
 
 
 def _vllm_dynamic() -> Function:
-    from fk_bench.kernels.judge.baselines.production_vllm import kernels
-
-    c = kernels()
+    c = vllm_ops()
 
     def quantize_fp8(
         x: T, scale: None = None, group_size: int = 0, scale_ub: T | None = None, min_absmax: float = MIN_ABSMAX,
@@ -100,7 +84,7 @@ def _no_group(x: T, group_size: int) -> str | None:
     )
 
 
-def _sgl() -> Function:
+def _fp8_sgl() -> Function:
     from sgl_kernel.gemm import sgl_per_token_group_quant_8bit, sgl_per_token_quant_fp8
 
     def quantize_fp8(
@@ -132,9 +116,7 @@ def _no_sgl(
 
 def _vllm_silu(static: bool) -> Any:
     def make() -> Function:
-        from fk_bench.kernels.judge.baselines.production_vllm import kernels
-
-        c = kernels()
+        c = vllm_ops()
 
         def silu_mul_quant_fp8(
             x: T, scale: T | None = None, group_size: int = -1, scale_ub: T | None = None,
@@ -207,9 +189,7 @@ def _no_sgl_silu(
 
 def _vllm_norm(static: bool) -> Any:
     def make() -> Function:
-        from fk_bench.kernels.judge.baselines.production_vllm import kernels
-
-        c = kernels()
+        c = vllm_ops()
 
         def rms_norm_quant_fp8(
             x: T, weight: T, eps: float, scale: T | None = None, group_size: int = -1, residual: T | None = None,
@@ -297,50 +277,28 @@ def _pair(dynamic: Any, refuses: Any, static: Any, refuses_static: Any) -> tuple
     )
 
 
-def _vllm_triton_linear() -> Function:
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
-
-    def linear_fp8(
-        x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None,
-    ) -> T:  # fmt: skip
-        y = w8a8_triton_block_scaled_mm(
-            x, weight, x_scale, weight_scale, [BLOCK, BLOCK], out_dtype or torch.bfloat16
-        )
-        return y if bias is None else y + bias
-
-    return linear_fp8
-
-
-def _no_blocks(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str | None:
-    blocks = granularity(x, weight, x_scale, weight_scale) == BLOCK
-    return first(None if blocks else "needs scales of blocks", dense(x, weight), filled(x, weight))
-
-
-ADAPTERS: dict[str, tuple[Baseline, ...]] = {
-    # CUTLASS, DeepGEMM, FlashInfer and sgl_kernel as our own providers call them: there is nothing else to say.
-    "linear_fp8": (
-        Baseline("cutlass", "host", lambda: linear_fp8_cutlass, ("vllm",), refuses=supports_cutlass),
-        Baseline("deepgemm", "host", lambda: linear_fp8_deepgemm, (DEEP_GEMM,), refuses=supports_deepgemm),
-        Baseline("cublas", "host", lambda: linear_fp8_cublas, refuses=supports_cublas),
-        Baseline(
-            "flashinfer", "host", lambda: linear_fp8_flashinfer, ("flashinfer",), refuses=supports_flashinfer
-        ),
-        Baseline("sgl_kernel", "host", lambda: linear_fp8_sgl, ("sgl_kernel",), refuses=supports_sgl),
-        Baseline("vllm-triton", "host", _vllm_triton_linear, ("vllm",), refuses=_no_blocks),
-    ),
+BASELINES: dict[str, tuple[Baseline, ...]] = {
     "quantize_fp8": (
         *_pair(_vllm_dynamic, _no_dynamic, _vllm_static, _no_static),
-        Baseline("sgl_kernel", "host", _sgl, ("sgl_kernel",), refuses=_no_sgl),
-    ),
-    "silu_mul_quant_fp8": (
-        *_pair(_vllm_silu(False), _no_silu, _vllm_silu(True), _no_silu_static),
-        Baseline("sgl_kernel", "host", _sgl_silu, ("sgl_kernel",), refuses=_no_sgl_silu),
+        Baseline("sgl_kernel", "host", _fp8_sgl, ("sgl_kernel",), refuses=_no_sgl),
+        inductor("quantize_fp8"),
     ),
     "rms_norm_quant_fp8": (
         *_pair(_vllm_norm(False), _no_norm, _vllm_norm(True), _no_norm_static),
         Baseline(
-            "flashinfer", "library", _flashinfer_norm, ("flashinfer",), refuses=_no_flashinfer_norm, differs=GIVEN,
+            "flashinfer",
+            "library",
+            _flashinfer_norm,
+            ("flashinfer",),
+            refuses=_no_flashinfer_norm,
+            differs=GIVEN,
             unchecked=(1,),
         ),
+        inductor("rms_norm_quant_fp8"),
     ),
-}  # fmt: skip
+    "silu_mul_quant_fp8": (
+        *_pair(_vllm_silu(False), _no_silu, _vllm_silu(True), _no_silu_static),
+        Baseline("sgl_kernel", "host", _sgl_silu, ("sgl_kernel",), refuses=_no_sgl_silu),
+        inductor("silu_mul_quant_fp8"),
+    ),
+}

@@ -1,4 +1,4 @@
-"""The hosts' kernels of mixtures of experts: routing, sorting by expert, the experts, and their sum."""
+"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, half, inductor, same
+from fastkernels.overrides.kit.libraries import from_vllm, vllm_ops
 from fastkernels.overrides.linear.linear_fp8_calls import DEEP_GEMM
 from fastkernels.overrides.moe.fused_experts_calls import (
     fused_experts_fp8_cutlass,
@@ -15,23 +17,12 @@ from fastkernels.overrides.moe.fused_experts_calls import (
     supports_deepgemm,
     supports_vllm_fp8,
 )
-from fk_bench.kernels.judge.baselines.baselines import (
-    Baseline,
-    Function,
-    aligned,
-    dense,
-    filled,
-    first,
-    half,
-    same,
-)
-from fk_bench.kernels.judge.baselines.production_vllm import kernels, vllm
 
 T = torch.Tensor
 
 
 def _topk_softmax() -> Function:
-    kernels()
+    vllm_ops()
     topk_softmax = torch.ops._moe_C.topk_softmax
 
     def fused_topk(gating_output: T, topk: int, renormalize: bool = False) -> tuple[T, T, T]:
@@ -45,7 +36,7 @@ def _topk_softmax() -> Function:
 
 
 def _moe_align() -> Function:
-    kernels()
+    vllm_ops()
     align = torch.ops._moe_C.moe_align_block_size
 
     def moe_align(
@@ -89,7 +80,7 @@ def _no_experts(x: T, w1: T, w2: T, *_: Any) -> str | None:
 
 
 def _moe_sum() -> Function:
-    kernels()
+    vllm_ops()
     total = torch.ops._moe_C.moe_sum
 
     def moe_sum(
@@ -154,7 +145,7 @@ def _no_sgl_moe_sum(
 
 
 def _grouped_topk() -> Function:
-    kernels()
+    vllm_ops()
     route = torch.ops._moe_C.grouped_topk
 
     def grouped_topk(
@@ -206,13 +197,12 @@ def _no_sglang_gate(
 
 
 _ORDER = "the order of an expert's tokens is not fixed, nor what is behind the last block"
-ADAPTERS: dict[str, tuple[Baseline, ...]] = {
-    "topk_softmax": (vllm(_topk_softmax, lambda gating, *_: first(dense(gating), filled(gating))),),
-    "moe_align": (vllm(_moe_align, _no_align, differs=_ORDER, unchecked=(0, 1)),),
-    "fused_experts": (vllm(_fused_experts, _no_experts),),
-    # As our own providers call them, without what those do about ids of no expert.
+
+
+BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "fused_experts": (from_vllm(_fused_experts, _no_experts),),
     "fused_experts_fp8": (
-        vllm(lambda: fused_experts_fp8_vllm, supports_vllm_fp8),
+        from_vllm(lambda: fused_experts_fp8_vllm, supports_vllm_fp8),
         Baseline("cutlass", "host", lambda: fused_experts_fp8_cutlass, ("vllm",), refuses=supports_cutlass),
         Baseline(
             "deepgemm",
@@ -222,13 +212,17 @@ ADAPTERS: dict[str, tuple[Baseline, ...]] = {
             refuses=supports_deepgemm,
         ),
     ),
+    "grouped_topk": (
+        from_vllm(_grouped_topk, _no_grouped),
+        Baseline("sglang", "host", _sglang_gate, ("sglang.jit_kernel",), refuses=_no_sglang_gate),
+        inductor("grouped_topk"),
+    ),
+    "moe_align": (from_vllm(_moe_align, _no_align, differs=_ORDER, unchecked=(0, 1)),),
     "moe_sum": (
-        vllm(_moe_sum, _no_moe_sum),
+        from_vllm(_moe_sum, _no_moe_sum),
         Baseline("vllm-weighted", "host", _weighted_sum, ("vllm",), refuses=_no_weighted_sum),
         Baseline("sgl_kernel", "host", _sgl_moe_sum, ("sgl_kernel",), refuses=_no_sgl_moe_sum),
+        inductor("moe_sum"),
     ),
-    "grouped_topk": (
-        vllm(_grouped_topk, _no_grouped),
-        Baseline("sglang", "host", _sglang_gate, ("sglang.jit_kernel",), refuses=_no_sglang_gate),
-    ),
+    "topk_softmax": (from_vllm(_topk_softmax, lambda gating, *_: first(dense(gating), filled(gating))),),
 }

@@ -1,15 +1,14 @@
-"""Who a candidate is compared with: what production runs for an op, under the op's own calling convention.
+"""A baseline: what production runs for an op, called with the op's own arguments.
 
-An adapter calls the library as the hosts do, and nothing more: what a host keeps from call to call (scales on the
-device, query starts) is kept here too, what its kernel overwrites is overwritten. Libraries are imported by `make`,
-which runs in the baseline's own process; this module itself imports neither them nor what reads results.
+Each family lists its baselines in `overrides/FAMILY/production.py`: `BASELINES = {op: (Baseline, ...)}`. Only the
+benchmark imports those files. `make` imports the library, so it runs in the baseline's own process.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +18,7 @@ from fastkernels.core import registry
 from fastkernels.core.dispatch import Provider
 
 Function = Callable[..., Any]
-AGAINST = ("production", "host", "reference")
 HALF = (torch.float16, torch.bfloat16)
-_ADAPTERS = (
-    "production_vllm", "production_moe", "production_sglang", "production_fp8", "production_flashinfer",
-    "production_torch",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,41 +71,6 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-def baselines(op: str, against: str, device: str) -> list[Baseline]:
-    """Those to compare with, also the ones that are not `available` here; empty for an op without a function.
-
-    against  'production': all that production ships, and the reference, last, for what none of it serves;
-             'host': vLLM's or SGLang's own; 'reference': plain PyTorch
-    Raises UnknownName for an op and ValueError for anything else that does not exist.
-    """
-    if against not in AGAINST:
-        raise ValueError(f"against {against!r} is not one of {', '.join(AGAINST)}")
-    spec = registry.get(op)
-    if spec.op is None:
-        return []
-    reference = Baseline(
-        "reference", "reference", lambda: _provider(op, "reference"), devices=("cuda", "cpu")
-    )
-    found: list[Baseline] = []
-    if against != "reference":
-        for name in _ADAPTERS:
-            adapters: Mapping[str, tuple[Baseline, ...]] = importlib.import_module(
-                f"{__package__}.{name}"
-            ).ADAPTERS
-            found += adapters.get(op, ())
-        found = [b for b in found if device in b.devices and (against == "production" or b.kind == "host")]
-    found = [replace(b, device=device) for b in found]
-    # The reference is the last resort, for cases that nothing else serves.
-    if against == "reference" or against == "production":
-        found.append(replace(reference, device=device))
-    return found
-
-
-def _provider(op: str, name: str) -> Function:
-    """The op's own provider of that name, without torch's dispatcher."""
-    return next(p.fn for p in registry.get(op).op.providers if p.name == name)
-
-
 def first(*refusals: str | None) -> str | None:
     """The first reason, None if there is none."""
     return next((r for r in refusals if r), None)
@@ -140,3 +99,28 @@ def filled(*tensors: torch.Tensor) -> str | None:
 def aligned(t: torch.Tensor, size: int = 16) -> str | None:
     row = t.shape[-1] * t.element_size()
     return f"needs rows of a multiple of {size} bytes, got {row}" if row % size else None
+
+
+def provider(op: str, name: str) -> Function:
+    """The op's own provider of that name, without torch's dispatcher."""
+    return next(p.fn for p in registry.get(op).op.providers if p.name == name)
+
+
+def inductor(op: str) -> Baseline:
+    """The op's reference compiled by Inductor, one graph a shape.
+
+    A host runs this where torch.compile sees an op that has no kernel of its own; vLLM compiles `forward_native` so.
+    """
+
+    def make() -> Function:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of worker processes
+        import torch._dynamo.config as dynamo
+
+        for name in ("recompile_limit", "accumulated_recompile_limit"):
+            if hasattr(dynamo, name):
+                setattr(
+                    dynamo, name, 1024
+                )  # above the limit Dynamo runs the function eagerly, without a warning
+        return torch.compile(provider(op, "reference"), dynamic=False, fullgraph=True)
+
+    return Baseline("inductor", "compiler", make)

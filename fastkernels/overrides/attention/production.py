@@ -1,0 +1,154 @@
+"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, inductor, same
+from fastkernels.overrides.attention import flashinfer as _flashinfer
+from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_sgl_kernel, from_vllm, vllm_ops
+
+
+def _vllm_merge_state() -> Function:
+    c = vllm_ops()
+
+    def merge_state(
+        prefix: T, prefix_lse: T, suffix: T, suffix_lse: T, output: T, output_lse: T | None = None,
+        tokens_with_context: int | None = None, output_scale: T | None = None,
+    ) -> None:  # fmt: skip
+        lse = None if output_lse is None else output_lse.t()  # vLLM's are [heads, tokens]
+        c.merge_attn_states(
+            output, lse, prefix, prefix_lse.t(), suffix, suffix_lse.t(), tokens_with_context, output_scale
+        )
+
+    return merge_state
+
+
+def _vllm_no_merge(
+    prefix: T, prefix_lse: T, suffix: T, suffix_lse: T, output: T, output_lse: T | None = None,
+    tokens_with_context: int | None = None, output_scale: T | None = None,
+) -> str | None:  # fmt: skip
+    turned = [t.t() for t in (prefix_lse, suffix_lse, output_lse) if t is not None]
+    kept = same(prefix, suffix, None if output_scale is not None else output)
+    return first(kept, dense(prefix, suffix, output, *turned), filled(prefix), aligned(prefix))
+
+
+@cache
+def _starts(batch: int, device: torch.device) -> T:
+    """Query starts of a decode, which vLLM makes once a step for all layers."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device)
+
+
+def _fa3_decode() -> Function:
+    prefill = _fa3_prefill()
+
+    def attention_decode(
+        q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, longest: int, *rest: Any
+    ) -> T:
+        starts = _starts(q.shape[0], q.device)
+        return prefill(q, key_cache, value_cache, starts, seq_lens, block_table, 1, longest, *rest)
+
+    return attention_decode
+
+
+def _fa3_prefill() -> Function:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    def attention_prefill(
+        q: T, key_cache: T, value_cache: T, cu_seqlens_q: T, seq_lens: T, block_table: T, max_seqlen_q: int,
+        max_seqlen_k: int, scale: float, window_left: int = -1, softcap: float = 0.0, *_: Any,
+    ) -> T:  # fmt: skip
+        return flash_attn_varlen_func(
+            q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
+            softmax_scale=scale, causal=True, window_size=[window_left, 0 if window_left >= 0 else -1],
+            softcap=softcap, block_table=block_table, out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            fa_version=3,
+        )  # fmt: skip
+
+    return attention_prefill
+
+
+def _no_fa3_decode(
+    q: T, key_cache: T, value_cache: T, seq_lens: T, table: T, longest: int, *rest: Any
+) -> str | None:
+    from fastkernels.overrides.attention.attention_prefill import supports_fa3
+
+    if any(scale != 1.0 for scale in rest[3:5]):
+        return f"FlashAttention-3 is used without scales of the cache, got {rest[3:5]}"
+    return supports_fa3(q, key_cache, value_cache) or filled(q)
+
+
+def _no_fa3_prefill(
+    q: T, key_cache: T, value_cache: T, cu_seqlens_q: T, seq_lens: T, table: T, max_q: int, *rest: Any
+) -> str | None:
+    if q.shape[0] != int(cu_seqlens_q[-1]):
+        return "FlashAttention-3 leaves rows of padding as they are"
+    return _no_fa3_decode(q, key_cache, value_cache, seq_lens, table, *rest)
+
+
+_FA3 = ("vllm.vllm_flash_attn",)
+
+
+def _sglang_merge_state() -> Function:
+    from sgl_kernel import merge_state_v2
+
+    def merge_state(
+        prefix: T, prefix_lse: T, suffix: T, suffix_lse: T, output: T, lse: T | None = None, *_: Any
+    ) -> None:
+        merge_state_v2(prefix, prefix_lse, suffix, suffix_lse, output, lse)
+
+    return merge_state
+
+
+def _sglang_no_merge(
+    prefix: T, prefix_lse: T, suffix: T, suffix_lse: T, output: T, lse: T | None = None, context: int | None = None,
+    output_scale: T | None = None,
+) -> str | None:  # fmt: skip
+    if context is not None or output_scale is not None:
+        return "SGLang's kernel merges all tokens, and has no scale"
+    sums = [t for t in (prefix_lse, suffix_lse, lse) if t is not None]
+    return first(
+        same(prefix, suffix, output), dense(prefix, suffix, output, *sums), filled(prefix), aligned(prefix)
+    )
+
+
+def _decode() -> Function:
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache as xqa
+
+    def attention_decode(
+        q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, longest: int, scale: float,
+        window_left: int = -1, *_: Any,
+    ) -> T:  # fmt: skip
+        return xqa(
+            q, (key_cache, value_cache), _flashinfer._workspace(q.device, "decode"), block_table, seq_lens, longest,
+            bmm1_scale=scale, bmm2_scale=1.0, window_left=window_left,
+            out=torch.empty(q.shape, dtype=q.dtype, device=q.device), kv_layout="NHD",
+        )  # fmt: skip
+
+    return attention_decode
+
+
+def _no_decode(q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, *rest: Any) -> str | None:
+    empty = "does not write rows without keys" if bool((seq_lens == 0).any()) else None
+    refused = _flashinfer.supports_decode(q, key_cache, value_cache, seq_lens, block_table, *rest)
+    return first(refused, dense(q, seq_lens, block_table), filled(q), empty)
+
+
+BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "attention_decode": (
+        Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),
+        from_flashinfer(_decode, _no_decode),
+    ),
+    "attention_prefill": (
+        Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),
+        from_flashinfer(lambda: _flashinfer.prefill, _flashinfer.supports_prefill, graph=False),
+    ),
+    "merge_state": (
+        from_vllm(_vllm_merge_state, _vllm_no_merge),
+        from_sgl_kernel(_sglang_merge_state, _sglang_no_merge),
+        inductor("merge_state"),
+    ),
+}

@@ -1,0 +1,98 @@
+"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastkernels.core.baseline import Baseline, Function, filled, first, half, inductor, same
+from fastkernels.overrides.cache.production import no_vllm_store, vllm_store_kvcache
+from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_sglang, from_vllm, vllm_ops
+
+
+def _vllm_rotary_emb() -> Function:
+    c = vllm_ops()
+
+    def rotary_emb(
+        positions: T, query: T, key: T | None, head_size: int, cache: T, neox: bool, *_: Any
+    ) -> None:
+        c.rotary_embedding(positions, query, key, head_size, cache, neox)
+
+    return rotary_emb
+
+
+def _no_rotary(
+    positions: T, query: T, key: T | None, head_size: int, cache: T, neox: bool, cast_cache: bool = True,
+    round_products: bool = False,
+) -> str | None:  # fmt: skip
+    if round_products:
+        return "vLLM's kernel rounds the sum of the products only"
+    return first(same(query, key, cache), filled(query))
+
+
+def _rope_store() -> Function:
+    rope, store = _vllm_rotary_emb(), vllm_store_kvcache()
+
+    def rope_store_kvcache(
+        positions: T, query: T, key: T, value: T, key_cache: T, value_cache: T, slots: T, table: T, neox: bool,
+        q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, *scales: float,
+    ) -> None:  # fmt: skip
+        rope(positions, query, key, query.shape[-1], table, neox)
+        store(key, value, key_cache, value_cache, slots, *scales)
+
+    return rope_store_kvcache
+
+
+def _no_rope_store(
+    positions: T, query: T, key: T, value: T, key_cache: T, value_cache: T, slots: T, table: T, neox: bool,
+    q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, *scales: float,
+) -> str | None:  # fmt: skip
+    if q_weight is not None:
+        return "vLLM's norms make new queries: Inductor fuses them with what is around them"
+    rope = _no_rotary(positions, query, key, query.shape[-1], table, neox)
+    return first(rope, no_vllm_store(key, value, key_cache, value_cache, slots, *scales))
+
+
+def _sglang_rotary_emb() -> Function:
+    from sglang.jit_kernel.rope import apply_rope_with_cos_sin_cache_inplace
+
+    def rotary_emb(positions: T, query: T, key: T, head_size: int, cache: T, neox: bool, *_: Any) -> None:
+        width = cache.shape[-1]
+        q, k = (t.view(t.shape[0], -1, head_size)[..., :width] for t in (query, key))
+        apply_rope_with_cos_sin_cache_inplace(q, k, cache, positions, is_neox=neox)
+
+    return rotary_emb
+
+
+def _flashinfer_rotary_emb() -> Function:
+    from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
+
+    def rotary_emb(positions: T, query: T, key: T, head_size: int, cache: T, neox: bool, *_: Any) -> None:
+        apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cache, neox)
+
+    return rotary_emb
+
+
+def no_rotary(
+    positions: T, query: T, key: T | None, head_size: int, cache: T, neox: bool, cast_cache: bool = True,
+    round_products: bool = False,
+) -> str | None:  # fmt: skip
+    if key is None or round_products:
+        return "needs a key, and rounds the sum of the products only"
+    if cache.dtype != torch.float32:
+        return f"needs cosines and sines in float32, got {cache.dtype}"
+    if query.dim() != 2 or head_size not in (64, 128, 256):
+        return f"takes [T, heads * head_size] with heads of 64, 128 or 256, got {tuple(query.shape)} and {head_size}"
+    return first(half(query, key), filled(query))
+
+
+BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "rope_store_kvcache": (from_vllm(_rope_store, _no_rope_store, overwrites=(2,)),),
+    "rotary_emb": (
+        from_vllm(_vllm_rotary_emb, _no_rotary),
+        from_sglang(_sglang_rotary_emb, no_rotary),
+        from_flashinfer(_flashinfer_rotary_emb, no_rotary),
+        inductor("rotary_emb"),
+    ),
+}
