@@ -17,7 +17,7 @@ from fk_bench.capture.captures import CaptureError
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row, Status, append
-from fk_bench.info.stubs import chosen_ops
+from fk_bench.info.stubs import selected_ops
 
 AGAINST = ("production", "host", "reference")
 
@@ -224,7 +224,7 @@ def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: 
         )
     if unknown := [n for n in levels if n not in (1, 2, 3)]:
         raise ValueError(f"--level {unknown[0]}: ops have the levels 1, 2 and 3")
-    names = chosen_ops((), None, model) if model else registry.op_names()
+    names = selected_ops((), None, model) if model else registry.op_names()
     if ops and ops != ("all",):
         names = list(registry.check_names(ops))
     elif levels:

@@ -115,7 +115,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, **variables: str) -> doctor.Found:
     """Doctor on this environment alone, with the given environment variables."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(doctor, "BESIDE", {})
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     return doctor.examine([])
 
 
@@ -165,7 +165,7 @@ def test_doctor_says_why_an_op_is_off(
         ({"FASTKERNELS_DISABLE": "rms_nom"}, "unknown op 'rms_nom'"),
         ({"FASTKERNELS_PROVIDER": "rms_norm"}, "FASTKERNELS_PROVIDER: expected OP:VALUE"),
         ({"FASTKERNELS_PROVIDER": "rms_norm:nvcc"}, "rms_norm has no provider 'nvcc'"),
-        ({"FASTKERNELS_CANDIDATES": "rms_norm=/no/such.py"}, "there is no file /no/such.py"),
+        ({"FASTKERNELS_CANDIDATES": "rms_norm=/no/such.py"}, "no file /no/such.py"),
     ],
 )
 def test_doctor_finds_a_wrong_variable(
@@ -175,10 +175,22 @@ def test_doctor_finds_a_wrong_variable(
 
 
 def test_doctor_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "BESIDE", {})
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0 and len(out.splitlines()) == 1 and last(out)["ok"] is True
     status, out, _ = run(capsys, "doctor", "--python", "vllm=/no/such/python")
     assert status == 1 and not last(out)["ok"] and "no such interpreter: /no/such/python" in out
     status, out, err = run(capsys, "doctor", "--python", "nonsense")
     assert status == 2 and "--python: expected LANE=VALUE" in err
+
+
+def test_doctor_explains_libraries_without_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {r["library"]: r for r in doctor.library_rows()}
+    assert set(rows) == {"flash-attn", "deep-gemm"}
+    assert all(
+        "--no-build-isolation" in r["build"] and "With vllm installed" in r["build"] for r in rows.values()
+    )
+    monkeypatch.setattr(doctor, "installed", lambda module: module == "vllm.vllm_flash_attn")
+    rows = {r["library"]: r for r in doctor.library_rows()}
+    assert rows["flash-attn"]["module"] == "vllm.vllm_flash_attn" and rows["flash-attn"]["there"]
+    assert rows["deep-gemm"]["module"] is None and not rows["deep-gemm"]["there"]

@@ -169,7 +169,8 @@ def test_the_judge_lets_it_run(name: str, written: Path) -> None:
 )
 def test_a_subclass_that_leaves_the_call_to_ours_is_rejected(body: str, pattern: str, tmp_path: Path) -> None:
     file = tmp_path / "rms_norm.py"
-    head = "from fastkernels.overrides.norm import rms_norm as ours\nclass VllmRMSNorm(ours.VllmRMSNorm):\n"
+    module = next(t.module for t in registry.get("rms_norm").targets if t.cls == "VllmRMSNorm")
+    head = f"import {module} as ours\nclass VllmRMSNorm(ours.VllmRMSNorm):\n"
     file.write_text(head + body)
     assert re.search(pattern, scan.rejections(scan.scan(file, "rms_norm")))
 
@@ -260,7 +261,7 @@ def test_command_writes_and_never_over_what_is_there(
     mine.write_text("mine\n")
     _, text, _ = run(capsys, "--op", "rms_norm", "--op", "gelu", "--out", out)
     assert json.loads(text.splitlines()[-1]) == {**line, "files": 1, "kept": 1}
-    assert mine.read_text() == "mine\n" and "1 file was there" in text and (out / "gelu.py").is_file()
+    assert mine.read_text() == "mine\n" and "1 existing file was kept" in text and (out / "gelu.py").is_file()
     _, text, _ = run(capsys, "--op", "rms_norm", "--out", out, "--force", "--json")
     assert json.loads(text)["files"] == 1 and "def rms_norm(" in mine.read_text()
 
@@ -277,7 +278,7 @@ def test_command_of_the_shell(tmp_path: Path) -> None:
         (["--level", "7"], "unknown level '7'. Known: 1, 2, 3"),
         (["--model", "lama"], "unknown model 'lama'. Did you mean 'llama'?"),
         (["--host", "vlm"], "unknown host 'vlm'. Did you mean 'vllm'?"),
-        (["--op", "gelu", "--model", "llama"], "no op is left"),
+        (["--op", "gelu", "--model", "llama"], "no op matches"),
     ],
 )
 def test_bad_names_are_said_in_a_line(
