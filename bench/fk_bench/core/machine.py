@@ -1,4 +1,4 @@
-"""What a result needs to be read later: the machine, the versions in an interpreter, the commit."""
+"""The context of a result: the machine, the versions in an interpreter, the commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from fk_bench.core.output import fail
 from fk_bench.core.rows import Machine
 
-# Run by a lane's own interpreter. Nothing heavy is imported: metadata and find_spec only.
+# Run by a lane's own interpreter. Imports nothing heavy: only metadata and find_spec.
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, sys
 def version(*names):
@@ -33,7 +33,7 @@ print(json.dumps({"versions": found, "plugins": plugins, "modules": modules}))
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What is installed in one Python environment."""
+    """The packages of one Python environment."""
 
     path: str
     versions: dict[str, str] = field(default_factory=dict)
@@ -49,7 +49,7 @@ def machine() -> Machine:
 
 @cache
 def gpu_names() -> tuple[str, ...]:
-    """Names of the NVIDIA GPUs that this process may use (CUDA_VISIBLE_DEVICES is honoured)."""
+    """Names of the NVIDIA GPUs that this process may use, according to CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
@@ -80,10 +80,10 @@ def torch_device(requested: str) -> str:
 
 @cache
 def fast_dtype() -> str:
-    """bfloat16 where the hardware multiplies it; float32 on CPUs that only emulate it.
+    """bfloat16 where the hardware supports it; float32 on CPUs that emulate it.
 
     On 2 cores with AVX2 alone, torch 2.13 multiplies [128, 576] x [576, 1536] at 10 GFLOPS in bfloat16 and at 130 in
-    float32 (2026-11-21), so that a prompt of 128 tokens of SmolLM2-135M takes seconds instead of a fraction of one.
+    float32 (2026-11-21): seconds instead of a fraction of one for a prompt of 128 tokens of SmolLM2-135M.
     """
     if gpu_names():
         return "bfloat16"
@@ -112,8 +112,8 @@ def _cores() -> int:
 
 @cache
 def commit() -> str | None:
-    """The commit of this checkout, with '+' when files differ from it; what FK_BENCH_COMMIT says where this is none (a
-    copy without its history, a wheel), else None."""
+    """The commit of this checkout, with '+' if files differ from it; outside a checkout (a copy without history, a
+    wheel) the value of FK_BENCH_COMMIT, or None."""
     here, told = Path(__file__).resolve().parent, os.environ.get("FK_BENCH_COMMIT") or None
     try:
         head = subprocess.run(
@@ -129,7 +129,7 @@ def commit() -> str | None:
 
 @cache
 def interpreter(path: str) -> Interpreter:
-    """Ask a Python interpreter what it has. Raises ValueError when it does not run."""
+    """The packages of a Python interpreter. Raises ValueError if it does not run."""
     if shutil.which(path) is None:
         raise ValueError(f"no such interpreter: {path}")
     try:

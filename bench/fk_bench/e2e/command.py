@@ -1,5 +1,5 @@
-"""`fk-bench e2e`: whole models offline, host beside host; how long they take to start (--startup); and without a model,
-the CPU cost of a step (--scheduler-only).
+"""`fk-bench e2e`: whole models offline in several hosts; --startup: their startup times; --scheduler-only: the CPU cost
+of a step, without a model.
 """
 
 from __future__ import annotations
@@ -25,46 +25,49 @@ from fk_bench.serving.config import ConfigError, comma_list
 
 def e2e_command(
     model: Annotated[
-        str, typer.Argument(help="a folder, or a model of the hub; default: a tiny random Llama")
+        str, typer.Argument(help="a folder, or a model of the hub (default: a tiny random Llama)")
     ] = "",
     hosts: Annotated[str, typer.Option(help=", ".join(HOSTS))] = "fastkernels",
     python: Annotated[list[str] | None, typer.Option(help="HOST=PATH of its interpreter")] = None,
-    requests: Annotated[str, typer.Option(help="how many at once, comma-separated")] = "1,8",
+    requests: Annotated[str, typer.Option(help="concurrent requests, comma-separated")] = "1,8",
     input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = 128,
-    output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
+    output_len: Annotated[int, typer.Option(help="tokens of an output")] = 32,
     rounds: Annotated[int, typer.Option(help="interleaved over the hosts")] = 3,
     dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs a host")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs per host")] = 1,
     gpu_share: Annotated[
         float,
-        typer.Option(help="of the GPU, for each host (default: 0.9 over their number)", show_default=False),
+        typer.Option(
+            help="share of the GPU for each host (default: 0.9 over their number)", show_default=False
+        ),
     ] = 0.0,
     engine_args: Annotated[list[str] | None, typer.Option(help="HOST=JSON of more engine arguments")] = None,
     candidate: Annotated[
         Path | None,
-        typer.Option(help="folder of OP.py files: every host runs without them and, beside it, with them"),
+        typer.Option(help="folder of OP.py files: every host runs both without and with them"),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="seconds for a start or a round")] = 600.0,
-    seed: Annotated[int, typer.Option(help="of the prompts, with the round and the number of requests")] = 0,
+    timeout: Annotated[float, typer.Option(help="seconds for a startup or a round")] = 600.0,
+    seed: Annotated[int, typer.Option(help="of the prompts; combined with round and concurrency")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/e2e-TIME)")
     ] = None,
     scheduler_only: Annotated[
-        bool, typer.Option("--scheduler-only", help="no model: what scheduling and bookkeeping cost a step")
+        bool,
+        typer.Option("--scheduler-only", help="no model: CPU cost of scheduling and bookkeeping per step"),
     ] = False,
     startup: Annotated[
         bool,
-        typer.Option("--startup", help="start each host --rounds times instead: seconds to the first token"),
+        typer.Option("--startup", help="start each host --rounds times instead; seconds to the first token"),
     ] = False,
     json_only: Annotated[
         bool, typer.Option("--json", help="only the line of JSON on standard output")
     ] = False,
 ) -> None:
-    """Throughput and latency of a model offline: our engine, real vLLM, real SGLang, in interleaved rounds.
+    """Throughput and latency of a model offline, in interleaved rounds: our engine, real vLLM, real SGLang.
 
-    --startup: from the command to the first token, by phases, each host with its own default sizes. With --load-format
-    dummy a public name (llama-3.1-8b) will do for MODEL.
+    --startup measures from the command to the first token, by phase, with each host's default sizes. With --load-format
+    dummy, MODEL may be a public name such as llama-3.1-8b.
     """
     try:
         counts = comma_list("--requests", requests, int)
@@ -78,7 +81,7 @@ def e2e_command(
         if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
             raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
         if startup and (candidate is not None or scheduler_only):
-            raise ConfigError("--startup goes with neither --candidate nor --scheduler-only")
+            raise ConfigError("--startup excludes --candidate and --scheduler-only")
         if candidate is not None:
             from_directory(candidate)
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:
@@ -135,7 +138,7 @@ def e2e_command(
             started.append(Host(name, pythons.get(name, sys.executable), own, folder, files))
             _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
         for count in counts:
-            for r in range(-1, rounds):  # the first round warms up
+            for r in range(-1, rounds):  # round -1 is the warm-up
                 prompts = prompts_of(f"{seed} {count} {r}", count, input_len, vocab)
                 for host in started:
                     found = host.generate(prompts, output_len, timeout)
@@ -151,7 +154,7 @@ def e2e_command(
 
 
 def sizes_of(model: str, folder: Path) -> str:
-    """A folder with the config.json of a public model that is given by name; any other model as it is."""
+    """A folder with the config.json of a public model, if `model` is the name of one; else `model` itself."""
     from fk_bench.e2e.model_configs import load_config, public_name
 
     if public_name(model) is None:
@@ -164,8 +167,8 @@ def sizes_of(model: str, folder: Path) -> str:
 def _check_size(host: str, held: int, wanted: int) -> None:
     if held < 0.98 * wanted:
         raise HostFailed(
-            f"{host} has a KV cache of {held} tokens, and {wanted} are needed for a fair comparison: give it more"
-            " memory (--gpu-share), or ask for fewer requests or tokens"
+            f"{host} has a KV cache of {held} tokens, but a fair comparison needs {wanted}: increase its memory"
+            " (--gpu-share), or use fewer requests or tokens"
         )
 
 
@@ -183,7 +186,7 @@ def _round(
 ) -> Row:  # fmt: skip
     seconds, expected = found["seconds"], count * output_len
     wrong = found["output_tokens"] != expected
-    reason = f"{found['output_tokens']} tokens generated, {expected} asked for" if wrong else ""
+    reason = f"{found['output_tokens']} tokens generated instead of {expected}" if wrong else ""
     status = Status.WRONG if wrong else Status.OK
     live = found.get("live")
     if live is not None and not any(live.values()):

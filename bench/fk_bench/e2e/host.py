@@ -1,4 +1,4 @@
-"""A host's engine in a process of its own, and what every measurement of one needs: prompts and result rows."""
+"""A host's engine in its own process, and what all measurements of one share: prompts and result rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configs of models whose step is asked for, without their weights: public sizes, folders, and the hub."""
+"""Configs of models without their weights: public sizes, folders, and the hub."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from fastkernels.models.common.ops import model_names
 from fastkernels.models.common.registry import ARCHITECTURES, architectures
 
-# Sizes of public models, for machines that reach no hub and for repositories that ask for a licence first.
+# Sizes of public models, for machines without access to the hub and for gated repositories.
 _LLAMA: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 _QWEN: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
-PUBLIC: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # type, sizes in the order of _SIZES, the rest
+PUBLIC: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # type, sizes in the order of _SIZES, other fields
     "llama-3.1-8b": ("llama", (4096, 14336, 32, 32, 8), _LLAMA),
     "llama-3.1-70b": ("llama", (8192, 28672, 80, 64, 8), _LLAMA),
     "llama-3.2-1b": ("llama", (2048, 8192, 16, 32, 8), {**_LLAMA, "tie_word_embeddings": True}),
@@ -37,11 +37,11 @@ _OWNERS = ("", "meta-llama", "qwen", "mistralai")
 
 
 class ModelError(ValueError):
-    """A model whose step cannot be told; the message says why, and what to give instead."""
+    """A model without a usable config; the message says why, and what to give instead."""
 
 
 def public_name(model: str) -> str | None:
-    """The key of PUBLIC that a name like 'meta-llama/Llama-3.1-8B-Instruct' means; None for others and for paths."""
+    """The key of PUBLIC for a name like 'meta-llama/Llama-3.1-8B-Instruct'; None for other names and for paths."""
     owner, _, last = model.strip().rpartition("/")
     public = re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", last.lower())
     known = public in PUBLIC and owner.lower() in _OWNERS and not Path(model).expanduser().exists()
@@ -49,8 +49,8 @@ def public_name(model: str) -> str | None:
 
 
 def load_config(model: str) -> tuple[str, Any]:
-    """(name, transformers config) of a public model by name, an architecture's short name (its config's defaults), a
-    folder or file with a config.json, or a hub id, of which nothing but the config is fetched. Raises ModelError.
+    """(name, transformers config) of a public model, an architecture's short name (default sizes), a folder or file
+    with a config.json, or a hub id, of which only the config is fetched. Raises ModelError.
     """
     from transformers import AutoConfig
 
@@ -68,12 +68,12 @@ def load_config(model: str) -> tuple[str, Any]:
         return model, _typed(AutoConfig.for_model(model), model)
     config = _read(model, path)
     if getattr(config, "quantization_config", None):
-        raise ModelError(f"{model} has quantized weights: only steps of unquantized ones are modelled")
+        raise ModelError(f"{model} has quantized weights; only unquantized models are supported here")
     names = getattr(config, "architectures", None) or []
     if not names or names[0] not in ARCHITECTURES:
         what = names[0] if names else "no architecture"
         raise ModelError(
-            f"{model} is of {what}, which is not supported; known architectures: {', '.join(architectures())}"
+            f"{model} has {what}, which is not supported; known architectures: {', '.join(architectures())}"
         )
     return model, config
 
@@ -90,7 +90,7 @@ def _read(model: str, path: Path) -> Any:
     if path.is_file():
         path = path.parent
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: name the folder of a checkpoint, or of a config alone")
+        raise ModelError(f"{path} has no config.json: give the folder of a checkpoint, or of a config alone")
     if not path.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model):
         raise ModelError(_unknown(model))
     name, _, revision = model.partition("@")
@@ -102,7 +102,7 @@ def _read(model: str, path: Path) -> Any:
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if path.is_dir():
             raise ModelError(f"{path / 'config.json'} cannot be used: {why}") from error
-        raise ModelError(f"{_unknown(model)} The hub gives no config of it: {why}") from error
+        raise ModelError(f"{_unknown(model)} The hub has no config for it: {why}") from error
 
 
 def _unknown(model: str) -> str:
