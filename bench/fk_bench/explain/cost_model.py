@@ -93,8 +93,8 @@ class Step:
 
 
 def group_sums(calls: Iterable[Call], value: Callable[[Call], float | None]) -> dict[str, float | None]:
-    """{group: sum of count x value(call)}: the step's linears, attention, experts, rest. None if a call of the group has
-    no value. Groups are in the order of their first call."""
+    """{group: sum of count x value(call)}: the step's linears, attention, experts, rest. None if a call of the group
+    has no value. Groups are in the order of their first call."""
     found: dict[str, float | None] = {}
     for call in calls:
         one, before = value(call), found.get(call.group, 0.0)

@@ -127,7 +127,7 @@ def _growth(steps: Sequence[Row]) -> Table:
         sizes = [str(s.case[name]) for name in ("batch", "context")]
         cells.append([*sizes, *floors, number(m.get("floor_tokens_per_s")), *times])
     first = steps[0]
-    title = f"{first.subject.model}, {first.case['phase']}: floor of a step by batch and context, {first.case['floors_of']}"
+    title = f"{first.subject.model}, {first.case['phase']}: step floors by batch and context, {first.case['floors_of']}"
     return title, columns, cells
 
 

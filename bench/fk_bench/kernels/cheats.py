@@ -1,4 +1,4 @@
-"""The judge judged: every known cheat is caught, and an honest kernel that looks like it is not."""
+"""Tests of the judge itself: every known cheat must be caught, and its honest twin must pass."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fk_bench.kernels.judge.rows.judging import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 
 CHEATS = "tests/cheats"
-NO_GAIN = "no-gain"  # it is right, and no faster for its cheat than its honest twin
-# For a twin whose times are invalid: a machine that others load, too, may do that to an honest kernel
+NO_GAIN = "no-gain"  # correct, and no faster than its honest twin
+# For a twin with invalid times, which other load on the machine may cause
 TRIES = 3
-NOISE = 0.25  # a gain below this is not told from the machine's noise in the few rounds that are timed
+NOISE = 0.25  # a smaller gain cannot be told from noise in the few timed rounds
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Cheat:
     """One line of catalogue.json.
 
     name     of the candidate NAME.py and of its honest twin honest/NAME.py
-    op, case, sources   what it is judged on; case None: all of these sources
+    op, case, sources   what it is judged on; case None: all cases of these sources
     device   where it works
-    pattern, seen_in    what it does, and who met it
-    scan     the pattern for which the static scan rejects it, None where no scan can
-    caught   what the judge may say without the scan: statuses, or 'no-gain'
+    pattern, seen_in    what it does, and where it was seen
+    scan     the pattern for which the static scan rejects it; None if no scan can
+    caught   accepted verdicts of the judge without the scan: statuses, or 'no-gain'
     """
 
     name: str
@@ -50,14 +50,14 @@ class Cheat:
 
 
 def catalogue(folder: Path | None = None) -> list[Cheat]:
-    """All cheats. Raises FileNotFoundError where there are none, as in an installation without the tests."""
+    """All cheats. Raises FileNotFoundError outside a checkout."""
     entries = json.loads(((folder or checkout_path(CHEATS)) / "catalogue.json").read_text())
     return [Cheat(**{**e, "sources": tuple(e["sources"]), "caught": tuple(e["caught"])}) for e in entries]
 
 
 @dataclass
 class Verdict:
-    """What was said of a cheat (without the scan) and of its twin (with it), and what is wrong with that, or ''."""
+    """The outcomes of a cheat (without the scan) and of its twin (with it), and what is wrong with each, or ''."""
 
     cheat: Cheat
     outcome: str = ""
@@ -85,7 +85,7 @@ def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path | None 
     if found:
         verdict.problem = "" if found & set(cheat.caught) else f"caught as {', '.join(sorted(found))}"
     elif NO_GAIN not in cheat.caught:
-        verdict.problem = "it was found right"
+        verdict.problem = "it was accepted as correct"
     else:
         verdict.problem = _gain(rows, honest)
     for name, of in (("speedup", rows), ("twin_speedup", honest)):
@@ -108,7 +108,7 @@ def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]
 
 
 def _gain(rows: list[Row], honest: list[Row]) -> str:
-    """Why the cheat seems to pay; '' if it does not. Times too unsteady to be shown are no gain."""
+    """How much the cheat gains, as a problem; '' if it does not. Times that are too unsteady are no gain."""
     twins = {r.case["name"]: r for r in honest}
     for row in rows:
         twin = twins.get(row.case["name"])
@@ -117,8 +117,8 @@ def _gain(rows: list[Row], honest: list[Row]) -> str:
         best = max(1.0, twin.ci95["speedup"][1] if twin is not None and "speedup" in twin.ci95 else 1.0)
         if row.ci95["speedup"][0] > best * (1 + NOISE):
             return (
-                f"it gains: {row.metrics['speedup']:.2f} (from {row.ci95['speedup'][0]:.2f} on), "
-                f"where its honest twin has {best:.2f} at best"
+                f"it gains: {row.metrics['speedup']:.2f} (at least {row.ci95['speedup'][0]:.2f}), "
+                f"but its honest twin at most {best:.2f}"
             )
     return ""
 
@@ -131,9 +131,9 @@ def _outcome(rows: list[Row]) -> str:
 def run_cheats(
     options: Options, out: Path, quiet: bool = False, folder: Path | None = None
 ) -> dict[str, Any]:
-    """Judge all cheats of this device; a row of each and of each twin goes to `out`, a line to standard error.
+    """Judge all cheats of this device; writes a row for each and for its twin to `out`, a line to standard error.
 
-    Returns {ok, cheats, caught, twins, passed, not_run}; not_run are those for another device.
+    Returns {ok, cheats, caught, twins, passed, not_run}; not_run counts those for another device.
     """
     found = catalogue(folder)
     here = [c for c in found if c.device == options.device]

@@ -20,55 +20,55 @@ from fk_bench.kernels import report
 from fk_bench.tune import tuner
 
 BATCHES = "1,2,4,8,16,32,64,128,256"
-ROUND_S = 0.1  # of the timed batches of a round, about
+ROUND_S = 0.1  # approximate seconds of the timed batches of a round
 CONTEXTS = "512,2048,8192,32768"
-# A set of parameters that this chip has no room for, and a time that the judge doubts: not chosen, and no failure.
+# Parameters that do not fit the chip, and times that the judge rejects: not chosen, but no failure either.
 NOT_CHOSEN = (Status.COMPILE_ERROR, Status.OOM, Status.INVALID)
 FAILED = tuple(s for s in report.FAILED if s not in NOT_CHOSEN)
 
 
 def tune_command(
     ops: Annotated[
-        list[str] | None, typer.Argument(help="ops by name (default: all that are dispatched by shape)")
+        list[str] | None, typer.Argument(help="op names (default: all that are dispatched by shape)")
     ] = None,
     model: Annotated[
         str,
         typer.Option(help="shapes of this model: llama, qwen3, mixtral, or a folder with config.json"),
     ] = "",
-    tp: Annotated[str, typer.Option(help="numbers of ranks that the model is shared by")] = "1",
+    tp: Annotated[str, typer.Option(help="numbers of ranks that share the model")] = "1",
     dtype: Annotated[str, typer.Option(help="of the model")] = "bfloat16",
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="a shape as tables have it, N=4096,K=4096,dtype=bfloat16; repeat for more"),
+        typer.Option(help="a shape as in tables, N=4096,K=4096,dtype=bfloat16; repeatable"),
     ] = None,
     batch: Annotated[
         str, typer.Option(help="tokens, or sequences, of a call; default on a GPU " + BATCHES)
     ] = "",
-    context: Annotated[str, typer.Option(help="lengths, for ops that depend on them")] = CONTEXTS,
+    context: Annotated[str, typer.Option(help="context lengths, for ops that depend on them")] = CONTEXTS,
     provider: Annotated[list[str] | None, typer.Option(help="only these providers (default: all)")] = None,
     against: Annotated[
-        str, typer.Option(help="production, or host: what vLLM or SGLang itself calls")
+        str, typer.Option(help="production, or host: the kernels of vLLM or SGLang")
     ] = "production",
-    finalists: Annotated[int, typer.Option(help="how many of the ranked choices are judged in full")] = 2,
-    rounds: Annotated[int, typer.Option(help="interleaved rounds of those, three or more")] = 20,
-    timeout: Annotated[float, typer.Option(help="seconds for any one step (compiling)")] = 120.0,
+    finalists: Annotated[int, typer.Option(help="number of ranked choices that are judged in full")] = 2,
+    rounds: Annotated[int, typer.Option(help="interleaved rounds of the finalists, at least three")] = 20,
+    timeout: Annotated[float, typer.Option(help="seconds for each step, such as compiling")] = 120.0,
     missing: Annotated[
-        bool, typer.Option("--missing", help="only what the table of --out does not have")
+        bool, typer.Option("--missing", help="only entries that the table of --out lacks")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(help="begin nothing new after so long; 0: no limit. --missing goes on")
+        float, typer.Option(help="start nothing new after this time (0: no limit); continue with --missing")
     ] = 0.0,
-    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu (default: cuda if available)")] = "",
     out: Annotated[
-        Path | None, typer.Option(help="the table, a new one or one to add to (default: RUN/CHIP.json)")
+        Path | None, typer.Option(help="the table, new or existing (default: RUN/CHIP.json)")
     ] = None,
     run: Annotated[
         Path | None, typer.Option(help="directory of the run (default: fk-bench-runs/tune-TIME)")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
 ) -> int:
-    """Measure which provider, with which parameters, is fastest at each shape, and write the table that is read where
-    FASTKERNELS_TUNED names it. Only what is right and measured faster than production is written as ours.
+    """Measure which provider, with which parameters, is fastest at each shape, and write a table for FASTKERNELS_TUNED.
+    An entry names one of our providers only if it is correct and measured faster than production.
 
     The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
     """
@@ -80,7 +80,7 @@ def tune_command(
     if against not in ("production", "host"):
         fail(f"--against {against!r} is not production or host")
     if rounds < 3 or finalists < 1 or not timeout > 0:
-        fail("--rounds is three or more, --finalists one or more, --timeout seconds")
+        fail("--rounds must be at least 3, --finalists at least 1, --timeout above 0 seconds")
     try:
         sizes = (
             _numbers("--batch", batch or (BATCHES if where == "cuda" else "1,4")),
@@ -92,7 +92,7 @@ def tune_command(
         path = _out(out, folder, chip)
         old = tuning.read(path) if path.exists() else Table(chip, {}, ())
         if old.chip != chip:
-            raise TableError(f"--out {path} is a table of {old.chip}, this is {chip}")
+            raise TableError(f"--out {path} is a table of {old.chip}, but this is {chip}")
     except (UnknownName, ValueError) as error:
         fail(str(error))
     options = Options(device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout)
@@ -119,7 +119,7 @@ def tune_command(
 
 
 class _State:
-    """What is known so far; the table is written after each point, so that a run that is ended loses one at most."""
+    """The state of a run. The table is written after each point, so that an interruption loses at most one."""
 
     def __init__(self, file: Path, points: int, chip: str, old: Table, path: Path):
         self.file, self.points, self.chip, self.table, self.path = file, points, chip, old, path
@@ -127,7 +127,7 @@ class _State:
         self.judged: list[Row] = []
         self.found: list[Entry] = []
         self.done = 0
-        self.all_there = False  # --missing, and nothing is
+        self.all_there = False  # with --missing: no entry is missing
 
     def on_row(self, row: Row) -> None:
         self.judged.append(row)
@@ -137,7 +137,7 @@ class _State:
         print(f"{head} {said}: {report.line(row)}", file=sys.stderr, flush=True)
 
     def on_entry(self, entry: Entry | None) -> None:
-        """Write the table with this entry in it."""
+        """Write the table with this entry added."""
         self.done += 1
         if entry is None:
             return
@@ -178,12 +178,12 @@ class _State:
         cells = [
             (
                 e.op, *(" ".join(f"{n}={v}" for n, v in d.items()) for d in (e.shape, e.sizes)),
-                tuner.Choice(e.provider, e.params) if e.provider else "the op's own list", e.baseline,
+                tuner.Choice(e.provider, e.params) if e.provider else "the op's default order", e.baseline,
                 report.speedup(e.speedup, e.ci95) if e.faster else "",
             )
             for e in self.found
         ]  # fmt: skip
-        columns = ("op", "shape", "up to", "provider", "production", "speed-up (95%)")
+        columns = ("op", "shape", "up to", "provider", "production", "speedup (95%)")
         table(f"tuned for {self.chip}{note}", columns, cells)
         for row in self.judged:
             if row.status in report.FAILED:
@@ -201,7 +201,7 @@ class _State:
         if not self.found and not self.all_there:
             reasons = dict.fromkeys(r.reason for r in self.judged if r.reason)
             found["error"] = "nothing was judged: " + (
-                "; ".join(reasons) or "no time, no shape or no provider is left"
+                "; ".join(reasons) or "no time, shape or provider is left"
             )
             print(f"error: {found['error']}", file=sys.stderr)
         return found
@@ -214,7 +214,7 @@ def _asked(
     import torch
 
     if not tuner.is_dtype(dtype):
-        raise ValueError(f"--dtype {dtype!r} is no torch dtype")
+        raise ValueError(f"--dtype {dtype!r} is not a torch dtype")
     found = {}
     for name in dict.fromkeys(ops or tuner.tunable()):
         spec, _, key = tuner.key_of(name)
@@ -244,14 +244,14 @@ def _shape(text: str, name: str, key: tuning.Key) -> dict[str, Any]:
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     parts = [p.strip() for p in text.split(",") if p.strip()]
     if not parts or not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise ValueError(f"{option} {text!r}: numbers from 1, separated by commas")
+        raise ValueError(f"{option} {text!r}: expected numbers from 1, separated by commas")
     return tuple(map(int, parts))
 
 
 def _run(asked: Path | None) -> Path:
     folder = asked or Path("fk-bench-runs") / time.strftime("tune-%Y%m%d-%H%M%S")
     if (folder / "rows.jsonl").exists():
-        raise ValueError(f"--run {folder}: there is a run already; name another directory")
+        raise ValueError(f"--run {folder}: it already holds a run")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -260,12 +260,12 @@ def _run(asked: Path | None) -> Path:
 
 
 def _out(asked: Path | None, folder: Path, chip: str) -> Path:
-    """Where the table goes. Raises ValueError for one that must not be shipped."""
+    """The file of the table. Raises ValueError for one that must not be shipped."""
     path = asked or folder / f"{tuning.slug(chip)}.json"
     shipped = path.resolve().is_relative_to(tuning.SHIPPED.resolve())
     if shipped and chip == "cpu":
         raise ValueError(
-            f"--out {path}: a CPU's times are no claim about speed, and no table of them is shipped"
+            f"--out {path}: a CPU's times are no claim about speed, so its tables are not shipped"
         )
     if shipped and path.name != f"{tuning.slug(chip)}.json":
         raise ValueError(f"--out {path}: the shipped table of {chip} is {tuning.slug(chip)}.json")

@@ -1,4 +1,4 @@
-"""Values moved as their op allows (OpSpec.moves): the rows and the columns of each slot rolled in their own way."""
+"""Permuted inputs, as far as the op allows it (OpSpec.moves): rows and columns of each slot are rolled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fk_bench.kernels.judge.memory import layout
 
 
 class Permuter:
-    """Of one case's arguments; `free` says of each tensor whether every slot has it in memory of its own.
+    """Permutes the arguments of one case; `free` says for each tensor whether every slot has its own copy.
 
-    Raises ValueError where the op's Moves do not fit the arguments.
+    Raises ValueError if the op's Moves do not fit the arguments.
     """
 
     def __init__(self, args: list[Any], moves: Moves, free: list[bool]):
@@ -24,15 +24,13 @@ class Permuter:
         self._columns = self._found(positions, moves.columns, free)
         rows, columns = {len(tensors[i]) for i in self._rows}, {tensors[i].shape[-1] for i in self._columns}
         if len(rows) > 1 or len(columns) > 1 or (moves.group and max(columns, default=0) % moves.group):
-            raise ValueError(
-                f"{moves} does not fit: there are {sorted(rows)} rows and {sorted(columns)} columns"
-            )
-        self._sizes = max(rows | {1}), max(columns | {1})  # without a row there are columns to roll
+            raise ValueError(f"{moves} does not fit: {sorted(rows)} rows and {sorted(columns)} columns")
+        self._sizes = max(rows | {1}), max(columns | {1})  # without rows, columns are rolled
         self._group = moves.group or self._sizes[1]
 
     @staticmethod
     def _found(positions: list[int], wanted: tuple[int, ...], free: list[bool]) -> set[int]:
-        """The tensors at these positions; none if one of them cannot be moved, since they belong together."""
+        """The tensors at these positions; none if one of them cannot be moved, because they belong together."""
         found = {i for i, p in enumerate(positions) if p in wanted}
         return found if all(free[i] for i in found) else set()
 
@@ -40,7 +38,7 @@ class Permuter:
         return i in self._rows or i in self._columns
 
     def draw(self, origin: list[int]) -> list[int]:
-        """How each slot is moved, as a number; slots of one master differ as long as there are ways left."""
+        """A permutation for each slot, as a number; slots of one master differ while there are enough permutations."""
         ways = self._sizes[0] * self._sizes[1]
         codes = [0] * len(origin)
         for master in set(origin):
@@ -52,7 +50,7 @@ class Permuter:
         return codes
 
     def apply(self, i: int, value: torch.Tensor, codes: list[int]) -> torch.Tensor:
-        """Tensor i of a master in as many slots as there are codes: [slots, *value.shape]."""
+        """Tensor i of a master, once for each code: [slots, *value.shape]."""
         if not value.numel() or not self.permutes(i):
             return value.expand(len(codes), *value.shape)
         code = torch.tensor(codes, device=value.device)[:, None]

@@ -1,4 +1,4 @@
-"""What one side calls: a candidate, one provider of ours, or a baseline, put into the ops of its own process."""
+"""The implementation that a runner calls: a candidate, one provider of ours, or a baseline, installed in its ops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Implementation:
         self.cls: type | None = None
         self.baselines: dict[str, Any] = {}
         self.made: dict[str, Callable[..., Any]] = {}
-        self.changed: set[str] = set()  # ops that have a candidate or a baseline in them
+        self.changed: set[str] = set()  # ops with a candidate or a baseline installed
         self.device = "cpu"
 
     def load_implementation(
@@ -29,9 +29,9 @@ class Implementation:
     ) -> dict[str, str]:  # fmt: skip
         """Import the op, and the candidates or (against) the baselines. Returns the kind of each candidate.
 
-        choice  (provider, parameters) of ours: that one alone
+        choice  (provider, parameters): use only this provider of ours
         """
-        for name in self.changed:  # of the op before, in a process that serves several
+        for name in self.changed:  # of the previous op, in a process that serves several
             OPS[name].set_candidate(None)
         self.cls, self.baselines, self.made, self.changed = None, {}, {}, set()
         self.device, self.spec = device, registry.get(op)
@@ -63,7 +63,7 @@ class Implementation:
         return found
 
     def _only(self, op: str, name: str, params: dict[str, Any]) -> None:
-        """Run this provider of ours, with these parameters; what it does not support is nobody else's."""
+        """Run only this provider of ours, with these parameters; calls that it does not support fail."""
         provider = next(p for p in OPS[op].providers if p.name == name).bound(params)
 
         def fn(*args: Any) -> Any:
@@ -74,8 +74,8 @@ class Implementation:
         self._put(op, fn, name)
 
     def _find_baselines(self, against: str) -> None:
-        """Baselines of the op; of a module, of the ops that it calls, each with the first there is."""
-        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # a library that tunes each shape does it once
+        """Find the op's baselines; for a module, install the first available one of each op that it calls."""
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # libraries that autotune do so once per shape
         from fk_bench.kernels.judge.baselines import baselines
 
         def there(name: str) -> list[Any]:
@@ -97,18 +97,18 @@ class Implementation:
         self.baselines = {"our module on " + ", ".join(names): None}
 
     def _made(self, op: str, baseline: Any) -> bool:
-        """Whether a baseline could be made and put in."""
+        """Whether a baseline could be made and installed."""
         try:
             fn = baseline.make()
-        except Exception:  # another version of the library: the next one is asked
+        except Exception:  # another version of the library: try the next baseline
             return False
         self._put(op, fn, baseline.name, remembered(baseline.supports))
         return True
 
     def use(self, baseline: str, args: list[Any] | None) -> dict[str, Any]:
-        """Call this baseline from now on. Says why it cannot serve a case, if it cannot: `args` are the case's."""
+        """Use this baseline from now on; reports why if it does not support the case's arguments `args`."""
         chosen = self.baselines.get(baseline)
-        if chosen is None:  # a module on baselines that are put in already, or another candidate
+        if chosen is None:  # a module on installed baselines, or another candidate
             return {}
         if args is not None and (reason := chosen.supports(*args)) is not None:
             return {"unsupported": reason}

@@ -1,4 +1,4 @@
-"""One side of a comparison as the judge sees it: a process that is asked, and whose every failure has a status."""
+"""A runner as the judge sees it: a process that answers commands, and whose failures have statuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed, Ch
 
 
 class RunnerError(RuntimeError):
-    """A side, `who`, failed. `status` says how; `fatal`: its process is gone, or must not be used any more."""
+    """The side `who` failed with `status`; `fatal`: its process is gone, or must not be used any longer."""
 
     def __init__(self, status: Status, reason: str, fatal: bool, who: str = ""):
         super().__init__(reason)
@@ -28,10 +28,10 @@ class RunnerProcess:
         self.paused = False
         self._nonce = ""
         self.alive = True
-        self.busy_s = 0.0  # that it was waited for
+        self.busy_s = 0.0  # seconds spent waiting for it
 
     def greet(self) -> None:
-        """Wait until its process is there, and learn what its cage is made of."""
+        """Wait until its process has started, and read the report of its cage."""
         self.cage = self._guarded(lambda: self.channel.receive(self.timeout)).get("hello", {})
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class RunnerProcess:
         return answer
 
     def pause(self, on: bool) -> None:
-        """Stop its processes, so that none of its threads works beside the other side's batch, or let them go on."""
+        """Stop its processes, so that none of its threads runs during the other side's batch, or resume them."""
         if on != self.paused:
             (self.child.pause if on else self.child.resume)()
             self.paused = on

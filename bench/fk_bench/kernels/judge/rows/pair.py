@@ -1,4 +1,4 @@
-"""The two processes that judge an op's cases, the candidate's and the baseline's, and the row of each case."""
+"""The two processes for an op's cases, one for the candidate and one for the baseline, and the row of each case."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fk_bench.kernels.judge.rows.case import CaseJudge, Checked, Plan, Timed, Wr
 if TYPE_CHECKING:
     from fk_bench.kernels.judge.rows.judging import Judge
 
-DEATHS = 3  # a candidate whose process ended so often is not started again for the op's other cases
+DEATHS = 3  # after so many deaths a candidate's process is not restarted for the op's other cases
 MAX_ROUNDS = {"cpu": 5, "cuda": 100}
-BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # seconds that N calls should last
+BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # target seconds of N calls
 MAX_CALLS = {"cpu": 16, "cuda": 1024}  # of a batch, N
 
 
 class Pair:
-    """The two processes of an op, started again when one has ended.
+    """The two processes of an op, restarted when one has ended.
 
-    choice  (provider, parameters): of ours this one alone, instead of the order that the op has
+    choice  (provider, parameters): run only this provider of ours instead of the op's default order
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Pair:
         self.loaded: dict[str, dict[str, Any]] = {}
         self.failure: RunnerError | None = None
         self.deaths = 0
-        self.compiled = choice is not None  # that is a check of the op, whoever runs it
-        self.busy_s = 0.0  # that both processes were waited for in the last case
+        self.compiled = choice is not None  # checked once per op, whichever provider runs
+        self.busy_s = 0.0  # time spent waiting for both processes in the last case
 
     def close(self, failed: bool = False) -> None:
-        """Let go of both processes: a candidate's ends, ours serves the next op unless something went wrong."""
+        """Release both processes: a candidate's ends; ours serves the next op unless something failed."""
         for who, side in self.sides.items():
             if side.caged or (who == "candidate" and self.candidates) or self.options.against.endswith(".py"):
                 side.close()
@@ -104,14 +104,14 @@ class Pair:
                 unsteady = timing.unsteady(timed.candidate, timed.baseline, timed.again)
                 cuda = self.options.device == "cuda"
                 if late or (unsteady if cuda else timing.invalid(timed.candidate, timed.baseline, 0.0)):
-                    # once more: something else was running; in longer batches, what starting costs shows less
+                    # once more, after a disturbance; in longer batches the cost of starting them matters less
                     timed = case.time(checked, longer=2 if late else 1)
         except Wrong as error:
             status, reason = Status.WRONG, str(error)
         except RunnerError as error:
             status, reason = self._blame(error)
             self._lost(error)
-        except RuntimeError as error:  # the judge's own work: its oracle's memory
+        except RuntimeError as error:  # in the judge itself: no memory for the oracle
             status, reason = Status.FAILED, f"the judge: {type(error).__name__}: {str(error)[:300]}"
         case.close()
         if self.options.device == "cuda":
@@ -123,20 +123,20 @@ class Pair:
         return row
 
     def _baselines(self, trial: Trial) -> list[str]:
-        """Names to compare with. A compiler takes seconds for every shape: it is asked for model shapes only."""
+        """Names of the baselines. Compilers take seconds per shape, so they are used for model shapes only."""
         loaded = self.loaded["baseline"]
         compilers = [] if "model" in trial.case.tags else loaded["compilers"]
         return [n for n in loaded["baselines"] if n not in compilers] or [self.options.against]
 
     @staticmethod
     def _blame(error: RunnerError) -> tuple[Status, str]:
-        """Status and reason of a row: what the baseline does wrong is not the candidate's."""
+        """Status and reason of a row; a failure of the baseline is not blamed on the candidate."""
         if error.who == "baseline" and error.status is not Status.UNSUPPORTED:
             return Status.FAILED, f"the baseline: {error.status.value}: {error}"
         return error.status, str(error)
 
     def _lost(self, error: RunnerError, loading: bool = False) -> None:
-        """After a failure: a process that is gone is started again, unless it keeps dying or cannot even load."""
+        """After a failure: the process is restarted, unless it keeps dying or cannot even load."""
         if loading:
             self.failure = error
         if error.fatal or loading:
@@ -144,7 +144,7 @@ class Pair:
             self.close(failed=True)
             if self.deaths >= DEATHS:
                 self.failure = RunnerError(
-                    error.status, f"{error}; not started again after {DEATHS} such ends", True, error.who
+                    error.status, f"{error}; not restarted after {DEATHS} deaths", True, error.who
                 )
 
     def _row(
@@ -172,7 +172,7 @@ class Pair:
         return row
 
     def _candidates_live(self, live: Mapping[str, int]) -> dict[str, int]:
-        """Calls of each candidate: of its function, or of its class where the case is a call of that."""
+        """Calls of each candidate: of its function, or of its class if the case calls the class."""
         loaded = self.loaded["candidate"]
         calls = {n: live.get(n, 0) if "function" in kind else 0 for n, kind in loaded["offers"].items()}
         if self.spec.name in calls and loaded["mode"] == "module":
@@ -218,7 +218,7 @@ def _why(passed_over: Mapping[str, str]) -> str:
 
 
 def _release() -> None:
-    """What the judge's oracle needed goes back: both sides need memory, too."""
+    """Free the oracle's GPU memory, which both sides need."""
     import torch
 
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Which op a dotted name under fastkernels.overrides belongs to, resolved through the registry."""
+"""The op that a dotted name under fastkernels.overrides belongs to, resolved through the registry."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _OVERRIDES = registry.OPS_PACKAGE.split(".")
 
 
 class Kind(Enum):
-    """What a dotted name leads to."""
+    """The kind of place that a dotted name leads to."""
 
-    OUTSIDE = "outside"  # not under fastkernels.overrides, or no file of it
+    OUTSIDE = "outside"  # not in fastkernels.overrides, or no existing file
     KIT = "kit"  # shared tools of all kernels
     PACKAGE = "package"  # fastkernels.overrides itself, or a family
     OP = "op"  # an op's module, or a name in it
@@ -51,7 +51,7 @@ class Place:
         named = {op for op, names in classes.items() if self.name in names}
         return named or {
             op for op, names in classes.items() if names
-        }  # a helper of the file may call any of them
+        }  # any of them may be called by a helper in the file
 
     @property
     def is_record(self) -> bool:
@@ -64,7 +64,7 @@ class Place:
 
 
 def locate(dotted: str) -> Place:
-    """Resolve a dotted name, by the files that exist: nothing of them is imported."""
+    """Resolve a dotted name by the existing files, without importing them."""
     parts = dotted.split(".")
     if parts[: len(_OVERRIDES)] != _OVERRIDES:
         return Place(Kind.OUTSIDE)
