@@ -1,4 +1,4 @@
-"""What the tests of fk-bench share: a model directory that is enough for prompts, an interpreter of stub servers."""
+"""Fixtures of the tests of fk-bench: a model directory for prompts, an interpreter of stub servers."""
 
 from __future__ import annotations
 

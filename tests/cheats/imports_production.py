@@ -1,4 +1,4 @@
-"""Calls the baseline that it is compared with, out of the family's own list."""
+"""Calls the baseline that it is compared with, from the family's production.py."""
 
 from fastkernels.overrides.norm import production
 

@@ -1,4 +1,4 @@
-"""Calls our op `linear` out of the family of the same name."""
+"""Calls our op `linear` from the family of the same name."""
 
 from fastkernels.overrides.linear import linear as ours
 

@@ -1,4 +1,4 @@
-"""Calls our op through the class that its family has for a host."""
+"""Calls our op through its family's class for a host."""
 
 import torch
 

@@ -114,7 +114,7 @@ def _cores() -> int:
 def commit() -> str | None:
     """The commit of this checkout, with '+' if files differ from it; outside a checkout (a copy without history, a
     wheel) the value of FK_BENCH_COMMIT, or None."""
-    here, told = Path(__file__).resolve().parent, os.environ.get("FK_BENCH_COMMIT") or None
+    here, given = Path(__file__).resolve().parent, os.environ.get("FK_BENCH_COMMIT") or None
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=20
@@ -123,8 +123,8 @@ def commit() -> str | None:
             ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
-        return told
-    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else told
+        return given
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else given
 
 
 @cache

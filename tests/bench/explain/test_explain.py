@@ -1,4 +1,4 @@
-"""fk-bench explain: its lines add up, its times come from right providers only, and it says what it did not measure."""
+"""fk-bench explain: its lines add up, its times come from correct providers only, and missing times are explained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_thread() -> Any:
 
 
 def run(capsys: pytest.CaptureFixture[str], folder: Path, **flags: Any) -> tuple[dict, list[Row], str]:
-    """(the line of JSON, the rows, what was printed)."""
+    """(the line of JSON, the rows, the printed output)."""
     explain_command(out=folder, **flags)
     text = capsys.readouterr().out
     found, warnings = rows.read(folder / "rows.jsonl")
@@ -73,11 +73,11 @@ def test_floors_of_a_named_chip_without_a_gpu(tmp_path: Path, capsys: pytest.Cap
         ]
         assert sum(by_group) == pytest.approx(total) and len(by_group) == 3
         assert each.metrics["floor_tokens_per_s"] == pytest.approx(1e3 * each.case["batch"] / total)
-    # 15.01 GB at 4.8 TB/s, and next to nothing else.
+    # 15.01 GB at 4.8 TB/s, and almost nothing else.
     assert 15.01 / 4.8 < steps[0].metrics["floor_ms"] < 1.02 * 15.01 / 4.8
 
 
-def test_the_command_and_its_line_of_json(tmp_path: Path) -> None:
+def test_command_ends_with_json(tmp_path: Path) -> None:
     result = fk_bench(
         "explain", "qwen3-0.6b", "--gpu", "H100", "--phase", "prefill", "--json", "--out", tmp_path
     )
@@ -89,9 +89,7 @@ def test_the_command_and_its_line_of_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_times_on_a_cpu_exercise_all_of_it(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_are_measured_on_cpu(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_tiny(tmp_path / kind, kind, num_hidden_layers=1)
     answer, found, text = run(
         capsys, tmp_path / "run", model=str(folder), batch="3", context="20", device="cpu"
@@ -108,7 +106,7 @@ def test_times_on_a_cpu_exercise_all_of_it(
         assert r.case["us"][r.case["best"]] == r.metrics["best_us"]
     linears = [r for r in timed if r.subject.op == "linear"]
     assert all(r.case["host"] == "onednn" == r.baseline and not r.case["patched"] for r in linears)
-    # vLLM is not in this environment: its norm has no time, and nothing stands in for it.
+    # vLLM is not in this environment: its norm has no time, and no other provider replaces it.
     norms = [r for r in calls if r.subject.op == "rms_norm"]
     assert all("host_us" not in r.metrics and "gain_us" not in r.metrics and r.case["patched"] for r in norms)
     assert all("vllm" in r.reason for r in norms) and "rms_norm: host: vllm" in text
@@ -117,13 +115,13 @@ def test_times_on_a_cpu_exercise_all_of_it(
     assert answer["measured_ms"] == pytest.approx(known, abs=1e-5)
 
 
-def test_a_cpu_does_not_time_what_is_for_a_gpu() -> None:
+def test_gpu_case_is_not_timed_on_cpu() -> None:
     case = Case("big", {"tokens": (1,), "in": 4096, "out": 4096})
     found = timing.measure("linear", case, "cpu", "vllm")
     assert found.best is None and "GPU only" in found.reasons["host"] == found.reasons["ours"]
 
 
-def test_ours_is_what_the_chips_table_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_follows_the_chips_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linear, shape = registry.get("linear").op, {"N": 33, "K": 64, "dtype": "float32"}
     won: dict[str, Any] = {"speedup": 1.2, "ci95": (1.1, 1.3)}
     entry = tuning.Entry("linear", shape, {"M": 8}, "reference", "onednn", "r1", **won)
@@ -166,7 +164,7 @@ def test_only_right_providers_are_timed() -> None:
     assert (problems["refuses"], problems["absent"]) == ("not this one", "not installed")
 
 
-def test_arguments_that_are_written_are_checked() -> None:
+def test_written_arguments_are_checked() -> None:
     spec = registry.get("store_kvcache")
     case = Case("c", {"tokens": 3, "kv_heads": 2, "head_size": 8, "block_size": 4}, "float32")
     nothing = contender("nothing", lambda *_: None)
@@ -175,7 +173,7 @@ def test_arguments_that_are_written_are_checked() -> None:
     assert next(t for t in timed if t.name == timing.REFERENCE).us is not None
 
 
-def test_which_provider_is_the_hosts() -> None:
+def test_provider_of_the_host() -> None:
     timed = [
         Timed("vllm", "host", 3.0), Timed("sgl_kernel", "host", 2.0), Timed("flashinfer", "library", 1.0),
         Timed("ours/triton", "ours", 1.5), Timed("ours/reference", "ours", 9.0),
@@ -198,7 +196,7 @@ def test_which_provider_is_the_hosts() -> None:
     }  # fmt: skip
 
 
-def test_what_patch_replaces_without_being_asked() -> None:
+def test_ops_patched_by_default() -> None:
     assert all(
         patched(op, host) for op in ("rms_norm", "silu_and_mul", "rotary_emb") for host in ("vllm", "sglang")
     )
@@ -217,12 +215,12 @@ def line(op: str, count: int, floor: float, replaced: bool, host: float | None, 
     return Line(Call(op, op, "bfloat16", 8, 0, count=count), floor, replaced, measured)
 
 
-def test_the_gain_is_of_what_is_replaced() -> None:
+def test_gain_counts_replaced_calls_only() -> None:
     found = step(*load_config("llama-3.1-8b"), batch=4)
     lines = [line("rms_norm", 10, 1.0, True, 5.0, 3.0), line("linear", 2, 7.0, False, 20.0, 8.0)]
     sums = totals(found, lines)
     assert sums["step_ms"] == sums["measured_ms"] == pytest.approx(0.090)
-    # A faster linear that is not put in saves nothing
+    # A faster linear that is not patched in saves nothing
     assert sums["predicted_gain_ms"] == pytest.approx(0.020)
     assert (sums["best_ms"], sums["floor_ms"]) == (pytest.approx(0.046), pytest.approx(0.024))
     assert sums["step_tokens_per_s"] == pytest.approx(4 / 90e-6)
@@ -262,9 +260,7 @@ def documented() -> list[tuple[str, str]]:
     ]
 
 
-def test_the_pages_tables_are_what_the_command_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_page_tables_match_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(documented()) >= 3
     for i, (command, tables) in enumerate(documented()):
         _, _, name, *words = shlex.split(command)

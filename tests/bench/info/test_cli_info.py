@@ -1,4 +1,4 @@
-"""`fk-bench list`, `doctor` and `export` as a user runs them."""
+"""`fk-bench list`, `doctor` and `export`, as a user runs them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_list_signatures(capsys: pytest.CaptureFixture[str], only: bool) -> None
         ("models", "architecture", {"LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM"}),
     ],
 )
-def test_list_says_what_each_is(
+def test_list_describes_entries(
     capsys: pytest.CaptureFixture[str], what: str, key: str, some: set[str]
 ) -> None:
     status, out, _ = run(capsys, "list", what)
@@ -70,7 +70,7 @@ def test_list_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("rms_norm" in r["ops"] for r in rows if r["host"] in ("vllm", "sglang"))
 
 
-def test_list_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_unknown_kind_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "list", "op")
     assert status == 2 and out == "" and "unknown list 'op'. Did you mean 'ops'?" in err
     assert run(capsys, "list", "hosts", "--signatures")[0] == 2
@@ -88,7 +88,9 @@ def test_list_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
         (["parallel_linear", "--host", "transformers"], "parallel_linear has no class for transformers"),
     ],
 )
-def test_export_of_what_is_not_there(capsys: pytest.CaptureFixture[str], args: list[str], says: str) -> None:
+def test_export_of_unknown_names_is_an_error(
+    capsys: pytest.CaptureFixture[str], args: list[str], says: str
+) -> None:
     status, out, err = run(capsys, "export", *args)
     assert status == 2 and out == "" and says in err and "Traceback" not in err
 
@@ -119,7 +121,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, **variables: str) -> doctor.Found:
     return doctor.examine([])
 
 
-def test_doctor_says_what_will_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_machine_and_providers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine(monkeypatch, FASTKERNELS_DISABLE="silu_and_mul")
     assert (
         not found.problems and found.rows["machine"]["cores"] >= 1 and found.rows["machine"]["memory_gib"] > 0
@@ -147,7 +149,7 @@ def _installed(folder: Path, source: str) -> doctor.Installed:
         ("class RMSNorm: ...\n", {"FASTKERNELS_OPS": "silu_and_mul"}, "off", "not in FASTKERNELS_OPS"),
     ],
 )
-def test_doctor_says_why_an_op_is_off(
+def test_doctor_reports_why_op_is_off(
     tmp_path: Path, source: str, env: dict[str, str], state: str, says: str
 ) -> None:
     rows = doctor.seam_rows(

@@ -1,4 +1,4 @@
-"""The judge judged: each known cheat is caught without the static scan, and an honest kernel like it passes with it."""
+"""The judge against known cheats: each is caught without the static scan, and its honest twin passes with it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def ids(cheat: Cheat) -> str:
 
 @pytest.fixture(scope="session")
 def judge() -> Iterator[Judge]:
-    """One for all: what its processes are forked from is started once."""
+    """One for all tests, so that its fork server starts once."""
     with Judge({}, OPTIONS) as found:
         yield found
 
 
 @pytest.mark.parametrize("cheat", HERE, ids=ids)
-def test_the_cheat_is_caught_and_its_honest_twin_is_not(judge: Judge, cheat: Cheat) -> None:
+def test_cheat_is_caught_and_twin_passes(judge: Judge, cheat: Cheat) -> None:
     verdict = try_cheat(judge, cheat, OPTIONS)
     assert not verdict.twin_problem, verdict.twin_problem
     assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.outcome})"
@@ -44,7 +44,7 @@ def test_the_cheat_is_caught_and_its_honest_twin_is_not(judge: Judge, cheat: Che
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cheat", [c for c in CHEATS if c.device == "cuda"], ids=ids)
-def test_on_a_gpu(cheat: Cheat) -> None:
+def test_cheat_is_caught_on_gpu(cheat: Cheat) -> None:
     options = dataclasses.replace(OPTIONS, device="cuda", rounds=10, seconds=2.0)
     with Judge({}, options) as found:
         verdict = try_cheat(found, cheat, options)
@@ -52,13 +52,13 @@ def test_on_a_gpu(cheat: Cheat) -> None:
 
 
 @pytest.mark.parametrize("cheat", CHEATS, ids=ids)
-def test_the_scan(cheat: Cheat) -> None:
+def test_scan_of_cheat_and_twin(cheat: Cheat) -> None:
     patterns = {f.pattern for f in scan(cheat.file(), cheat.op) if f.severity == REJECT}
     assert (cheat.scan in patterns) if cheat.scan else not patterns, patterns
     assert not [str(f) for f in scan(cheat.file(honest=True), cheat.op) if f.severity == REJECT]
 
 
-def test_the_scan_rejects_before_anything_runs(judge: Judge) -> None:
+def test_scan_rejects_before_anything_runs(judge: Judge) -> None:
     judge.candidates = {"silu_and_mul": next(c for c in HERE if c.name == "early_exit").file()}
     judge.options = OPTIONS
     judge.op("silu_and_mul")
@@ -68,8 +68,8 @@ def test_the_scan_rejects_before_anything_runs(judge: Judge) -> None:
 
 
 @pytest.mark.parametrize("cheat", HERE, ids=ids)
-def test_the_honest_twin_is_right(cheat: Cheat) -> None:
-    """Against float64, on all cases of the op that a CPU does quickly and the twin takes: it is no second cheat."""
+def test_honest_twin_is_correct(cheat: Cheat) -> None:
+    """Against float64 on a small case, so that the twin is not a cheat itself."""
     spec = registry.get(cheat.op)
     found = candidate.load(cheat.op, str(cheat.file(honest=True)))
     function = found.function or (lambda x: next(iter(found.classes.values()))()(x))
@@ -84,7 +84,7 @@ def _small(op: str) -> str:
     return next(c.name for c in registry.get(op).cases if "odd" in c.tags and c.name != "one")
 
 
-def test_the_command_counts(tmp_path: Path) -> None:
+def test_command_counts_cheats(tmp_path: Path) -> None:
     folder = tmp_path / "cheats"
     (folder / "honest").mkdir(parents=True)
     few = ("returns_zeros", "no_op")

@@ -1,4 +1,4 @@
-"""Kernel runs for people: tables, the page and the comparison of two runs, from rows with known numbers."""
+"""Tables, the page and the comparison of kernel runs, from rows with known numbers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(folder: Path, rows: list[Row]) -> Path:
 
 
 class Page(HTMLParser):
-    """The text of a page, and whatever it would load."""
+    """The text of a page, and the resources that it would load."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -68,7 +68,7 @@ class Page(HTMLParser):
         self.text += "" if self.skip else data
 
 
-def test_the_mean_is_weighted_and_counts_what_failed():
+def test_mean_is_weighted_and_failures_count():
     rows = [
         case("rms_norm", "a", 2.0, weight=3.0),
         case("rms_norm", "b", 1.0),
@@ -83,13 +83,13 @@ def test_the_mean_is_weighted_and_counts_what_failed():
     assert total.speedup == pytest.approx(math.exp((3 * math.log(2) + 4 * math.log(0.5)) / 8))
 
 
-def test_a_later_row_of_a_case_replaces_the_earlier():
+def test_later_row_of_a_case_replaces_earlier():
     rows = [case("rms_norm", "a", 2.0), case("rms_norm", "a", 3.0)]
     assert [r.metrics["speedup"] for r in report.latest(rows)] == [3.0]
     assert len(report.latest([*rows, case("rms_norm", "a", 1.0, case={"source": "captured"})])) == 2
 
 
-def test_the_table_shows_every_case_and_why_it_failed(capsys):
+def test_table_shows_cases_and_failures(capsys):
     report.show(
         [
             case("rms_norm", "decode", 1.25),
@@ -102,7 +102,7 @@ def test_the_table_shows_every_case_and_why_it_failed(capsys):
     assert "more" not in out and "CPU timer" not in out
 
 
-def test_no_time_is_shown_that_noise_made():
+def test_unsteady_times_are_not_shown():
     row = case("rms_norm", "noisy", 1.0, reason="the baseline's times scatter too much here")
     for name in ("speedup", "gb_per_s", "tflops", "roofline_pct"):
         del row.metrics[name]
@@ -112,7 +112,7 @@ def test_no_time_is_shown_that_noise_made():
     assert report.score("rms_norm", [row]).speedup is None
 
 
-def test_a_case_in_one_line():
+def test_line_of_a_case():
     said = report.line(case("rms_norm", "decode", 1.25))
     assert "rms_norm" in said and "10 [9.5-11] us, 1.250 (1.230 to 1.270) over vllm, significant" in said
     assert report.line(case("silu", "x", None, status=Status.OOM, reason="16 GiB\nmore")).endswith(
@@ -120,7 +120,7 @@ def test_a_case_in_one_line():
     )
 
 
-def test_the_page_has_everything_and_loads_nothing(tmp_path):
+def test_page_is_complete_and_self_contained(tmp_path):
     source = tmp_path / "rms_norm.py"
     source.write_text("def rms_norm(x):\n    return x < 1  # <script>alert(1)</script>\n")
     rows = [
@@ -152,7 +152,7 @@ def test_cpu_results_are_marked_everywhere(tmp_path, capsys):
     assert report.render(write(tmp_path / "run", rows)).read_text().count(report.CPU_MARK) >= 3
 
 
-def test_a_run_in_which_nothing_was_timed_has_a_page(tmp_path):
+def test_untimed_run_has_a_report(tmp_path):
     rows = [case("rms_norm", "a", None, status=Status.COMPILE_ERROR, reason="", case={"name": "<x>"})]
     rows += [
         Row(
@@ -188,7 +188,7 @@ def test_two_runs_agree_within_their_intervals(tmp_path):
     assert not gated["ok"] and "rms_norm worse: 0.800 is below 0.9" in gated["problems"]
 
 
-def test_the_commands_know_a_kernels_run(tmp_path):
+def test_report_and_diff_accept_kernels_runs(tmp_path):
     a = write(tmp_path / "a", [case("rms_norm", "same", 1.20)])
     result = fk_bench("diff", a, a)
     assert result.returncode == 0 and "1.180 to 1.220" in result.stdout and last_json(result)["agree"] == 1

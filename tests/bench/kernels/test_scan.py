@@ -1,4 +1,4 @@
-"""The static scan: what it rejects and why, and that it lets honest kernels through."""
+"""The static scan: what it rejects and why, and that honest kernels pass."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fk_bench.kernels.judge.scan.scan import REJECT, WARN, rejections, scan
 
 from fastkernels.core import registry
 
-# Baselines are no kernels of ours.
+# Baselines are not kernels of ours.
 OVERRIDES = sorted(p for p in registry.OPS_ROOT.rglob("*.py") if p.stem != "production")
-# What our own files do that a candidate may not: they load libraries, and keep tables that depend on a configuration.
+# Findings in our own files, which may load libraries and keep tables that depend on a configuration.
 OWN = {
     "attention/flashinfer.py": {
         "baseline-library",
         "pointer-cache",
-    },  # a provider, and plans of a batch of the host's
-    "attention/attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, from where it is installed
-    # FlashAttention-3 out of vLLM's wheel, under another package name, or else vLLM's own import
+    },  # a provider, and plans for a batch of the host
+    "attention/attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, wherever it is installed
+    # FlashAttention-3 from vLLM's wheel under another package name, or through vLLM's own import
     "attention/vllm_flash_attn.py": {"dynamic-code", "fallback", "inspection", "patching"},
     "rope/rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
     # CUDA C++, read from the package and launched by the driver
@@ -30,8 +30,8 @@ OWN = {
     "linear/linear_fp8_calls.py": {
         "baseline-library",
         "dynamic-code",
-    },  # providers, from where they are installed
-    "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # by the name that its version has
+    },  # providers, wherever they are installed
+    "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # by the name that its version uses
     "moe/fused_experts_calls.py": {"dynamic-code"},
     "kit/libraries.py": {"baseline-library"},  # the loaders themselves
     "kit/launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
@@ -214,7 +214,7 @@ def test_own_helper_is_a_warning(tmp_path: Path) -> None:
     assert [(f.pattern, f.severity) for f in scan(path, "silu_and_mul")] == [("own-helper", WARN)]
 
 
-def test_what_it_says(tmp_path: Path) -> None:
+def test_text_of_a_rejection(tmp_path: Path) -> None:
     path = tmp_path / "rms_norm.py"
     path.write_text("import os\n\n\ndef rms_norm(x, *args):\n    os._exit(0)\n")
     findings = scan(path, "rms_norm")
@@ -225,13 +225,13 @@ def test_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["def f(:\n", "x = '\0'\n", "# coding: nothing\n"])
-def test_a_file_that_is_no_python_is_left_to_the_import(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_python_has_no_findings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.py"
     path.write_text(text)
     assert scan(path, "rms_norm") == []
 
 
-def test_a_file_nested_too_deeply(tmp_path: Path) -> None:
+def test_deeply_nested_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("x = " + "-" * 20000 + "1\n")
     assert (

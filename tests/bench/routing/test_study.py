@@ -1,4 +1,4 @@
-"""fk-bench routing: statistics of experts' loads, what is timed, who wins, and the page made of the rows."""
+"""fk-bench routing: statistics of expert loads, timed calls, winners, and the documentation page."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_known_loads() -> None:
         stats.load_stats([0, 0])
 
 
-def test_uniform_routing_is_as_in_theory() -> None:
+def test_uniform_routing_matches_theory() -> None:
     rng = np.random.default_rng(1)
     experts, top_k = 24, 3
     ids = stats.uniform_ids(60_000, experts, top_k, rng)
-    # A token's experts are different
+    # A token's experts are distinct
     assert (np.sort(ids, axis=1)[:, 1:] != np.sort(ids, axis=1)[:, :-1]).all()
     share = stats.counts_of(ids, experts) / len(ids)
     p = top_k / experts
@@ -69,7 +69,7 @@ def command(capsys: Any, *args: object) -> tuple[int, str, str]:
 
 
 def test_study_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
-    """Of what is shipped, unless told otherwise."""
+    """With the shipped captures by default."""
     status, out, _ = command(capsys, "--device", "cpu", "--out", tmp_path / "run")
     result = json.loads(out.splitlines()[-1])
     assert status == 0 and result["ok"] and result["timed"] == 0
@@ -91,7 +91,7 @@ def test_study_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(out.splitlines()[-1]) == result
 
 
-def test_the_page_has_the_tables_of_the_rows_in_the_repository(capsys: Any) -> None:
+def test_page_tables_match_repository_rows(capsys: Any) -> None:
     file = ROOT / "bench/results/2026-11-21-h200-routing.jsonl"
     status, out, _ = command(capsys, "--rows", file, "--markdown")
     page = (ROOT / "docs/routing.md").read_text()
@@ -117,7 +117,7 @@ def test_batches_for_the_clock() -> None:
     assert np.array_equal(stats.counts_of(ids, 8), 3 * stats.counts_of(whole, 8))
 
 
-def test_the_kernels_output_is_checked() -> None:
+def test_kernel_output_is_checked() -> None:
     from fk_bench.routing.timing import _check
 
     from fastkernels.core.spec import Case
@@ -129,7 +129,7 @@ def test_the_kernels_output_is_checked() -> None:
     assert "relative error" in _check(lambda *a: 1.05 * fused_experts(*a), args)
 
 
-def test_who_wins_is_told_from_rows() -> None:
+def test_winner_follows_from_rows() -> None:
     def row(kernel: str, source: str, us: float, spread: float = 0.01) -> Row:
         times = [us * (1 - spread), us, us * (1 + spread)]
         case = {"kind": "time", "capture": "c", "experts": 8, "topk": 2, "tokens": 32, "routing": source}
@@ -175,14 +175,14 @@ def test_bad_options(tmp_path: Path, arguments: list[str], message: str, capsys:
     assert status == 2 and message in error and not (tmp_path / "run").exists()
 
 
-def test_a_capture_without_routing_says_so(tmp_path: Path) -> None:
+def test_capture_without_routing_is_an_error(tmp_path: Path) -> None:
     data = {"schema": "fastkernels.capture/1", "ops": {}, "modules": []}
     (tmp_path / "capture.json").write_text(json.dumps(data))
     with pytest.raises(CaptureError, match="has no routing in it"):
         study.routings(str(tmp_path))
 
 
-def test_the_model_whose_sizes_are_timed() -> None:
+def test_model_of_timed_sizes() -> None:
     shape = study.shape_of
     assert shape(8, 2) == {"model": "Mixtral-8x7B", "hidden": 4096, "intermediate": 14336, "known": True}
     assert shape(128, 8) == {"model": "Qwen3-30B-A3B", "hidden": 2048, "intermediate": 768, "known": True}

@@ -1,4 +1,4 @@
-"""`fk-bench tune`: what is judged, what is written, and that dispatch then follows it. A CPU's times say nothing."""
+"""`fk-bench tune`: what is judged and written, and that dispatch follows the table. CPU times are no speed claim."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXT = "N=17,K=63,dtype=float32"
 
 @pytest.fixture(scope="module")
 def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[Row], Table]:
-    """(last line, rows, table) of a run into a folder of its own; production is oneDNN there."""
+    """(last line, rows, table) of a run in a temporary folder; production is oneDNN there."""
     folder = tmp_path_factory.mktemp("tune")
     result = fk_bench(
         "tune", "linear", "--device", "cpu", "--shape", TEXT, "--batch", "1,6", "--rounds", 3, "--finalists", 1,
@@ -39,7 +39,7 @@ def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return last_json(result), rows, tuning.read(folder / "run" / "cpu.json")
 
 
-def test_every_provider_is_judged_and_the_best_in_full(tuned_run: Any) -> None:
+def test_all_providers_are_judged_best_in_full(tuned_run: Any) -> None:
     line, rows, _ = tuned_run
     judged = [r for r in rows if r.kind == "case"]
     assert line["judged"] == len(judged) and line["failed"] == 0 and line["ok"]
@@ -54,7 +54,7 @@ def test_every_provider_is_judged_and_the_best_in_full(tuned_run: Any) -> None:
     assert all(r.case["shape"] == SHAPE and r.metrics["time_us_p50"] for r in judged)
 
 
-def test_the_table_has_what_the_rows_say(tuned_run: Any) -> None:
+def test_table_matches_rows(tuned_run: Any) -> None:
     line, rows, table = tuned_run
     assert line["points"] == 2 and line["table"].endswith("cpu.json") and table.chip == line["chip"] == "cpu"
     assert [(e.shape, e.sizes) for e in table.entries] == [(SHAPE, {"M": 1}), (SHAPE, {"M": 6})]
@@ -72,7 +72,7 @@ def test_the_table_has_what_the_rows_say(tuned_run: Any) -> None:
     assert [r.subject.provider for r in rows if r.kind == "entry"] == [e.provider for e in table.entries]
 
 
-def test_a_run_goes_on_where_another_was_ended(
+def test_interrupted_run_is_continued(
     tuned_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, table = tuned_run
@@ -107,7 +107,7 @@ def test_dispatch_follows_the_table(tuned_run: Any, monkeypatch: pytest.MonkeyPa
         op.reset()
 
 
-def test_the_last_line_without_anything_to_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_line_without_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = ["--shape", "N=8192,K=8192,dtype=float32", "--batch", "64"]
     with pytest.raises(SystemExit) as end:
         cli.main(["tune", "linear", "--device", "cpu", *large, "--run", str(tmp_path), "--json"])
@@ -136,7 +136,7 @@ def test_the_last_line_without_anything_to_judge(tmp_path: Path, capsys: pytest.
         (["--out", str(tuning.SHIPPED / "cpu.json")], "a CPU's times are no claim about speed"),
     ],
 )
-def test_wrong_words_are_said_and_nothing_is_run(
+def test_wrong_arguments_run_nothing(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ops = [] if arguments[0][0] != "-" else ["linear"]
@@ -146,9 +146,7 @@ def test_wrong_words_are_said_and_nothing_is_run(
     assert not (tmp_path / "run" / "rows.jsonl").exists()
 
 
-def test_a_table_of_another_chip_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_of_another_chip_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "table.json"
     path.write_text(text := Table("NVIDIA H200", {}, ()).to_json())
     with pytest.raises(SystemExit):
@@ -160,7 +158,7 @@ def test_a_table_of_another_chip_is_not_overwritten(
 # -- what is judged
 
 
-def test_shapes_of_models_and_of_their_ranks() -> None:
+def test_shapes_of_models_and_ranks() -> None:
     _, _, key = tuner.key_of("linear")
     whole = tuner.shapes_of_model("linear", key, "llama", torch.bfloat16)
     sizes = [(s["N"], s["K"]) for s in whole]
@@ -171,14 +169,14 @@ def test_shapes_of_models_and_of_their_ranks() -> None:
     ]  # fmt: skip
 
 
-def test_shapes_of_cases_are_those_of_production() -> None:
+def test_shapes_come_from_model_cases() -> None:
     spec, _, key = tuner.key_of("linear")
     shapes = [(s["N"], s["K"]) for s in tuner.shapes_of_cases(spec, key, "cuda")]
     assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     assert 1 <= len(tuner.shapes_of_cases(spec, key, "cpu")) <= 2
 
 
-def test_the_grid_says_how_far_down_each_entry_will_speak() -> None:
+def test_grid_has_low_end_of_each_entry() -> None:
     _, _, key = tuner.key_of("linear")
     found = tuner.grid(key, [(8, 1, 2, 4, 64, 64), (512,)])
     low = {at["M"]: lowest["M"] if lowest else None for at, lowest in found}
@@ -192,7 +190,7 @@ def test_two_kinds_of_sizes_make_a_grid() -> None:
     assert [low for _, low in found] == [{"B": b, "L": n} for b in (1, 2) for n in (128, 513)]
 
 
-def test_choices_are_providers_with_each_of_their_sets() -> None:
+def test_choices_are_providers_with_all_parameters() -> None:
     providers = (
         Provider("gpu", lambda x: x, params=({"a": 1},)),
         Provider("sized", lambda x: x, ("cpu",), params=({"a": 1}, {}, {"a": 2, "b": 3})),
@@ -203,7 +201,7 @@ def test_choices_are_providers_with_each_of_their_sets() -> None:
     assert [str(c) for c in tuner.choices(op, "cpu", ["reference"])] == ["reference"]
 
 
-def test_sets_of_parameters_are_measured_where_they_are_meant_for() -> None:
+def test_parameters_are_measured_for_fitting_cases() -> None:
     spec, op, key = tuner.key_of("linear")
     skinny = next(p for p in op.providers if p.name == "triton-skinny")
     several = [Choice("triton"), Choice(skinny.name), *(Choice(skinny.name, p) for p in skinny.params)]
@@ -218,7 +216,7 @@ def test_sets_of_parameters_are_measured_where_they_are_meant_for() -> None:
         assert 0 < len(meant) < len(skinny.params)
 
 
-def test_on_a_gpu_what_is_a_baseline_by_name_is_no_choice() -> None:
+def test_baselines_are_no_choices_on_gpu() -> None:
     providers = tuple(Provider(n, lambda x: x, ("cpu", "cuda")) for n in ("cublas", "triton", "reference"))
     assert [c.provider for c in tuner.choices(Op("linear", providers), "cuda")] == ["triton"]
 
@@ -226,8 +224,8 @@ def test_on_a_gpu_what_is_a_baseline_by_name_is_no_choice() -> None:
 # -- in the judge's processes
 
 
-def test_a_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the process of the candidate's side does for `Judge.provider`."""
+def test_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidate side's part of `Judge.provider`."""
     from fk_bench.kernels.judge.processes.answers import Failure
     from fk_bench.kernels.judge.processes.runner import Runner
 
@@ -249,13 +247,13 @@ def test_a_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(Failure, match="sized: not square") as refused:
             op(x[:3], weight)
         assert refused.value.status == "unsupported" and op.fallbacks == {}
-        assert runner.changed == {"linear"}  # given back when the next op is loaded
+        assert runner.changed == {"linear"}  # reset when the next op is loaded
     finally:
         op.set_candidate(None)
         op.reset()
 
 
-def test_judged_processes_see_the_users_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judged_processes_see_tuned_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fk_bench.kernels.judge.processes.zygote import Zygote
 
     monkeypatch.chdir(tmp_path)
@@ -280,7 +278,7 @@ def row(
     )  # fmt: skip
 
 
-def test_faster_is_right_and_wholly_above_one_and_above_the_noise() -> None:
+def test_faster_means_interval_above_one_and_noise() -> None:
     assert tuner.beats(row("reference", 1.1, 1.01))
     assert not tuner.beats(row("reference", 1.1, 0.99))
     assert not tuner.beats(row("reference", 1.1, 1.01, status=Status.WRONG))
@@ -293,7 +291,7 @@ def test_faster_is_right_and_wholly_above_one_and_above_the_noise() -> None:
 
 
 class Script(Tuner):
-    """A tuner whose judge has said everything already: {(stage, provider): row}."""
+    """A tuner with scripted verdicts: {(stage, provider): row}."""
 
     def __init__(self, said: dict[tuple[str, str], Row]) -> None:
         from fk_bench.kernels.judge import Options
@@ -309,7 +307,7 @@ class Script(Tuner):
         return self.point("linear", SHAPE, {"M": 8}, low, [Choice(p) for p in providers])
 
 
-def test_the_fastest_that_was_judged_in_full_is_written() -> None:
+def test_fastest_finalist_is_written() -> None:
     said = {
         ("screen", "a"): row("a", 1.0, 0.9, time=3.0), ("screen", "b"): row("b", 1.0, 0.9, time=1.0),
         ("screen", "c"): row("c", 1.0, 0.9, time=2.0), ("screen", "d"): row("d", 9.0, 8.0, 0.1, Status.WRONG),
@@ -323,7 +321,7 @@ def test_the_fastest_that_was_judged_in_full_is_written() -> None:
     assert entry.faster and entry.baseline == "onednn"
 
 
-def test_one_that_is_slower_at_the_low_end_is_not_written() -> None:
+def test_slower_at_low_end_is_not_written() -> None:
     said = {
         ("final", "b"): row("b", 1.2, 1.1), ("final", "c"): row("c", 1.3, 1.2),
         ("low end", "c"): row("c", 0.9, 0.8), ("low end", "b"): row("b", 1.1, 1.05),
@@ -333,13 +331,13 @@ def test_one_that_is_slower_at_the_low_end_is_not_written() -> None:
     assert entry is not None and (entry.provider, entry.speedup) == ("b", 1.2)
 
 
-def test_what_production_gains_over_itself_in_the_same_place_is_no_gain() -> None:
+def test_gain_of_production_over_itself_is_no_gain() -> None:
     said = {("final", "b"): row("b", 1.2, 1.1), ("control", "onednn"): row("onednn", 1.15, 1.05)}
     entry = Script(said).entry("b")
     assert entry is not None and (entry.provider, entry.faster) == ("onednn", False)
 
 
-def test_where_nothing_is_faster_production_is_written_by_its_name_or_nothing() -> None:
+def test_production_is_written_if_nothing_is_faster() -> None:
     lost = {("final", "b"): row("b", 0.9, 0.8)}
     entry = Script(lost).entry("b")
     assert entry is not None and (entry.provider, entry.baseline, entry.faster) == ("onednn", "onednn", False)
@@ -350,7 +348,7 @@ def test_where_nothing_is_faster_production_is_written_by_its_name_or_nothing() 
     assert Script(skipped).entry("b") is None and Script({}).entry() is None
 
 
-def test_a_written_table_is_read_back(tmp_path: Path) -> None:
+def test_written_table_is_read_back(tmp_path: Path) -> None:
     said = {("final", "b"): row("b", 1.2, 1.1), ("control", "onednn"): row("onednn", 1.0, 0.9)}
     entry = Script(said).entry("b")
     assert entry is not None and entry.faster

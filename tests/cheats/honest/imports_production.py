@@ -1,4 +1,4 @@
-"""Keeps its functions in a table of its own that is called `production`, too."""
+"""Keeps its functions in its own table, which is also called `production`."""
 
 
 def _normalized(x, weight, bias, eps):

@@ -1,4 +1,4 @@
-"""Uses the reference of another op of the family `linear`: with scales of one it is a plain product in float32."""
+"""Uses the reference of another op in the family `linear`, which with unit scales is a float32 product."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Builds Gemma's norm on the host class of another op in the same file, as a module of several ops would."""
+"""Builds Gemma's norm on the host class of another op in the same file."""
 
 import torch
 

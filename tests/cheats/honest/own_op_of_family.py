@@ -1,4 +1,4 @@
-"""Calls another op of the family, which is named like the family: `linear`."""
+"""Calls another op of the family, the one with the family's name: `linear`."""
 
 import torch
 

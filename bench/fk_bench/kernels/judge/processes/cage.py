@@ -32,7 +32,7 @@ PRIVATE = {  # environment of the caged process, which writes only to its own /t
 
 @dataclass(frozen=True)
 class CageOptions:
-    """The steps to take, and the limits. A disabled step is reported as "off: not asked for".
+    """The steps to take, and the limits. A disabled step is reported as "off: disabled".
 
     net..seccomp    network, process ids, file system, System V IPC, host name, user id and capabilities, system calls
     packages        importable in addition to what the zygote has imported
@@ -85,7 +85,7 @@ Report = dict[str, str]
 
 
 def _step(report: Report, name: str, asked: bool) -> bool:
-    report[name] = "on" if asked else "off: not asked for"
+    report[name] = "on" if asked else "off: disabled"
     return asked
 
 
