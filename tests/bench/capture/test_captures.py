@@ -77,7 +77,7 @@ def test_folder_of_captures(made: Path) -> None:
     ("text", "why"),
     [
         ('{"schema": "fastkern', r"capture.json is not JSON: Unterminated string"),
-        ("[]", r"capture.json has schema None, this version reads 'fastkernels.capture/1'"),
+        ("[]", r"capture.json has schema None, but this version reads 'fastkernels.capture/1'"),
         ('{"schema": "fastkernels.capture/9", "ops": {}}', "has schema 'fastkernels.capture/9'"),
     ],
 )
@@ -103,7 +103,7 @@ def test_truncated_values_file(made: Path) -> None:
     (problem,) = replay.problems("embedding", made)
     assert (
         problem
-        == f"{file}: tensor {last} is cut off: the file ends 3 bytes too early; calls that need it are left out"
+        == f"{file}: tensor {last} is truncated: the file ends 3 bytes too early; calls that need it are left out"
     )
     assert len(ids_of(made)) == 2 and len(replay.captured_cases("silu_and_mul", made)) == 1
     # Of a signature that is left
@@ -161,7 +161,7 @@ def test_block_ids_beyond_cache_are_reported(tmp_path: Path) -> None:
     edit(tmp_path, lambda d: d["ops"]["store_kvcache"]["calls"][0]["args"][2]["shape"].__setitem__(0, 4))
     assert replay.captured_cases("store_kvcache", tmp_path) == []
     (problem,) = replay.problems("store_kvcache", tmp_path)
-    assert "block 4 is used, and the cache has 4" in problem
+    assert "block 4 is used, but the cache has 4" in problem
 
 
 # Replaying

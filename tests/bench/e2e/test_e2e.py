@@ -135,7 +135,7 @@ def test_host_that_fails_to_start_reports_why(tmp_path: Path) -> None:
         (["--requests", "0"], "at least 1"),
         (["--python", "vllm"], "HOST=VALUE"),
         (["--candidate", "/no/such"], "there is no folder /no/such"),
-        (["--startup", "--scheduler-only"], "--startup goes with neither"),
+        (["--startup", "--scheduler-only"], "--startup excludes --candidate"),
     ],
 )
 def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:

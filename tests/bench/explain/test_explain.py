@@ -94,7 +94,7 @@ def test_times_are_measured_on_cpu(kind: str, tmp_path: Path, capsys: pytest.Cap
     answer, found, text = run(
         capsys, tmp_path / "run", model=str(folder), batch="3", context="20", device="cpu"
     )
-    assert answer["timer"] == "cpu" and "says nothing about speed" in text and answer["floor_ms"] is None
+    assert answer["timer"] == "cpu" and "not a speed claim" in text and answer["floor_ms"] is None
     calls = [r for r in found if r.kind == "call"]
     assert all(r.status is Status.OK for r in found)
     timed = [r for r in calls if "best_us" in r.metrics]
@@ -247,7 +247,7 @@ def test_bad_input_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path:
     (tmp_path / "file").write_text("")
     refused(capsys, "--out", out=tmp_path / "file")
     if not torch.cuda.is_available():
-        refused(capsys, "torch finds no GPU", device="cuda")
+        refused(capsys, "torch sees no GPU", device="cuda")
 
 
 def documented() -> list[tuple[str, str]]:

@@ -64,7 +64,7 @@ def test_scan_rejects_before_anything_runs(judge: Judge) -> None:
     judge.op("silu_and_mul")
     row = judge.rows[-1]
     assert row.status is Status.REJECTED
-    assert "early_exit.py: line 7: os._exit starts, ends or steers processes" in row.reason
+    assert "early_exit.py: line 7: os._exit starts, ends or controls processes" in row.reason
 
 
 @pytest.mark.parametrize("cheat", HERE, ids=ids)
@@ -102,7 +102,7 @@ def test_command_counts_cheats(tmp_path: Path) -> None:
     assert not warnings and [(r.case["twin"], r.status) for r in rows] == [
         (False, Status.OK), (True, Status.OK), (False, Status.FAILED), (True, Status.OK),
     ]  # fmt: skip
-    assert rows[2].reason == "it was found right"
+    assert rows[2].reason == "it was accepted as correct"
 
 
 def test_every_file_is_in_the_catalogue() -> None:

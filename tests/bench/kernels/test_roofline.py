@@ -68,5 +68,5 @@ def test_peaks_are_overridden_one_by_one():
         "something", 100.0, 0.0, {"fp32": 1.0}
     )
     assert peaks("something", {"bf16": 1.0}) is None
-    with pytest.raises(ValueError, match="no such peak: bandwidth"):
+    with pytest.raises(ValueError, match="unknown peak: bandwidth"):
         peaks("NVIDIA H200", {"bandwidth": 1.0})

@@ -219,7 +219,7 @@ def test_text_of_a_rejection(tmp_path: Path) -> None:
     path.write_text("import os\n\n\ndef rms_norm(x, *args):\n    os._exit(0)\n")
     findings = scan(path, "rms_norm")
     assert rejections(findings) == (
-        "line 5: os._exit starts, ends or steers processes; a kernel runs in the one that calls it (process)"
+        "line 5: os._exit starts, ends or controls processes; a kernel runs in the one that calls it (process)"
     )
     assert rejections([f for f in findings if f.severity == WARN]) == ""
 

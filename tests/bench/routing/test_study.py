@@ -178,7 +178,7 @@ def test_bad_options(tmp_path: Path, arguments: list[str], message: str, capsys:
 def test_capture_without_routing_is_an_error(tmp_path: Path) -> None:
     data = {"schema": "fastkernels.capture/1", "ops": {}, "modules": []}
     (tmp_path / "capture.json").write_text(json.dumps(data))
-    with pytest.raises(CaptureError, match="has no routing in it"):
+    with pytest.raises(CaptureError, match="has no routing"):
         study.routings(str(tmp_path))
 
 

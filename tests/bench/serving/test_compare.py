@@ -345,7 +345,7 @@ def test_run_is_not_overwritten(compare, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/rows.jsonl").write_text("")
     done = compare("vllm")
-    assert done.returncode == 2 and "holds a run already" in done.stderr
+    assert done.returncode == 2 and "already holds a run" in done.stderr
 
 
 def test_unknown_command_and_help() -> None:

@@ -119,9 +119,9 @@ def test_last_line_without_cases(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rms_norm"], "rms_norm is not dispatched by shape (it has no key); those that are: "),
+        (["rms_norm"], "rms_norm is not dispatched by shape (it has no key); ops with a key: "),
         (["linaer"], "unknown op 'linaer'. Did you mean 'linear'?"),
-        (["--batch", "1,x"], "--batch '1,x': numbers from 1"),
+        (["--batch", "1,x"], "--batch '1,x': expected numbers from 1"),
         (["--shape", "N=4"], "--shape 'N=4': the shape of linear is N=, K=, dtype="),
         (["--shape", "N=x,K=4,dtype=float32"], "--shape 'N=x,K=4,dtype=float32': N is 'x', not a number"),
         (
@@ -130,9 +130,9 @@ def test_last_line_without_cases(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ),
         (["--provider", "skiny"], "unknown provider of linear 'skiny'"),
         (["--model", "lama"], "unknown model 'lama'"),
-        (["--dtype", "half-ish"], "--dtype 'half-ish' is no torch dtype"),
+        (["--dtype", "half-ish"], "--dtype 'half-ish' is not a torch dtype"),
         (["--against", "mine"], "--against 'mine' is not production or host"),
-        (["--rounds", "2"], "--rounds is three or more"),
+        (["--rounds", "2"], "--rounds must be at least 3"),
         (["--out", str(tuning.SHIPPED / "cpu.json")], "a CPU's times are no claim about speed"),
     ],
 )
@@ -151,7 +151,7 @@ def test_table_of_another_chip_is_not_overwritten(tmp_path: Path, capsys: pytest
     path.write_text(text := Table("NVIDIA H200", {}, ()).to_json())
     with pytest.raises(SystemExit):
         cli.main(["tune", "linear", "--device", "cpu", "--out", str(path), "--run", str(tmp_path / "run")])
-    assert "is a table of NVIDIA H200, this is cpu" in capsys.readouterr().err
+    assert "is a table of NVIDIA H200, but this is cpu" in capsys.readouterr().err
     assert path.read_text() == text
 
 
