@@ -39,7 +39,7 @@ from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
 from fastkernels.overrides.linear.linear_fp8 import reference
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks
 from fastkernels.overrides.linear.linear_fp8_triton import linear_fp8_triton
-from fastkernels.overrides.quant.quantize_fp8_triton import quantize_triton
+from fastkernels.overrides.quant.quantize_fp8 import quantize_triton
 
 OURS = "cuda-wgmma-fp8"
 COMPILE_S, CHILD_S, WARM_S = 120, 120, 180

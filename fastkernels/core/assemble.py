@@ -1,14 +1,17 @@
-"""Modules around tensors that are there, for SPEC.build: no parameter is copied."""
+"""Build a host's module around existing tensors, for SPEC.build: no parameter is copied."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from fastkernels.core.declaration import Declaration, Scalar, Sizes, Tensor
+from fastkernels.core.expressions import Expr
 
 
 @contextmanager
@@ -70,3 +73,90 @@ def refuse(cls: type, **given: Any) -> None:
 def takes(function: Any, name: str) -> bool:
     """Whether a function or a class's constructor has a parameter of that name."""
     return name in inspect.signature(function).parameters
+
+
+def build(
+    declaration: Declaration,
+    constructor: Mapping[str, str],
+    computes: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    cls: type,
+    args: Sequence[Any],
+) -> Callable[[], Any]:
+    """An instance of cls around the op's arguments; calling the result runs it. See OpSpec.build.
+
+    A parameter of the constructor gets the value that `constructor` gives it, an expression over axes, else that of the
+    axis or scalar argument of its name. An argument of the op goes to the parameter of `forward` that has its name; a
+    tensor that has none becomes the module's attribute of that name. The first argument is forward's first.
+    computes  scalar arguments that this class has built in
+    defaults  of the op's arguments
+    Raises ValueError for an argument that cls cannot express.
+    """
+    given = declaration.bind(args, defaults)
+    first = args[0]
+    sizes = declaration.sizes(declaration.dims_of(args, defaults), str(first.dtype).removeprefix("torch."))
+    scalars = {a.name: getattr(given, a.name) for a in declaration.arguments if isinstance(a, Scalar)}
+    options: dict[str, Any] = {}
+    used: set[str] = set()
+    for name in inspect.signature(cls).parameters:
+        text = constructor.get(name, name if name in sizes.axes or name in scalars else "")
+        if text:
+            options[name], names = _option(text, sizes, scalars)
+            used |= names
+    module = make(cls, first, **options)
+    accepted = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+    passed: dict[str, Any] = {}
+    weights: dict[str, torch.Tensor | None] = {}
+    for argument in declaration.arguments[1:]:
+        name, value = argument.name, getattr(given, argument.name)
+        if name in accepted:
+            passed[name] = value
+        elif isinstance(argument, Tensor):
+            if value is not None and not _has(module, name):
+                refuse(cls, **{name: value})
+            if value is not None or _has(module, name):
+                flag = argument.flag[0] if argument.flag is not None else ""
+                unused = value is None and flag in used  # cls was told, and keeps a parameter all the same
+                weights[name] = getattr(module, name).data if unused and _has(module, name) else value
+        elif name in computes:
+            if value != computes[name]:
+                raise ValueError(
+                    f"{cls.__name__} computes {name}={computes[name]!r}, and this case has {value!r}"
+                )
+        elif not (argument.rounding or argument.value or used & {name, argument.axis}):
+            refuse(cls, **{name: None if value == _usual(argument, sizes) else value})
+    if isinstance(module, nn.Module):
+        load(module, weights)
+    mutated = [getattr(given, declaration.arguments[i].name) for i in declaration.mutated]
+
+    def call() -> Any:
+        out = module(first, **passed)
+        made = out if isinstance(out, tuple) else (out,)
+        if len(made) == len(declaration.outputs) and mutated:
+            return (*made, *mutated)
+        return out
+
+    return call
+
+
+def _option(text: str, sizes: Sizes, scalars: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    """(the value of a constructor's parameter, the axes and arguments that it states)."""
+    if text in scalars:
+        return scalars[text], {text}
+    expr = Expr(text)
+    value = expr({n: scalars[n] if n in scalars else sizes[n] for n in expr.names})
+    if expr.name is not None and sizes.axes[expr.name].is_dtype:
+        value = getattr(torch, value)
+    return value, set(expr.names)
+
+
+def _has(module: Any, name: str) -> bool:
+    return getattr(module, name, None) is not None
+
+
+def _usual(scalar: Scalar, sizes: Sizes) -> Any:
+    """The value of a scalar argument in cases that do not name it; an object of its own if they all do."""
+    default = sizes.axes[scalar.axis].default
+    if callable(default):
+        return default(sizes)
+    return default if scalar.index is None or not isinstance(default, tuple) else default[scalar.index]

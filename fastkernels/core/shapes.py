@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.spec import Case
+from fastkernels.core.case import Case
 
 SMALL = 1 << 20  # bytes that any call may move, however little its case does
 

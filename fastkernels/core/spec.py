@@ -1,11 +1,24 @@
-"""What an op is: its cases, tolerances, cost and the host classes that it overrides."""
+"""The description of an op: its arguments, cases, tolerances, cost and the host classes that it replaces."""
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from fastkernels.core import assemble
+from fastkernels.core.case import TOLERANCE, Case, Tolerance, dtype_of
+from fastkernels.core.declaration import Axis, Call, Declaration, Scalar, Sizes, Tensor, full, uniform
+from fastkernels.core.expressions import Expr
+from fastkernels.core.shapes import varied
+
+__all__ = [
+    "SEAMS", "TOLERANCE", "Axis", "Call", "Case", "Expr", "OpSpec", "Permutable", "Scalar", "Sizes", "Target", "Tensor",
+    "Tolerance", "dtype_of", "full", "uniform",
+]  # fmt: skip
 
 SEAMS = {
     "leaf": "a leaf module: `__class__` of the live instance is swapped for a subclass with our forward",
@@ -26,11 +39,13 @@ class Target:
 
     host      'vllm', 'sglang' or 'transformers'
     path      'module.path:Name' in the host
-    cls       name of our class (or function) in the op's file
+    cls       name of our class (or function)
     seam      a key of SEAMS
-    versions  PEP 440 specifier of the host versions this header is for, '' for all
-    default   whether patch() without a list of ops puts it in
-    note      why the live seam is not used or what differs and cannot be otherwise
+    versions  PEP 440 specifier of the host versions that the class is for, '' for all
+    default   whether patch() without a list of ops applies it
+    note      why the class is not applied to live hosts, or how it differs from the host's
+    computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
+    module    module of our class; the registry sets it
     """
 
     host: str
@@ -40,6 +55,7 @@ class Target:
     versions: str = ""
     default: bool = True
     note: str = ""
+    computes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     module: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -53,44 +69,17 @@ class Target:
         return Version(Version(version).base_version) in SpecifierSet(self.versions)
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """|out - reference| <= atol + rtol * |reference|, elementwise."""
-
-    atol: float
-    rtol: float
-
-
-TOLERANCE = {
-    "float32": Tolerance(1e-5, 1e-5),
-    "float16": Tolerance(2e-3, 2e-3),
-    "bfloat16": Tolerance(1.6e-2, 1.6e-2),
-}
-
-
-# Dims that count values: distinct embedding rows, experts with a token, (token, expert) pairs whose expert is here,
-# tokens with a slot, cached tokens that are read (a prefix that sequences share is read once).
+# Axes of undeclared ops that count values.
 COUNTED = ("distinct", "experts_hit", "pairs", "stored", "kv_tokens")
 
 
 @dataclass(frozen=True)
-class Case:
-    """One concrete call: `dims` are the sizes the input maker reads, `weight` how often production makes it."""
+class Permutable:
+    """How the values of a call can be permuted into another call without bringing any choice closer to a tie.
 
-    name: str
-    dims: Mapping[str, Any]
-    dtype: str = "bfloat16"
-    weight: float = 1.0
-    tags: tuple[str, ...] = ()  # 'odd' sizes for tests, 'model' shapes for the benchmark
-
-
-@dataclass(frozen=True)
-class Moves:
-    """How the values of a call may move so that it is another call, with no choice nearer to a tie than it was.
-
-    rows     positions of the arguments with a row for each token: all of them may be rolled, by as many rows
-    columns  positions of the arguments whose last dimensions belong together: all may be rolled, by as many columns
-    group    columns that stay together: groups are rolled among each other, and each in itself; 0: all are one
+    rows     positions of the arguments with one row per token: all can be rolled by the same number of rows
+    columns  positions of the arguments with corresponding columns: all can be rolled by the same number of columns
+    group    columns per group: groups are rolled among each other, and columns within their group; 0: one group
     """
 
     rows: tuple[int, ...] = ()
@@ -100,51 +89,76 @@ class Moves:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """The description of one op file (fastkernels/overrides/l*/NAME.py, which ends with SPEC = OpSpec(...)).
+    """The description of one op. The file fastkernels/overrides/FAMILY/NAME.py ends with SPEC = OpSpec(...).
 
-    reference     plain PyTorch; computes in at least float32 (pass float64 inputs for a float64 oracle); returns
-                  the outputs, with the new values of mutated arguments after them
-    op            the functional op (fastkernels.core.dispatch.Op), None for modules that only call other ops
-    inputs        inputs(case, device, generator) -> the op's positional arguments (list)
-    bytes_moved   bytes_moved(case): compulsory reads and writes of device memory
-    flops         flops(case)
-    tolerance     by the case's dtype; 'float8_e4m3fn' is for outputs of that dtype, which `reference` gives unrounded
-                  from float64 arguments: half a step and what comes before it
-    calls         other ops that the modules of this file call by name
-    parts         ops of whose modules those of this file are made, standalone and in our engine
-    by_table      the functional op whose tuned table puts the modules of this file into a host without their being
-                  named, where it is not `op` itself (a Key with `module`); see tuned_by
-    stands_for  other ops whose calls a layer of our engine may leave to this one, where nobody asked for them by name
-    batch_invariant  no provider's result for a token depends on the other tokens or on how many there are: no tile,
-                  split or schedule is chosen by the batch. Others are off where a host promises that
-    dims_of       dims_of(*args) -> the dims of the case that these arguments (of `inputs`' kind) are a call of. It may
-                  read integer tensors. `inputs` makes tensors of the same shapes and dtypes from them. Keys named in
-                  COUNTED say what the values say (the experts that have a token); without them bytes_moved and flops
-                  take what `inputs` makes at most
-    dtype_arg     position of the argument whose dtype is the case's; None: the first floating-point tensor
-    mutates       positions of the arguments that the modules write to; of a functional op its schema says it
-    vary          vary(case, rng) -> the same kind of call with other sizes: shapes that no author has seen, at most
-                  twice as costly as `case` (fastkernels.core.shapes.varied)
-    activations   positions of the arguments whose values may be of any size: where adversarial values go
-    chooses       a tie between inputs decides what is computed, as of a token's experts: `inputs` keeps away from ties,
-                  and the judge moves the values that it has made as `moves` says, or not at all
-    moves         moves(*args) -> Moves, for ops that choose or return integers: without it the judge's inputs repeat
-    extremes      name: edit(args), which puts in place what only this op may meet (empty experts, masked logits)
-    build         build(cls, args) -> call(): an instance of cls, a class of `targets` or a candidate's with its
-                  name, that has its weights from args (the same memory); call() runs it on the rest and returns what
-                  `reference` returns. Building is not timed. ValueError where cls cannot express the arguments. None
-                  for an op without classes: functions of a host are called through the functional op
+    The op:
+    name         the file's stem
+    level        1 primitive, 2 fused op, 3 layer
+    reference    plain PyTorch, computed in at least float32 (float64 for float64 inputs). Returns the outputs, then
+                 the new values of mutated arguments
+    op           the functional op (fastkernels.core.dispatch.Op); None for modules that only call other ops
+    cases        concrete calls, each a binding of axes
 
-    Every op has dims_of and vary, and build where it has classes. tests/core/test_spec.py checks this.
+    The declaration, from which inputs, dims_of, bytes_moved, vary and build follow:
+    arguments    a Tensor or Scalar for each argument, in order
+    outputs      a Tensor for each output, without the mutated arguments
+    axes         {name: Axis} of all names in shapes. Flags of optional tensors and axes of scalars need an entry only
+                 if their default is not False, or not Scalar.default
+    constraints  expressions over axes that hold in every case: "hidden % group == 0"
+    flops        operations of a call, an expression over axes: "4 * tokens * hidden"
+    values       values(call) -> {name: tensor} for arguments whose values depend on each other: routing, block tables
+    constructor  {parameter of a class's constructor: expression over axes}, for parameters that are not named like an
+                 axis or a scalar argument
+
+    Functions that replace the derived ones:
+    inputs       inputs(case, device, generator) -> the op's positional arguments (list)
+    dims_of      dims_of(*args) -> the dims of the case that these arguments are a call of
+    bytes_moved  bytes_moved(case): compulsory reads and writes of device memory
+    flops        flops(case)
+    vary         vary(case, rng) -> the same kind of call with other sizes, at most twice as costly
+    build        build(cls, args) -> call(): an instance of cls (a class of `targets`, or a candidate's of that name)
+                 whose weights are the tensors in args. call() returns what `reference` returns. Building is not
+                 timed. Raises ValueError where cls cannot express the arguments
+    dtype_arg    position of the argument whose dtype is the case's; None: the first floating-point tensor
+    mutates      positions of the arguments that modules write to, for an op without a functional op
+
+    How it is judged:
+    tolerance    by the case's dtype; 'float8_e4m3fn' is for outputs of that dtype, which `reference` gives unrounded
+                 from float64 arguments
+    activations  positions or names of the arguments whose values can be of any size: where adversarial values go
+    extremes     {name: edit(args)}: in-place edits that make inputs specific to this op (empty experts, masked logits)
+    tie_sensitive  a tie between inputs decides what is computed, such as a token's experts. `inputs` avoids ties, and
+                 the judge changes values only as `permutable` allows
+    permutable   permutable(*args) -> Permutable, for ops that are tie-sensitive or return integers
+    baseline     the provider that production uses
+
+    How it is used:
+    targets      the host classes and functions that it replaces
+    calls        ops that the modules of this op call
+    parts        ops whose modules are submodules of this op's modules, standalone and in our engine
+    by_table     functional op whose tuned table decides whether the modules go into a host by default, where it is
+                 not `op`; see tuned_by
+    stands_for   ops that this op fuses: our engine runs it instead of them unless they are explicitly requested
+    batch_invariant  in every provider, the result for a token is independent of the other tokens and their number.
+                 Other ops are off in a host's batch-invariant mode
     """
 
     name: str
     level: int
     reference: Callable[..., Any]
     cases: tuple[Case, ...]
-    inputs: Callable[..., list[Any]]
-    bytes_moved: Callable[[Case], int]
-    flops: Callable[[Case], int]
+    arguments: tuple[Tensor | Scalar, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    constraints: tuple[str, ...] = ()
+    values: Callable[[Call], Mapping[str, Any]] | None = None
+    constructor: Mapping[str, str] = field(default_factory=dict)
+    flops: Any = None
+    inputs: Callable[..., list[Any]] = None  # type: ignore[assignment]
+    bytes_moved: Callable[[Case], int] = None  # type: ignore[assignment]
+    dims_of: Callable[..., dict[str, Any]] = None  # type: ignore[assignment]
+    vary: Callable[[Case, random.Random], Case] = None  # type: ignore[assignment]
+    build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
     op: Any = None
     targets: tuple[Target, ...] = ()
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: dict(TOLERANCE))
@@ -154,46 +168,103 @@ class OpSpec:
     stands_for: tuple[str, ...] = ()
     baseline: str = "reference"
     batch_invariant: bool = False
-    dims_of: Callable[..., dict[str, Any]] | None = None
-    vary: Callable[[Case, random.Random], Case] | None = None
-    activations: tuple[int, ...] = (0,)
-    chooses: bool = False
-    moves: Callable[..., Moves] | None = None
+    activations: tuple[int | str, ...] = (0,)
+    tie_sensitive: bool = False
+    permutable: Callable[..., Permutable] | None = None
     extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
-    build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
     dtype_arg: int | None = None
     mutates: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        def keep(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        keep("activations", tuple(self.position(a) if isinstance(a, str) else a for a in self.activations))
+        if isinstance(self.flops, str):
+            keep("flops", self.declaration.expression(self.flops))
+        if not self.arguments:
+            return
+        if self.dtype_arg is None:
+            keep("dtype_arg", self.declaration.dtype_argument)
+        if self.op is None:
+            keep("mutates", self.declaration.mutated)
+        for name in ("inputs", "bytes_moved", "dims_of", "vary", "build"):
+            given = getattr(self, name)
+            if given is None or isinstance(given, _Derived):  # one that dataclasses.replace has handed on
+                keep(name, _Derived(self, name))
+
+    @cached_property
+    def declaration(self) -> Declaration:
+        """Raises ValueError for expressions that name no axis."""
+        return Declaration(self.name, self.arguments, self.outputs, self.axes, self.constraints, self.values)
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The axes that count values: they make a cost exact, and `inputs` ignores them."""
+        return self.declaration.counted if self.arguments else COUNTED
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Defaults of the op's arguments: those of its reference."""
+        parameters = inspect.signature(self.reference).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    def position(self, argument: str) -> int:
+        """Of an argument by name. Raises ValueError for an unknown one."""
+        return self.declaration.position(argument)
+
     @property
     def tuned_by(self) -> Any:
-        """The functional op whose tuned table puts the modules into a host without their being named; None: none."""
+        """The functional op whose tuned table decides whether the modules go into a host by default; None: none."""
         key = getattr(self.op, "key", None)
         return self.by_table or (self.op if key is not None and key.module is not None else None)
 
     def tolerance_for(self, case: Case, dtype: Any) -> Tolerance:
-        """For an output of that torch dtype: a float8 has its own where `tolerance` names it, others the case's."""
+        """For an output of that torch dtype: the case's, except for a float8 that `tolerance` names."""
         name = str(dtype).rpartition(".")[2]
         return self.tolerance[name if name.startswith("float8") and name in self.tolerance else case.dtype]
 
     def targets_for(self, host: str, version: str | None = None) -> list[Target]:
-        """The targets of `host`; with a version, only those whose header is for it."""
+        """The targets of `host`; with a version, only those for that version."""
         found = [t for t in self.targets if t.host == host]
         return found if version is None else [t for t in found if t.applies_to(version)]
 
     def case_of(
         self, args: Sequence[Any], name: str, weight: float = 1.0, tags: tuple[str, ...] = ()
     ) -> Case:
-        """The case that these arguments are a call of; those left out have their defaults."""
-        assert self.dims_of is not None, f"{self.name} has no dims_of"
+        """The case that these arguments are a call of; those that were left out have their defaults."""
         return Case(name, self.dims_of(*args), dtype_of(args, self.dtype_arg), weight, tags)
 
 
-def dtype_of(args: Sequence[Any], position: int | None = None) -> str:
-    """Case.dtype of a call: of the argument there, or of the first floating-point tensor; float32 without any."""
-    if position is not None:
-        return str(args[position].dtype).removeprefix("torch.")
-    for value in args:
-        dtype = getattr(value, "dtype", None)
-        if dtype is not None and getattr(dtype, "is_floating_point", False):
-            return str(dtype).removeprefix("torch.")
-    return "float32"
+@dataclass(frozen=True)
+class _Derived:
+    """A function of an OpSpec that follows from its declaration."""
+
+    spec: OpSpec
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return getattr(self, f"_{self.name}")(*args)
+
+    def __repr__(self) -> str:
+        return f"{self.name} of the declaration of {self.spec.name}"
+
+    def _inputs(self, case: Case, device: str, generator: Any) -> list[Any]:
+        return self.spec.declaration.inputs(case, device, generator)
+
+    def _bytes_moved(self, case: Case) -> int:
+        return self.spec.declaration.bytes_moved(case)
+
+    def _dims_of(self, *args: Any) -> dict[str, Any]:
+        return self.spec.declaration.dims_of(args, self.spec.defaults)
+
+    def _vary(self, case: Case, rng: random.Random) -> Case:
+        spec = self.spec
+        return varied(
+            case, lambda: spec.declaration.drawn(case.dims, case.dtype, rng), spec.bytes_moved, spec.flops
+        )
+
+    def _build(self, cls: type, args: list[Any]) -> Callable[[], Any]:
+        spec = self.spec
+        computes = next((t.computes for t in spec.targets if t.cls == cls.__name__), {})
+        return assemble.build(spec.declaration, spec.constructor, computes, spec.defaults, cls, args)

@@ -5,26 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.kernels.declarations import contradictions
 from support.kernels.op_cases import call, make_args, mismatch, mutated, oracle
 
 from fastkernels.core import assemble, dispatch, registry
 from fastkernels.core.shapes import SMALL, near, near_size
-from fastkernels.core.spec import COUNTED, Case, OpSpec, dtype_of
+from fastkernels.core.spec import Case, OpSpec, dtype_of
 
 NAMES = registry.op_names()
 CASES = [(name, case) for name in NAMES for case in registry.get(name).cases if "odd" in case.tags]
 IDS = [f"{name}-{case.name}" for name, case in CASES]
 # Classes that no arguments of the op can be given to, and what they say.
 NEVER = {
-    "VllmParallelLMHead_0_26": "looks nothing up",
-    "VllmParallelLMHead_0_32": "looks nothing up",
-    "VllmParallelLMHead": "looks nothing up",
-    "SGLangParallelLMHead": "looks nothing up",
+    "VllmParallelLMHead_0_26": "has no lookup",
+    "VllmParallelLMHead_0_32": "has no lookup",
+    "VllmParallelLMHead": "has no lookup",
+    "SGLangParallelLMHead": "has no lookup",
     "VllmTopKTopPSampler": "draws its seeds from torch's generators",
     "SGLangLlamaDecoderLayer": "carries hidden states and residual as one sum",
     "SGLangMixtralDecoderLayer": "carries hidden states and residual as one sum",
@@ -75,14 +77,62 @@ def test_every_op_says_all_that_a_judge_asks(name: str) -> None:
     assert len({c.name for c in spec.cases}) == len(spec.cases)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if registry.get(n).arguments])
+def test_declaration_agrees_with_reference(name: str) -> None:
+    assert contradictions(registry.get(name)) == []
+
+
+def changed(op: str, argument: str, changes: dict[str, Any]) -> OpSpec:
+    """The op with another declaration of one argument or output."""
+    spec = registry.get(op)
+
+    def edit(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(dataclasses.replace(a, **changes) if a.name == argument else a for a in arguments)
+
+    return dataclasses.replace(spec, arguments=edit(spec.arguments), outputs=edit(spec.outputs))
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes", "says"),
+    [
+        (
+            "residual",
+            {"mutated": False},
+            "rms_norm: argument residual: mutated=False is declared, the schema has True",
+        ),
+        ("weight", {"axes": "hidden hidden+1"}, r"rms_norm: case .* rejects .*weight \[1000, 1001\]"),
+        ("out", {"axes": "tokens hidden"}, r"rms_norm: case qk_odd: output out is .* declared as .*"),
+        (
+            "out",
+            {"dtype": "float64"},
+            "rms_norm: case .*: output out is torch.float32 .* declared as torch.float64",
+        ),
+        (
+            "eps",
+            {"name": "epsilon"},
+            "rms_norm: argument epsilon is declared at position 2, the reference has eps",
+        ),
+        ("x", {"when": "there"}, "rms_norm: argument x is declared as optional"),
+    ],
+)
+def test_wrong_declaration_is_named(argument: str, changes: dict[str, Any], says: str) -> None:
+    found = contradictions(changed("rms_norm", argument, changes))
+    assert any(re.match(says, problem) for problem in found), found
+
+
+def test_unknown_axis_is_named() -> None:
+    with pytest.raises(ValueError, match="rms_norm: weight: 'hiden' names hiden, which is no axis"):
+        _ = changed("rms_norm", "weight", {"axes": "hiden"}).declaration
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_integer_results_say_how_values_may_move(name: str) -> None:
-    """The judge neither scales nor rolls what they are computed from: without Moves it would repeat itself."""
+    """The judge neither scales nor rolls what they are computed from: without Permutable it would repeat itself."""
     spec = registry.get(name)
     case = next(c for c in spec.cases if "odd" in c.tags)
     args = make_args(spec, case)
     integers = spec.op is not None and not all(t.is_floating_point() for t in results(spec, args))
-    assert (spec.moves is not None) or not integers
+    assert (spec.permutable is not None) or not integers
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
@@ -95,7 +145,7 @@ def test_dims_of_real_arguments(name: str, case: Case) -> None:
     # The same call again: its shapes, dtypes and numbers.
     assert described(spec, make_args(spec, found, seed=1)) == described(spec, args)
     # What the values say is never more than what the case alone allows; without it, the cost is the case's.
-    bare = dataclasses.replace(found, dims={k: v for k, v in found.dims.items() if k not in COUNTED})
+    bare = dataclasses.replace(found, dims={k: v for k, v in found.dims.items() if k not in spec.counted})
     assert (spec.bytes_moved(bare), spec.flops(bare)) == (spec.bytes_moved(case), spec.flops(case))
     assert spec.bytes_moved(found) <= spec.bytes_moved(case) and spec.flops(found) <= spec.flops(case)
 

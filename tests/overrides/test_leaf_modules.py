@@ -13,12 +13,15 @@ import torch.nn.functional as F
 
 from fastkernels.core import registry
 from fastkernels.overrides.activation.gelu import gelu
-from fastkernels.overrides.activation.gelu_and_mul import VllmGeluAndMul, gelu_and_mul
+from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
+from fastkernels.overrides.activation.vllm import VllmGeluAndMul
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.overrides.norm.gemma_rms_norm import SGLangGemmaRMSNorm, gemma_rms_norm
-from fastkernels.overrides.norm.l2_norm import SGLangL2Norm, l2norm_fwd, transformers_l2norm
-from fastkernels.overrides.norm.layer_norm import SGLangLayerNorm, VllmLayerNorm, layer_norm
-from fastkernels.overrides.norm.t5_layer_norm import TransformersT5LayerNorm, t5_layer_norm
+from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
+from fastkernels.overrides.norm.layer_norm import layer_norm
+from fastkernels.overrides.norm.sglang import SGLangGemmaRMSNorm, SGLangL2Norm, SGLangLayerNorm
+from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
+from fastkernels.overrides.norm.transformers import TransformersT5LayerNorm, transformers_l2norm
+from fastkernels.overrides.norm.vllm import VllmLayerNorm, vllm_l2norm_fwd
 
 OPS = ("gelu_and_mul", "gemma_rms_norm", "layer_norm")
 TARGETS = sorted({(name, t.host, t.cls) for name in OPS for t in registry.get(name).targets})
@@ -163,12 +166,12 @@ def test_l2_norm_is_the_hosts() -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import l2norm
 
     x = randn(3, 5, 63)
-    torch.testing.assert_close(l2norm_fwd(x, 0.5), x / (x.square().sum(-1, keepdim=True) + 0.5).sqrt())
-    assert l2norm_fwd(x, output_dtype=torch.bfloat16).dtype == torch.bfloat16
+    torch.testing.assert_close(vllm_l2norm_fwd(x, 0.5), x / (x.square().sum(-1, keepdim=True) + 0.5).sqrt())
+    assert vllm_l2norm_fwd(x, output_dtype=torch.bfloat16).dtype == torch.bfloat16
     assert SGLangL2Norm(output_dtype=torch.float16)(x).dtype == torch.float16
     for dim in (-1, 0, 1):
         torch.testing.assert_close(transformers_l2norm(x, dim, 1e-2), l2norm(x, dim, 1e-2))
-    assert not l2norm_fwd(torch.zeros(2, 4)).any()
+    assert not vllm_l2norm_fwd(torch.zeros(2, 4)).any()
 
 
 def layouts() -> list[torch.Tensor]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.kit import elementwise as _elementwise
+from fastkernels.core.spec import Case, OpSpec, Scalar
+from fastkernels.overrides.kit import elementwise
 from fastkernels.overrides.kit.elementwise import normal_cdf
 from fastkernels.overrides.kit.overlap import follow
 from fastkernels.overrides.kit.rows import unsupported_rows
@@ -58,7 +55,7 @@ def _check(approximate: str) -> None:
 
 def _triton(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     _check(approximate)
-    return _elementwise.launch(_gelu_kernel, x, TANH=approximate == "tanh")
+    return elementwise.launch(_gelu_kernel, x, TANH=approximate == "tanh")
 
 
 def _reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -68,7 +65,7 @@ def _reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 gelu = define(
     'gelu(Tensor x, str approximate="none") -> Tensor',
-    fake=_elementwise.like,
+    fake=elementwise.like,
     providers=(
         Provider("triton", _triton, supports=lambda x, approximate="none": unsupported_rows(x)),
         Provider("reference", _reference, devices=("cuda", "cpu")),
@@ -76,86 +73,9 @@ gelu = define(
 )
 
 
-class VllmGELU(nn.Module):
-    """vllm.model_executor.layers.activation.GELU: x [..., d] to the same, with erf."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gelu(x, "none")
-
-
-class VllmGELUTanh(nn.Module):
-    """vllm.model_executor.layers.activation.GELUTanh, NewGELU and FastGELU: x [..., d] to the same, with tanh.
-
-    The last two write the same formula out, and round to x's dtype after every step; here, only the result is.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gelu(x, "tanh")
-
-
-class SGLangNewGELU(VllmGELUTanh):
-    """sglang.srt.layers.activation.NewGELU: x [..., d] to the same, with tanh; see VllmGELUTanh."""
-
-
-class TransformersGELUActivation(nn.Module):
-    """transformers.activations.GELUActivation: input [..., d] to the same, with erf, however it is asked for."""
-
-    def __init__(self, use_gelu_python: bool = False) -> None:
-        super().__init__()
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return gelu(input, "none")
-
-
-class TransformersGELUTanh(nn.Module):
-    """transformers.activations.GELUTanh: input [..., d] to the same, with tanh, however it is asked for."""
-
-    def __init__(self, use_gelu_tanh_python: bool = False) -> None:
-        super().__init__()
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return gelu(input, "tanh")
-
-
-class TransformersNewGELUActivation(nn.Module):
-    """transformers.activations.NewGELUActivation and FastGELUActivation: input [..., d] to the same, with tanh."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return gelu(input, "tanh")
-
-
-class TransformersAccurateGELUActivation(nn.Module):
-    """transformers.activations.AccurateGELUActivation: input [..., d] to the same, with tanh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return gelu(input, "tanh")
-
-
-_WITH_ERF = ("VllmGELU", "TransformersGELUActivation")
-
-
-def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    """See OpSpec. Raises ValueError where this class computes the other of the two functions."""
-    computes = "none" if cls.__name__ in _WITH_ERF else "tanh"
-    if args[1] != computes:
-        raise ValueError(f"{cls.__name__} computes approximate={computes!r}, and this case has {args[1]!r}")
-    return _elementwise.build(cls, args)
-
-
 def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight: float, tag: str) -> Case:
     return Case(name, {**dims, "approximate": approximate}, dtype, weight, (tag,))
 
-
-_VLLM, _HF = "vllm.model_executor.layers.activation", "transformers.activations"
 
 SPEC = OpSpec(
     name="gelu",
@@ -177,26 +97,9 @@ SPEC = OpSpec(
         _case("erf_batched", {"tokens": 2, "inner": 7, "d": 63}, "none", "float32", 1, "odd"),
         _case("tanh_wide", {"tokens": 2, "d": 5001}, "tanh", "float16", 1, "odd"),
     ),
-    inputs=lambda case, device, generator: [
-        *_elementwise.inputs(case, device, generator),
-        case.dims["approximate"],
-    ],
-    bytes_moved=_elementwise.bytes_moved,
-    flops=_elementwise.flops(9),
-    targets=(
-        Target("vllm", f"{_VLLM}:GELU", "VllmGELU", "leaf"),
-        Target("vllm", f"{_VLLM}:GELUTanh", "VllmGELUTanh", "leaf"),
-        Target("vllm", f"{_VLLM}:NewGELU", "VllmGELUTanh", "leaf"),
-        Target("vllm", f"{_VLLM}:FastGELU", "VllmGELUTanh", "leaf"),
-        Target("sglang", "sglang.srt.layers.activation:NewGELU", "SGLangNewGELU", "leaf"),
-        Target("transformers", f"{_HF}:GELUActivation", "TransformersGELUActivation", "leaf"),
-        Target("transformers", f"{_HF}:GELUTanh", "TransformersGELUTanh", "leaf"),
-        Target("transformers", f"{_HF}:NewGELUActivation", "TransformersNewGELUActivation", "leaf"),
-        Target("transformers", f"{_HF}:FastGELUActivation", "TransformersNewGELUActivation", "leaf"),
-        Target("transformers", f"{_HF}:AccurateGELUActivation", "TransformersAccurateGELUActivation", "leaf"),
-    ),
+    arguments=(elementwise.X, Scalar("approximate")),
+    outputs=(elementwise.OUT,),
+    axes=elementwise.AXES,
+    flops="9 * tokens * inner * d",
     batch_invariant=True,  # elementwise
-    dims_of=lambda x, approximate="none": {**_elementwise.dims_of(x), "approximate": approximate},
-    vary=_elementwise.vary,
-    build=_build,
 )

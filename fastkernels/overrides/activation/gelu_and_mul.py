@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, rows_of, varied
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.activation import silu_and_mul
+from fastkernels.core.spec import Case, OpSpec, Scalar
+from fastkernels.overrides.kit import elementwise
 from fastkernels.overrides.kit.elementwise import normal_cdf
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -104,54 +100,14 @@ gelu_and_mul = define(
 )
 
 
-class _GeluAndMul(nn.Module):
-    approximate: str
-
-    @staticmethod
-    def supports(module: nn.Module) -> str | None:
-        """None if our forward serves this module (ours or the host's), else the reason."""
-        found = getattr(module, "approximate", None)
-        return None if found in ("none", "tanh") else f"approximate={found!r} is not 'none' or 'tanh'"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gelu_and_mul(x, self.approximate)
-
-
-class VllmGeluAndMul(_GeluAndMul):
-    """vllm.model_executor.layers.activation.GeluAndMul: x [..., 2 * d] -> [..., d] in x's dtype.
-
-    Raises ValueError for an `approximate` that is neither 'none' nor 'tanh'.
-    """
-
-    def __init__(self, approximate: str = "none") -> None:
-        super().__init__()
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-        self.approximate = approximate
-
-
-class SGLangGeluAndMul(_GeluAndMul):
-    """sglang.srt.layers.activation.GeluAndMul: x [..., 2 * d] -> [..., d] in x's dtype; the default is 'tanh'."""
-
-    def __init__(self, approximate: str = "tanh") -> None:
-        super().__init__()
-        self.approximate = approximate
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    return [*silu_and_mul.SPEC.inputs(case, device, generator), case.dims["approximate"]]
-
-
-def _dims(x: torch.Tensor, approximate: str = "none") -> dict[str, Any]:
-    return {**rows_of(x, "inner"), "d": x.shape[-1] // 2, "approximate": approximate}
+def unsupported_approximate(module: Any) -> str | None:
+    """Why our forward does not serve this module, by its `approximate`; None if it does."""
+    found = getattr(module, "approximate", None)
+    return None if found in ("none", "tanh") else f"approximate={found!r} is not 'none' or 'tanh'"
 
 
 def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight: float, tag: str) -> Case:
     return Case(name, {**dims, "approximate": approximate}, dtype, weight, (tag,))
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), SPEC.bytes_moved, SPEC.flops)
 
 
 SPEC = OpSpec(
@@ -171,15 +127,9 @@ SPEC = OpSpec(
         _case("tanh_batched", {"tokens": 2, "inner": 7, "d": 63}, "tanh", "float32", 1, "odd"),
         _case("erf_batched", {"tokens": 2, "inner": 7, "d": 63}, "none", "float32", 1, "odd"),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
-    build=lambda cls, args: partial(cls(*args[1:]), args[0]) if args[1:] else partial(cls("none"), *args),
-    bytes_moved=silu_and_mul.SPEC.bytes_moved,
-    flops=lambda case: 2 * silu_and_mul.SPEC.flops(case),
-    targets=(
-        Target("vllm", "vllm.model_executor.layers.activation:GeluAndMul", "VllmGeluAndMul", "leaf"),
-        Target("sglang", "sglang.srt.layers.activation:GeluAndMul", "SGLangGeluAndMul", "leaf"),
-    ),
+    arguments=(elementwise.PAIR, Scalar("approximate")),
+    outputs=(elementwise.OUT,),
+    axes=elementwise.AXES,
+    flops="10 * tokens * inner * d",
     batch_invariant=True,  # elementwise
 )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.kit import elementwise as _elementwise
+from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.kit import elementwise
 from fastkernels.overrides.kit.overlap import follow
 from fastkernels.overrides.kit.rows import unsupported_rows
 
@@ -36,7 +35,7 @@ def _quick_gelu_kernel(
 
 
 def _triton(x: torch.Tensor) -> torch.Tensor:
-    return _elementwise.launch(_quick_gelu_kernel, x)
+    return elementwise.launch(_quick_gelu_kernel, x)
 
 
 def _reference(x: torch.Tensor) -> torch.Tensor:
@@ -45,33 +44,12 @@ def _reference(x: torch.Tensor) -> torch.Tensor:
 
 quick_gelu = define(
     "quick_gelu(Tensor x) -> Tensor",
-    fake=_elementwise.like,
+    fake=elementwise.like,
     providers=(
         Provider("triton", _triton, supports=unsupported_rows),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
-
-
-class VllmQuickGELU(nn.Module):
-    """vllm.model_executor.layers.activation.QuickGELU: x [..., d] to the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return quick_gelu(x)
-
-
-class SGLangQuickGELU(VllmQuickGELU):
-    """sglang.srt.layers.activation.QuickGELU: x [..., d] to the same."""
-
-
-class TransformersQuickGELUActivation(nn.Module):
-    """transformers.activations.QuickGELUActivation: input [..., d] to the same."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return quick_gelu(input)
 
 
 SPEC = OpSpec(
@@ -92,21 +70,9 @@ SPEC = OpSpec(
         Case("batched_half", {"tokens": 5, "inner": 3, "d": 129}, tags=("odd",)),
         Case("wide", {"tokens": 2, "d": 5001}, "float16", tags=("odd",)),
     ),
-    inputs=_elementwise.inputs,
-    bytes_moved=_elementwise.bytes_moved,
-    flops=_elementwise.flops(4),
-    targets=(
-        Target("vllm", "vllm.model_executor.layers.activation:QuickGELU", "VllmQuickGELU", "leaf"),
-        Target("sglang", "sglang.srt.layers.activation:QuickGELU", "SGLangQuickGELU", "leaf"),
-        Target(
-            "transformers",
-            "transformers.activations:QuickGELUActivation",
-            "TransformersQuickGELUActivation",
-            "leaf",
-        ),
-    ),
+    arguments=(elementwise.X,),
+    outputs=(elementwise.OUT,),
+    axes=elementwise.AXES,
+    flops="4 * tokens * inner * d",
     batch_invariant=True,  # elementwise
-    dims_of=_elementwise.dims_of,
-    vary=_elementwise.vary,
-    build=_elementwise.build,
 )

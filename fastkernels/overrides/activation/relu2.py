@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.kit import elementwise as _elementwise
+from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.kit import elementwise
 from fastkernels.overrides.kit.overlap import follow
 from fastkernels.overrides.kit.rows import unsupported_rows
 
@@ -35,7 +34,7 @@ def _relu2_kernel(
 
 def _triton(x: torch.Tensor) -> torch.Tensor:
     # As fast as a copy with small tiles; more on its way is slower.
-    return _elementwise.launch(_relu2_kernel, x, large=_elementwise.TILE)
+    return elementwise.launch(_relu2_kernel, x, large=elementwise.TILE)
 
 
 def _reference(x: torch.Tensor) -> torch.Tensor:
@@ -44,43 +43,12 @@ def _reference(x: torch.Tensor) -> torch.Tensor:
 
 relu2 = define(
     "relu2(Tensor x) -> Tensor",
-    fake=_elementwise.like,
+    fake=elementwise.like,
     providers=(
         Provider("triton", _triton, supports=unsupported_rows),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
-
-
-class VllmReLUSquaredActivation_0_26(nn.Module):
-    """vllm.model_executor.layers.activation.ReLUSquaredActivation before 0.32: x [..., d] to the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return relu2(x)
-
-
-class VllmReLUSquaredActivation(nn.Module):
-    """vllm.model_executor.layers.activation.ReLUSquaredActivation from 0.32 on: x [..., d] to the same."""
-
-    def __init__(self, *, compile_native: bool = True) -> None:
-        super().__init__()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return relu2(x)
-
-
-class SGLangReLU2(VllmReLUSquaredActivation_0_26):
-    """sglang.srt.layers.activation.ReLU2: x [..., d] to the same."""
-
-
-class TransformersReLUSquaredActivation(nn.Module):
-    """transformers.activations.ReLUSquaredActivation: input [..., d] to the same."""
-
-    def forward(self, input):
-        return relu2(input)
 
 
 SPEC = OpSpec(
@@ -101,34 +69,9 @@ SPEC = OpSpec(
         Case("batched_half", {"tokens": 5, "inner": 3, "d": 129}, tags=("odd",)),
         Case("wide", {"tokens": 2, "d": 5001}, "float16", tags=("odd",)),
     ),
-    inputs=_elementwise.inputs,
-    bytes_moved=_elementwise.bytes_moved,
-    flops=_elementwise.flops(2),
-    targets=(
-        Target(
-            "vllm",
-            "vllm.model_executor.layers.activation:ReLUSquaredActivation",
-            "VllmReLUSquaredActivation_0_26",
-            "leaf",
-            "<0.32",
-        ),
-        Target(
-            "vllm",
-            "vllm.model_executor.layers.activation:ReLUSquaredActivation",
-            "VllmReLUSquaredActivation",
-            "leaf",
-            ">=0.32",
-        ),
-        Target("sglang", "sglang.srt.layers.activation:ReLU2", "SGLangReLU2", "leaf"),
-        Target(
-            "transformers",
-            "transformers.activations:ReLUSquaredActivation",
-            "TransformersReLUSquaredActivation",
-            "leaf",
-        ),
-    ),
+    arguments=(elementwise.X,),
+    outputs=(elementwise.OUT,),
+    axes=elementwise.AXES,
+    flops="2 * tokens * inner * d",
     batch_invariant=True,  # elementwise
-    dims_of=_elementwise.dims_of,
-    vary=_elementwise.vary,
-    build=_elementwise.build,
 )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from functools import partial
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, rows_of, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.kit import elementwise
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -97,48 +92,6 @@ silu_and_mul = define(
 )
 
 
-class VllmSiluAndMul(nn.Module):
-    """vllm.model_executor.layers.activation.SiluAndMul: x [..., 2 * d] -> [..., d] in x's dtype."""
-
-    def __init__(self, *, compile_native: bool = True) -> None:
-        super().__init__()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(x)
-
-
-class SGLangSiluAndMul(nn.Module):
-    """sglang.srt.layers.activation.SiluAndMul: x [..., 2 * d] -> [..., d] in x's dtype.
-
-    As in the host, the constructor takes what its base class takes: nothing.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(x)
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    shape = (d["tokens"], d["inner"], 2 * d["d"]) if "inner" in d else (d["tokens"], 2 * d["d"])
-    x = 2 * torch.randn(*shape, generator=generator, device=device)
-    return [x.to(getattr(torch, case.dtype))]
-
-
-def _dims(x: torch.Tensor) -> dict[str, Any]:
-    return {**rows_of(x, "inner"), "d": x.shape[-1] // 2}
-
-
-def _elements(case: Case) -> int:
-    return case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["d"]
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), SPEC.bytes_moved, SPEC.flops)
-
-
 SPEC = OpSpec(
     name="silu_and_mul",
     level=1,
@@ -155,15 +108,9 @@ SPEC = OpSpec(
         Case("narrow", {"tokens": 130, "d": 7}, dtype="float16", tags=("odd",)),
         Case("smollm2", {"tokens": 5, "d": 1536}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
-    build=lambda cls, args: partial(cls(), *args),
-    bytes_moved=lambda case: 3 * _elements(case) * torch.finfo(getattr(torch, case.dtype)).bits // 8,
-    flops=lambda case: 5 * _elements(case),
-    targets=(
-        Target("vllm", "vllm.model_executor.layers.activation:SiluAndMul", "VllmSiluAndMul", "leaf"),
-        Target("sglang", "sglang.srt.layers.activation:SiluAndMul", "SGLangSiluAndMul", "leaf"),
-    ),
+    arguments=(elementwise.PAIR,),
+    outputs=(elementwise.OUT,),
+    axes=elementwise.AXES,
+    flops="5 * tokens * inner * d",
     batch_invariant=True,  # elementwise
 )

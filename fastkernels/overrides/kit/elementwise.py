@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fastkernels.core.shapes import drawn, rows_of, varied
-from fastkernels.core.spec import Case
+from fastkernels.core.spec import Axis, Tensor
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import launch_kernel
 from fastkernels.overrides.kit.rows import rows
 
 TILE = 1024  # with 4 warps, 16 bytes a thread of what is 2 bytes wide
+# For declarations: the tensor, a gate and an up projection side by side, and the result.
+X = Tensor("x", "tokens inner? d", std=2)
+PAIR = Tensor("x", "tokens inner? 2*d", std=2)
+OUT = Tensor("out", "tokens inner? d")
+AXES = {"tokens": Axis.per_call(), "inner": Axis.count(), "d": Axis.width()}
+
 LARGE, LARGE_TILE = 1 << 23, 4096  # elements from which on a thread has four times as much on its way
 
 
@@ -62,39 +64,3 @@ def launch(kernel: Any, x: torch.Tensor, large: int = LARGE_TILE, **constants: A
 def like(x: torch.Tensor, *_: Any) -> torch.Tensor:
     """The shape function."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
-    """[x]: x [tokens, d], or [tokens, inner, d]."""
-    d = case.dims
-    shape = (d["tokens"], *((d["inner"],) if "inner" in d else ()), d["d"])
-    return [(2 * torch.randn(*shape, generator=generator, device=device)).to(getattr(torch, case.dtype))]
-
-
-def elements(case: Case) -> int:
-    return case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["d"]
-
-
-def bytes_moved(case: Case) -> int:
-    return 2 * elements(case) * getattr(torch, case.dtype).itemsize
-
-
-def flops(each: int) -> Callable[[Case], int]:
-    """flops(case) of an op of so many operations an element."""
-    return lambda case: each * elements(case)
-
-
-def dims_of(x: torch.Tensor, *_: Any) -> dict[str, Any]:
-    """See OpSpec. Of more than three dimensions, all but the last two are one."""
-    return {**rows_of(x, "inner"), "d": x.shape[-1]}
-
-
-def vary(case: Case, rng: random.Random) -> Case:
-    """See OpSpec: other numbers of rows and columns."""
-    # What matters of `flops` here is that memory decides, as it does for all of these ops.
-    return varied(case, lambda: drawn(case, rng, ("tokens", "inner"), ("d",)), bytes_moved, flops(9))
-
-
-def build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    """See OpSpec: a module without weights."""
-    return partial(cls(), args[0])

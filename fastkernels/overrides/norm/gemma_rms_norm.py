@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, rows_of, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.overrides.norm import norm_calls as _norm_calls
-from fastkernels.overrides.norm import rms_norm
+from fastkernels.overrides.norm.cases import cancel
 from fastkernels.overrides.norm.rms_norm_heads import twice
 
 
@@ -121,92 +115,6 @@ gemma_rms_norm = define(
 )
 
 
-def _with_residual(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    out = gemma_rms_norm(x, weight, eps, residual)
-    return out if residual is None else (out, residual)
-
-
-class _GemmaRMSNorm(nn.Module):
-    """weight [hidden_size], zeros; x [..., hidden_size] to the same, in x's dtype.
-
-    With a residual, returns (out, x + residual); the residual's memory is overwritten with the sum.
-    """
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(hidden_size))
-        self.variance_epsilon = eps
-
-
-class VllmGemmaRMSNorm(_GemmaRMSNorm):
-    """vllm.model_executor.layers.layernorm.GemmaRMSNorm; see _GemmaRMSNorm."""
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return _with_residual(x, self.weight, self.variance_epsilon, residual)
-
-
-class SGLangGemmaRMSNorm(_GemmaRMSNorm):
-    """sglang.srt.layers.layernorm.GemmaRMSNorm; see _GemmaRMSNorm.
-
-    With a post_residual_addition the sum is in new memory, as in SGLang.
-    """
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        post_residual_addition: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if residual is not None and post_residual_addition is not None:
-            residual = residual + post_residual_addition
-        return _with_residual(x, self.weight, self.variance_epsilon, residual)
-
-
-class SGLangGemma3RMSNorm_0_5_16(nn.Module):
-    """sglang.srt.layers.layernorm.Gemma3RMSNorm of 0.5.16; see _GemmaRMSNorm."""
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gemma_rms_norm(x, self.weight, self.eps)
-
-
-class SGLangGemma3RMSNorm(SGLangGemma3RMSNorm_0_5_16):
-    """sglang.srt.layers.layernorm.Gemma3RMSNorm from 0.5.17 on; see _GemmaRMSNorm."""
-
-    def forward(  # type: ignore[override]
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return _with_residual(x, self.weight, self.eps, residual)
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    x, weight, eps, residual, *_ = rms_norm.SPEC.inputs(case, device, generator)
-    return [x, weight - 1, eps, residual]
-
-
-def _dims(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> dict[str, Any]:
-    more = optional(residual=residual is not None, eps=unless(eps, 1e-5))
-    return {**rows_of(x), "hidden": x.shape[-1], **more}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case, lambda: drawn(case, rng, ("tokens", "heads"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
-    )
-
-
-_SGLANG = "sglang.srt.layers.layernorm:"
-
 SPEC = OpSpec(
     name="gemma_rms_norm",
     level=1,
@@ -224,19 +132,17 @@ SPEC = OpSpec(
         Case("qk_odd", {"tokens": 5, "heads": 9, "hidden": 64}, tags=("odd",)),
         Case("wide", {"tokens": 7, "hidden": 576, "residual": True}, dtype="float32", tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
-    activations=(0, 3),
-    extremes={"cancelled": _norm_calls.cancel},
-    build=_norm_calls.build_gemma_rms_norm,
-    bytes_moved=rms_norm.SPEC.bytes_moved,
-    flops=lambda case: rms_norm.SPEC.flops(case) + case.dims["hidden"],
-    targets=(
-        Target("vllm", "vllm.model_executor.layers.layernorm:GemmaRMSNorm", "VllmGemmaRMSNorm", "leaf"),
-        Target("sglang", f"{_SGLANG}GemmaRMSNorm", "SGLangGemmaRMSNorm", "leaf"),
-        Target("sglang", f"{_SGLANG}Gemma3RMSNorm", "SGLangGemma3RMSNorm_0_5_16", "leaf", "<0.5.17"),
-        Target("sglang", f"{_SGLANG}Gemma3RMSNorm", "SGLangGemma3RMSNorm", "leaf", ">=0.5.17"),
+    arguments=(
+        Tensor("x", "tokens heads? hidden"),
+        Tensor("weight", "hidden", std=0.1),
+        Scalar("eps", default=1e-5),
+        Tensor("residual", "tokens heads? hidden", when="residual", mutated=True),
     ),
+    outputs=(Tensor("out", "tokens heads? hidden"),),
+    axes={"tokens": Axis.per_call(), "heads": Axis.count(), "hidden": Axis.width()},
+    constructor={"hidden_size": "hidden", "dim": "hidden"},
+    flops="4 * tokens * heads * hidden + hidden",
+    activations=("x", "residual"),
+    extremes={"cancelled": cancel},
     batch_invariant=True,  # a program a row
 )

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS, rows, unsupported_rows
@@ -104,76 +97,6 @@ l2_norm = define(
 )
 
 
-def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """vLLM's and SGLang's flash-linear-attention l2norm_fwd: x [..., D] to the same, in output_dtype or x's."""
-    return l2_norm(x, eps, output_dtype)
-
-
-class SGLangL2Norm(nn.Module):
-    """sglang.kernels.ops.attention.fla.l2norm.L2Norm: x [..., D] to the same, in output_dtype or x's."""
-
-    def __init__(self, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.eps = eps
-        self.output_dtype = output_dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return l2_norm(x, self.eps, self.output_dtype)
-
-
-def transformers_l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
-    """transformers.models.qwen3_next.modeling_qwen3_next.l2norm: x to the same shape, normalized over `dim`."""
-    return l2_norm(x.movedim(dim, -1), eps).movedim(-1, dim)
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
-    d = case.dims
-    shape = [d[name] for name in ("batch", "tokens", "heads", "head_dim") if name in d]
-    x = torch.randn(*shape, generator=generator, device=device).to(getattr(torch, case.dtype))
-    output_dtype = d.get("output_dtype")
-    return [x, d.get("eps", 1e-6), None if output_dtype is None else getattr(torch, output_dtype)]
-
-
-def _elements(case: Case) -> int:
-    d = case.dims
-    return d.get("batch", 1) * d["tokens"] * d.get("heads", 1) * d["head_dim"]
-
-
-def _bytes(case: Case) -> int:
-    written = case.dims.get("output_dtype", case.dtype)
-    return _elements(case) * (getattr(torch, case.dtype).itemsize + getattr(torch, written).itemsize)
-
-
-def _dims(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    lead = list(x.shape[:-1]) or [1]
-    heads = lead.pop() if len(lead) > 1 else None
-    tokens = lead.pop()
-    more = optional(
-        batch=torch.Size(lead).numel() if lead else None,
-        heads=heads,
-        eps=unless(eps, 1e-6),
-        output_dtype=None if output_dtype is None else dtype_name(output_dtype),
-    )
-    return {"tokens": tokens, "head_dim": x.shape[-1], **more}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    names = ("batch", "tokens", "heads")
-    return varied(case, lambda: drawn(case, rng, names, ("head_dim",)), SPEC.bytes_moved, SPEC.flops)
-
-
-def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    x, *rest = args
-    return partial(cls(*rest), x)
-
-
-_NOTE = (
-    "the hosts' linear attention binds the function by name when it is imported: for forks and for our engine"
-)
-_VLLM = "vllm.third_party.flash_linear_attention.ops.l2norm:l2norm_fwd"
-_SGLANG = "sglang.kernels.ops.attention.fla.l2norm"
-_HF = "transformers.models.qwen3_next.modeling_qwen3_next:l2norm"
-
 SPEC = OpSpec(
     name="l2_norm",
     level=1,
@@ -211,17 +134,19 @@ SPEC = OpSpec(
             tags=("odd",),
         ),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 3 * _elements(case),
-    targets=(
-        Target("vllm", _VLLM, "l2norm_fwd", "function", note=_NOTE),
-        Target("sglang", f"{_SGLANG}:L2Norm", "SGLangL2Norm", "leaf"),
-        Target("sglang", f"{_SGLANG}:l2norm_fwd", "l2norm_fwd", "function", note=_NOTE),
-        Target("transformers", _HF, "transformers_l2norm", "function", note=_NOTE),
+    arguments=(
+        Tensor("x", "batch? tokens heads? head_dim"),
+        Scalar("eps", default=1e-6),
+        Scalar("output_dtype", default=None, dtype=True),
     ),
+    outputs=(Tensor("out", "batch? tokens heads? head_dim", "written"),),
+    axes={
+        "batch": Axis.per_call(),
+        "tokens": Axis.per_call(),
+        "heads": Axis.count(),
+        "head_dim": Axis.width(),
+        "written": Axis.dtype(Expr("output_dtype or dtype")),
+    },
+    flops="3 * batch * tokens * heads * head_dim",
     batch_invariant=True,  # a row in one program, its tile chosen by the last dimension
-    dims_of=_dims,
-    vary=_vary,
-    build=_build,
 )

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, optional, rows_of, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.overrides.norm import norm_calls as _norm_calls
 
 
 def reference(
@@ -104,112 +98,6 @@ layer_norm = define(
 )
 
 
-class VllmLayerNorm_0_26(nn.Module):
-    """vllm.model_executor.layers.layernorm.LayerNorm before 0.32: weight, bias [dim] in float32; x [..., dim]."""
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.dim, self.eps = dim, eps
-        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(dim, dtype=torch.float32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class VllmLayerNorm(nn.Module):
-    """vllm.model_executor.layers.layernorm.LayerNorm from 0.32 on: x [..., hidden_size] to the same, in x's dtype.
-
-    weight and bias [hidden_size] in `dtype` (default: torch's); None without elementwise_affine, or without bias.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.normalized_shape, self.eps = (hidden_size,), eps
-        made = torch.ones(hidden_size, dtype=dtype or torch.get_default_dtype())
-        self.weight = nn.Parameter(made) if elementwise_affine else None
-        self.bias = nn.Parameter(torch.zeros_like(made)) if elementwise_affine and bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class SGLangLayerNorm(nn.Module):
-    """sglang.srt.layers.layernorm.LayerNorm: weight, bias [hidden_size] in `dtype`; x [..., hidden_size].
-
-    As in SGLang, x is rounded to `dtype` first, the result is in x's dtype, and both parameters are there even
-    where elementwise_affine or bias leaves them without use.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        self.hidden_size, self.variance_epsilon = hidden_size, eps
-        self.elementwise_affine, self.use_bias, self.dtype = elementwise_affine, bias, dtype
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight if self.elementwise_affine else None
-        bias = self.bias if self.use_bias else None
-        h = x if self.dtype == torch.float32 else x.to(self.dtype)  # the op computes in float32 by itself
-        return layer_norm(h, weight, bias, self.variance_epsilon).to(x.dtype)
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d, dtype = case.dims, getattr(torch, case.dtype)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device)
-
-    x = (randn(d["tokens"], *((d["heads"],) if "heads" in d else ()), d["hidden"]) + 0.5).to(dtype)
-    parameters = getattr(torch, d.get("parameters", case.dtype))
-    weight = (1 + 0.1 * randn(d["hidden"])).to(parameters) if d.get("weight", True) else None
-    bias = (0.1 * randn(d["hidden"])).to(parameters) if d.get("bias", True) else None
-    return [x, weight, bias, d.get("eps", 1e-5)]
-
-
-def _dims(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> dict[str, Any]:
-    found = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
-    parameters = None if found == x.dtype else dtype_name(found)
-    return {
-        **rows_of(x), "hidden": x.shape[-1], "weight": weight is not None, "bias": bias is not None,
-        **optional(parameters=parameters, eps=unless(eps, 1e-5)),
-    }  # fmt: skip
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    elements, size = d["tokens"] * d.get("heads", 1) * d["hidden"], getattr(torch, case.dtype).itemsize
-    parameters = d.get("weight", True) + d.get("bias", True)
-    return (
-        2 * elements * size
-        + parameters * d["hidden"] * getattr(torch, d.get("parameters", case.dtype)).itemsize
-    )
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case, lambda: drawn(case, rng, ("tokens", "heads"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
-    )
-
-
-_VLLM, _SGLANG = "vllm.model_executor.layers.layernorm:LayerNorm", "sglang.srt.layers.layernorm:LayerNorm"
 _FLOAT32 = {"parameters": "float32"}
 
 SPEC = OpSpec(
@@ -230,16 +118,28 @@ SPEC = OpSpec(
         Case("plain", {"tokens": 5, "hidden": 63, "weight": False, "bias": False}, "float32", tags=("odd",)),
         Case("heads_odd", {"tokens": 5, "heads": 9, "hidden": 64, "weight": False}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
-    build=_norm_calls.build_layer_norm,
-    bytes_moved=_bytes,
-    flops=lambda case: 8 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
-    targets=(
-        Target("vllm", _VLLM, "VllmLayerNorm_0_26", "leaf", "<0.32"),
-        Target("vllm", _VLLM, "VllmLayerNorm", "leaf", ">=0.32"),
-        Target("sglang", _SGLANG, "SGLangLayerNorm", "leaf"),
+    arguments=(
+        Tensor("x", "tokens heads? hidden", mean=0.5),
+        Tensor("weight", "hidden", "parameters", when="weight", mean=1, std=0.1),
+        Tensor("bias", "hidden", "parameters", when="bias", std=0.1),
+        Scalar("eps", default=1e-5),
     ),
+    outputs=(Tensor("out", "tokens heads? hidden"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "heads": Axis.count(),
+        "hidden": Axis.width(),
+        "parameters": Axis.dtype(Expr("dtype")),
+        "weight": Axis.option(True, stated=True),
+        "bias": Axis.option(True, stated=True),
+    },
+    constructor={
+        "hidden_size": "hidden",
+        "dim": "hidden",
+        "elementwise_affine": "weight",
+        "bias": "bias",
+        "dtype": "parameters",
+    },
+    flops="8 * tokens * heads * hidden",
     batch_invariant=True,  # a program a row
 )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, rows_of, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows
-from fastkernels.overrides.norm import norm_calls as _norm_calls
+from fastkernels.overrides.norm.cases import cancel
 from fastkernels.overrides.norm.rms_norm_heads import WIDEST, launch_heads, twice
 
 
@@ -157,202 +154,6 @@ rms_norm = define(
 )
 
 
-class VllmRMSNorm(nn.Module):
-    """vllm.model_executor.layers.layernorm.RMSNorm: weight [hidden_size]; out [..., hidden_size] in x's dtype.
-
-    With a residual, returns (out, x + residual); the residual's memory is overwritten with the sum. In compiled code
-    the product with the weight is rounded once, as Inductor does with vLLM's own; else before the product, too.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        var_hidden_size: int | None = None,
-        has_weight: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.variance_epsilon = eps
-        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
-        self.has_weight = has_weight
-        weight = torch.ones(hidden_size, dtype=dtype or torch.get_default_dtype())
-        self.weight = nn.Parameter(weight) if has_weight else weight
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        weight = self.weight if self.has_weight else None
-        eager = not torch.compiler.is_compiling()
-        out = rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override, eager)
-        return out if residual is None else (out, residual)
-
-
-class SGLangRMSNorm_0_5_16(nn.Module):
-    """sglang.srt.layers.layernorm.RMSNorm before 0.5.21; see VllmRMSNorm."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        var_hidden_size: int | None = None,
-        cast_x_before_out_mul: bool = False,
-        fp32_residual: bool = False,
-        has_weight: bool = True,
-        weight_dtype: torch.dtype | None = None,
-        override_orig_dtype: torch.dtype | None = None,
-        x_pad_to_multiple: int = 0,
-    ) -> None:
-        super().__init__()
-        self.has_weight = has_weight
-        self.cast_x_before_out_mul = cast_x_before_out_mul
-        self.fp32_residual = fp32_residual
-        self.override_orig_dtype = override_orig_dtype
-        self.x_pad_to_multiple = x_pad_to_multiple
-        weight = torch.ones(hidden_size, dtype=weight_dtype)
-        self.weight = nn.Parameter(weight) if has_weight else weight
-        self.variance_epsilon = eps
-        self.hidden_size = hidden_size
-        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
-
-    @staticmethod
-    def supports(module: nn.Module) -> str | None:
-        """None if our forward serves this module (ours or the host's), else the reason."""
-        for name, off in (("fp32_residual", False), ("override_orig_dtype", None), ("x_pad_to_multiple", 0)):
-            if getattr(module, name, off) != off:
-                return f"{name}={getattr(module, name)!r} is not supported"
-        return None
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        post_residual_addition: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if residual is not None and post_residual_addition is not None:
-            residual += post_residual_addition
-        weight = self.weight if self.has_weight else None
-        out = rms_norm(
-            x,
-            weight,
-            self.variance_epsilon,
-            residual,
-            self.variance_size_override,
-            self.cast_x_before_out_mul,
-        )
-        return out if residual is None else (out, residual)
-
-
-class SGLangRMSNorm(SGLangRMSNorm_0_5_16):
-    """sglang.srt.layers.layernorm.RMSNorm from 0.5.21 on; see VllmRMSNorm."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        var_hidden_size: int | None = None,
-        cast_x_before_out_mul: bool = False,
-        fp32_residual: bool = False,
-        has_weight: bool = True,
-        weight_dtype: torch.dtype | None = None,
-        override_orig_dtype: torch.dtype | None = None,
-        x_pad_to_multiple: int = 0,
-        force_native: bool = False,
-    ) -> None:
-        super().__init__(
-            hidden_size, eps, var_hidden_size, cast_x_before_out_mul, fp32_residual, has_weight, weight_dtype,
-            override_orig_dtype, x_pad_to_multiple,
-        )  # fmt: skip
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        post_residual_addition: torch.Tensor | None = None,
-        quant_linear: nn.Module | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if residual is not None and post_residual_addition is not None:
-            residual += post_residual_addition
-        weight = self.weight if self.has_weight else None
-        out = rms_norm(
-            x,
-            weight,
-            self.variance_epsilon,
-            residual,
-            self.variance_size_override,
-            self.cast_x_before_out_mul,
-        )
-        return out if residual is None else (out, residual)
-
-
-class TransformersLlamaRMSNorm(nn.Module):
-    """transformers.models.llama.modeling_llama.LlamaRMSNorm and its like: weight [H]; hidden_states [..., H]."""
-
-    def __init__(self, hidden_size, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.weight.dtype == hidden_states.dtype:
-            return rms_norm(hidden_states, self.weight, self.variance_epsilon, None, None, True)
-        # The host's product is in the wider type of the two, the op's in that of hidden_states.
-        return self.weight * rms_norm(hidden_states, None, self.variance_epsilon, None, None, True)
-
-
-# Their forward is LlamaRMSNorm's to the letter. Not here: Gemma's (weight + 1), Olmo2's (rounds after the product).
-_TRANSFORMERS = (
-    ("llama", "Llama"), ("mistral", "Mistral"), ("mixtral", "Mixtral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"),
-    ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"), ("granite", "Granite"), ("smollm3", "SmolLM3"),
-    ("phi3", "Phi3"), ("deepseek_v3", "DeepseekV3"),
-)  # fmt: skip
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    shape = (d["tokens"], d["heads"], d["hidden"]) if "heads" in d else (d["tokens"], d["hidden"])
-    dtype = getattr(torch, case.dtype)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device).to(dtype)
-
-    weight = None if d.get("weightless") else 1 + 0.1 * randn(d["hidden"])
-    residual = randn(*shape) if d.get("residual") else None
-    eps = d.get("eps", 1e-5)
-    return [randn(*shape), weight, eps, residual, d.get("var_hidden"), d.get("cast_first", False)]
-
-
-def _dims(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    var_hidden_size: int | None = None,
-    cast_x_before_out_mul: bool = True,
-) -> dict[str, Any]:
-    more = optional(
-        residual=residual is not None, weightless=weight is None, var_hidden=var_hidden_size, eps=unless(eps, 1e-5)
-    )  # fmt: skip
-    return {**rows_of(x), "hidden": x.shape[-1], **more, "cast_first": cast_x_before_out_mul}
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    rows = d["tokens"] * d.get("heads", 1)
-    passes = 4 if d.get("residual") else 2
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return (passes * rows + 1) * d["hidden"] * size
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "heads"), ("hidden", "var_hidden"))
-        return {**new, "var_hidden": min(new["var_hidden"], new["hidden"])} if "var_hidden" in new else new
-
-    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
-
-
 SPEC = OpSpec(
     name="rms_norm",
     level=1,
@@ -371,27 +172,25 @@ SPEC = OpSpec(
         Case("qk_odd", {"tokens": 5, "heads": 9, "hidden": 64, "cast_first": True}, tags=("odd",)),
         Case("var_hidden", {"tokens": 5, "hidden": 1000, "var_hidden": 640}, dtype="float32", tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
-    activations=(0, 3),
-    extremes={"cancelled": _norm_calls.cancel},
-    build=_norm_calls.build_rms_norm,
-    bytes_moved=_bytes,
-    flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("heads", 1) * case.dims["hidden"],
-    targets=(
-        Target("vllm", "vllm.model_executor.layers.layernorm:RMSNorm", "VllmRMSNorm", "leaf"),
-        Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21"),
-        Target("sglang", "sglang.srt.layers.layernorm:RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21"),
-        *(
-            Target(
-                "transformers",
-                f"transformers.models.{model}.modeling_{model}:{prefix}RMSNorm",
-                "TransformersLlamaRMSNorm",
-                "leaf",
-            )
-            for model, prefix in _TRANSFORMERS
-        ),
+    arguments=(
+        Tensor("x", "tokens heads? hidden"),
+        Tensor("weight", "hidden", when="not weightless", mean=1, std=0.1, bytes="hidden * itemsize(dtype)"),
+        Scalar("eps", default=1e-5),
+        Tensor("residual", "tokens heads? hidden", when="residual", mutated=True),
+        Scalar("var_hidden_size", "var_hidden", default=None),
+        Scalar("cast_x_before_out_mul", "cast_first", default=False, stated=True, rounding=True),
     ),
+    outputs=(Tensor("out", "tokens heads? hidden"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "heads": Axis.count(),
+        "hidden": Axis.width(),
+        "var_hidden": Axis.width(None),
+    },
+    constraints=("(var_hidden or 0) <= hidden",),
+    constructor={"hidden_size": "hidden", "has_weight": "not weightless", "var_hidden_size": "var_hidden"},
+    flops="4 * tokens * heads * hidden",
+    activations=("x", "residual"),
+    extremes={"cancelled": cancel},
     batch_invariant=True,  # a program a row, its tile chosen by the hidden size
 )

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
-from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, optional, rows_of, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
@@ -95,74 +87,6 @@ t5_layer_norm = define(
 )
 
 
-class TransformersT5LayerNorm(nn.Module):
-    """transformers.models.t5.modeling_t5.T5LayerNorm and its like: weight [H]; hidden_states [..., H].
-
-    Returns hidden_states' shape in the weight's dtype.
-    """
-
-    def __init__(self, hidden_size, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states):
-        return t5_layer_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-# Their forward is T5LayerNorm's to the letter.
-_TRANSFORMERS = (
-    ("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"), ("longt5", "LongT5"), ("switch_transformers", "SwitchTransformers"),
-    ("udop", "Udop"), ("pix2struct", "Pix2Struct"), ("pop2piano", "Pop2Piano"), ("kosmos2_5", "Kosmos2_5"),
-)  # fmt: skip
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list[Any]:
-    d = case.dims
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device)
-
-    x = randn(d["tokens"], *((d["inner"],) if "inner" in d else ()), d["hidden"])
-    weight = 1 + 0.1 * randn(d["hidden"])
-    return [
-        x.to(getattr(torch, d.get("x_dtype", case.dtype))),
-        weight.to(getattr(torch, case.dtype)),
-        d.get("eps", 1e-6),
-    ]
-
-
-def _elements(case: Case) -> int:
-    return case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["hidden"]
-
-
-def _bytes(case: Case) -> int:
-    out = getattr(torch, case.dtype).itemsize
-    read = getattr(torch, case.dims.get("x_dtype", case.dtype)).itemsize
-    return _elements(case) * (read + out) + case.dims["hidden"] * out
-
-
-def _dims(x: torch.Tensor, weight: torch.Tensor, eps: float) -> dict[str, Any]:
-    x_dtype = None if x.dtype == weight.dtype else dtype_name(x.dtype)
-    return {
-        **rows_of(x, "inner"),
-        "hidden": x.shape[-1],
-        **optional(x_dtype=x_dtype, eps=unless(eps, 1e-6)),
-    }
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case, lambda: drawn(case, rng, ("tokens", "inner"), ("hidden",)), SPEC.bytes_moved, SPEC.flops
-    )
-
-
-def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    x, weight, eps = args
-    module = assemble.make(cls, x, weight.shape[0], eps=eps)
-    return partial(assemble.load(module, {"weight": weight}), x)
-
-
 SPEC = OpSpec(
     name="t5_layer_norm",
     level=1,
@@ -189,21 +113,19 @@ SPEC = OpSpec(
         Case("wide_weight", {"tokens": 7, "hidden": 576, "x_dtype": "float16"}, "float32", tags=("odd",)),
         Case("half", {"tokens": 2, "inner": 9, "hidden": 65}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 4 * _elements(case),
-    targets=tuple(
-        Target(
-            "transformers",
-            f"transformers.models.{model}.modeling_{model}:{prefix}LayerNorm",
-            "TransformersT5LayerNorm",
-            "leaf",
-        )
-        for model, prefix in _TRANSFORMERS
+    arguments=(
+        Tensor("x", "tokens inner? hidden", "x_dtype"),
+        Tensor("weight", "hidden", mean=1, std=0.1),
+        Scalar("eps", default=1e-6),
     ),
+    outputs=(Tensor("out", "tokens inner? hidden"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "inner": Axis.count(),
+        "hidden": Axis.width(),
+        "x_dtype": Axis.dtype(Expr("dtype")),
+    },
+    constructor={"hidden_size": "hidden"},
+    flops="4 * tokens * inner * hidden",
     batch_invariant=True,  # a program a row, its tile chosen by the hidden size
-    dims_of=_dims,
-    vary=_vary,
-    dtype_arg=1,  # the weight's
-    build=_build,
 )

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+import triton
+import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, rows_of, varied
-from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance, full, uniform
 from fastkernels.overrides.kit.fp8 import (
-    FP8,
     GROUP_EPS,
+    MAX_COLUMNS,
     MIN_ABSMAX,
     Pair,
     check,
     empty_outputs,
+    fp8_inverse,
+    fp8_scale,
     laid_out,
-    padded,
     quantize_rows,
-    refuse,
-    written,
+    scales_of,
+    to_fp8,
 )
-from fastkernels.overrides.quant.quantize_fp8_sglang import (
-    sglang_per_token_group_quant_fp8,
-    sglang_per_token_group_quant_fp8_0_5_16,
-    sglang_per_token_group_quant_fp8_0_5_17,
-    sglang_per_token_quant_fp8,
-    sglang_per_token_quant_fp8_0_5_17,
-    sglang_scaled_fp8_quant,
-    sglang_static_quant_fp8,
-)
-from fastkernels.overrides.quant.quantize_fp8_triton import quantize_triton, supports_triton
-
-__all__ = [
-    "SPEC",
-    "VllmQuantFP8",
-    "quantize_fp8",
-    "reference",
-    "sglang_per_token_group_quant_fp8",
-    "sglang_per_token_group_quant_fp8_0_5_16",
-    "sglang_per_token_group_quant_fp8_0_5_17",
-    "sglang_per_token_quant_fp8",
-    "sglang_per_token_quant_fp8_0_5_17",
-    "sglang_scaled_fp8_quant",
-    "sglang_static_quant_fp8",
-    "vllm_per_token_group_quant_fp8",
-    "vllm_scaled_fp8_quant",
-]
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import rows, unsupported_rows
 
 
 def reference(
@@ -74,6 +50,173 @@ def reference(
     """
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     return quantize_rows(y, scale, group_size, scale_ub, min_absmax, scale_ue8m0)
+
+
+@triton.jit(do_not_specialize=["total", "s_col"])
+def _groups_kernel(
+    x_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, total, n_groups, group_size, s_row, s_col, min_absmax,
+    HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # A program has GROUPS groups, side by side in a row or in the next one. A token is a group of all its columns.
+    at = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    row, group = at // n_groups, at % n_groups
+    cols = tl.arange(0, BLOCK)
+    mask = (at < total)[:, None] & (cols < group_size)[None, :]
+    start = (row // n_inner).to(tl.int64) * x_stride0 + (row % n_inner).to(tl.int64) * x_stride1
+    start += group * group_size
+    x = tl.load(x_ptr + start[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    absmax = tl.max(tl.abs(x), axis=1)
+    if HAS_UB:
+        absmax = tl.minimum(absmax, tl.load(ub_ptr).to(tl.float32))
+    scale = fp8_scale(absmax, min_absmax, UE8M0)
+    q = to_fp8(x * fp8_inverse(scale)[:, None])
+    tl.store(q_ptr + at.to(tl.int64)[:, None] * group_size + cols[None, :], q, mask=mask)
+    tl.store(s_ptr + row.to(tl.int64) * s_row + group.to(tl.int64) * s_col, scale, mask=at < total)
+
+
+@triton.jit
+def _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK: tl.constexpr):
+    """One block of a row: its values, where they go and which of them exist."""
+    row = (block // n_blocks).to(tl.int64)
+    cols = (block % n_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = (row // n_inner) * x_stride0 + (row % n_inner) * x_stride1
+    x = tl.load(x_ptr + start + cols, mask=cols < N, other=0.0).to(tl.float32)
+    return x, row * N + cols, cols < N
+
+
+@triton.jit(do_not_specialize=["n_blocks", "total"])
+def _absmax_kernel(
+    x_ptr, part_ptr, x_stride0, x_stride1, n_inner, N, n_blocks, total, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    most = tl.zeros((BLOCK,), dtype=tl.float32)
+    for block in range(tl.program_id(0), total, tl.num_programs(0)):
+        x, _, _ = _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK)
+        most = tl.maximum(most, tl.abs(x))
+    tl.store(part_ptr + tl.program_id(0), tl.max(most, axis=0))
+
+
+@triton.jit(do_not_specialize=["n_blocks"])
+def _tensor_kernel(
+    x_ptr, part_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, N, n_blocks, n_parts, min_absmax,
+    STATIC: tl.constexpr, UE8M0: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # Every program reads what the programs of _absmax_kernel found: no atomics, and nothing to set to zero before.
+    block = tl.program_id(0)
+    if STATIC:
+        scale = tl.load(part_ptr).to(tl.float32)
+    else:
+        part = tl.arange(0, PARTS)
+        absmax = tl.max(tl.load(part_ptr + part, mask=part < n_parts, other=0.0), axis=0)
+        scale = fp8_scale(absmax, min_absmax, UE8M0)
+    if block == 0:
+        tl.store(s_ptr, scale)
+    x, to, mask = _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK)
+    tl.store(q_ptr + to, to_fp8(x * fp8_inverse(scale)), mask=mask)
+
+
+def supports_triton(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    group_size: int = 0,
+    scale_ub: torch.Tensor | None = None,
+    min_absmax: float = MIN_ABSMAX,
+    column_major_scales: bool = False,
+    tma_aligned_scales: bool = False,
+    scale_ue8m0: bool = False,
+) -> str | None:
+    per_tensor = scale is not None or group_size == 0
+    if not per_tensor and max(group_size, x.shape[-1] if group_size < 0 else 0) > MAX_COLUMNS:
+        return f"a group of {x.shape[-1]} columns is over {MAX_COLUMNS}"
+    if column_major_scales and not per_tensor and x.dim() != 2:
+        return f"column-major scales of x with {x.dim()} dimensions"
+    if x.numel() >= 1 << 38:
+        return f"{x.numel()} values are more than 2^38"
+    return unsupported_rows(x)
+
+
+def quantize_triton(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    group_size: int = 0,
+    scale_ub: torch.Tensor | None = None,
+    min_absmax: float = MIN_ABSMAX,
+    column_major_scales: bool = False,
+    tma_aligned_scales: bool = False,
+    scale_ue8m0: bool = False,
+) -> Pair:
+    n = x.shape[-1]
+    check("quantize_fp8", n, scale, group_size)
+    per_tensor = scale is not None or group_size == 0
+    q, s = empty_outputs(x.shape, x.device, per_tensor, group_size, column_major_scales, tma_aligned_scales)
+    size = x.numel()
+    if size == 0:
+        return q, _given_or_least(s, scale, min_absmax, scale_ue8m0)
+    if x.is_contiguous() and per_tensor:
+        n_inner, stride0, stride1, n = 1, size, 0, size
+    else:
+        n_inner, stride0, stride1 = rows(x) or (1, 0, 0)
+    if per_tensor and (scale is not None or n != size or size > 16384):
+        _per_tensor(x, q, s, scale, n_inner, stride0, stride1, n, min_absmax, scale_ue8m0)
+        return q, s
+    width = group_size if group_size > 0 else n
+    total = size // width
+    block = next_power_of_2(width)
+    # A tile of 4096 values keeps 32 of each thread in flight; few groups are spread over the 132 processors first.
+    groups = max(1, min(4096 // block, next_power_of_2(cdiv(total, 512))))
+    s_row, s_col = s.stride() if s.dim() == 2 else (n // width, 1)
+    grid = (cdiv(total, groups),)
+    launch_kernel(
+        _groups_kernel, grid,
+        x, scale_ub, q, s, stride0, stride1, n_inner, total, n // width, width, s_row, s_col, min_absmax,
+        HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
+        num_warps=min(max(groups * block // 1024, 1), 16),
+    )  # fmt: skip
+    return q, s
+
+
+def _given_or_least(
+    s: torch.Tensor, scale: torch.Tensor | None, min_absmax: float, scale_ue8m0: bool
+) -> torch.Tensor:
+    """The scales of an empty x."""
+    return s.copy_(scales_of(torch.zeros_like(s), min_absmax, scale_ue8m0) if scale is None else scale)
+
+
+def _per_tensor(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    scale: torch.Tensor | None,
+    n_inner: int,
+    stride0: int,
+    stride1: int,
+    n: int,
+    min_absmax: float,
+    scale_ue8m0: bool,
+) -> None:
+    size = x.numel()
+    # 512 blocks fill the 132 processors of an H200; 4096 values are enough for a block to keep its loads in flight.
+    block = max(512, min(4096, next_power_of_2(cdiv(size, 512)), next_power_of_2(n)))
+    n_blocks = cdiv(n, block)
+    total, warps, parts = size // n * n_blocks, block // 512, 1
+    if scale is None:
+        parts = min(cdiv(total, 16) * 16, 1024)  # 16 divides it, whatever x is: those of no block find 0
+        part = torch.empty(parts, dtype=torch.float32, device=x.device)
+        grid = (parts,)
+        launch_kernel(
+            _absmax_kernel, grid,
+            x, part, stride0, stride1, n_inner, n, n_blocks, total, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    grid = (total,)
+    launch_kernel(
+        _tensor_kernel, grid,
+        x, part if scale is None else scale, q, s, stride0, stride1, n_inner, n, n_blocks, parts, min_absmax,
+        STATIC=scale is not None, UE8M0=scale_ue8m0, PARTS=next_power_of_2(parts), BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip
 
 
 def _reference(
@@ -120,160 +263,9 @@ quantize_fp8 = define(
 )
 
 
-class GroupShape(NamedTuple):
-    """Rows and columns that share a scale, as the host's: (-1, -1) the tensor, (1, -1) a token, (1, 128) a group."""
-
-    row: int
-    col: int
-
-
-class VllmQuantFP8(nn.Module):
-    """vllm.model_executor.layers.quantization.input_quant_fp8.QuantFP8: x [..., N] -> (values, scales).
-
-    group_shape is the host's GroupShape or any (row, col). use_ue8m0=None is False: powers of two are for Blackwell.
-    Raises ValueError for shapes that are neither a tensor, a token nor a group of columns.
-    """
-
-    def __init__(
-        self,
-        static: bool,
-        group_shape: GroupShape,
-        num_token_padding: int | None = None,
-        column_major_scales: bool = False,
-        tma_aligned_scales: bool = False,
-        use_ue8m0: bool | None = None,
-        compile_native: bool = True,
-    ):
-        super().__init__()
-        self.static = static
-        self.group_shape = group_shape
-        self.num_token_padding = num_token_padding
-        self.column_major_scales = column_major_scales
-        self.tma_aligned_scales = tma_aligned_scales
-        self.use_ue8m0 = bool(use_ue8m0)
-        row, col = group_shape
-        self.is_group_quant = row == 1 and col >= 1
-        self.use_per_token_if_dynamic = (row, col) == (1, -1)
-        if self.is_group_quant:
-            self.group_size = col
-        if static and (row, col) != (-1, -1):
-            raise ValueError(f"QuantFP8: static scales of group_shape {tuple(group_shape)} are not supported")
-        if not static and not self.is_group_quant and (row, col) not in ((1, -1), (-1, -1)):
-            raise ValueError(f"QuantFP8: group_shape {tuple(group_shape)} is not (-1, -1), (1, -1) or (1, n)")
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        scale: torch.Tensor | None = None,
-        scale_ub: torch.Tensor | None = None,
-        use_triton: bool = False,
-    ) -> Pair:
-        if (scale is not None) != self.static:
-            raise ValueError("QuantFP8: a scale is for static quantization, and only for that")
-        if self.is_group_quant:
-            layout = (self.column_major_scales, self.tma_aligned_scales, self.use_ue8m0)
-            return quantize_fp8(x, None, self.group_size, None, GROUP_EPS, *layout)
-        per_token = not self.static and self.use_per_token_if_dynamic
-        if scale_ub is not None and not per_token:
-            raise ValueError("QuantFP8: scale_ub is for dynamic scales of tokens")
-        q, found = quantize_fp8(x, scale, -1 if per_token else 0, scale_ub)
-        return padded((q, found if scale is None else scale), self.num_token_padding, per_token)
-
-
-def vllm_scaled_fp8_quant(
-    input: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    num_token_padding: int | None = None,
-    scale_ub: torch.Tensor | None = None,
-    use_per_token_if_dynamic: bool = False,
-    output: torch.Tensor | None = None,
-    group_shape: tuple[int, int] | None = None,
-) -> Pair:
-    """vllm._custom_ops.scaled_fp8_quant: input [M, N] -> (values [M, N], scales [1] or [M, 1]).
-
-    Raises ValueError for given scales of more than one value.
-    """
-    per_token = scale is None and use_per_token_if_dynamic
-    q, found = quantize_fp8(input, scale, -1 if per_token else 0, scale_ub if per_token else None)
-    found = found if scale is None else scale
-    return written(padded((q, found), num_token_padding, per_token), output, None)
-
-
-def vllm_per_token_group_quant_fp8(
-    x: torch.Tensor,
-    group_size: int,
-    eps: float = 1e-10,
-    dtype: torch.dtype | None = None,
-    column_major_scales: bool = False,
-    tma_aligned_scales: bool = False,
-    out_q: torch.Tensor | None = None,
-    use_ue8m0: bool | None = None,
-) -> Pair:
-    """vllm...quantization.utils.fp8_utils.per_token_group_quant_fp8: x [..., N] -> (values, scales [..., N / g])."""
-    refuse("per_token_group_quant_fp8", dtype=None if dtype == FP8 else dtype)
-    layout = (column_major_scales, tma_aligned_scales, bool(use_ue8m0))
-    return written(quantize_fp8(x, None, group_size, None, eps, *layout), out_q, None)
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    shape = (
-        (d["tokens"], d["inner"], d["hidden"])
-        if "inner" in d
-        else (d["tokens"], d["hidden"] + d.get("pad", 0))
-    )
-    x = torch.randn(*shape, generator=generator, device=device)
-    # Tokens of different sizes, as activations have: a scale of another token would show.
-    x = (x * torch.rand(*shape[:-1], 1, generator=generator, device=device).mul(6).exp2()).to(
-        getattr(torch, case.dtype)
-    )
-    scale = torch.rand(1, generator=generator, device=device) * 0.1 + 0.05 if d.get("static") else None
-    scale_ub = torch.full((1,), 8.0, device=device) if d.get("upper_bound") else None
-    layout = [d.get(name, False) for name in ("column_major", "tma_aligned", "ue8m0")]
-    group = d.get("group", 0)
-    return [x[..., : d["hidden"]], scale, group, scale_ub, GROUP_EPS if group > 0 else MIN_ABSMAX, *layout]
-
-
-def _dims_of(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    group_size: int = 0,
-    scale_ub: torch.Tensor | None = None,
-    min_absmax: float = MIN_ABSMAX,
-    column_major_scales: bool = False,
-    tma_aligned_scales: bool = False,
-    scale_ue8m0: bool = False,
-) -> dict[str, Any]:
-    dims: dict[str, Any] = {**rows_of(x, "inner"), "hidden": x.shape[-1]}
-    flags = {
-        "static": scale is not None, "upper_bound": scale_ub is not None, "column_major": column_major_scales,
-        "tma_aligned": tma_aligned_scales, "ue8m0": scale_ue8m0, "group": group_size,
-    }  # fmt: skip
-    return {**dims, **{name: value for name, value in flags.items() if value}}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new, group = drawn(case, rng, ("tokens", "inner"), ("hidden",)), max(case.dims.get("group", 1), 1)
-        return {**new, "hidden": max(new["hidden"] // group, 1) * group}
-
-    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
-
-
-def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
-    x, scale, group_size, scale_ub, _, column_major, tma_aligned, ue8m0 = args
-    shapes = {0: GroupShape(-1, -1), -1: GroupShape(1, -1)}
-    shape = GroupShape(-1, -1) if scale is not None else shapes.get(group_size, GroupShape(1, group_size))
-    module = cls(scale is not None, shape, None, column_major, tma_aligned, ue8m0)
-    return lambda: module(x, scale, scale_ub)
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    values = d["tokens"] * d.get("inner", 1) * d["hidden"]
-    group = 1 if d.get("static") else d.get("group", 0)
-    scales = 1 if group == 0 or d.get("static") else values // (d["hidden"] if group < 0 else group)
-    return values * (torch.finfo(getattr(torch, case.dtype)).bits // 8 + 1) + 4 * scales
+def tokens_of_different_sizes(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Activations whose tokens need different scales, so that a wrong token's scale is an error."""
+    return (call.randn(*shape) * call.rand(*shape[:-1], 1).mul(6).exp2()).to(dtype)
 
 
 def _zero_tokens(args: list[Any]) -> None:
@@ -284,14 +276,6 @@ def _one_large(args: list[Any]) -> None:
     if args[0].numel():
         args[0][-1, ..., -1] = 3e4
 
-
-_NOTE = "the hosts' linear layers and MoE kernels bind the function, or hold the module where no instance is found:"
-_NOTE += " for forks and for our engine"
-_DTYPE = "the default is the host's fp8 type, whose first definition is AMD's; " + _NOTE
-_VLLM = "vllm.model_executor.layers.quantization."
-_SGLANG = "sglang.kernels.ops.quantization.fp8_kernel:"
-_GROUPS = _SGLANG + "sglang_per_token_group_quant_fp8"
-_TOKENS = _SGLANG + "sglang_per_token_quant_fp8"
 
 SPEC = OpSpec(
     name="quantize_fp8",
@@ -340,44 +324,34 @@ SPEC = OpSpec(
         Case("no_token", {"tokens": 0, "hidden": 256, "group": 128}, tags=("odd",)),
         Case("no_row", {"tokens": 0, "hidden": 64}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 4 * case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["hidden"],
+    arguments=(
+        Tensor("x", "tokens inner? hidden", values=tokens_of_different_sizes, pad="pad"),
+        Tensor("scale", "1", "float32", when="static", values=uniform(0.05, 0.15), bytes="0"),
+        Scalar("group_size", "group", default=0),
+        Tensor("scale_ub", "1", "float32", when="upper_bound", values=full(8.0), bytes="0"),
+        Scalar("min_absmax", value=f"{GROUP_EPS} if group > 0 else {MIN_ABSMAX}"),
+        Scalar("column_major_scales", "column_major", default=False),
+        Scalar("tma_aligned_scales", "tma_aligned", default=False),
+        Scalar("scale_ue8m0", "ue8m0", default=False),
+    ),
+    outputs=(
+        Tensor("values", "tokens inner? hidden", "float8_e4m3fn"),
+        Tensor("scales", {"static or group == 0": "1", "": "tokens inner? groups"}, "float32"),
+    ),
+    axes={
+        "tokens": Axis.per_call(),
+        "inner": Axis.count(),
+        "hidden": Axis.width(),
+        "groups": Axis(Expr("1 if group <= 0 else hidden // group")),
+    },
+    constraints=("group <= 0 or hidden % group == 0",),
+    constructor={"group_shape": "(-1, -1) if static or group == 0 else (1, group)", "use_ue8m0": "ue8m0"},
+    flops="4 * tokens * inner * hidden",
     # Scales to the bit or one beside it. Values are compared with the quotient that is not rounded: half a step of
     # three bits of mantissa, or of the subnormals' 2^-9, and what the scale's last bit may move.
     tolerance={
         **dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(0.0, 2.5e-7)),
         "float8_e4m3fn": Tolerance(0.98e-3, 0.06251),
     },
-    dims_of=_dims_of,
-    vary=_vary,
     extremes={"zero_tokens": _zero_tokens, "one_large": _one_large},
-    build=_build,
-    targets=(
-        Target("vllm", _VLLM + "input_quant_fp8:QuantFP8", "VllmQuantFP8", "standalone", note=_NOTE),
-        Target("vllm", "vllm._custom_ops:scaled_fp8_quant", "vllm_scaled_fp8_quant", "function", note=_NOTE),
-        Target(
-            "vllm",
-            _VLLM + "utils.fp8_utils:per_token_group_quant_fp8",
-            "vllm_per_token_group_quant_fp8",
-            "function",
-            note=_NOTE,
-        ),
-        Target(
-            "sglang", _GROUPS, "sglang_per_token_group_quant_fp8_0_5_16", "function", "<0.5.17", note=_NOTE
-        ),
-        Target(
-            "sglang",
-            _GROUPS,
-            "sglang_per_token_group_quant_fp8_0_5_17",
-            "function",
-            ">=0.5.17,<0.5.23",
-            note=_NOTE,
-        ),
-        Target("sglang", _GROUPS, "sglang_per_token_group_quant_fp8", "function", ">=0.5.23", note=_NOTE),
-        Target("sglang", _TOKENS, "sglang_per_token_quant_fp8_0_5_17", "function", "<0.5.23", note=_DTYPE),
-        Target("sglang", _TOKENS, "sglang_per_token_quant_fp8", "function", ">=0.5.23", note=_DTYPE),
-        Target("sglang", _SGLANG + "static_quant_fp8", "sglang_static_quant_fp8", "function", note=_NOTE),
-        Target("sglang", _SGLANG + "scaled_fp8_quant", "sglang_scaled_fp8_quant", "function", note=_NOTE),
-    ),
 )

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor, Tolerance, full, uniform
 from fastkernels.overrides.kit.fp8 import (
-    FP8,
     MIN_ABSMAX,
     Pair,
     check,
@@ -20,13 +19,11 @@ from fastkernels.overrides.kit.fp8 import (
     fp8_scale,
     laid_out,
     quantize_rows,
-    refuse,
     to_fp8,
 )
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
-from fastkernels.overrides.quant import rms_norm_quant_cases as cases
 
 
 def reference(
@@ -210,74 +207,20 @@ rms_norm_quant_fp8 = define(
 )
 
 
-def vllm_rms_norm_dynamic_per_token_quant(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    quant_dtype: torch.dtype,
-    scale_ub: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> Pair:
-    """vllm._custom_ops.rms_norm_dynamic_per_token_quant, float8 e4m3 only: (values [..., H], scales [tokens, 1]).
-
-    The residual's memory is overwritten with input + residual. Raises ValueError for another quant_dtype.
-    """
-    refuse("rms_norm_dynamic_per_token_quant", quant_dtype=None if quant_dtype == FP8 else quant_dtype)
-    q, scales = rms_norm_quant_fp8(input, weight, epsilon, None, -1, residual, scale_ub)
-    return q, scales.view(-1, 1)
+def _zero_tokens(args: list[Any]) -> None:
+    args[0][::2] = 0
+    if args[5] is not None:
+        args[5][::2] = 0
 
 
-def vllm_rms_norm_per_block_quant(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    quant_dtype: torch.dtype,
-    group_size: list[int],
-    scale_ub: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    is_scale_transposed: bool = False,
-    tma_alignment: int = 0,
-) -> Pair:
-    """vllm._custom_ops.rms_norm_per_block_quant, float8 e4m3 only: (values [T, H], scales [T, H / group_size[1]]).
-
-    is_scale_transposed: column-major scales, padded to tma_alignment (0 or 4) tokens. The residual's memory is
-    overwritten with input + residual. Raises ValueError for another quant_dtype.
-    """
-    refuse(
-        "rms_norm_per_block_quant", quant_dtype=None if quant_dtype == FP8 else quant_dtype,
-        tma_alignment=None if tma_alignment in (0, 4) else tma_alignment,
-    )  # fmt: skip
-    layout = (is_scale_transposed, tma_alignment == 4)
-    return rms_norm_quant_fp8(
-        input, weight, epsilon, None, group_size[1], residual, scale_ub, MIN_ABSMAX, *layout
-    )
-
-
-def sglang_fused_rmsnorm_fp8_per_token_quant(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    residual: torch.Tensor | None = None,
-) -> Pair | tuple[Pair, torch.Tensor]:
-    """SGLang's _fused_rmsnorm_fp8_per_token_quant, which it has for AMD's devices: (values [T, H], scales [T, 1]).
-
-    With a residual, ((values, scales), hidden_states + residual): a new tensor, the residual stays.
-    """
-    if residual is None:
-        return rms_norm_quant_fp8(hidden_states, weight, epsilon)
-    new = residual.clone()
-    return rms_norm_quant_fp8(hidden_states, weight, epsilon, None, -1, new), new
+def _zero_weight(args: list[Any]) -> None:
+    args[1].zero_()
 
 
 def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
     return Case(name, dims, dtype, weight, (tag,))
 
 
-_NOTE = "the hosts' fusion passes and layer boundaries bind the function: for forks and for our engine"
-_AMD = f"the host has it for AMD's devices only; {_NOTE}"
-_FUSED = "_fused_rmsnorm_fp8_per_token_quant"
-_COMMUNICATOR = "sglang.srt.layers.communicator"
-_ADD_NORM = "sglang.srt.layers.layer_boundary.residual.add_norm"
 _DEEPSEEK: dict[str, Any] = {"hidden": 7168, "group": 128, "residual": True}
 
 SPEC = OpSpec(
@@ -313,9 +256,30 @@ SPEC = OpSpec(
         _case("heads", "odd", tokens=3, inner=5, hidden=64, group=32, residual=True),
         _case("no_token", "odd", tokens=0, hidden=256, residual=True),
     ),
-    inputs=cases.inputs,
-    bytes_moved=cases.bytes_moved,
-    flops=cases.flops,
+    arguments=(
+        Tensor("x", "tokens inner? hidden", pad="pad"),
+        Tensor("weight", "hidden", mean=1, std=0.1),
+        Scalar("eps", default=1e-5),
+        Tensor("scale", "1", "float32", when="static", values=uniform(0.005, 0.015), bytes="0"),
+        Scalar("group_size", "group", default=-1, stated=True),
+        Tensor("residual", "tokens inner? hidden", when="residual", mutated=True, pad="pad"),
+        Tensor("scale_ub", "1", "float32", when="upper_bound", values=full(2.0), bytes="0"),
+        Scalar("min_absmax", value=f"{MIN_ABSMAX}"),
+        Scalar("column_major_scales", "column_major", default=False),
+        Scalar("tma_aligned_scales", "tma_aligned", default=False),
+    ),
+    outputs=(
+        Tensor("values", "tokens inner? hidden", "float8_e4m3fn"),
+        Tensor("scales", {"static": "1", "": "tokens inner? groups"}, "float32"),
+    ),
+    axes={
+        "tokens": Axis.per_call(),
+        "inner": Axis.count(),
+        "hidden": Axis.width(),
+        "groups": Axis(Expr("1 if group < 0 else hidden // group")),
+    },
+    constraints=("group < 0 or hidden % group == 0",),
+    flops="7 * tokens * inner * hidden",
     # Of values: half a step of float8, and what the rounding to 16 bits, a host's second one and the scale's may move.
     tolerance={
         "float32": Tolerance(1e-6, 2e-6),
@@ -323,15 +287,5 @@ SPEC = OpSpec(
         "bfloat16": Tolerance(1.6e-2, 1.6e-2),
         "float8_e4m3fn": Tolerance(1.1e-3, 0.08),
     },
-    dims_of=cases.dims_of,
-    vary=cases.vary,
-    extremes={"zero_tokens": cases.zero_tokens, "zero_weight": cases.zero_weight},
-    targets=(
-        *(
-            Target("vllm", f"vllm._custom_ops:{name}", f"vllm_{name}", "function", note=_NOTE)
-            for name in ("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant")
-        ),
-        Target("sglang", f"{_COMMUNICATOR}:{_FUSED}", f"sglang{_FUSED}", "function", "<0.5.23", note=_AMD),
-        Target("sglang", f"{_ADD_NORM}:{_FUSED}", f"sglang{_FUSED}", "function", ">=0.5.23", note=_AMD),
-    ),
+    extremes={"zero_tokens": _zero_tokens, "zero_weight": _zero_weight},
 )

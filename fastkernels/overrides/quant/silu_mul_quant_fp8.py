@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
@@ -11,10 +10,8 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, rows_of, varied
-from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor, Tolerance, full, uniform
 from fastkernels.overrides.kit.fp8 import (
-    FP8,
     MAX_COLUMNS,
     MIN_ABSMAX,
     Pair,
@@ -24,9 +21,7 @@ from fastkernels.overrides.kit.fp8 import (
     fp8_scale,
     laid_out,
     quantize_rows,
-    refuse,
     to_fp8,
-    written,
 )
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -191,137 +186,6 @@ silu_mul_quant_fp8 = define(
 )
 
 
-def vllm_silu_and_mul_per_block_quant(
-    input: torch.Tensor,
-    group_size: int,
-    quant_dtype: torch.dtype,
-    scale_ub: torch.Tensor | None = None,
-    is_scale_transposed: bool = False,
-) -> Pair:
-    """vllm._custom_ops.silu_and_mul_per_block_quant, float8 e4m3 only: input [T, 2 * d] -> (values, scales).
-
-    Raises ValueError for another quant_dtype.
-    """
-    refuse("silu_and_mul_per_block_quant", quant_dtype=None if quant_dtype == FP8 else quant_dtype)
-    return silu_mul_quant_fp8(input, None, group_size, scale_ub, MIN_ABSMAX, is_scale_transposed)
-
-
-def vllm_silu_mul_per_token_group_quant_fp8_colmajor_0_26(
-    input: torch.Tensor,
-    output: torch.Tensor | None = None,
-    use_ue8m0: bool | None = None,
-    eps: float = 1e-10,
-    clamp_limit: float | None = None,
-    group_size: int = 128,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-) -> Pair:
-    """vllm...quantization.utils.fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor of 0.26; see that from 0.32."""
-    return vllm_silu_mul_per_token_group_quant_fp8_colmajor(
-        input, output, use_ue8m0, eps, clamp_limit, group_size, alpha, beta
-    )
-
-
-def vllm_silu_mul_per_token_group_quant_fp8_colmajor(
-    input: torch.Tensor,
-    output: torch.Tensor | None = None,
-    use_ue8m0: bool | None = None,
-    eps: float = 1e-10,
-    clamp_limit: float | None = None,
-    group_size: int = 128,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    *,
-    expert_ends: torch.Tensor | None = None,
-    expert_alignment: int = 0,
-) -> Pair:
-    """vllm...quantization.utils.fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor from 0.32 on.
-
-    input [T, 2 * d] -> (values [T, d], column-major scales [T, d / group_size]). Any T, where the host needs
-    multiples. Raises ValueError for clamp_limit and an activation other than silu. Rows that expert_ends says are
-    padding are quantized too, where the host leaves them alone.
-    """
-    refuse(
-        "silu_mul_per_token_group_quant_fp8_colmajor", clamp_limit=clamp_limit,
-        alpha=None if alpha == 1.0 else alpha, beta=None if beta == 0.0 else beta,
-    )  # fmt: skip
-    return written(
-        silu_mul_quant_fp8(input, None, group_size, None, eps, True, bool(use_ue8m0)), output, None
-    )
-
-
-def sglang_silu_mul_static_tensorwise_quant_for_cutlass_moe(
-    input: torch.Tensor,
-    output: torch.Tensor,
-    scale: torch.Tensor,
-    num_tokens_tensor: torch.Tensor,
-    expected_num_tokens: int,
-    intermediate_size: int,
-) -> None:
-    """sglang.kernels.ops.moe.ep_moe_kernels.silu_mul_static_tensorwise_quant_for_cutlass_moe.
-
-    Fills the first num_tokens_tensor rows of output [T, d] from input [T, 2 * d]; expected_num_tokens, which only
-    sizes the host's grid, does not count. Raises ValueError for another intermediate_size than d.
-    """
-    if 2 * intermediate_size != input.shape[-1]:
-        raise ValueError(f"intermediate_size {intermediate_size} is not half of {input.shape[-1]} columns")
-    q, _ = silu_mul_quant_fp8(input, scale)
-    used = torch.arange(input.shape[0], device=input.device)[:, None] < num_tokens_tensor
-    output.view(torch.uint8).copy_(torch.where(used, q.view(torch.uint8), output.view(torch.uint8)))
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    width = 2 * d["d"] + d.get("pad", 0)
-    shape = (d["tokens"], d["inner"], width) if "inner" in d else (d["tokens"], width)
-    x = 2 * torch.randn(*shape, generator=generator, device=device)
-    x = x.to(getattr(torch, case.dtype))[..., : 2 * d["d"]]
-    scale = torch.rand(1, generator=generator, device=device) * 0.02 + 0.01 if d.get("static") else None
-    scale_ub = torch.full((1,), 5.0, device=device) if d.get("upper_bound") else None
-    return [
-        x,
-        scale,
-        d.get("group", -1),
-        scale_ub,
-        MIN_ABSMAX,
-        d.get("column_major", False),
-        d.get("ue8m0", False),
-    ]
-
-
-def _dims_of(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    group_size: int = -1,
-    scale_ub: torch.Tensor | None = None,
-    min_absmax: float = MIN_ABSMAX,
-    column_major_scales: bool = False,
-    scale_ue8m0: bool = False,
-) -> dict[str, Any]:
-    dims: dict[str, Any] = {**rows_of(x, "inner"), "d": x.shape[-1] // 2, "group": group_size}
-    flags = {
-        "static": scale is not None, "upper_bound": scale_ub is not None, "column_major": column_major_scales,
-        "ue8m0": scale_ue8m0,
-    }  # fmt: skip
-    return {**dims, **{name: True for name, value in flags.items() if value}}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new, group = drawn(case, rng, ("tokens", "inner"), ("d",)), max(case.dims.get("group", 1), 1)
-        return {**new, "d": max(new["d"] // group, 1) * group}
-
-    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    values = d["tokens"] * d.get("inner", 1) * d["d"]
-    group = d.get("group", -1)
-    scales = 1 if d.get("static") else values // (d["d"] if group < 0 else group)
-    return values * (2 * torch.finfo(getattr(torch, case.dtype)).bits // 8 + 1) + 4 * scales
-
-
 def _zero_tokens(args: list[Any]) -> None:
     args[0][::2] = 0
 
@@ -333,13 +197,6 @@ def _gates_shut(args: list[Any]) -> None:
 def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
     return Case(name, dims, dtype, weight, (tag,))
 
-
-_NOTE = "the hosts' fusion passes and MoE kernels bind the function: for forks and for our engine"
-_COLMAJOR = (
-    "vllm.model_executor.layers.quantization.utils.fp8_utils:silu_mul_per_token_group_quant_fp8_colmajor"
-)
-_OURS = "vllm_silu_mul_per_token_group_quant_fp8_colmajor"
-_SGLANG = "silu_mul_static_tensorwise_quant_for_cutlass_moe"
 
 SPEC = OpSpec(
     name="silu_mul_quant_fp8",
@@ -366,9 +223,27 @@ SPEC = OpSpec(
         _case("no_token", "odd", tokens=0, d=256, group=128),
         _case("no_row", "odd", tokens=0, d=256, static=True),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=lambda case: 8 * case.dims["tokens"] * case.dims.get("inner", 1) * case.dims["d"],
+    arguments=(
+        Tensor("x", "tokens inner? 2*d", std=2, pad="pad"),
+        Tensor("scale", "1", "float32", when="static", values=uniform(0.01, 0.03), bytes="0"),
+        Scalar("group_size", "group", default=-1, stated=True),
+        Tensor("scale_ub", "1", "float32", when="upper_bound", values=full(5.0), bytes="0"),
+        Scalar("min_absmax", value=f"{MIN_ABSMAX}"),
+        Scalar("column_major_scales", "column_major", default=False),
+        Scalar("scale_ue8m0", "ue8m0", default=False),
+    ),
+    outputs=(
+        Tensor("values", "tokens inner? d", "float8_e4m3fn"),
+        Tensor("scales", {"static": "1", "": "tokens inner? groups"}, "float32"),
+    ),
+    axes={
+        "tokens": Axis.per_call(),
+        "inner": Axis.count(),
+        "d": Axis.width(),
+        "groups": Axis(Expr("1 if group < 0 else d // group")),
+    },
+    constraints=("group < 0 or d % group == 0",),
+    flops="8 * tokens * inner * d",
     # Of values: half a step of float8, and what two roundings to 16 bits and the scale's may move.
     tolerance={
         "float32": Tolerance(0.0, 1e-6),
@@ -376,25 +251,5 @@ SPEC = OpSpec(
         "bfloat16": Tolerance(0.0, 1.6e-2),
         "float8_e4m3fn": Tolerance(1.1e-3, 0.08),
     },
-    dims_of=_dims_of,
-    vary=_vary,
     extremes={"zero_tokens": _zero_tokens, "gates_shut": _gates_shut},
-    targets=(
-        Target(
-            "vllm",
-            "vllm._custom_ops:silu_and_mul_per_block_quant",
-            "vllm_silu_and_mul_per_block_quant",
-            "function",
-            note=_NOTE,
-        ),
-        Target("vllm", _COLMAJOR, _OURS + "_0_26", "function", "<0.32", note=_NOTE),
-        Target("vllm", _COLMAJOR, _OURS, "function", ">=0.32", note=_NOTE),
-        Target(
-            "sglang",
-            f"sglang.kernels.ops.moe.ep_moe_kernels:{_SGLANG}",
-            f"sglang_{_SGLANG}",
-            "function",
-            note=_NOTE,
-        ),
-    ),
 )

@@ -13,7 +13,7 @@ from fk_bench.kernels.judge.memory.permutations import Permuter
 from fk_bench.kernels.judge.memory.slots import Slots, scalable
 
 from fastkernels.core import registry
-from fastkernels.core.spec import Moves
+from fastkernels.core.spec import Permutable
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ MOVED = [
 def test_slots_have_different_values(fd: int, op: str, case: str) -> None:
     """With as many slots as in a GPU's batch, from few masters; arguments that decide choices are not rolled."""
     slots = make_slots(op, case, fd, True, 512)
-    assert len(slots.masters) <= 32 and slots.spec.moves is not None
-    for i in slots.spec.moves(*slots.masters[0]).columns:
+    assert len(slots.masters) <= 32 and slots.spec.permutable is not None
+    for i in slots.spec.permutable(*slots.masters[0]).columns:
         assert not slots._rolled(i)
     seen = {layout.tensors(slots.args_of(s))[0].view(torch.uint8).numpy().tobytes() for s in range(512)}
     assert len(seen) == 512
@@ -146,11 +146,15 @@ def test_permuted_router_makes_same_choices(fd: int, case: str) -> None:
 
 def test_misfits_are_reported(fd: int) -> None:
     args = [torch.zeros(3, 8), torch.zeros(6)]
-    for moves in (Moves(rows=(0, 1)), Moves(columns=(0, 1)), Moves(columns=(0,), group=3)):
+    for permutable in (
+        Permutable(rows=(0, 1)),
+        Permutable(columns=(0, 1)),
+        Permutable(columns=(0,), group=3),
+    ):
         with pytest.raises(ValueError, match="does not fit"):
-            Permuter(args, moves, [True, True])
+            Permuter(args, permutable, [True, True])
     # Shared memory stays in place, and so does all that belongs to it
-    held = Permuter(args, Moves(rows=(0,), columns=(0, 1)), [True, False])
+    held = Permuter(args, Permutable(rows=(0,), columns=(0, 1)), [True, False])
     assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.permutes(1)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from fastkernels.overrides.moe.grouped_topk import VllmGroupedTopk
-from fastkernels.overrides.quant.quantize_fp8 import VllmQuantFP8
+from fastkernels.overrides.moe.vllm import VllmGroupedTopk
+from fastkernels.overrides.quant.vllm import VllmQuantFP8
 
 
 def randn(*size: int, seed: int = 0) -> torch.Tensor:

@@ -17,7 +17,7 @@ from fastkernels.core import registry
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.attention import merge_state
 from fastkernels.overrides.norm.rms_norm import rms_norm
-from fastkernels.overrides.quant import quantize_fp8, rms_norm_quant_fp8, silu_mul_quant_fp8
+from fastkernels.overrides.quant import quantize_fp8, rms_norm_quant_fp8, sglang, silu_mul_quant_fp8, vllm
 
 FP8 = torch.float8_e4m3fn
 
@@ -83,9 +83,9 @@ def test_zeros_and_the_least_scale() -> None:
     x = torch.zeros(2, 128).bfloat16()
     x[1, 0] = 1e-4
     for found, least in (
-        (quantize_fp8.vllm_scaled_fp8_quant(x, use_per_token_if_dynamic=True), 1 / (448 * 512)),
-        (quantize_fp8.vllm_per_token_group_quant_fp8(x, 128), 1e-10 / 448),
-        (quantize_fp8.sglang_per_token_quant_fp8(x), 0.0),
+        (vllm.vllm_scaled_fp8_quant(x, use_per_token_if_dynamic=True), 1 / (448 * 512)),
+        (vllm.vllm_per_token_group_quant_fp8(x, 128), 1e-10 / 448),
+        (sglang.sglang_per_token_quant_fp8(x), 0.0),
     ):
         q, scales = found
         assert scales[0, 0].item() == pytest.approx(least) and not q[0].float().any()
@@ -96,33 +96,31 @@ def test_zeros_and_the_least_scale() -> None:
 
 def test_scales_lie_where_the_hosts_want_them() -> None:
     x = randn(5, 512)
-    plain = quantize_fp8.vllm_per_token_group_quant_fp8(x, 128)
+    plain = vllm.vllm_per_token_group_quant_fp8(x, 128)
     for function, aligned in (
-        (quantize_fp8.vllm_per_token_group_quant_fp8, "tma_aligned_scales"),
-        (quantize_fp8.sglang_per_token_group_quant_fp8, "scale_tma_aligned"),
+        (vllm.vllm_per_token_group_quant_fp8, "tma_aligned_scales"),
+        (sglang.sglang_per_token_group_quant_fp8, "scale_tma_aligned"),
     ):
         for flag, stride in ((False, (1, 5)), (True, (1, 8))):
             q, scales = function(x, 128, column_major_scales=True, **{aligned: flag})
             assert scales.stride() == stride and torch.equal(scales, plain[1])
             assert torch.equal(q.float(), plain[0].float())
-    layer = quantize_fp8.VllmQuantFP8(False, quantize_fp8.GroupShape(1, 128), None, True, True)
+    layer = vllm.VllmQuantFP8(False, vllm.GroupShape(1, 128), None, True, True)
     assert layer(x)[1].stride() == (1, 8)
 
 
 def test_padding_and_memory_that_is_given() -> None:
     x, scale = randn(5, 64), torch.tensor(0.02)
-    q, scales = quantize_fp8.VllmQuantFP8(False, quantize_fp8.GroupShape(1, -1), 8)(x)
+    q, scales = vllm.VllmQuantFP8(False, vllm.GroupShape(1, -1), 8)(x)
     assert q.shape == (8, 64) and scales.shape == (8, 1) and not q[5:].float().any()
-    q, same_scale = quantize_fp8.sglang_scaled_fp8_quant(x, scale, 7)
+    q, same_scale = sglang.sglang_scaled_fp8_quant(x, scale, 7)
     assert q.shape == (7, 64) and same_scale is scale
-    assert quantize_fp8.sglang_static_quant_fp8(x, scale, True)[1].shape == (5, 1)
+    assert sglang.sglang_static_quant_fp8(x, scale, True)[1].shape == (5, 1)
     out_q, out_s = torch.zeros(5, 64).to(FP8), torch.zeros(5, 1)
-    found = quantize_fp8.sglang_per_token_quant_fp8(x, output_q=out_q, output_s=out_s)
+    found = sglang.sglang_per_token_quant_fp8(x, output_q=out_q, output_s=out_s)
     assert found[0] is out_q and found[1] is out_s and out_s.all() and out_q.float().any()
     out = torch.ones(5, 32).to(FP8)
-    silu_mul_quant_fp8.sglang_silu_mul_static_tensorwise_quant_for_cutlass_moe(
-        x, out, scale, torch.tensor([3]), 5, 32
-    )
+    sglang.sglang_silu_mul_static_tensorwise_quant_for_cutlass_moe(x, out, scale, torch.tensor([3]), 5, 32)
     assert torch.equal(out[:3].float(), silu_mul_quant_fp8.silu_mul_quant_fp8(x, scale)[0][:3].float())
     assert (out[3:].float() == 1).all(), "rows behind num_tokens_tensor stay"
 
@@ -130,10 +128,10 @@ def test_padding_and_memory_that_is_given() -> None:
 def test_sglang_norm_leaves_the_residual() -> None:
     x, weight, residual = randn(3, 64), randn(64, seed=1), randn(3, 64, seed=2)
     before = residual.clone()
-    (q, scales), new = rms_norm_quant_fp8.sglang_fused_rmsnorm_fp8_per_token_quant(x, weight, 1e-5, residual)
+    (q, scales), new = sglang.sglang_fused_rmsnorm_fp8_per_token_quant(x, weight, 1e-5, residual)
     assert torch.equal(residual, before) and torch.equal(new, x + residual) and scales.shape == (3, 1)
-    same((q, scales), rms_norm_quant_fp8.sglang_fused_rmsnorm_fp8_per_token_quant(new, weight, 1e-5))
-    theirs = rms_norm_quant_fp8.vllm_rms_norm_dynamic_per_token_quant(x, weight, 1e-5, FP8, None, residual)
+    same((q, scales), sglang.sglang_fused_rmsnorm_fp8_per_token_quant(new, weight, 1e-5))
+    theirs = vllm.vllm_rms_norm_dynamic_per_token_quant(x, weight, 1e-5, FP8, None, residual)
     same(theirs, (q, scales))
     assert torch.equal(residual, new)
 
@@ -148,33 +146,33 @@ X = torch.ones(4, 64)
         (lambda: quantize_fp8.quantize_fp8(X, None, -2), "group_size -2 is neither"),
         (lambda: quantize_fp8.quantize_fp8(X, torch.ones(4)), r"one value, got shape \(4,\)"),
         (
-            lambda: quantize_fp8.VllmQuantFP8(True, quantize_fp8.GroupShape(1, -1)),
+            lambda: vllm.VllmQuantFP8(True, vllm.GroupShape(1, -1)),
             r"static scales of group_shape \(1,",
         ),
         (
-            lambda: quantize_fp8.VllmQuantFP8(False, quantize_fp8.GroupShape(-1, 1)),
+            lambda: vllm.VllmQuantFP8(False, vllm.GroupShape(-1, 1)),
             r"group_shape \(-1, 1\) is not",
         ),
         (
-            lambda: quantize_fp8.VllmQuantFP8(True, quantize_fp8.GroupShape(-1, -1))(X),
+            lambda: vllm.VllmQuantFP8(True, vllm.GroupShape(-1, -1))(X),
             "a scale is for static",
         ),
         (
-            lambda: quantize_fp8.sglang_per_token_group_quant_fp8(X, 64, masked_m=X),
+            lambda: sglang.sglang_per_token_group_quant_fp8(X, 64, masked_m=X),
             r"masked_m=Tensor\(4, 64\) is not supported",
         ),
         (
-            lambda: quantize_fp8.sglang_per_token_group_quant_fp8(X, 64, 1e-10, True, True, True),
+            lambda: sglang.sglang_per_token_group_quant_fp8(X, 64, 1e-10, True, True, True),
             "scale_ue8m0=True is not supported",
         ),
         (
-            lambda: quantize_fp8.sglang_per_token_quant_fp8(X, torch.int8),
+            lambda: sglang.sglang_per_token_quant_fp8(X, torch.int8),
             r"dtype=torch.int8 is not supported",
         ),
         (lambda: silu_mul_quant_fp8.silu_mul_quant_fp8(X[:, :3]), r"2 \* d\], got shape \(4, 3\)"),
         (lambda: silu_mul_quant_fp8.silu_mul_quant_fp8(X, None, 0), "must be given"),
         (
-            lambda: silu_mul_quant_fp8.vllm_silu_mul_per_token_group_quant_fp8_colmajor(X, clamp_limit=7.0),
+            lambda: vllm.vllm_silu_mul_per_token_group_quant_fp8_colmajor(X, clamp_limit=7.0),
             "clamp_limit=7.0 is not supported",
         ),
         (lambda: rms_norm_quant_fp8.rms_norm_quant_fp8(X, torch.ones(3), 1e-5), r"weight \(3,\) is not of"),

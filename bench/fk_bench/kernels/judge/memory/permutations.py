@@ -1,4 +1,4 @@
-"""Permuted inputs, as far as the op allows it (OpSpec.moves): rows and columns of each slot are rolled."""
+"""Permuted inputs, as far as the op allows it (OpSpec.permutable): rows and columns of each slot are rolled."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.spec import Moves
+from fastkernels.core.spec import Permutable
 from fk_bench.kernels.judge.memory import layout
 
 
 class Permuter:
     """Permutes the arguments of one case; `free` says for each tensor whether every slot has its own copy.
 
-    Raises ValueError if the op's Moves do not fit the arguments.
+    Raises ValueError if the op's Permutable do not fit the arguments.
     """
 
-    def __init__(self, args: list[Any], moves: Moves, free: list[bool]):
+    def __init__(self, args: list[Any], permutable: Permutable, free: list[bool]):
         positions = [p for p, a in enumerate(args) for _ in layout.tensors([a])]
         tensors = layout.tensors(args)
-        self._rows = self._found(positions, moves.rows, free)
-        self._columns = self._found(positions, moves.columns, free)
+        self._rows = self._found(positions, permutable.rows, free)
+        self._columns = self._found(positions, permutable.columns, free)
         rows, columns = {len(tensors[i]) for i in self._rows}, {tensors[i].shape[-1] for i in self._columns}
-        if len(rows) > 1 or len(columns) > 1 or (moves.group and max(columns, default=0) % moves.group):
-            raise ValueError(f"{moves} does not fit: {sorted(rows)} rows and {sorted(columns)} columns")
+        if (
+            len(rows) > 1
+            or len(columns) > 1
+            or (permutable.group and max(columns, default=0) % permutable.group)
+        ):
+            raise ValueError(f"{permutable} does not fit: {sorted(rows)} rows and {sorted(columns)} columns")
         self._sizes = max(rows | {1}), max(columns | {1})  # without rows, columns are rolled
-        self._group = moves.group or self._sizes[1]
+        self._group = permutable.group or self._sizes[1]
 
     @staticmethod
     def _found(positions: list[int], wanted: tuple[int, ...], free: list[bool]) -> set[int]:

@@ -122,9 +122,9 @@ class Slots:
         self.codes: list[int] = []
         self._alone = self._alone_in_their_regions()
         self._permuter = None
-        if self.rolls and self.spec.moves is not None:
+        if self.rolls and self.spec.permutable is not None:
             free = [a and not r["shared"] for a, r in zip(self._alone, self._regions(), strict=True)]
-            self._permuter = Permuter(first, self.spec.moves(*first), free)
+            self._permuter = Permuter(first, self.spec.permutable(*first), free)
         self._numel = [t.numel() for t in layout.tensors(first)]
 
     def args_of(self, slot: int) -> list[Any]:
@@ -219,7 +219,7 @@ class Slots:
         return self.scaled(value, self.factors[slot])
 
     def _rolled(self, i: int) -> bool:
-        return self.rolls and self.scales and not self.spec.chooses and self._alone[i]
+        return self.rolls and self.scales and not self.spec.tie_sensitive and self._alone[i]
 
     def _shift(self, slot: int, i: int) -> int:
         """The offset by which tensor i is rolled, different for each tensor."""

@@ -1,0 +1,29 @@
+"""Compare derived calls with those that hand-written functions made of the same cases (recorded_calls.json)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kernels.recorded_calls import call_of
+
+from fastkernels.core import registry
+from fastkernels.core.spec import OpSpec
+
+RECORDED = json.loads((Path(__file__).parent / "recorded_calls.json").read_text())
+
+
+def comparable(spec: OpSpec, call: dict[str, Any]) -> dict[str, Any]:
+    """The call without counted values, which depend on the random numbers that a case drew."""
+    return {**call, "dims": {k: k in spec.counted or v for k, v in call["dims"].items()}}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_derived_calls_equal_recorded_ones(name: str) -> None:
+    spec = registry.get(name)
+    cases = {case.name: case for case in spec.cases}
+    assert set(RECORDED[name]) <= set(cases)
+    for case, call in RECORDED[name].items():
+        assert comparable(spec, call_of(spec, cases[case])) == comparable(spec, call), case
