@@ -139,16 +139,17 @@ class Stub:
 
     def cls(self, ours: type) -> str:
         """A subclass of our class, which keeps its weights and loaders and has a call of its own."""
-        base = f"{self._module_of(ours)}.{ours.__name__}"
+        base = self._base(ours)
         doc = _docstring((inspect.getdoc(ours) or ours.__name__).splitlines(), "    ")
         methods = [self._constructor(ours), *(self._method(ours, name) for name in _calls(ours))]
         return f"class {ours.__name__}({base}):\n{doc}\n\n" + "\n\n".join(filter(None, methods))
 
-    def _module_of(self, ours: type) -> str:
-        """The name in the file of the module that our class comes from: the op's own, or a host file."""
-        alias = "ours" if ours.__module__ == self.module.__name__ else "host"
+    def _base(self, ours: type) -> str:
+        """The name of our class in the file: in `ours`, the op's module, or in `ours_HOST`, a host file of the family."""
+        host = ours.__module__.rpartition(".")[2]
+        alias = "ours" if ours.__module__ == self.module.__name__ else f"ours_{host}"
         self.imports[alias] = _import_module(ours.__module__, alias)
-        return alias
+        return f"{alias}.{ours.__name__}"
 
     def _constructor(self, ours: type) -> str:
         owner = _owner(ours, "__init__")
@@ -168,8 +169,7 @@ class Stub:
         source = _Source(function)
         if function.__code__.co_freevars:  # it uses super(), which would skip our class in a subclass
             self._bind(source.signature_names(), function)
-            base = f"{self._module_of(ours)}.{ours.__name__}"
-            call = fold(f"return {base}.{name}(", source.passed(), ")", "        ")
+            call = fold(f"return {self._base(ours)}.{name}(", source.passed(), ")", "        ")
             return f"{textwrap.indent(source.head, '    ')}\n{call}"
         self._bind(source.names(), function)
         return textwrap.indent(self._own(source.text), "    ")
@@ -188,7 +188,7 @@ class Stub:
             if name not in function.__globals__ or name in self.helpers:
                 continue
             value = function.__globals__[name]
-            own = self.spec.op is not None and self._in_our_files(function)
+            own = self._in_op(function) and self.spec.op is not None
             if isinstance(value, Op) and value is self.spec.op:
                 continue
             if own and isinstance(value, (int, float, str, GenericAlias)):
@@ -204,15 +204,19 @@ class Stub:
             else:
                 self.imports[name] = _import_line(name, value, function.__module__)
 
+    def _in_op(self, function: FunctionType) -> bool:
+        """Whether a function is defined in the op's file, or in a host file of its family."""
+        name = function.__module__
+        return name == self.module.__name__ or name in registry.host_modules().get(
+            registry.family(self.spec.name), ()
+        )
+
     def _is_own(self, function: FunctionType) -> bool:
         """Whether a function must be copied: it calls the op by name, or is defined in one of the op's files."""
         if self.spec.op is None:
             return False
         calls = any(function.__globals__.get(name) is self.spec.op for name in function.__code__.co_names)
-        return calls or self._in_our_files(function)
-
-    def _in_our_files(self, function: FunctionType) -> bool:
-        return function.__module__ in {self.module.__name__, *(t.module for t in self.spec.targets)}
+        return calls or self._in_op(function)
 
     def _imports(self, parts: list[str]) -> str:
         used = {node.id for node in ast.walk(ast.parse("\n\n".join(parts))) if isinstance(node, ast.Name)}

@@ -1,4 +1,4 @@
-"""Permuted inputs, as far as the op allows it (OpSpec.permutable): rows and columns of each slot are rolled."""
+"""Roll the rows and columns of each slot's values, as far as the op allows (OpSpec.permutable)."""
 
 from __future__ import annotations
 
