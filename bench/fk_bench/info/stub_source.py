@@ -145,7 +145,7 @@ class Stub:
         return f"class {ours.__name__}({base}):\n{doc}\n\n" + "\n\n".join(filter(None, methods))
 
     def _base(self, ours: type) -> str:
-        """The name of our class in the file: in `ours`, the op's module, or in `ours_HOST`, a host file of the family."""
+        """The name of our class in the file: in `ours`, the op's module, or in `ours_HOST`, a host file."""
         host = ours.__module__.rpartition(".")[2]
         alias = "ours" if ours.__module__ == self.module.__name__ else f"ours_{host}"
         self.imports[alias] = _import_module(ours.__module__, alias)

@@ -14,28 +14,21 @@ from fastkernels.core import registry
 OVERRIDES = sorted(p for p in registry.OPS_ROOT.rglob("*.py") if p.stem != "production")
 # Findings in our own files, which may load libraries and keep tables that depend on a configuration.
 OWN = {
-    "attention/flashinfer.py": {
-        "baseline-library",
-        "pointer-cache",
-    },  # a provider, and plans for a batch of the host
-    "attention/attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, wherever it is installed
-    # FlashAttention-3 from vLLM's wheel under another package name, or through vLLM's own import
-    "attention/vllm_flash_attn.py": {"dynamic-code", "fallback", "inspection", "patching"},
-    "rope/rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
+    # providers that load a library, by the names that its versions use
+    "attention/fa3.py": {"dynamic-code", "fallback", "inspection", "patching"},
+    "attention/flashinfer.py": {"baseline-library", "pointer-cache"},  # keeps plans for a batch of the host
+    "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},
+    "linear/linear_fp8_libraries.py": {"baseline-library", "dynamic-code"},
+    "moe/expert_libraries.py": {"dynamic-code"},
+    "kit/libraries.py": {"baseline-library"},
     # CUDA C++, read from the package and launched by the driver
     "linear/skinny_linear_cuda.py": {"files", "native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},
     "linear/wgmma_linear_fp8_cuda.py": {"native-library"},
-    "linear/linear_fp8_calls.py": {
-        "baseline-library",
-        "dynamic-code",
-    },  # providers, wherever they are installed
-    "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # by the name that its version uses
-    "moe/fused_experts_calls.py": {"dynamic-code"},
-    "kit/libraries.py": {"baseline-library"},  # the loaders themselves
-    "kit/launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
+    "kit/launch.py": {"threads"},  # a lock: one stream at a time gets tickets
     "rope/rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
+    "rope/rotary_emb.py": {"baseline-library"},  # to round as vLLM's CPU kernel does
 }
 HEAD = """import torch, time, os, sys, functools, statistics
 import numpy as np
