@@ -27,7 +27,7 @@ def measure(requests: int, context: int) -> dict[str, float]:
     """Microseconds of a step with `requests` running requests that have `context` tokens each."""
     from fastkernels.engine.cache.blocks import BlockManager
     from fastkernels.engine.sampling.sampling_params import SamplingParams
-    from fastkernels.engine.scheduling.core import EngineCore
+    from fastkernels.engine.scheduling.engine_core import EngineCore
     from fastkernels.engine.scheduling.request import Request
     from fastkernels.engine.scheduling.scheduler import Scheduler
 

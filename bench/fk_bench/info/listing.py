@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -51,16 +51,19 @@ def host_rows() -> list[dict[str, Any]]:
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """Rows {architecture, module, about}: the architectures that our engine can build."""
-    from fastkernels.models.common.registry import ARCHITECTURES, architectures, model_class
+    """Rows {architecture, category, runner, module, about}: the architectures that our engine can build."""
+    from fastkernels.models.common.registry import architectures, find
 
     return [
         {
             "architecture": name,
-            "module": ARCHITECTURES[name],
-            "about": _about(sys.modules[model_class(name).__module__]),
+            "category": found.arch.category,
+            "runner": found.arch.runner,
+            "module": found.path,
+            "about": found.about,
         }
         for name in architectures()
+        for found in [find(name)]
     ]
 
 
@@ -76,6 +79,17 @@ def _print_signatures(rows: list[dict[str, Any]]) -> None:
     print(f"{exact} of {len(rows)} exact")
 
 
+def _print_definition(op: str, json_only: bool) -> None:
+    """Print the definition indented, or on one line with --json. Ends the command for an op without one."""
+    from fastkernels.core.definition import definition
+
+    try:
+        found = definition(registry.get(op))
+    except (registry.UnknownName, ValueError) as error:
+        fail(str(error))
+    print(json.dumps(found, indent=None if json_only else 2))
+
+
 def list_command(
     what: Annotated[str, typer.Argument(help="ops, hosts or models")] = "ops",
     signatures: Annotated[
@@ -84,11 +98,20 @@ def list_command(
             "--signatures", help="matrix of op, host and version: exact, or the difference and its reason"
         ),
     ] = False,
+    definition: Annotated[
+        str | None,
+        typer.Option(metavar="OP", help="print the FlashInfer-Trace definition of this op, as JSON"),
+    ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
     """List the ops, the hosts or the models. The last line is JSON."""
     if what not in WHAT:
         fail(str(registry.UnknownName("list", what, WHAT)))
+    if definition is not None:
+        if what != "ops":
+            fail(f"--definition belongs to `list ops`, not to `list {what}`")
+        _print_definition(definition, json_only)
+        return
     if signatures:
         if what != "ops":
             fail(f"--signatures belongs to `list ops`, not to `list {what}`")

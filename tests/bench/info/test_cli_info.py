@@ -109,7 +109,7 @@ def test_export_writes_nothing_but_the_file(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("# SPDX-License-Identifier") and "class RMSNorm(nn.Module):" in done.stdout
+    assert done.stdout.startswith("# SPDX-License-Identifier") and "class RMSNorm(" in done.stdout
     compile(done.stdout, "rms_norm.py", "exec")
 
 
@@ -196,3 +196,27 @@ def test_doctor_explains_libraries_without_wheels(monkeypatch: pytest.MonkeyPatc
     rows = {r["library"]: r for r in doctor.library_rows()}
     assert rows["flash-attn"]["module"] == "vllm.vllm_flash_attn" and rows["flash-attn"]["there"]
     assert rows["deep-gemm"]["module"] is None and not rows["deep-gemm"]["there"]
+
+
+def test_list_definition(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "list", "ops", "--definition", "rms_norm", "--json")
+    found = last(out)
+    assert status == 0 and len(out.splitlines()) == 1
+    assert {"name", "op_type", "axes", "inputs", "outputs", "reference"} <= set(found)
+    assert found["op_type"] == "rms_norm" and {"x", "weight"} <= set(found["inputs"])
+    compile(found["reference"], "rms_norm", "exec")
+    _, indented, _ = run(capsys, "list", "--definition", "rms_norm")
+    assert json.loads(indented) == found and len(indented.splitlines()) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ops", "--definition", "rms_nom"], "unknown op 'rms_nom'. Did you mean 'rms_norm'?"),
+        (["ops", "--definition", "llama_decoder_layer"], "has no declared arguments"),
+        (["models", "--definition", "rms_norm"], "--definition belongs to `list ops`"),
+    ],
+)
+def test_list_definition_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    status, out, err = run(capsys, "list", *arguments)
+    assert status == 2 and out == "" and says in err and len(err.splitlines()) == 1
