@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.errors import compare, expect
 from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.processes import runner
 from fk_bench.kernels.judge.processes.protocol import (
     MAX_MESSAGE,
     Channel,
@@ -21,6 +23,7 @@ from fk_bench.kernels.judge.processes.protocol import (
     ChannelGarbage,
     ChannelTimeout,
 )
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,8 +55,8 @@ def test_garbage_is_not_a_message(ends: Any, raw: bytes) -> None:
 def test_answer_needs_nonce_of_its_command(ends: Any) -> None:
     channel, other = ends
     nonce = channel.command("run", 1.0, start=3)
-    asked = Channel(other).receive(1.0)
-    assert asked == {"do": "run", "nonce": nonce, "start": 3}
+    command = Channel(other).receive(1.0)
+    assert command == {"do": "run", "nonce": nonce, "start": 3}
     Channel(other).send({"nonce": "0" * 16, "seconds": 1e-9})
     with pytest.raises(ChannelGarbage):
         channel.answer(nonce, 1.0)
@@ -223,3 +226,36 @@ def test_scattered_times_are_unsteady() -> None:
     wild = Samples(50, [1e-3, 1e-3, 1e-3, 1e-3], [1.1e-3, 5e-3, 0.2e-3, 9e-3])
     assert "the candidate's" in timing.unsteady(wild, good, good)
     assert "the baseline's" in timing.unsteady(good, wild, good)
+
+
+class Answering:
+    """A child whose channel gives one answer to every command."""
+
+    def __init__(self, answer: dict[str, Any]):
+        self.channel, self.answer = socket.socketpair()[0], answer
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_lost_cuda_context_is_fatal(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner reports by a flag whether its context survived; the text of its error does not matter."""
+
+    def synchronize() -> None:
+        if lost:
+            raise RuntimeError("reworded")
+
+    monkeypatch.setattr(runner, "_synchronize", synchronize)
+    side = object.__new__(runner.Runner)
+    side.device = "cuda"
+    answer = {
+        "error": "crash",
+        "reason": "CUDA error: misaligned address",
+        "context_lost": side.context_lost(),
+    }
+    process = RunnerProcess(Answering(answer), "candidate", 1.0, False)
+    monkeypatch.setattr(process.channel, "command", lambda *args, **more: "nonce")
+    monkeypatch.setattr(process.channel, "answer", lambda nonce, timeout: answer)
+    with pytest.raises(RunnerError) as error:
+        process.ask("call")
+    assert error.value.fatal is lost and error.value.status is Status.CRASH
+    side.device = "cpu"
+    assert not side.context_lost()
