@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from fastkernels.core import assemble, registry
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import varied
-from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import attention_prefill, cases
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
@@ -135,7 +137,8 @@ def refuse(what: str, **given: Any) -> None:
 def explicitly_requested() -> bool:
     """Return whether one of these ops is requested by name, so that no step of a live host is left to the host."""
     return any(
-        op.asked == "named" for op in (attention_decode, attention_prefill.attention_prefill, store_kvcache)
+        op.requested == "named"
+        for op in (attention_decode, attention_prefill.attention_prefill, store_kvcache)
     )
 
 

@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.shapes import optional, unless
-from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import (
     attention_decode_cuda,
     attention_decode_split,

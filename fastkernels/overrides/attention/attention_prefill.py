@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import varied
-from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases, fa3, flashinfer
 from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2

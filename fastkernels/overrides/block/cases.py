@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fastkernels.core import assemble
+from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.forward_context import forward_context
 from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, Tolerance
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.attention.attention import reference as attention_reference

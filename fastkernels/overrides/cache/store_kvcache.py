@@ -9,8 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
+from fastkernels.core.expressions import Expr
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.declaration import Axis, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.spec import Axis, Case, OpSpec, Tensor, Tolerance
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.linear import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
 from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda

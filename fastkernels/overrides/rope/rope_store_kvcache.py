@@ -12,8 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import TOLERANCE, Case, Tolerance
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import TOLERANCE, Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
+from fastkernels.core.expressions import Expr
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.cache import store_kvcache
 from fastkernels.overrides.cache.store_kvcache import (
     CACHE_AXES,

@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 
 from fastkernels.core import assemble
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define, functional
+from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import near
-from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.rope import cases
