@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType
 from typing import Annotated, Any
@@ -76,17 +77,42 @@ def _print_signatures(rows: list[dict[str, Any]]) -> None:
     print(f"{exact} of {len(rows)} exact")
 
 
+def _definition(op: str, json_only: bool) -> None:
+    """Print the table of the op's arguments, and its FlashInfer-Trace definition."""
+    from fastkernels.core import definition
+
+    try:
+        spec = registry.get(op)
+        found = definition.definition(spec)
+    except (registry.UnknownName, ValueError) as error:
+        fail(str(error))
+    if not json_only:
+        print(f"{found['description']}\n\n{definition.table(spec)}\n")
+        print(json.dumps({k: v for k, v in found.items() if k != "reference"}, indent=2))
+        print(f"\n{found['reference']}")
+    last_line({"definition": found})
+
+
 def list_command(
     what: Annotated[str, typer.Argument(help="ops, hosts or models")] = "ops",
     signatures: Annotated[
         bool,
         typer.Option("--signatures", help="the matrix op x host x version: exact, or what differs and why"),
     ] = False,
+    definition: Annotated[
+        str | None,
+        typer.Option(
+            "--definition", metavar="OP", help="one op as a FlashInfer-Trace definition, with its arguments"
+        ),
+    ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
     """List the ops, the hosts or the models; ends with one line of JSON."""
     if what not in WHAT:
         fail(str(registry.UnknownName("list", what, WHAT)))
+    if definition is not None:
+        _definition(definition, json_only)
+        return
     if signatures:
         if what != "ops":
             fail(f"--signatures belongs to `list ops`, not to `list {what}`")

@@ -70,6 +70,16 @@ def test_list_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("rms_norm" in r["ops"] for r in rows if r["host"] in ("vllm", "sglang"))
 
 
+def test_list_definition(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "list", "ops", "--definition", "rms_norm")
+    found = last(out)["definition"]
+    assert status == 0 and found["op_type"] == "rms_norm"
+    assert found["inputs"]["x"] == {"shape": ["tokens", "hidden"], "dtype": "bfloat16"}
+    assert "| eps |" in out and "def run(" in out
+    status, out, err = run(capsys, "list", "ops", "--definition", "rms_nrom")
+    assert status == 2 and "Did you mean 'rms_norm'?" in err
+
+
 def test_list_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "list", "op")
     assert status == 2 and out == "" and "unknown list 'op'. Did you mean 'ops'?" in err
