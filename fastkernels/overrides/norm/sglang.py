@@ -186,7 +186,9 @@ class SGLangLayerNorm(nn.Module):
         return layer_norm(h, weight, bias, self.variance_epsilon).to(x.dtype)
 
 
-def sglang_l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+def sglang_l2norm_fwd(
+    x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """flash-linear-attention's l2norm_fwd: x [..., D] to the same, in output_dtype or x's dtype."""
     return l2_norm(x, eps, output_dtype)
 

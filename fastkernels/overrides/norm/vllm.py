@@ -99,7 +99,9 @@ class VllmLayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def vllm_l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+def vllm_l2norm_fwd(
+    x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """flash-linear-attention's l2norm_fwd: x [..., D] to the same, in output_dtype or x's dtype."""
     return l2_norm(x, eps, output_dtype)
 
