@@ -2,7 +2,7 @@
 
 A decode step is hundreds of kernels of a few microseconds. Without overlap each waits until its predecessor has ended,
 then for its own launch and first instructions. A kernel that begins with `follow` is already resident by then, and lets
-its successor launch as early. It can follow and precede any other kernel, because it waits for the predecessor's results.
+its successor launch as early. It can follow and precede any other kernel: it waits for the predecessor's results.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_v
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., H]; weight: [H]. Returns x's shape in weight's dtype: rounded to it before the product, and after.
 
-    Computed in at least float32. It equals rms_norm if x and weight have the same dtype. T5 in float16 keeps some of its
+    Computed in at least float32. It equals rms_norm if x and weight have the same dtype. T5 in float16 keeps some
     projections in float32, and with them x; the norm converts back.
     """
     h = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -155,7 +155,7 @@ X = torch.ones(4, 64)
         ),
         (
             lambda: vllm.VllmQuantFP8(True, vllm.GroupShape(-1, -1))(X),
-            "a scale is for static",
+            "static quantization needs a scale",
         ),
         (
             lambda: sglang.sglang_per_token_group_quant_fp8(X, 64, masked_m=X),
@@ -175,7 +175,7 @@ X = torch.ones(4, 64)
             lambda: vllm.vllm_silu_mul_per_token_group_quant_fp8_colmajor(X, clamp_limit=7.0),
             "clamp_limit=7.0 is not supported",
         ),
-        (lambda: rms_norm_quant_fp8.rms_norm_quant_fp8(X, torch.ones(3), 1e-5), r"weight \(3,\) is not of"),
+        (lambda: rms_norm_quant_fp8.rms_norm_quant_fp8(X, torch.ones(3), 1e-5), r"weight \(3,\) does not match"),
         (lambda: merge_state.merge_state(X, X, X, X, X), r"must be \[T, Q, D\], got shape \(4, 64\)"),
     ],
 )
