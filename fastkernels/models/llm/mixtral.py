@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fastkernels.models.llm.llama import LlamaForCausalLM
-from fastkernels.overrides.block.mixtral_decoder_layer import VllmMixtralDecoderLayer
+from fastkernels.overrides.block.vllm import VllmMixtralDecoderLayer
 from fastkernels.overrides.moe.sparse_moe import expert_mapping
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fastkernels.models.llm.llama import LlamaForCausalLM
-from fastkernels.overrides.block.qwen3_decoder_layer import VllmQwen3DecoderLayer
+from fastkernels.overrides.block.vllm import VllmQwen3DecoderLayer
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

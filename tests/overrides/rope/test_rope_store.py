@@ -19,8 +19,7 @@ from fastkernels.core import dispatch, registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import forward_context
 from fastkernels.core.spec import Case
-from fastkernels.overrides.block.llama_decoder_layer import VllmLlamaDecoderLayer
-from fastkernels.overrides.block.qwen3_decoder_layer import VllmQwen3DecoderLayer
+from fastkernels.overrides.block.vllm import VllmLlamaDecoderLayer, VllmQwen3DecoderLayer
 from fastkernels.overrides.cache import store_kvcache
 from fastkernels.overrides.norm import rms_norm
 from fastkernels.overrides.rope import rope_store_kvcache, rotary_emb

@@ -1,4 +1,4 @@
-"""A driver of an H200 that is not there: Triton compiles kernels for it, and none runs."""
+"""A fake CUDA driver of an H200: Triton compiles kernels for it, and none runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 
 
-class MadeUp:
-    """A driver of a chip that is not there: what is launched is written down."""
+class FakeDriver:
+    """Record launches instead of running them."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []

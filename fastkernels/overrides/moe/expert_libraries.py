@@ -1,5 +1,5 @@
-"""What production runs for mixtures of experts, under our ops' convention: vLLM's Triton kernels in 16 bits and float8,
-its CUTLASS kernels, and DeepGEMM as vLLM calls it (0.26)."""
+"""vLLM's kernels for fused_experts and fused_experts_fp8, called with the ops' arguments: Triton, CUTLASS, and DeepGEMM
+as vLLM 0.26 calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 
 T = torch.Tensor
-FEWEST, NARROWEST = 128, 512  # tokens, and intermediate sizes above it, for which vLLM takes DeepGEMM
+FEWEST, NARROWEST = 128, 512  # tokens from which, and intermediate size above which, vLLM uses DeepGEMM
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -34,8 +34,8 @@ def _known_kernel(
 
 
 def known(weights: T, ids: T, experts: int) -> tuple[T, T]:
-    """(topk_weights, topk_ids) with expert 0 and weight 0 where the id is of no expert: the libraries' kernels read
-    what such an id points to.
+    """Return (topk_weights, topk_ids) with expert 0 and weight 0 for invalid ids: the libraries' kernels would read
+    memory behind the weights.
     """
     n, block = ids.numel(), min(next_power_of_2(ids.numel()), 1024)
     outs = torch.empty_like(ids), torch.empty_like(weights)
@@ -46,7 +46,7 @@ def known(weights: T, ids: T, experts: int) -> tuple[T, T]:
 
 
 def for_any_ids(call: Callable[..., T], weights_at: int) -> Callable[..., T]:
-    """`call` as a provider; weights_at: the position of topk_weights, behind which are topk_ids."""
+    """Wrap `call` as a provider that accepts invalid ids. weights_at: position of topk_weights, before topk_ids."""
 
     @wraps(call)
     def run(*args: Any) -> T:
@@ -57,9 +57,9 @@ def for_any_ids(call: Callable[..., T], weights_at: int) -> Callable[..., T]:
 
 
 def _unusual(x: T, w1: T, w2: T, weights: T, ids: T, expert_map: T | None) -> str | None:
-    """Why none of the libraries takes this call."""
+    """Return why no library supports this call, or None."""
     if expert_map is not None:
-        return "vLLM's kernels are called for experts that are all here, without an expert_map"
+        return "vLLM's kernels are called without an expert_map: all experts must be on this rank"
     if x.dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16, got {x.dtype}"
     if any(t.numel() == 0 for t in (x, w1, w2, ids)):
@@ -75,7 +75,7 @@ def _unusual(x: T, w1: T, w2: T, weights: T, ids: T, expert_map: T | None) -> st
 def supports_vllm(
     x: T, w1: T, w2: T, weights: T, ids: T, expert_map: T | None = None, on_input: bool = False
 ) -> str | None:
-    """None if vLLM's fused_experts takes this call of `fused_experts`, else the reason why not."""
+    """Return why vLLM's fused_experts does not support this call, or None."""
     if x.dtype != w1.dtype or x.dtype != w2.dtype:
         return f"needs one dtype, got {x.dtype}, {w1.dtype} and {w2.dtype}"
     return _unusual(x, w1, w2, weights, ids, expert_map)
@@ -97,13 +97,12 @@ def fused_experts_vllm(
     )
 
 
-# -- float8. All take: x, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, a1_scale, a2_scale, per_act_token_quant,
-#    block_shape, scale_ue8m0, expert_map, apply_router_weight_on_input
+# The functions below take the arguments of fused_experts_fp8.
 
 
 @lru_cache
 def _powers_of_two() -> bool:
-    """Whether vLLM's scales of groups are powers of two here: where it has DeepGEMM, by VLLM_USE_DEEP_GEMM_E8M0."""
+    """Return whether vLLM rounds group scales to powers of two: with DeepGEMM, and unless VLLM_USE_DEEP_GEMM_E8M0=0."""
     return bool(_library("vllm.utils.deep_gemm").is_deep_gemm_e8m0_used())
 
 
@@ -115,9 +114,9 @@ def _unusual_fp8(
     if (reason := _unusual(x, w1, w2, weights, ids, expert_map)) is not None:
         return reason
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
-        return "they are called as on Hopper"
+        return "these calls are for Hopper GPUs"
     if block and ue8m0 != _powers_of_two():
-        return f"vLLM's scales of groups are {'' if _powers_of_two() else 'no '}powers of two (VLLM_USE_DEEP_GEMM_E8M0)"
+        return f"vLLM's group scales are {'' if _powers_of_two() else 'not '}powers of two (VLLM_USE_DEEP_GEMM_E8M0)"
     return None
 
 
@@ -126,10 +125,10 @@ def supports_vllm_fp8(
     a2_scale: T | None = None, per_token: bool = False, block_shape: list[int] | None = None, ue8m0: bool = False,
     expert_map: T | None = None, on_input: bool = False,
 ) -> str | None:  # fmt: skip
-    """None if vLLM's Triton kernels take this call of `fused_experts_fp8`, else the reason why not."""
+    """Return why vLLM's Triton kernels do not support this call of `fused_experts_fp8`, or None."""
     channels = w1_scale.numel() != w1.shape[0]
     if block_shape is None and per_token != channels:
-        return "vLLM's Triton kernel has scales of tokens and of channels, or neither"
+        return "vLLM's Triton kernel needs scales per token and per channel, or neither"
     return _unusual_fp8(x, w1, w2, weights, ids, block_shape is not None, ue8m0, expert_map)
 
 
@@ -149,13 +148,13 @@ def supports_cutlass(
     a2_scale: T | None = None, per_token: bool = False, block_shape: list[int] | None = None, ue8m0: bool = False,
     expert_map: T | None = None, on_input: bool = False,
 ) -> str | None:  # fmt: skip
-    """None if vLLM's CUTLASS kernels take this call of `fused_experts_fp8`, else the reason why not."""
+    """Return why vLLM's CUTLASS kernels do not support this call of `fused_experts_fp8`, or None."""
     if block_shape is not None:
-        return "on Hopper vLLM's CUTLASS kernels have no scales of blocks"
+        return "vLLM's CUTLASS kernels for Hopper do not support scales of blocks"
     if on_input:
-        return "they multiply by the router's weights at the end"
+        return "the kernels apply the router's weights to the output"
     if per_token != (w1_scale.numel() != w1.shape[0]):
-        return "vLLM takes them for scales of tokens and of channels, or neither"
+        return "vLLM uses them with scales per token and per channel, or neither"
     return _unusual_fp8(x, w1, w2, weights, ids, False, ue8m0, expert_map)
 
 
@@ -163,7 +162,7 @@ def supports_cutlass(
 def _cutlass(
     experts: int, hidden: int, inner: int, tokens: int, topk: int, device: torch.device
 ) -> tuple[Any, ...]:
-    """What the host keeps for a layer: strides, and memory for sorting so many tokens."""
+    """Return the strides and the sorting memory that vLLM keeps per layer."""
     wide, narrow, both = (
         torch.full((experts,), n, device=device, dtype=torch.int64) for n in (hidden, inner, 2 * inner)
     )
@@ -198,15 +197,15 @@ def supports_deepgemm(
     a2_scale: T | None = None, per_token: bool = False, block_shape: list[int] | None = None, ue8m0: bool = False,
     expert_map: T | None = None, on_input: bool = False,
 ) -> str | None:  # fmt: skip
-    """None if vLLM gives DeepGEMM such a call of `fused_experts_fp8`, else the reason why not."""
+    """Return why vLLM does not use DeepGEMM for this call of `fused_experts_fp8`, or None."""
     if block_shape is None:
-        return "DeepGEMM's scales are of blocks"
+        return "DeepGEMM needs scales of blocks"
     if x.dtype != torch.bfloat16 or on_input:
-        return "it is called for bfloat16, and multiplies by the router's weights at the end"
+        return "vLLM calls it for bfloat16 and applies the router's weights to the output"
     if x.shape[0] < FEWEST or w2.shape[2] <= NARROWEST or w2.shape[2] % BLOCK or w2.shape[1] % BLOCK:
         return (
-            f"vLLM calls it for {FEWEST} tokens or more, and an intermediate size above {NARROWEST}, in multiples of"
-            f" {BLOCK}: got {x.shape[0]} tokens and {tuple(w2.shape)}"
+            f"vLLM calls it for at least {FEWEST} tokens, an intermediate size above {NARROWEST}, multiples of {BLOCK}:"
+            f" got {x.shape[0]} tokens and {tuple(w2.shape)}"
         )
     return _unusual_fp8(x, w1, w2, weights, ids, True, ue8m0, expert_map)
 

@@ -1,4 +1,4 @@
-"""What the classes of embedding.py share: vocabularies padded and sharded over ranks, loaders, method objects."""
+"""Vocabularies that are padded and sharded over ranks: weights, loaders and lookups of the hosts' classes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.overrides.embedding.embedding import embedding
 from fastkernels.overrides.linear.linear import linear, register_weight, unsupported_weight
+
+DEFAULT_VOCAB_PADDING_SIZE = 64
 
 
 def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
-    """The next multiple of pad_to."""
+    """Round up to a multiple of pad_to."""
     return -(-vocab_size // pad_to) * pad_to
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's rows: the ids org_start .. org_end - 1, num_org_padding unused rows, added_start .. added_end - 1.
+    """The rows of one rank: org_start .. org_end - 1, num_org_padding unused rows, added_start .. added_end - 1.
 
-    Original and added (LoRA) ids are padded and sharded apart; the weight holds the two parts one after the other.
+    Original and added (LoRA) ids are padded and sharded separately; the weight holds one part after the other.
     """
 
     org_start: int
@@ -34,7 +37,7 @@ class Shard:
     def of(
         cls, padded: int, org_padded: int, num_embeddings: int, org_vocab_size: int, rank: int, size: int
     ) -> Shard:
-        """padded: rows of all ranks together; org_padded: those of the original vocabulary."""
+        """padded: rows of all ranks; org_padded: of these, the rows of the original vocabulary."""
         org_rows = parallel.divide(org_padded, size, "the padded vocabulary of")
         added_rows = parallel.divide(padded - org_padded, size, "the padded added vocabulary of")
         org_start = min(rank * org_rows, org_vocab_size)
@@ -45,7 +48,7 @@ class Shard:
 
 
 class VocabParallel(nn.Module):
-    """What the hosts' embeddings share: this rank's rows of a padded vocabulary, their loader and their lookup."""
+    """Base of the hosts' embeddings: this rank's rows of a padded vocabulary, with loader and lookup."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -70,7 +73,7 @@ class VocabParallel(nn.Module):
         use_presharded_weights: bool = False,
         reduce_results: bool = True,
     ) -> None:
-        """Raises ValueError for a vocabulary that cannot be sharded so, and for quantized weights."""
+        """Raise ValueError for vocabularies that tp_size does not divide, and for quantized weights."""
         nn.Module.__init__(self)
         if quant_config is not None:
             raise ValueError(
@@ -104,7 +107,7 @@ class VocabParallel(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows of loaded_weight [org_vocab_size, ...] and clear the padding.
 
-        With pre-sharded weights, loaded_weight is this rank's part already. Raises ValueError for another shape.
+        With use_presharded_weights, loaded_weight is already this rank's part. Raises ValueError for other shapes.
         """
         shard = self.shard_indices
         expected = self.org_vocab_size // (self.tp_size if self.use_presharded_weights else 1)
@@ -123,53 +126,39 @@ class VocabParallel(nn.Module):
         if self.tp_size == 1:
             return self.quant_method.embedding(self, input_)
         s = self.shard_indices
-        out = torch.ops.fastkernels.embedding(
+        out = embedding(
             input_, self.weight, s.org_start, s.org_end, s.num_org_padding, s.added_start, s.added_end
         )
         return parallel.all_reduce(out) if self.reduce_results else out
 
 
 class Head(VocabParallel):
-    """A language-model head: its weight [rows, D] and bias [rows] are read by the LogitsProcessor."""
+    """A language-model head; the LogitsProcessor reads its weight [rows, D] and bias [rows]."""
 
     def tie_weights(self, embed_tokens: nn.Module) -> nn.Module:
         """Use the embedding's weight; returns this head."""
         return self.quant_method.tie_weights(self, embed_tokens)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("a language-model head is not called: pass it to the LogitsProcessor")
+        raise RuntimeError("a language-model head has no forward: pass it to the LogitsProcessor")
 
 
-def sglang_partition(
-    org_vocab_size: int, padding_size: int, enable_tp: bool, use_attn_tp_group: bool
-) -> tuple[int, int, int]:
-    """(rank, size, padding): SGLang pads more where the padded vocabulary cannot be divided by the ranks.
+class UnquantizedEmbedding:
+    """Base of the hosts' UnquantizedEmbeddingMethod, for a weight [rows, D].
 
-    Attention's group is the whole one here: standalone there is no data parallelism.
-    """
-    if not enable_tp and use_attn_tp_group:
-        raise ValueError("use_attn_tp_group=True needs enable_tp=True")
-    rank, size = (parallel.get_tp_rank(), parallel.get_tp_size()) if enable_tp else (0, 1)
-    divides = pad_vocab_size(org_vocab_size, padding_size) % size == 0
-    return rank, size, padding_size if divides else padding_size * size
-
-
-class VllmUnquantizedEmbeddingMethod:
-    """vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod: weight [rows, D].
-
-    Live, only `embedding` is ours: a language-model head keeps the host's `apply`.
+    In a live host only `embedding` is replaced: a language-model head keeps the host's `apply`.
     """
 
     live_methods = ("embedding",)
-    replaces = "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod"
+    replaces = ""  # the dotted path of the host's method
     head = "ParallelLMHead"
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:
-        """None if our lookup serves this module (ours or the host's), else the reason."""
+        """Return why our lookup does not support this module (ours or the host's), or None."""
         if cls.head in (base.__name__ for base in type(module).__mro__):
-            return "a language-model head looks nothing up"
-        # With shards on CUDA both hosts run a fused kernel of theirs, and the method's lookup is never called.
+            return "a language-model head has no lookup"
+        # For shards on CUDA both hosts run a fused kernel of their own and never call the method's lookup.
         fused = getattr(module, "use_fused_embedding", False) or hasattr(module, "_use_triton_embedding")
         if fused and getattr(module, "tp_size", 1) > 1 and module.weight.is_cuda:
             return "the host looks its shards up with its own fused kernel"
@@ -189,7 +178,7 @@ class VllmUnquantizedEmbeddingMethod:
         register_weight(layer, rows, input_size_per_partition, params_dtype, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: the weight is used as it was loaded."""
+        """Do nothing: the weight is used as loaded."""
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -197,14 +186,8 @@ class VllmUnquantizedEmbeddingMethod:
         return linear(x, layer.weight, bias)
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
-        return torch.ops.fastkernels.embedding(input_, layer.weight)
+        return embedding(input_, layer.weight)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         layer.weight = embed_tokens.weight
         return layer
-
-
-class SGLangUnquantizedEmbeddingMethod(VllmUnquantizedEmbeddingMethod):
-    """sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod; see VllmUnquantizedEmbeddingMethod."""
-
-    replaces = "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod"
