@@ -41,9 +41,9 @@ def reference(
     """x, residual: [..., H]; weight: [H]. Returns (values [..., H] in float8 e4m3, scales in float32, new residual).
 
     Bit-identical to quantize_fp8 of rms_norm's output without cast_x_before_out_mul, which is rounded to x's dtype
-    once, after the product with the weight. Scales are one given value (scales [1]), one per token (group_size -1; [..., 1])
-    or one per group of columns ([..., H / group_size]). The new residual is x + residual in the residual's dtype. A
-    float64 x gives float64 values that are not rounded.
+    once, after the product with the weight. Scales are one given value (scales [1]), one per token (group_size -1;
+    [..., 1]) or one per group of columns ([..., H / group_size]). The new residual is x + residual in the residual's
+    dtype. A float64 x gives float64 values that are not rounded.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
