@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import assemble
-from fastkernels.core.spec import Axis, Call, Case, OpSpec, Tensor
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Axis, Tensor
+from fastkernels.core.spec import Call, OpSpec
 
 
 def reference(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""The step loop: schedule, launch, collect. It handles token ids, not text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fastkernels.engine.execution.step import Launcher, Pending, StepOutput
+from fastkernels.engine.scheduling.outputs import append_token
+from fastkernels.engine.scheduling.request import Request, Status
+from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
+from fastkernels.engine.scheduling.step_input import make_step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A finished step. `news`: (row, request) of the requests with a new token. The others of the batch computed a part
+    of their prompt, or ended before the step did.
+    """
+
+    batch: Batch
+    output: StepOutput
+    news: list[tuple[int, Request]]
+
+
+class EngineCore:
+    """Runs steps. depth: the number of steps in flight.
+
+    With depth 2, a step is scheduled while the previous one runs and its tokens are unknown. A request that these
+    tokens end computes one token too many, which is dropped.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Launcher, depth: int = 1):
+        self.scheduler, self.executor, self.depth = scheduler, executor, depth
+        self._in_flight: deque[tuple[Batch, Pending]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return len(self.scheduler) > 0 or bool(self._in_flight)
+
+    def step(self) -> StepResult | None:
+        """Launch the next batch and wait for the oldest one. None if no step has to be waited for."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self._in_flight.append((batch, self.executor.launch(make_step(batch))))
+        if not self._in_flight or (batch is not None and len(self._in_flight) < self.depth):
+            return None
+        oldest, pending = self._in_flight.popleft()
+        return self._collect(oldest, pending.result())
+
+    def end(self, requests: Iterable[Request]) -> None:
+        """Remove unfinished requests. Results of steps in flight for them are dropped."""
+        self.scheduler.remove(requests)
+
+    def reset(self) -> None:
+        """Remove all requests and forget the prefix cache, after a failed step."""
+        self._in_flight.clear()
+        self.scheduler.remove_all()
+        self.scheduler.blocks.reset_cache()
+
+    def _collect(self, batch: Batch, output: StepOutput) -> StepResult:
+        news, ended = [], []
+        tokens = output.token_ids.tolist()
+        for row, request in enumerate(batch.requests):
+            if batch.offsets[row] >= 0 and request.status is not Status.FINISHED:
+                request.num_inflight -= 1
+                append_token(request, tokens[row])
+                news.append((row, request))
+                if request.finish_reason is not None:
+                    ended.append(request)
+        if ended:
+            self.scheduler.remove(ended)
+        return StepResult(batch, output, news)

@@ -1,0 +1,35 @@
+"""Helpers for mixture-of-experts layers of any host: their method object and the weights that it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def method_of(module: Any) -> Any:
+    """The layer's own method object (maybe a module), or None for a LoRA wrapper, which shows its base layer's."""
+    return vars(module).get("quant_method") or vars(module).get("_modules", {}).get("quant_method")
+
+
+def path_of(thing: Any) -> str:
+    """module:Name of an object's class, or of a function."""
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def in_float8(module: Any) -> bool:
+    """Whether a layer of experts has its weights in float8 e4m3."""
+    return getattr(getattr(module, "w13_weight", None), "dtype", None) == torch.float8_e4m3fn
+
+
+def unusual(module: Any, dtype: torch.dtype, fp8: bool) -> str | None:
+    """Why our kernels cannot read a layer's weights in place; None: they can. fp8: whether it is quantized to FP8."""
+    w1, w2 = module.w13_weight, module.w2_weight
+    if w1.dim() != 3 or w2.dim() != 3 or w1.shape != (w2.shape[0], 2 * w2.shape[2], w2.shape[1]):
+        return f"weights are {tuple(w1.shape)} and {tuple(w2.shape)}, not [E, 2 I, H] and [E, H, I]"
+    if in_float8(module) != fp8 or w2.dtype != w1.dtype or (not fp8 and w1.dtype != dtype):
+        return f"weights are {w1.dtype} for {dtype} and {'float8' if fp8 else 'no'} quantization"
+    if w1.stride(-1) != 1 or w2.stride(-1) != 1:
+        return f"weights have strides {w1.stride()} and {w2.stride()}"
+    return None
