@@ -69,12 +69,20 @@ def definition(spec: OpSpec, case: Case | None = None) -> dict[str, Any]:
 
 def table(spec: OpSpec) -> str:
     """The op's arguments and outputs as a Markdown table: name, axes, dtype, notes."""
+    sizes = spec.declaration.sizes(spec.cases[0].dims, spec.cases[0].dtype)
     rows = [("argument", "axes", "dtype", "notes"), ("---",) * 4]
     for argument in (*spec.arguments, *spec.outputs):
         if isinstance(argument, Scalar):
             default = spec.defaults.get(argument.name, inspect.Parameter.empty)
             notes = [] if default is inspect.Parameter.empty else [f"default {default!r}"]
-            rows.append((argument.name, "", "", "; ".join([*notes, *filter(None, [argument.doc])])))
+            rows.append(
+                (
+                    argument.name,
+                    "",
+                    type(argument.of(sizes)).__name__,
+                    "; ".join([*notes, *filter(None, [argument.doc])]),
+                )
+            )
             continue
         axes = argument.axes
         shapes = [axes] if isinstance(axes, str) else [f"{a} if {c}" if c else a for c, a in axes.items()]
@@ -82,7 +90,7 @@ def table(spec: OpSpec) -> str:
         notes += ["overwritten"] * argument.mutated + ["output"] * (argument in spec.outputs)
         notes += filter(None, [argument.doc])
         text = " or ".join(f"[{', '.join(s.split())}]" for s in shapes)
-        rows.append((argument.name, text, argument.dtype, "; ".join(notes)))
+        rows.append((argument.name, text, argument.dtype or "the case's", "; ".join(notes)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -203,7 +203,7 @@ class OpSpec:
         """The axes that count values: they make a cost exact, and `inputs` ignores them."""
         return self.declaration.counted if self.arguments else COUNTED
 
-    @property
+    @cached_property
     def defaults(self) -> dict[str, Any]:
         """Defaults of the op's arguments: those of its reference."""
         parameters = inspect.signature(self.reference).parameters.values()
