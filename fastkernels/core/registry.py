@@ -110,6 +110,17 @@ def op_class(name: str, cls: str) -> Any:
     return target_class(found[cls])
 
 
+def op_of_class(cls: type) -> str | None:
+    """The op whose file defines this class, or whose host file lists it; None for any other class."""
+    name = cls.__module__.rpartition(".")[2]
+    if op_modules().get(name) == cls.__module__:
+        return name
+    if not any(cls.__module__ in modules for modules in host_modules().values()):
+        return None
+    listed = importlib.import_module(cls.__module__).TARGETS
+    return next((op for op, targets in listed.items() if any(t.cls == cls.__name__ for t in targets)), None)
+
+
 def baselines(name: str) -> list[Baseline]:
     """The baselines that the op's family lists in its production.py. Only the benchmark calls this."""
     module = f"{OPS_PACKAGE}.{family(name)}.production"

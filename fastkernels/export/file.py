@@ -67,11 +67,11 @@ def export(op: str, host: str, version: str) -> str:
     spec = registry.get(op)
     found = targets(spec, host, version)
     module = registry.op_modules()[op]
-    roots = [origin(module, t.cls) for t in found]
+    roots = [origin(t.module, t.cls) for t in found]
     roots += [(module, name) for name in ("reference", op) if name in read(module).bound]
     parts = _reach(roots)
     order = _order(parts)
-    aliases = _host_names(module, found)
+    aliases = _host_names(found)
     names = _final_names(parts, order, module, aliases)
     namespace = f"{PACKAGE}_{op}_{host}"
     title = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found)) or f"The function {op}"
@@ -168,11 +168,11 @@ def _order(parts: dict[str, Part]) -> list[str]:
     return done
 
 
-def _host_names(module: str, found: list[Target]) -> dict[Key, list[str]]:
+def _host_names(found: list[Target]) -> dict[Key, list[str]]:
     """{our class: the host's names for it}; the first becomes its name, the others are aliases."""
     names: dict[Key, list[str]] = {}
     for target in found:
-        known = names.setdefault(origin(module, target.cls), [])
+        known = names.setdefault(origin(target.module, target.cls), [])
         name = target.path.partition(":")[2]
         if name not in known:
             known.append(name)

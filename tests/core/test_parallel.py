@@ -17,7 +17,7 @@ from fastkernels.overrides.embedding.vllm import (
     VllmParallelLMHead,
     VllmVocabParallelEmbedding,
 )
-from fastkernels.overrides.linear.parallel_linear import (
+from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmQKVParallelLinear,
     VllmRowParallelLinear,

@@ -15,12 +15,14 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import forward_context
-from fastkernels.overrides.attention import attention
+from fastkernels.overrides.attention.sglang import SGLangRadixAttention
+from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.block import gated_mlp
 from fastkernels.overrides.block.transformers import TransformersLlamaMLP
 from fastkernels.overrides.block.vllm import VllmLlamaMLP
 from fastkernels.overrides.embedding import sglang, vllm
-from fastkernels.overrides.linear import linear, parallel_linear
+from fastkernels.overrides.linear import sglang as sglang_linear
+from fastkernels.overrides.linear import vllm as vllm_linear
 
 pytestmark = pytest.mark.timeout(120)
 OWN = (
@@ -81,7 +83,7 @@ def test_linear_classes_equal_torch(cls: str, host_name: str, host: str, skip_bi
 
 @torch.inference_mode()
 def test_linear_loaders_place_shards() -> None:
-    merged = parallel_linear.VllmMergedColumnParallelLinear(5, [7, 3, 2], bias=False)
+    merged = vllm_linear.VllmMergedColumnParallelLinear(5, [7, 3, 2], bias=False)
     parts = [randn(n, 5, seed=n) for n in (7, 3, 2)]
     merged.weight_loader(merged.weight, torch.cat(parts[1:]), (1, 2))
     merged.weight_loader(merged.weight, parts[0], 0)
@@ -93,16 +95,16 @@ def test_linear_loaders_place_shards() -> None:
         merged.weight_loader(merged.weight, parts[0], 3)
     with pytest.raises(ValueError, match=r"7 \+ 3 \+ 2 rows"):
         merged.weight_loader(merged.weight, parts[0])
-    qkv = parallel_linear.SGLangQKVParallelLinear(12, 4, 6, 2, prefix="qkv_proj")
+    qkv = sglang_linear.SGLangQKVParallelLinear(12, 4, 6, 2, prefix="qkv_proj")
     with pytest.raises(ValueError, match="shard id 'x' is not 'q', 'k' or 'v'"):
         qkv.weight_loader(qkv.weight, randn(8, 12), "x")
     with pytest.raises(ValueError, match=r"qkv_proj: weight of shape \(9, 12\)"):
         qkv.weight_loader(qkv.weight, randn(9, 12), "k")
     with pytest.raises(ValueError, match="quantized"):
-        parallel_linear.VllmReplicatedLinear(5, 7, quant_config="fp8")
+        vllm_linear.VllmReplicatedLinear(5, 7, quant_config="fp8")
     with pytest.raises(ValueError, match="parallel_group 'other'"):
-        parallel_linear.SGLangColumnParallelLinear(5, 7, parallel_group="other")
-    row = parallel_linear.SGLangRowParallelLinear(5, 7, bias=False)
+        sglang_linear.SGLangColumnParallelLinear(5, 7, parallel_group="other")
+    row = sglang_linear.SGLangRowParallelLinear(5, 7, bias=False)
     fill(row)
     x, out = randn(2, 5), torch.empty(2, 7)
     assert row(x, output_tensor=out)[0] is out
@@ -110,12 +112,12 @@ def test_linear_loaders_place_shards() -> None:
 
 
 def test_quant_methods_reject_unsupported_modules() -> None:
-    module = parallel_linear.VllmReplicatedLinear(5, 7)
-    method = linear.VllmUnquantizedLinearMethod
+    module = vllm_linear.VllmReplicatedLinear(5, 7)
+    method = vllm_linear.VllmUnquantizedLinearMethod
     assert method.supports(module) is None
     module.use_intel_amx_backend = True
     assert "AMX" in (method.supports(module) or "")
-    freed = parallel_linear.VllmReplicatedLinear(5, 7)
+    freed = vllm_linear.VllmReplicatedLinear(5, 7)
     freed.weight = nn.Parameter(torch.empty(0))
     assert "packed or freed" in (method.supports(freed) or "")
     plain = nn.Linear(5, 7)
@@ -178,8 +180,8 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 def test_attention_prefill_then_decode_equals_torch(host: str) -> None:
     heads, kv_heads, size, lens = 6, 2, 12, [5, 1, 9]
     make = {
-        "vllm": lambda: attention.VllmAttention(heads, size, 0.3, kv_heads),
-        "sglang": lambda: attention.SGLangRadixAttention(heads, size, 0.3, kv_heads, 0),
+        "vllm": lambda: VllmAttention(heads, size, 0.3, kv_heads),
+        "sglang": lambda: SGLangRadixAttention(heads, size, 0.3, kv_heads, 0),
     }[host]
     module = make()
     call = (lambda *t: module(*t, None)) if host == "sglang" else module
@@ -203,11 +205,11 @@ def test_attention_prefill_then_decode_equals_torch(host: str) -> None:
 
 def test_attention_rejects_unsupported_arguments() -> None:
     with pytest.raises(ValueError, match="alibi_slopes"):
-        attention.VllmAttention(6, 12, 0.3, alibi_slopes=[0.1])
+        VllmAttention(6, 12, 0.3, alibi_slopes=[0.1])
     with pytest.raises(ValueError, match="is_cross_attention=True"):
-        attention.SGLangRadixAttention(6, 12, 0.3, 2, 0, is_cross_attention=True)
+        SGLangRadixAttention(6, 12, 0.3, 2, 0, is_cross_attention=True)
     with pytest.raises(ValueError, match="6 query heads cannot share 4"):
-        attention.VllmAttention(6, 12, 0.3, 4)
+        VllmAttention(6, 12, 0.3, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

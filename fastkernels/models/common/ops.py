@@ -41,9 +41,7 @@ def ops_of_model(model: str) -> list[str]:
     skeleton = one_layer(model)
     parts = [*skeleton.modules(), *(getattr(m, "quant_method", None) for m in skeleton.modules())]
     bases = {base for part in parts for base in type(part).__mro__}
-    stems = {base.__module__: base.__module__.rpartition(".")[2] for base in bases}
-    modules = registry.op_modules()
-    todo = [stem for module, stem in stems.items() if modules.get(stem) == module]
+    todo = [op for op in map(registry.op_of_class, bases) if op is not None]
     found: set[str] = set()
     while todo:
         name = todo.pop()

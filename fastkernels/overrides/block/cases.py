@@ -14,9 +14,9 @@ from fastkernels.core import assemble
 from fastkernels.core.forward_context import forward_context
 from fastkernels.core.shapes import drawn, varied
 from fastkernels.core.spec import Case, Tolerance
-from fastkernels.overrides.attention import attention_calls as _attention_calls
-from fastkernels.overrides.attention import paged_step as _paged_step
+from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.overrides.attention.attention import reference as attention_reference
 from fastkernels.overrides.block import gated_mlp
 from fastkernels.overrides.norm.rms_norm import reference as rms_norm
 from fastkernels.overrides.rope import rotary_emb
@@ -83,7 +83,7 @@ def layer_reference(
             for t in (q, k)
         )
         arguments: tuple[Any, ...] = (q, k, v, *step, size**-0.5)
-        out, *new = _paged_step.reference(*arguments)
+        out, *new = attention_reference(*arguments)
         caches.extend(new)
         return (out.flatten(1).to(acc) @ o_proj.to(acc).t()).to(h.dtype)
 
@@ -95,7 +95,7 @@ def layer_reference(
 def layer_inputs(case: Case, device: str, generator: torch.Generator, head_norms: bool = False) -> list:
     """The arguments NAMES, of a layer in the middle of a model."""
     d, dtype = case.dims, getattr(torch, case.dtype)
-    query, positions, step = _paged_step.make_step(case, device, generator)
+    query, positions, step = attention_cases.make_step(case, device, generator)
     tokens, heads, size = query.shape
     hidden = d["hidden"]
 
@@ -116,7 +116,7 @@ def layer_dims(args: Sequence[Any]) -> dict[str, Any]:
     given = dict(zip(NAMES, args, strict=False))
     hidden, table = given["hidden_states"], given["cos_sin_cache"]
     heads = given["o_proj"].shape[1] // given["key_cache"].shape[3]
-    step = _paged_step.step_dims(heads, hidden.dtype, args[11:19], hidden.shape[0])
+    step = attention_cases.step_dims(heads, hidden.dtype, args[11:19], hidden.shape[0])
     return {"hidden": hidden.shape[1], "max_positions": table.shape[0], **step}
 
 
@@ -127,7 +127,7 @@ def layer_bytes(case: Case) -> int:
     tokens, stored = sum(d["q_lens"]), 2 * sum(d["q_lens"]) * d["kv_heads"] * d["head_size"]
     # Queries, keys and values of the step need not leave the chip: keys and values that were cached before are read.
     queries = 4 * size * tokens * d["heads"] * d["head_size"] // 2
-    read = _attention_calls.bytes_moved(case) - queries - size * stored
+    read = attention_cases.bytes_moved(case) - queries - size * stored
     return size * (attention + 2 * d["hidden"] + 4 * tokens * d["hidden"] + stored) + max(read, 0)
 
 
@@ -135,7 +135,7 @@ def layer_flops(case: Case) -> int:
     """Of all but the MLP."""
     d = case.dims
     projections = 4 * sum(d["q_lens"]) * d["hidden"] * (d["heads"] + d["kv_heads"]) * d["head_size"]
-    return projections + _attention_calls.flops(case)
+    return projections + attention_cases.flops(case)
 
 
 def vary_layer(
@@ -147,7 +147,7 @@ def vary_layer(
         new = drawn(case, rng, counts, ("hidden", "intermediate"))
         if "topk" in new:
             new["topk"] = min(new["topk"], new["experts"])
-        step = {**_attention_calls.draw_batch(case, rng), "experts_hit": None, "pairs": None}
+        step = {**attention_cases.draw_batch(case, rng), "experts_hit": None, "pairs": None}
         size = max(step["head_size"] // 2 * 2, 2)  # the rotary embedding's halves
         return {**new, **step, "head_size": size, "max_positions": max(MAX_POSITIONS, *step["seq_lens"])}
 
@@ -188,7 +188,7 @@ def build_layer(
     weights = {f"self_attn.{name}.weight": given[name] for name in names if given[name] is not None}
     norms = {f"{name}.weight": given[name] for name in ("input_layernorm", "post_attention_layernorm")}
     assemble.load(layer, {**weights, **norms, "self_attn.rotary_emb.cos_sin_cache": table, **mlp})
-    context = _paged_step.metadata(step)
+    context = attention_cases.metadata(step)
     batch = {"forward_batch": None} if assemble.takes(cls.forward, "forward_batch") else {}  # type: ignore[attr-defined]
 
     def call() -> tuple[torch.Tensor, ...]:

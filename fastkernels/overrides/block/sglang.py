@@ -10,7 +10,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.activation.sglang import SGLangSiluAndMul
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.attention.attention import SGLangRadixAttention
+from fastkernels.overrides.attention.sglang import SGLangRadixAttention
 from fastkernels.overrides.block.decoder_layer import (
     DecoderLayer,
     SparseDecoderLayer,
@@ -19,17 +19,17 @@ from fastkernels.overrides.block.decoder_layer import (
 )
 from fastkernels.overrides.block.gated_mlp import PackedMLP, check_activation
 from fastkernels.overrides.block.self_attention import HeadNorms, SelfAttention, head_size, rope_parameters
-from fastkernels.overrides.linear.parallel_linear import (
+from fastkernels.overrides.linear.parallel_linear import Row
+from fastkernels.overrides.linear.sglang import (
     SGLangMergedColumnParallelLinear,
     SGLangMergedColumnParallelLinear_0_5_16,
     SGLangQKVParallelLinear,
     SGLangRowParallelLinear,
     SGLangRowParallelLinear_0_5_17,
 )
-from fastkernels.overrides.linear.parallel_linear_base import Row
 from fastkernels.overrides.moe.sglang import SGLangMixtralMoE
 from fastkernels.overrides.norm.sglang import SGLangRMSNorm
-from fastkernels.overrides.rope.rotary_emb import get_rope
+from fastkernels.overrides.rope.vllm import get_rope
 
 
 class SGLangLlamaMLP_0_5_16(PackedMLP):

@@ -12,7 +12,8 @@ from fastkernels.core.forward_context import get_forward_context
 from fastkernels.core.spec import Target
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.activation.vllm import VllmSiluAndMul
-from fastkernels.overrides.attention.attention import AttentionType, VllmAttention
+from fastkernels.overrides.attention.attention import AttentionType
+from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.block.decoder_layer import (
     DecoderLayer,
     SparseDecoderLayer,
@@ -29,7 +30,7 @@ from fastkernels.overrides.block.self_attention import (
     sliding_window,
 )
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
-from fastkernels.overrides.linear.parallel_linear import (
+from fastkernels.overrides.linear.vllm import (
     VllmMergedColumnParallelLinear,
     VllmQKVParallelLinear,
     VllmRowParallelLinear,
@@ -38,12 +39,8 @@ from fastkernels.overrides.moe.vllm import VllmMixtralMoE
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.vllm import VllmRMSNorm
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
-from fastkernels.overrides.rope.rotary_emb import (
-    VllmLlama3RotaryEmbedding,
-    VllmRotaryEmbedding,
-    get_rope,
-    rotary_emb,
-)
+from fastkernels.overrides.rope.rotary_emb import rotary_emb
+from fastkernels.overrides.rope.vllm import VllmLlama3RotaryEmbedding, VllmRotaryEmbedding, get_rope
 
 
 class VllmLlamaMLP(PackedMLP):

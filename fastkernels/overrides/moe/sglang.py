@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.linear.parallel_linear import SGLangReplicatedLinear
+from fastkernels.overrides.linear.sglang import SGLangReplicatedLinear
 from fastkernels.overrides.moe.arguments import check_tokens, refuse
 from fastkernels.overrides.moe.fused_experts import fused_experts
 from fastkernels.overrides.moe.fused_experts_fp8 import fused_experts_fp8

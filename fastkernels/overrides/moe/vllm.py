@@ -10,7 +10,7 @@ from torch import nn
 
 from fastkernels.core.dispatch import Op
 from fastkernels.core.spec import Target
-from fastkernels.overrides.linear.parallel_linear import VllmReplicatedLinear
+from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 from fastkernels.overrides.moe.arguments import check_tokens, refuse
 from fastkernels.overrides.moe.fused_experts import fused_experts
 from fastkernels.overrides.moe.fused_experts_fp8 import fused_experts_fp8

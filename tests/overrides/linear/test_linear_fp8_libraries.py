@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.kernels.linear_fp8 import args, randn
 
-from fastkernels.overrides.linear import linear_fp8_calls as calls
+from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import linear_fp8_scales as scales
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8, reference
 
@@ -15,32 +15,36 @@ def test_libraries_refuse_with_a_reason() -> None:
     x, weight, xs, ws = args()
     blocks = args(n=256, k=384, kind=scales.BLOCK)
     for supports, call, said in (
-        (calls.supports_cutlass, (x, weight, xs, ws), None),
-        (calls.supports_cutlass, blocks, None),
-        (calls.supports_cutlass, (*blocks, torch.zeros(256, dtype=torch.bfloat16)), "adds no bias"),
+        (libraries.supports_cutlass, (x, weight, xs, ws), None),
+        (libraries.supports_cutlass, blocks, None),
+        (libraries.supports_cutlass, (*blocks, torch.zeros(256, dtype=torch.bfloat16)), "adds no bias"),
         (
-            calls.supports_cutlass,
+            libraries.supports_cutlass,
             args(n=208, k=384, kind=scales.BLOCK),
             "N = 208 and K = 384 must be multiples of 128",
         ),
-        (calls.supports_cutlass, args(n=50), "N = 50 and K = 144 must be multiples of 16"),
-        (calls.supports_cutlass, (x.float(), weight, xs, ws), "x is torch.float32"),
-        (calls.supports_cutlass, (x, weight, xs.double(), ws), "scales are torch.float64"),
-        (calls.supports_cutlass, (x, weight, xs, ws, torch.zeros(48)), "bias is torch.float32"),
-        (calls.supports_cutlass, (x, weight, xs, ws, None, torch.float32), "out_dtype torch.float32"),
-        (calls.supports_sgl, (x, weight, xs, ws), None),
-        (calls.supports_sgl, (x[:1], weight, xs[:1], ws, torch.zeros(48, dtype=torch.bfloat16)), None),
-        (calls.supports_sgl, (x, weight, xs[:1], ws), "has a scale for each token"),
-        (calls.supports_sgl, (x, weight, xs, ws[:1]), "one for each row of the weight"),
-        (calls.supports_sgl, blocks, "has a scale for each token"),
-        (calls.supports_sgl, args(k=136), "K = 136 must be multiples of 16"),
-        (calls.supports_sgl, (x, weight, xs, ws.bfloat16()), "scales are torch.float32 and torch.bfloat16"),
-        (calls.supports_cublas, args(kind=scales.TENSOR), None),
-        (calls.supports_cublas, (x, weight, xs, ws), None),
-        (calls.supports_cublas, (x, weight, xs, ws[:1]), "must be those of x and of the weight"),
-        (calls.supports_cublas, blocks, "left to DeepGEMM"),
-        (calls.supports_deepgemm, (x, weight, xs, ws), "DeepGEMM's scales are of blocks"),
-        (calls.supports_deepgemm, (*blocks, None, torch.float16), "gives bfloat16"),
+        (libraries.supports_cutlass, args(n=50), "N = 50 and K = 144 must be multiples of 16"),
+        (libraries.supports_cutlass, (x.float(), weight, xs, ws), "x is torch.float32"),
+        (libraries.supports_cutlass, (x, weight, xs.double(), ws), "scales are torch.float64"),
+        (libraries.supports_cutlass, (x, weight, xs, ws, torch.zeros(48)), "bias is torch.float32"),
+        (libraries.supports_cutlass, (x, weight, xs, ws, None, torch.float32), "out_dtype torch.float32"),
+        (libraries.supports_sgl, (x, weight, xs, ws), None),
+        (libraries.supports_sgl, (x[:1], weight, xs[:1], ws, torch.zeros(48, dtype=torch.bfloat16)), None),
+        (libraries.supports_sgl, (x, weight, xs[:1], ws), "has a scale for each token"),
+        (libraries.supports_sgl, (x, weight, xs, ws[:1]), "one for each row of the weight"),
+        (libraries.supports_sgl, blocks, "has a scale for each token"),
+        (libraries.supports_sgl, args(k=136), "K = 136 must be multiples of 16"),
+        (
+            libraries.supports_sgl,
+            (x, weight, xs, ws.bfloat16()),
+            "scales are torch.float32 and torch.bfloat16",
+        ),
+        (libraries.supports_cublas, args(kind=scales.TENSOR), None),
+        (libraries.supports_cublas, (x, weight, xs, ws), None),
+        (libraries.supports_cublas, (x, weight, xs, ws[:1]), "must be those of x and of the weight"),
+        (libraries.supports_cublas, blocks, "left to DeepGEMM"),
+        (libraries.supports_deepgemm, (x, weight, xs, ws), "DeepGEMM's scales are of blocks"),
+        (libraries.supports_deepgemm, (*blocks, None, torch.float16), "gives bfloat16"),
     ):
         found = supports(*call)
         assert found is None if said is None else said in str(found), found
@@ -56,13 +60,13 @@ def test_the_call_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (sa.shape, sb.shape, sa.dtype, sb.dtype) == ((6, 1), (48, 1), torch.float32, torch.float32)
         return ((a.float() @ b.float()) * sa * sb.t() + bias).to(dtype)
 
-    monkeypatch.setattr(calls, "_sgl_kernel", lambda: fp8_scaled_mm)
+    monkeypatch.setattr(libraries, "_sgl_kernel", lambda: fp8_scaled_mm)
     x, weight, xs, ws = args(m=6)
     bias = randn(48).half()
     for scale in (xs, torch.stack([xs, xs], 1)[:, 0]):
         call = x.view(2, 3, 144), weight, scale.view(2, 3, 1), ws, bias, torch.float16
-        assert calls.supports_sgl(*call) is None
-        torch.testing.assert_close(calls.linear_fp8_sgl(*call), reference(*call), atol=2e-3, rtol=2e-3)
+        assert libraries.supports_sgl(*call) is None
+        torch.testing.assert_close(libraries.linear_fp8_sgl(*call), reference(*call), atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("library", ["vllm", "sgl_kernel"])
@@ -79,9 +83,9 @@ def test_what_lies_right_is_passed_on_as_it_is(library: str, monkeypatch: pytest
         got[:] = [made, a, *rest[:2]]
         return made.copy_((a.float() @ b.float()) * rest[0] * rest[1].t())
 
-    monkeypatch.setattr(calls, "_cutlass_scaled_mm", lambda: vllms)
-    monkeypatch.setattr(calls, "_sgl_kernel", lambda: sgl)
-    run = calls.linear_fp8_cutlass if library == "vllm" else calls.linear_fp8_sgl
+    monkeypatch.setattr(libraries, "_cutlass_scaled_mm", lambda: vllms)
+    monkeypatch.setattr(libraries, "_sgl_kernel", lambda: sgl)
+    run = libraries.linear_fp8_cutlass if library == "vllm" else libraries.linear_fp8_sgl
     x, weight, xs, ws = args(m=6)
     want = reference(x, weight, xs, ws)
     rows = ws[:, None].contiguous()
@@ -100,22 +104,22 @@ def test_what_lies_right_is_passed_on_as_it_is(library: str, monkeypatch: pytest
 
 def test_scales_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key, `supports` and the kernel's call ask for the same: of the same shapes it is worked out once."""
-    monkeypatch.setattr(calls, "_cutlass_scaled_mm", lambda: lambda out, *rest: None)
+    monkeypatch.setattr(libraries, "_cutlass_scaled_mm", lambda: lambda out, *rest: None)
     scales._granularity.cache_clear()
     for _ in range(2):  # layers of one shape
         call = args(m=7)
         assert linear_fp8.key is not None and linear_fp8.key.of(*call)[0][2] == scales.ROW
-        assert calls.supports_cutlass(*call) is None
-        calls.linear_fp8_cutlass(*call)
+        assert libraries.supports_cutlass(*call) is None
+        libraries.linear_fp8_cutlass(*call)
     assert scales._granularity.cache_info().misses == 1
     for _ in range(2):  # a refusal is none that is kept
-        with pytest.raises(ValueError, match=r"one a token \(7, 1\), or with"):
+        with pytest.raises(ValueError, match=r"one per token \(7, 1\), or with"):
             scales.granularity(call[0], call[1], torch.rand(6, 1), call[3])
 
 
 def test_scales_that_cutlass_wants() -> None:
     padded = torch.rand(3, 8).t()[:5]
     for scale in (torch.rand(5, 3), padded, torch.rand(3, 5).t()):
-        found = calls.column_major(scale)
+        found = libraries.column_major(scale)
         assert torch.equal(found, scale) and found.stride() == (1, 5)
-    assert calls.column_major(found) is found
+    assert libraries.column_major(found) is found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastkernels.overrides.attention import vllm_flash_attn as _vllm_flash_attn
+from fastkernels.overrides.attention import fa3
 
 MODULE = "vllm.vllm_flash_attn"
 ENTRIES = """
@@ -38,12 +38,12 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     yield folder
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("vllm", _vllm_flash_attn.PACKAGE):
+        if name.partition(".")[0] in ("vllm", fa3.PACKAGE):
             del sys.modules[name]
 
 
 def test_vllm_is_not_imported(wheel: Path) -> None:
-    assert _vllm_flash_attn.load(MODULE).flash_attn_varlen_func() == "fa3"
+    assert fa3.load(MODULE).flash_attn_varlen_func() == "fa3"
     assert "vllm" not in sys.modules
     import vllm.vllm_flash_attn as host  # as a host that comes later does
 
@@ -53,20 +53,20 @@ def test_vllm_is_not_imported(wheel: Path) -> None:
 def test_where_vllm_is_there_already_it_is_vllms(wheel: Path) -> None:
     import vllm.vllm_flash_attn as host
 
-    assert _vllm_flash_attn.load(MODULE) is host and _vllm_flash_attn.PACKAGE not in sys.modules
+    assert fa3.load(MODULE) is host and fa3.PACKAGE not in sys.modules
 
 
 def test_entries_that_need_more_are_imported_as_vllm_does(wheel: Path) -> None:
     (wheel / "flash_attn_interface.py").write_text(
         f"from vllm import SLOW\nassert not __name__.startswith('_fast')\n{ENTRIES}"
     )
-    assert _vllm_flash_attn.load(MODULE).__name__ == MODULE and "vllm" in sys.modules
+    assert fa3.load(MODULE).__name__ == MODULE and "vllm" in sys.modules
 
 
 def test_no_kernels_and_no_vllm_are_import_errors(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (wheel / "_vllm_fa3_C.py").unlink()
     (wheel / "__init__.py").write_text("raise ImportError('needs the CUDA extensions')\n")
     with pytest.raises(ImportError, match="CUDA extensions"):
-        _vllm_flash_attn.load(MODULE)
+        fa3.load(MODULE)
     with pytest.raises(ImportError):
-        _vllm_flash_attn.load("no_such_vllm.vllm_flash_attn")
+        fa3.load("no_such_vllm.vllm_flash_attn")

@@ -1,12 +1,19 @@
-"""SGLang's headers of the parallel linear layers; see parallel_linear.py."""
+"""SGLang's classes and functions of linear layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fastkernels.overrides.linear.parallel_linear_base import (
+from fastkernels.core.spec import Target
+from fastkernels.overrides.kit.fp8 import FP8, refuse
+from fastkernels.overrides.linear.linear import UnquantizedLinearMethod
+from fastkernels.overrides.linear.linear_fp8 import linear_fp8
+from fastkernels.overrides.linear.linear_fp8_layers import not_by_row
+from fastkernels.overrides.linear.linear_fp8_scales import ROW, column
+from fastkernels.overrides.linear.parallel_linear import (
     QKV,
     Column,
     MergedColumn,
@@ -16,10 +23,22 @@ from fastkernels.overrides.linear.parallel_linear_base import (
     sglang_partition,
     vllm_partition,
 )
+from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
+
+Apply = Callable[..., torch.Tensor]
+NOT_FASTER = "no tuned table says that ours is faster for this number of tokens"
+
+
+class SGLangUnquantizedLinearMethod(UnquantizedLinearMethod):
+    """sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod: weight [N, K], applied by the op `linear`."""
+
+    replaces = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
 
 
 class SGLangReplicatedLinear(Replicated):
     """sglang.srt.layers.linear.ReplicatedLinear: x [..., K] to ([..., N], bias or None)."""
+
+    method_class = SGLangUnquantizedLinearMethod
 
     def __init__(
         self,
@@ -50,6 +69,8 @@ class SGLangReplicatedLinear(Replicated):
 
 class SGLangColumnParallelLinear_0_5_16(Column):
     """sglang.srt.layers.linear.ColumnParallelLinear before 0.5.23; see VllmColumnParallelLinear."""
+
+    method_class = SGLangUnquantizedLinearMethod
 
     def __init__(
         self,
@@ -87,6 +108,8 @@ class SGLangColumnParallelLinear_0_5_16(Column):
 class SGLangColumnParallelLinear(Column):
     """sglang.srt.layers.linear.ColumnParallelLinear; see VllmColumnParallelLinear."""
 
+    method_class = SGLangUnquantizedLinearMethod
+
     def __init__(
         self,
         input_size: int,
@@ -123,6 +146,8 @@ class SGLangColumnParallelLinear(Column):
 class SGLangMergedColumnParallelLinear_0_5_16(MergedColumn):
     """sglang.srt.layers.linear.MergedColumnParallelLinear before 0.5.23."""
 
+    method_class = SGLangUnquantizedLinearMethod
+
     def __init__(
         self,
         input_size: int,
@@ -157,6 +182,8 @@ class SGLangMergedColumnParallelLinear_0_5_16(MergedColumn):
 
 class SGLangMergedColumnParallelLinear(MergedColumn):
     """sglang.srt.layers.linear.MergedColumnParallelLinear."""
+
+    method_class = SGLangUnquantizedLinearMethod
 
     def __init__(
         self,
@@ -193,6 +220,8 @@ class SGLangMergedColumnParallelLinear(MergedColumn):
 class SGLangQKVParallelLinear_0_5_16(QKV):
     """sglang.srt.layers.linear.QKVParallelLinear before 0.5.23."""
 
+    method_class = SGLangUnquantizedLinearMethod
+
     def __init__(
         self,
         hidden_size: int,
@@ -223,6 +252,8 @@ class SGLangQKVParallelLinear_0_5_16(QKV):
 
 class SGLangQKVParallelLinear(QKV):
     """sglang.srt.layers.linear.QKVParallelLinear."""
+
+    method_class = SGLangUnquantizedLinearMethod
 
     def __init__(
         self,
@@ -256,6 +287,8 @@ class SGLangQKVParallelLinear(QKV):
 
 class SGLangRowParallelLinear_0_5_16(Row):
     """sglang.srt.layers.linear.RowParallelLinear of 0.5.16."""
+
+    method_class = SGLangUnquantizedLinearMethod
 
     def __init__(
         self,
@@ -294,7 +327,7 @@ class SGLangRowParallelLinear_0_5_16(Row):
 
 
 class SGLangRowParallelLinear_0_5_17(SGLangRowParallelLinear_0_5_16):
-    """sglang.srt.layers.linear.RowParallelLinear from 0.5.17 to 0.5.22: the output may be the caller's."""
+    """sglang.srt.layers.linear.RowParallelLinear from 0.5.17 to 0.5.22, which can write to output_tensor."""
 
     def forward(
         self,
@@ -308,6 +341,8 @@ class SGLangRowParallelLinear_0_5_17(SGLangRowParallelLinear_0_5_16):
 
 class SGLangRowParallelLinear(Row):
     """sglang.srt.layers.linear.RowParallelLinear; see SGLangRowParallelLinear_0_5_17."""
+
+    method_class = SGLangUnquantizedLinearMethod
 
     def __init__(
         self,
@@ -350,10 +385,136 @@ class SGLangRowParallelLinear(Row):
 
 
 def _into(output: torch.Tensor | None, result: torch.Tensor | Output) -> torch.Tensor | Output:
-    """The result, in the caller's memory if there is any."""
+    """Return the result, copied to the caller's tensor if there is one."""
     if output is None:
         return result
     assert isinstance(result, tuple), "SGLang's layers return (out, bias)"
     if output.shape != result[0].shape:
         raise ValueError(f"output_tensor has shape {tuple(output.shape)}, expected {tuple(result[0].shape)}")
     return output.copy_(result[0]), result[1]
+
+
+class SGLangCompressedTensorsW8A8Fp8:
+    """sglang...compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8 for weights with one scale per row.
+
+    Raises ValueError for weights with one scale or with block scales, and for static scales of x.
+    """
+
+    live_methods = ("apply_weights",)
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why the op does not serve this layer of the host, None if it does."""
+        scheme, weight, scale = module.scheme, module.weight, module.weight_scale
+        if (reason := not_by_row(scheme)) is not None:
+            return reason
+        if weight.dtype != FP8 or scale.dtype != torch.float32:
+            return f"weight is {weight.dtype}, its scales are {scale.dtype}"
+        if not weight.t().is_contiguous() or scale.numel() != weight.shape[1]:
+            return f"weight {tuple(weight.shape)} has strides {weight.stride()} and {scale.numel()} scales"
+        return None
+
+    @staticmethod
+    def by_table(theirs: Apply, ours: Apply) -> Apply:
+        """Return apply_weights of a live layer: `ours` where a tuned table says that it is faster, else `theirs`.
+
+        A call of `theirs` runs no op of ours, since in eager mode the launches would cost more than the table's gain;
+        the op counts it as left to the host. Explicitly requested ops always run ours, and so does code that
+        torch.compile traces, where calls cannot be counted.
+        """
+
+        def apply_weights(self: Any, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+            if (
+                torch.compiler.is_compiling()
+                or "named" in (linear_fp8.asked, quantize_fp8.asked)
+                or linear_fp8.winner(*_key_of(layer.weight, x)) is not None
+            ):
+                return ours(self, layer, x, bias)
+            linear_fp8.leave(NOT_FASTER)
+            return theirs(self, layer, x, bias)
+
+        return apply_weights
+
+    def __init__(self, weight_quant: Any, is_static_input_scheme: bool):
+        self.weight_quant = weight_quant
+        self.strategy = weight_quant.strategy
+        self.is_static_input_scheme = is_static_input_scheme
+        self.weight_block_size = weight_quant.block_structure
+        if (reason := not_by_row(self)) is not None:
+            refuse("CompressedTensorsW8A8Fp8", weight_quant=reason)
+
+    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply the layer to x [..., K], or to a tuple of float8 values, scales and perhaps a dtype. Returns [..., N].
+
+        layer.weight: [K, N] with contiguous columns; layer.weight_scale: [N, 1].
+        """
+        if isinstance(x, tuple):
+            q, scale, out_dtype = x[0], x[1], x[2] if len(x) > 2 else None
+        else:  # a token of zeros has scale 0, as in the host
+            (q, scale), out_dtype = quantize_fp8(x, None, -1, None, 0.0), x.dtype
+        return linear_fp8(q, layer.weight.t(), scale, column(layer.weight_scale), bias, out_dtype)
+
+
+def _key_of(weight: torch.Tensor, x: Any) -> tuple[str, tuple[Any, ...], tuple[int]]:
+    """Return device and key of linear_fp8's call for a weight [K, N], from sizes and dtypes; x as in apply_weights."""
+    (k, n), values = weight.shape, x
+    if isinstance(x, tuple):
+        values, dtype = x[0], (x[2] if len(x) > 2 else None) or torch.bfloat16
+    else:
+        dtype = x.dtype
+    return values.device.type, (n, k, ROW, dtype), (values.numel() // k,)
+
+
+def sglang_fp8_scaled_mm(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, scales_a: torch.Tensor, scales_b: torch.Tensor, out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """sglang.kernels.ops.gemm.fp8_scaled_mm: mat_a [M, K] times mat_b [K, N]; scales per row and per column."""
+    return linear_fp8(mat_a, mat_b.t(), scales_a, scales_b.reshape(-1), bias, out_dtype)
+
+
+_IF_FASTER = (
+    "by default only where a tuned table says that ours is faster; elsewhere on CUDA the host calls cuBLAS"
+)
+_QUANT_METHOD = "live, the host's module stays and its quant_method is replaced: op linear"
+_SCHEME = (
+    "only where a tuned table says that ours is faster; elsewhere on CUDA SGLang calls its own kernel. Layers with one"
+    " scale per tensor, with block scales or with a static scale of x are left to the host"
+)
+_BOUND = "the host's quantized layers bind their kernel's function when they are constructed: for forks"
+
+
+def _parallel(name: str, versions: str = "", suffix: str = "") -> Target:
+    path, ours = f"sglang.srt.layers.linear:{name}", f"SGLang{name}{suffix}"
+    return Target("sglang", path, ours, "standalone", versions, note=_QUANT_METHOD)
+
+
+TARGETS = {
+    "linear": (
+        Target(
+            "sglang", "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
+            "SGLangUnquantizedLinearMethod", "quant_method", "", False, _IF_FASTER,
+        ),
+    ),
+    "parallel_linear": (
+        _parallel("ReplicatedLinear"),
+        _parallel("ColumnParallelLinear", "<0.5.23", "_0_5_16"),
+        _parallel("ColumnParallelLinear", ">=0.5.23"),
+        _parallel("MergedColumnParallelLinear", "<0.5.23", "_0_5_16"),
+        _parallel("MergedColumnParallelLinear", ">=0.5.23"),
+        _parallel("QKVParallelLinear", "<0.5.23", "_0_5_16"),
+        _parallel("QKVParallelLinear", ">=0.5.23"),
+        _parallel("RowParallelLinear", "<0.5.17", "_0_5_16"),
+        _parallel("RowParallelLinear", ">=0.5.17,<0.5.23", "_0_5_17"),
+        _parallel("RowParallelLinear", ">=0.5.23"),
+    ),
+    "linear_fp8": (
+        Target(
+            "sglang",
+            "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8"
+            ":CompressedTensorsW8A8Fp8",
+            "SGLangCompressedTensorsW8A8Fp8", "scheme", "", False, _SCHEME,
+        ),
+        Target("sglang", "sglang.kernels.ops.gemm:fp8_scaled_mm", "sglang_fp8_scaled_mm", "function", note=_BOUND),
+    ),
+}  # fmt: skip
