@@ -24,8 +24,8 @@ from graph_clock import ROUNDS, Run
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.graphs import Graphs, Outputs
-from fastkernels.engine.execution.runner import ModelRunner
 from fastkernels.engine.execution.step import SAMPLED, NewRow, StepInput
 
 STEPS, WARM = 120, 20
@@ -59,7 +59,7 @@ def make_steps(rows: int, context: int) -> list[StepInput]:
     ]  # fmt: skip
 
 
-def play(runner: ModelRunner, steps: list[StepInput]) -> tuple[np.ndarray, float, float]:
+def play(runner: Generate, steps: list[StepInput]) -> tuple[np.ndarray, float, float]:
     """(tokens [STEPS, rows], us of a step, us of a launch), without the first steps' times."""
     tokens, launches, begin, pending = [], [], 0.0, None
     for i, step in enumerate(steps):
@@ -77,7 +77,7 @@ def play(runner: ModelRunner, steps: list[StepInput]) -> tuple[np.ndarray, float
     return np.stack(tokens), us, 1e6 * statistics.median(launches[WARM:])
 
 
-def hidden_only(runner: ModelRunner) -> Callable[[Any, AttentionMetadata], Outputs]:
+def hidden_only(runner: Generate) -> Callable[[Any, AttentionMetadata], Outputs]:
     """What a graph held when it ended with hidden states."""
 
     def captured(inputs: Any, metadata: AttentionMetadata) -> Outputs:

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, with asyncio streams: what the server runs on."""
+"""The engine in its own thread, with asyncio streams. The server runs on it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from typing import Any
 import torch
 
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.llm_engine import LLMEngine, StepStats
-from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
-from fastkernels.engine.scheduling.outputs import RequestGroup
+from fastkernels.engine.engine import StepStats, make_engine
+from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.stream import OutputStream, deliver
 
 log = logging.getLogger("fastkernels")
-MAX_FAILED_STEPS = 3  # one after the other: the engine itself is broken, not a request
+MAX_FAILED_STEPS = 3  # in a row: then the engine itself is broken
 
 
 class EngineError(RuntimeError):
-    """The request is lost, the message says why. stopped: no other one would do better."""
+    """A request failed for the reason in the message. stopped: later requests would fail, too."""
 
     def __init__(self, message: str, stopped: bool = False):
         super().__init__(message)
@@ -34,12 +33,13 @@ class EngineError(RuntimeError):
 
 
 class AsyncLLM:
-    """Requests come from coroutines; one thread steps the engine.
+    """Takes requests from coroutines; one thread steps the engine.
 
-    A step that fails ends all requests, not the engine. The engine ends with an error that has `fatal`, with one of
-    the device, or with MAX_FAILED_STEPS one after the other: `dead` says why, and every request gets an EngineError.
+    A failed step ends all requests but not the engine. The engine ends after an error with the attribute `fatal`, after
+    a device error, or after MAX_FAILED_STEPS in a row. `dead` then holds the reason, and every request gets an
+    EngineError.
 
-    on_step(stats) is called in the engine's thread after every step, on_death() once if it ends with an error.
+    on_step(stats) is called in the engine's thread after every step; on_death() once if the engine ends with an error.
     Raises what LLM raises.
     """
 
@@ -50,23 +50,23 @@ class AsyncLLM:
         on_death: Callable[[], None] | None = None,
     ):
         self.config = config
-        self.engine = LLMEngine(config)
+        self.engine: Any = make_engine(config)
         self.on_step, self.on_death = on_step, on_death
         self.dead: str | None = None
         self.num_failed_steps = 0
         self._failed_in_a_row = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # between what is put into the inbox and the thread that leaves it
-        self._streams: dict[str, OutputStream] = {}  # the engine's thread owns it
+        self._lock = threading.Lock()  # protects `_stopped` against concurrent submissions
+        self._streams: dict[str, OutputStream] = {}  # used by the engine's thread only
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastkernels-engine", daemon=True)
         self.engine.executor.on_failure = self._rank_died
-        atexit.register(self.shutdown)  # a thread that is in PyTorch when the interpreter ends, aborts it
+        atexit.register(self.shutdown)  # a thread inside PyTorch at interpreter exit aborts the process
         self._thread.start()
 
     @property
     def healthy(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the engine accepts requests."""
         return self._thread.is_alive() and self.dead is None
 
     async def generate(
@@ -76,10 +76,10 @@ class AsyncLLM:
         request_id: str,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they come, each as params.output_kind says. Closing the iterator early aborts the
-        request. A lower priority goes first.
+        """Yield outputs of one request as they are made, in the form of params.output_kind.
 
-        Raises ValueError, QueueFull (before the first output) and EngineError.
+        Closing the iterator early aborts the request. A lower priority goes first. Raises ValueError, QueueFull (before
+        the first output) and EngineError.
         """
         stream = await self.open([self.make_request(request_id, prompt, params, priority)])
         try:
@@ -90,18 +90,18 @@ class AsyncLLM:
             stream.close()
 
     def make_request(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> RequestGroup:
-        """A request, checked, not queued. Safe in any thread. Raises ValueError."""
+        self, request_id: str, prompt: str | Sequence[int], params: Any, priority: int = 0
+    ) -> Any:
+        """Check a request without queuing it; see Engine. Safe in any thread. Raises ValueError."""
         return self.engine.make_request(request_id, prompt, params, priority)
 
-    async def open(self, requests: Sequence[RequestGroup]) -> OutputStream:
-        """Queue requests, all or none. Their outputs; close() the stream when it is not read to its end.
+    async def open(self, requests: Sequence[Any]) -> OutputStream:
+        """Queue requests, all or none, and return the stream of their outputs.
 
-        Raises QueueFull and EngineError.
+        The caller must close() a stream that it does not read to the end. Raises QueueFull and EngineError.
         """
-        delta = requests[0].params.output_kind is RequestOutputKind.DELTA
-        stream = OutputStream([r.request_id for r in requests], self.abort, delta)
+        ids = [r.request_id for r in requests]
+        stream = OutputStream(ids, self.abort, requests[0].streams_deltas)
         self._submit(lambda: self._add(requests, stream))
         try:
             await stream.accepted
@@ -111,14 +111,14 @@ class AsyncLLM:
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop requests. Nothing more comes for them. Safe in any thread."""
+        """Stop requests without further outputs. Safe in any thread."""
         try:
             self._submit(lambda: self._abort(request_ids))
         except EngineError:
-            return  # they have ended with the engine
+            return  # the engine has ended, and its requests with it
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run a function in the engine's thread, between two steps. Raises EngineError if there is none."""
+        """Run a function in the engine's thread between two steps. Raises EngineError if the engine has ended."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -138,7 +138,7 @@ class AsyncLLM:
             return
 
     def shutdown(self, timeout: float = 10.0) -> bool:
-        """Stop after the step that runs, and end the processes of other ranks; requests under way get an EngineError.
+        """Stop after the running step, and end the processes of other ranks. Unfinished requests get an EngineError.
 
         Returns whether the step ended within `timeout` seconds.
         """
@@ -155,7 +155,7 @@ class AsyncLLM:
         return stopped
 
     def _rank_died(self) -> None:
-        """Also while there is nothing to step: the check raises what ends the engine."""
+        """Run the check that ends the engine, even while there is nothing to step."""
         with contextlib.suppress(EngineError):
             self._submit(self.engine.executor.check)
 
@@ -168,13 +168,13 @@ class AsyncLLM:
     def _why_stopped(self) -> str:
         return f"the engine has stopped{f': {self.dead}' if self.dead else ''}"
 
-    def _add(self, requests: Sequence[RequestGroup], stream: OutputStream) -> None:
+    def _add(self, requests: Sequence[Any], stream: OutputStream) -> None:
         error: BaseException | None = None
         added: list[str] = []
         try:
             if self._stopped:
                 raise EngineError(self._why_stopped(), stopped=True)
-            self.engine.scheduler.check_room(sum(len(r.sequences) for r in requests))
+            self.engine.check_room(requests)
             for request in requests:
                 self.engine.add_request(request.request_id, request)
                 added.append(request.request_id)
@@ -206,11 +206,11 @@ class AsyncLLM:
             self._end()
 
     def _step_failed(self, error: Exception) -> None:
-        log.exception("a step failed; its requests are ended")
+        log.exception("a step failed; all requests are ended")
         self.num_failed_steps += 1
         self._failed_in_a_row += 1
         why = f"{type(error).__name__}: {error}"
-        # An error of the device stays with its context: every later step would fail too.
+        # A device error stays with its context: every later step would fail, too.
         device = isinstance(error, getattr(torch, "AcceleratorError", ()))
         if getattr(error, "fatal", False) or device or self._failed_in_a_row >= MAX_FAILED_STEPS:
             self.dead = why
@@ -222,7 +222,7 @@ class AsyncLLM:
             self.dead, self._stopped = f"{why}; then {type(second).__name__}: {second}", True
 
     def _end(self) -> None:
-        """Nothing is left behind that waits for an answer."""
+        """Answer everything that still waits."""
         with self._lock:
             self._stopped = True
         while not self._inbox.empty():
@@ -238,7 +238,7 @@ class AsyncLLM:
                 self.on_death()
 
     def _take(self, block: bool) -> None:
-        """Do what has come in; with nothing to step, wait for something."""
+        """Do the submitted work; with block=True, wait for some."""
         while not self._stopped:
             try:
                 work = self._inbox.get(block=block)
@@ -248,11 +248,11 @@ class AsyncLLM:
             block = False
 
     def _fail(self, error: EngineError) -> None:
-        self.engine.abort_all()  # before anybody is told, who may look at what is left
+        self.engine.abort_all()  # before the streams learn of it: their readers may inspect the engine
         self._send([(request_id, error) for request_id in list(self._streams)])
 
     def _send(self, items: list[tuple[str, Any]]) -> None:
-        """Hand outputs to their streams: one wake-up of a loop for all of a step's."""
+        """Hand outputs to their streams, with one wake-up of each event loop."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, str, Any]]] = {}
         for request_id, item in items:
             stream = self._streams.get(request_id)
@@ -268,5 +268,5 @@ class AsyncLLM:
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: Any) -> None:
     try:
         loop.call_soon_threadsafe(function, argument)
-    except RuntimeError:  # the loop is closed: nobody waits any more
-        log.debug("an event loop has gone before its requests ended")
+    except RuntimeError:  # the loop is closed
+        log.debug("an event loop was closed before its requests ended")

@@ -1,4 +1,4 @@
-"""The engine's configuration: one frozen dataclass; the server's flags take their defaults from it."""
+"""The engine's configuration. The server's flags take their defaults from it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ ATTENTION_BACKENDS = ("triton", "fa3", "flashinfer", "reference")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is built from. None means: derived from the model or the machine when the engine is built.
+    """The options of an engine. None: derived from the model or the machine when the engine is built.
 
     model                   folder of a Hugging Face checkpoint, or a hub id
     tokenizer               folder or hub id of the tokenizer (default: the model's)
     device                  'cuda' or 'cpu' (default: cuda if there is one)
-    dtype                   'auto' (see runner.pick_dtype: the checkpoint's where the device computes in it), or a name
-    max_model_len           tokens of one sequence, prompt and output (default: the model's, as far as the cache holds)
-    max_num_seqs            sequences that run at once
+    dtype                   'auto' (the checkpoint's, where the device supports it: runner.pick_dtype), or a name
+    max_model_len           tokens of one sequence, prompt and output (default: the model's, limited by the cache)
+    max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens of one step, decodes and chunks of prompts together; at least max_num_seqs
-    max_waiting             sequences that may wait, of which a request has n; more are refused
+    max_waiting             sequences in the queue, n per request; more are refused
     block_size              tokens of one KV block, a power of two
-    num_blocks              KV blocks, block 0 included, which only padding uses; wins over kv_cache_memory
-    kv_cache_memory         bytes of one rank's KV cache; wins over gpu_memory_utilization (default on the CPU: 1 GiB)
-    gpu_memory_utilization  part of the GPU's memory that may be in use: weights, activations, cache, other processes
-    kv_cache_dtype          'auto' (the model's dtype), 'bfloat16', or 'fp8' (e4m3, half the bytes, less exact)
-    enable_prefix_caching   sequences that begin alike share KV blocks, also with ones that have ended
-    async_scheduling        schedule a step while the one before it runs (default: on CUDA)
-    attention_backend       one of ATTENTION_BACKENDS (default: fa3, triton or reference, the first that can serve here)
-    tensor_parallel_size    processes that share each layer: GPUs, or gloo processes on the CPU
-    max_logprobs            the most that a request's logprobs and prompt_logprobs may ask for; -1: no limit
-    seed                    of dummy weights, and of the seeds that requests without one are given
-    load_format             'auto': safetensors; 'dummy': random weights from `seed`, no weight file is read
+    num_blocks              KV blocks, including block 0, the padding block; takes precedence over kv_cache_memory
+    kv_cache_memory         bytes of one rank's KV cache; takes precedence over gpu_memory_utilization (CPU: 1 GiB)
+    gpu_memory_utilization  share of the GPU's memory for weights, activations, cache and other processes
+    kv_cache_dtype          'auto' (the model's dtype), 'bfloat16', or 'fp8' (e4m3: half the bytes, less exact)
+    enable_prefix_caching   sequences with a common prefix share KV blocks, also after one has ended
+    async_scheduling        schedule a step while the previous one runs (default: on CUDA)
+    attention_backend       one of ATTENTION_BACKENDS (default: the first supported of fa3, triton, reference)
+    tensor_parallel_size    ranks that each layer is sharded over: GPUs, or gloo processes on the CPU
+    max_logprobs            upper limit of logprobs and prompt_logprobs of a request; -1: no limit
+    seed                    of dummy weights, and of the seeds of requests without one
+    load_format             'auto': safetensors; 'dummy': random weights from `seed`
     enforce_eager           no CUDA graphs
-    skip_tokenizer_init     token ids in, token ids out
+    skip_tokenizer_init     no tokenizer: token ids in, token ids out
 
-    Raises ValueError, naming the field and the value, for what no engine can have.
+    Raises ValueError, naming the field and the value, for invalid values.
     """
 
     model: str
@@ -87,12 +87,12 @@ class EngineConfig:
                 raise ValueError(f"{name} {value} is less than 1")
         if self.max_logprobs < -1:
             raise ValueError(
-                f"max_logprobs {self.max_logprobs} is neither a number of tokens nor -1 (no limit)"
+                f"max_logprobs {self.max_logprobs} is invalid: it must be at least 0, or -1 for no limit"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}:"
-                " every running sequence needs one token of a step"
+                " every running sequence needs one token per step"
             )
 
 
@@ -105,7 +105,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_type(name: str, annotation: str, value: object) -> None:
-    """Raises ValueError for a value that is not of the field's type, as the annotation spells it."""
+    """Raise ValueError for a value that does not match the field's annotation."""
     kind, _, optional = annotation.partition(" | ")
     if value is None and optional:
         return

@@ -1,4 +1,4 @@
-"""Offline inference: LLM(model).generate(prompts, SamplingParams(...))."""
+"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)) and LLM(model).embed(texts)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.llm_engine import LLMEngine, is_integer
+from fastkernels.engine.engine import is_integer, make_engine
+from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduling.encoding import EncodeOutput, PoolingParams
 from fastkernels.engine.scheduling.request import RequestOutput
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 
 
 class LLM:
-    """A model that generates, in this process (and in workers, with tensor_parallel_size; `shutdown` ends them).
+    """A model in this process, and in workers with tensor_parallel_size; `shutdown` ends those.
+
     Keyword arguments are the fields of EngineConfig.
 
         with LLM(model) as llm:
             outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
 
     Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture, ValueError
-    for values that no engine can have and for a model that does not fit, WorkerDied if a worker ends.
+    for invalid values and for a model that does not fit, and WorkerDied if a worker ends.
     """
 
     def __init__(self, model: str, **config: Any):
-        self.llm_engine = LLMEngine(EngineConfig(model=str(model), **config))
+        self.llm_engine: Any = make_engine(EngineConfig(model=str(model), **config))
         self._ids = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -38,7 +41,7 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """End the processes of other ranks; of an LLM that has some, nothing can be asked after it. Safe to repeat."""
+        """End the processes of other ranks. An LLM with such processes cannot be used afterwards. Safe to repeat."""
         self.llm_engine.shutdown()
 
     def get_tokenizer(self) -> Any:
@@ -50,14 +53,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """One output a prompt, in order.
+        """Generate text. Returns one output for each prompt, in order.
 
         prompts          text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these
         sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most)
 
-        Raises ValueError for what cannot be served, before anything runs. A step that fails ends all requests, and so
+        Raises ValueError for an unsupported request before anything runs. A step that fails ends all requests, and so
         does Ctrl-C.
         """
+        self._check_kind("generate", "Generate")
         listed = _as_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
@@ -68,14 +72,38 @@ class LLM:
             raise ValueError(
                 f"{len(listed)} prompts and {len(each)} sampling_params: give one, or one for each"
             )
-        engine = self.llm_engine
-        ids = [str(next(self._ids)) for _ in listed]
-        # All are checked before the first is queued: a bad prompt leaves nothing behind.
         final = {id(s): replace(s, output_kind=RequestOutputKind.FINAL_ONLY) for s in each}
-        requests = [
-            engine.make_request(i, p, final[id(s)]) for i, p, s in zip(ids, listed, each, strict=True)
-        ]
-        done: dict[str, RequestOutput] = {}
+        return self._run(listed, [final[id(s)] for s in each])
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodeOutput]:
+        """Encode each prompt to one vector: output.embedding is a list of floats, output.data an array [H].
+
+        prompts: as in `generate`. Raises ValueError for an unsupported request before anything runs.
+        """
+        return self.encode(prompts, "embed")
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], pooling_task: str = "token_embed"
+    ) -> list[EncodeOutput]:
+        """Encode each prompt: output.data is an array [tokens, H], or [H] with pooling_task 'embed'.
+
+        prompts: as in `generate`. Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("embed", "Encode")
+        listed = _as_list(prompts)
+        return self._run(listed, [PoolingParams(pooling_task)] * len(listed))
+
+    def _check_kind(self, method: str, kind: str) -> None:
+        engine = self.llm_engine
+        if engine.kind != kind:
+            raise ValueError(f"{method}: {engine.config.model} is for {RUNNERS[engine.kind].use}")
+
+    def _run(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+        engine = self.llm_engine
+        ids = [str(next(self._ids)) for _ in prompts]
+        # All requests are checked before the first is queued, so that a bad prompt leaves nothing behind.
+        requests = [engine.make_request(i, p, s) for i, p, s in zip(ids, prompts, params, strict=True)]
+        done: dict[str, Any] = {}
         waiting = list(reversed(requests))
         try:
             while waiting or engine.has_unfinished_requests():
@@ -83,9 +111,9 @@ class LLM:
                     request = waiting.pop()
                     engine.add_request(request.request_id, request)
                 done.update((o.request_id, o) for o in engine.step() if o.finished)
-                engine.take_stats()  # nobody reads them here, and they would pile up
+                engine.take_stats()  # unused here, and they would accumulate
         except BaseException:
-            engine.abort_all()  # a step may have been scheduled and not run: its blocks hold nothing
+            engine.abort_all()  # a step may have been scheduled and not run, so that its blocks hold nothing
             raise
         return [done[i] for i in ids]
 
@@ -96,8 +124,12 @@ class LLM:
         add_generation_prompt: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """messages: one conversation, [{'role': ..., 'content': ...}, ...], or a list of them. `template` goes to the
-        tokenizer's chat template. Raises ValueError for what cannot be served, before anything runs.
+        """Continue conversations.
+
+        messages  one conversation, [{'role': ..., 'content': ...}, ...], or a list of them
+        template  keyword arguments of the tokenizer's chat template
+
+        Raises ValueError for an unsupported request before anything runs.
         """
         tokenizer = self.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
@@ -123,7 +155,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """What is in vLLM's TextPrompt or TokensPrompt."""
+    """The text or token ids of a prompt given as vLLM's TextPrompt or TokensPrompt."""
     if isinstance(prompt, dict):
         return next((prompt[k] for k in ("prompt_token_ids", "prompt") if k in prompt), prompt)
     return prompt

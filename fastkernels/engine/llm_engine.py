@@ -1,69 +1,42 @@
-"""The engine's core: requests in, one step at a time, outputs out. Not thread-safe: one thread owns it.
+"""The engine of language models: requests in, one step at a time, outputs out. Not thread-safe: one thread owns it.
 
-A request's way: make_request checks it and cuts it into sequences; the scheduler picks each step's batch; step_input
-makes a StepInput of it; the executor's runners compute and sample; outputs turns the tokens into text and answers.
+A request passes through these stages: make_request checks it and splits it into sequences; the scheduler picks the
+batch of each step; step_input makes a StepInput of it; the executor's runners compute and sample; outputs turns the
+tokens into text and answers.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import operator
 import random
-import reprlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastkernels.engine import candidates, tokenizer
 from fastkernels.engine.cache.blocks import BlockManager
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.executor import make_executor
-from fastkernels.engine.execution.startup import Phases
+from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling import outputs
-from fastkernels.engine.scheduling.core import EngineCore, StepResult
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
+from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
-from fastkernels.models.common import build, weights
-
-log = logging.getLogger("fastkernels")
 
 
-@dataclass
-class StepStats:
-    """What happened since the last look, for metrics. Times in seconds."""
+class LLMEngine(Engine):
+    """See Engine."""
 
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    ttft: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
+    kind = "Generate"
+    scheduler: Scheduler
+    blocks: BlockManager
+    requests: dict[str, RequestGroup]
 
-
-class LLMEngine:
-    """Builds the model from an EngineConfig and serves requests.
-
-    Raises CheckpointError, UnknownName or ValueError when it is built from something that cannot be served.
-    """
-
-    def __init__(self, config: EngineConfig):
-        self.phases = phases = Phases()
-        self.config = config
-        folder = weights.resolve(config.model)
-        self.hf_config = build.load_config(folder)
-        phases.mark("config")
-        self.tokenizer = None if config.skip_tokenizer_init else tokenizer.load(config.tokenizer or folder)
-        self.eos_token_ids = _eos_token_ids(folder, self.hf_config, self.tokenizer)
-        phases.mark("tokenizer")
-        with phases.counting():
-            self.executor = make_executor(config, folder, self.hf_config, phases)
-        limits = self.executor.limits
-        self.max_model_len = limits.max_model_len
+    def _start(self) -> None:
+        config, limits = self.config, self.executor.limits
+        self.eos_token_ids = _eos_token_ids(self.folder, self.hf_config, self.tokenizer)
         self.blocks = BlockManager(limits.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.blocks, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting
@@ -71,30 +44,16 @@ class LLMEngine:
         overlap = config.async_scheduling
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
         self.core = EngineCore(self.scheduler, self.executor, depth)
-        self.requests: dict[str, RequestGroup] = {}  # unfinished, by their id
         self._group_of: dict[int, RequestGroup] = {}  # by id of the sequence
         self._seeds = random.Random(config.seed)
-        self.stats = StepStats()
-        self.patched = candidates.from_environment(self.executor)
-        phases.mark("rest")
-        log.info("%s", phases.line())
-
-    @property
-    def runner(self) -> Any:
-        """The ModelRunner of this process."""
-        return self.executor.runner
 
     def make_request(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
     ) -> RequestGroup:
-        """A request, checked, not yet queued. Safe in any thread. Raises ValueError for what cannot be served."""
-        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, _token_ids(prompt))
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")
+        text, ids = self.token_ids_of(prompt)
         vocab = self.hf_config.vocab_size
-        if not ids:
-            raise ValueError("the prompt is empty")
-        if min(ids) < 0 or max(ids) >= vocab:
-            wrong = next(i for i in ids if not 0 <= i < vocab)
-            raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary (0 to {vocab - 1})")
         room = self.max_model_len - len(ids)
         if room < 1:
             raise ValueError(
@@ -123,7 +82,7 @@ class LLMEngine:
                 )
             )  # fmt: skip
         if params.prompt_logprobs is not None:
-            group.sequences[0].prompt_logprobs = [None] * len(ids)  # steps fill in all but the first token's
+            group.sequences[0].prompt_logprobs = [None] * len(ids)  # steps fill in all but the first
         return group
 
     def add_request(
@@ -133,9 +92,8 @@ class LLMEngine:
         params: SamplingParams | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a request. Raises ValueError for one that cannot be served, QueueFull when too many wait."""
         if request_id in self.requests:
-            raise ValueError(f"there is a request {request_id!r} already")
+            raise ValueError(f"there is already a request {request_id!r}")
         if not isinstance(prompt, RequestGroup):
             prompt = self.make_request(request_id, prompt, params or SamplingParams(), priority)
         self.scheduler.check_room(len(prompt.sequences))
@@ -144,12 +102,13 @@ class LLMEngine:
             self._group_of[id(sequence)] = prompt
         self.requests[request_id] = prompt
 
+    def check_room(self, requests: Sequence[RequestGroup]) -> None:
+        self.scheduler.check_room(sum(len(r.sequences) for r in requests))
+
     def has_room(self, request: RequestGroup) -> bool:
-        """Whether add_request would take it now; an empty queue takes any request that make_request has made."""
         return self.scheduler.num_waiting + len(request.sequences) <= self.config.max_waiting
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """Stop requests and free their blocks; unknown ids are passed over. Returns their last outputs."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         groups = [self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests]
         left = {id(g): [s for s in g.sequences if s.finish_reason is None] for g in groups}
@@ -164,7 +123,6 @@ class LLMEngine:
         return [o for o in found if o is not None]
 
     def abort_all(self) -> None:
-        """Stop everything: nobody is told. What is in the cache is forgotten."""
         self.core.reset()
         groups = self.requests.values()
         self.stats.finished += [s for g in groups for s in g.sequences if id(s) in self._group_of]
@@ -175,26 +133,13 @@ class LLMEngine:
         return self.core.busy
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next batch, wait for the oldest one under way, and return an output for each request with news.
-
-        With async scheduling two batches are under way, so that the first step returns nothing. Raises what went wrong
-        in a step; all requests are gone then.
-        """
+        """See Engine. With async scheduling two batches are in flight, so the first call returns nothing."""
         try:
             done = self.core.step()
             return [] if done is None else self._read(done)
-        except BaseException:  # the blocks that the step should have filled have names already
+        except BaseException:  # the blocks of the failed step are already in the prefix cache
             self.abort_all()
             raise
-
-    def take_stats(self) -> StepStats:
-        """What happened since the last call. Whoever steps the engine must take it: it grows until then."""
-        stats, self.stats = self.stats, StepStats()
-        return stats
-
-    def shutdown(self) -> None:
-        """End the processes of other ranks: an engine that has some cannot be used after it."""
-        self.executor.shutdown()
 
     def _read(self, done: StepResult) -> list[RequestOutput]:
         now, output = time.monotonic(), done.output
@@ -214,7 +159,7 @@ class LLMEngine:
         return [o for o in made if o is not None]
 
     def _forget(self, sequences: list[Request]) -> None:
-        """These sequences have ended; a request ends with the last of its sequences."""
+        """Remove finished sequences; a request ends with its last sequence."""
         self.stats.finished += sequences
         for sequence in sequences:
             group = self._group_of.pop(id(sequence))
@@ -231,15 +176,6 @@ class LLMEngine:
             self.stats.itl.append(now - request.last_token_time)
         request.last_token_time = now
 
-    def _encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer, which skip_tokenizer_init left out")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is no valid Unicode text: {error}") from error
-        return list(self.tokenizer(text).input_ids)
-
     def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:
             return None
@@ -253,37 +189,15 @@ class LLMEngine:
 
 
 def _wrap(seed: int) -> int:
-    """As a 64-bit signed integer: the seed after the largest is the smallest."""
+    """As a signed 64-bit integer, with wrap-around."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _token_ids(prompt: Any) -> list[int]:
-    """As plain integers, whatever kind of integers they are. Raises ValueError."""
-    if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
-        raise ValueError(f"the prompt must be text or token ids, got {reprlib.repr(prompt)}")
-    ids = list(prompt)
-    if set(map(type, ids)) <= {int}:
-        return ids
-    for token in ids:
-        if not is_integer(token):
-            raise ValueError(f"prompt token id {reprlib.repr(token)} is not an integer")
-    return [operator.index(token) for token in ids]
-
-
-def is_integer(value: Any) -> bool:
-    """Of any kind, numpy's too."""
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
-
-
 def _eos_token_ids(folder: Path, hf_config: Any, tokenizer: Any) -> list[int]:
-    """EOS of generation_config.json (instruct models have several), else of config.json, and the tokenizer's."""
+    """EOS tokens of generation_config.json (instruct models have several) or config.json, and of the tokenizer."""
     try:
         found = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):  # none, no JSON, no object
+    except (OSError, ValueError, AttributeError):  # missing, not JSON, or not an object
         found = None
     found = found if found is not None else getattr(hf_config, "eos_token_id", None)
     ids = list(found) if isinstance(found, (list, tuple)) else [found]

@@ -1,4 +1,4 @@
-"""What the engine's thread has for one HTTP request, on its way to the event loop."""
+"""Outputs on their way from the engine's thread to an event loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastkernels.engine.scheduling.request import CompletionOutput, RequestOutpu
 
 
 class OutputStream:
-    """Outputs of some requests, step by step. Used in one event loop.
+    """The outputs of some requests, step by step. Used in one event loop.
 
-    A reader that is slow gets what came in the meantime as one output, so that what is kept for it never exceeds its
-    requests' text. delta: outputs have what is new (RequestOutputKind.DELTA), and are joined; else the last one counts.
+    For a slow reader, outputs are merged, so that the stream never holds more than the requests' text. delta: outputs
+    hold what is new (RequestOutputKind.DELTA) and are joined; otherwise the last output replaces earlier ones.
     """
 
     def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None], delta: bool):
@@ -29,11 +29,11 @@ class OutputStream:
 
     @property
     def finished(self) -> bool:
-        """All has been read. An error counts as something to read."""
+        """Whether everything has been read, including an error."""
         return not self._unfinished and not self._pending and self._error is None
 
     async def get(self) -> list[tuple[int, RequestOutput]]:
-        """What is new, by the index of the request; waits for something. Raises what went wrong."""
+        """Wait for news: (index of the request, output). Raises the error that ended the requests."""
         while not self._pending and self._error is None:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -44,7 +44,7 @@ class OutputStream:
         raise self._error
 
     async def rest(self) -> list[tuple[int, RequestOutput]]:
-        """All outputs to the end, as one for each request. Raises what went wrong."""
+        """Wait for the end: one output for each request. Raises the error that ended the requests."""
         while self._unfinished:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -66,21 +66,21 @@ class OutputStream:
             self._waiter.set_result(None)
 
     def accept(self, error: BaseException | None) -> None:
-        """The engine has queued all the requests, or none of them."""
+        """Report that the engine has queued all requests, or none because of `error`."""
         if error is not None:
             self._unfinished.clear()
         if not self.accepted.done():
             self.accepted.set_result(None) if error is None else self.accepted.set_exception(error)
 
     def close(self) -> None:
-        """Nobody reads on: what has not ended is aborted. Safe to call twice."""
+        """Stop reading, and abort unfinished requests. Safe to repeat."""
         if self._unfinished:
             left, self._unfinished = list(self._unfinished), set()
             self._abort(left)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of one request, each with what was new, as one."""
+    """Join two delta outputs of one request."""
     outs = {out.index: out for out in first.outputs}
     for out in second.outputs:
         outs[out.index] = _joined(outs[out.index], out) if out.index in outs else out
@@ -99,6 +99,6 @@ def _joined(first: CompletionOutput, second: CompletionOutput) -> CompletionOutp
 
 
 def deliver(batch: Sequence[tuple[OutputStream, str, Any]]) -> None:
-    """Everything of one step for one event loop."""
+    """Put all outputs of one step into their streams."""
     for stream, request_id, item in batch:
         stream.put(request_id, item)

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer."""
+"""Load a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fastkernels.models.common import registry
 from fastkernels.models.common.weights import CheckpointError
 
-# transformers has these classes for whatever is in a tokenizer.json, and AutoTokenizer, whose import takes seconds,
-# would take them for these model types.
+# The generic classes, which read any tokenizer.json. They avoid AutoTokenizer, whose import takes seconds.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-PLAIN_MODELS = ("llama", "qwen3")
 
 
 def load(source: str | Path) -> Any:
-    """The transformers tokenizer of a folder or a hub id. Raises CheckpointError that says what works without one."""
+    """The transformers tokenizer of a folder or a hub id. Raises CheckpointError."""
     try:
         if is_plain(Path(source)):
             from transformers import PreTrainedTokenizerFast
@@ -26,18 +25,18 @@ def load(source: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"the tokenizer of {source} cannot be used ({error}); token ids work without: skip_tokenizer_init"
+            f"the tokenizer of {source} cannot be used ({error}); set skip_tokenizer_init to use token ids only"
         ) from error
 
 
 def is_plain(folder: Path) -> bool:
-    """Whether the folder's files name one of PLAIN_CLASSES, and all that it needs is there."""
+    """Whether AutoTokenizer would select one of PLAIN_CLASSES, and its files are in the folder."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())
         kind = json.loads((folder / "config.json").read_text())["model_type"]
         return (
             (folder / "tokenizer.json").is_file()
-            and kind in PLAIN_MODELS
+            and any(m.arch.fast_tokenizer and m.arch.model_type == kind for m in registry.models().values())
             and config["tokenizer_class"] in PLAIN_CLASSES
             and "auto_map" not in config
         )

@@ -1,1 +1,1 @@
-"""Model architectures built from the overrides, one a file."""
+"""Models, one architecture a file, in a folder for each category."""

@@ -1,4 +1,4 @@
-"""The engine's thread: what fails ends what it must, nobody waits for ever, and slow readers lose nothing."""
+"""The engine's thread: failures, slow readers and shutdown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def collect(llm, request_id, prompt=(5, 6), **options):
 
 
 def fail_steps(llm, monkeypatch, errors):
-    """The next steps raise these errors."""
+    """Make the next steps raise these errors."""
     step, left = llm.engine.step, list(errors)
 
     def failing():
@@ -50,7 +50,7 @@ def fail_steps(llm, monkeypatch, errors):
     monkeypatch.setattr(llm.engine, "step", failing)
 
 
-async def test_deltas_are_the_whole_and_cumulative_outputs_replace_each_other(llm):
+async def test_deltas_join_to_the_cumulative_output(llm):
     whole = (await collect(llm, "a", kind=RequestOutputKind.FINAL_ONLY))[-1].outputs[0]
     deltas = [o.outputs[0] for o in await collect(llm, "b")]
     assert [t for d in deltas for t in d.token_ids] == list(whole.token_ids)
@@ -59,7 +59,7 @@ async def test_deltas_are_the_whole_and_cumulative_outputs_replace_each_other(ll
     assert (last.text, list(last.token_ids)) == (whole.text, list(whole.token_ids))
 
 
-async def test_a_reader_that_sleeps_gets_all_in_one(llm):
+async def test_slow_reader_gets_joined_outputs(llm):
     request = llm.make_request("a", [5, 6], params(60, logprobs=1))
     stream = await llm.open([request])
     while "a" in llm._streams:
@@ -71,7 +71,7 @@ async def test_a_reader_that_sleeps_gets_all_in_one(llm):
     assert all(token in entry for token, entry in zip(out.token_ids, out.logprobs, strict=True))
 
 
-async def test_a_failed_step_ends_its_requests_and_not_the_engine(llm, monkeypatch):
+async def test_failed_step_ends_requests_but_not_the_engine(llm, monkeypatch):
     before = (await collect(llm, "a"))[-1].outputs[0]
     fail_steps(llm, monkeypatch, [RuntimeError("boom")])
     results = await asyncio.gather(*(collect(llm, f"b{i}") for i in range(3)), return_exceptions=True)
@@ -83,7 +83,7 @@ async def test_a_failed_step_ends_its_requests_and_not_the_engine(llm, monkeypat
 
 
 @pytest.mark.parametrize("how", ["fatal", "again and again"])
-async def test_an_engine_that_is_broken_ends_and_says_why(llm, monkeypatch, how):
+async def test_broken_engine_ends_with_a_reason(llm, monkeypatch, how):
     died = threading.Event()
     llm.on_death = died.set
     error = RuntimeError("the worker is gone")
@@ -99,7 +99,7 @@ async def test_an_engine_that_is_broken_ends_and_says_why(llm, monkeypatch, how)
     assert later.value.stopped
 
 
-async def test_all_or_none_of_a_batch_is_queued(llm):
+async def test_batch_is_queued_completely_or_not_at_all(llm):
     ended = []
     llm.on_step = lambda stats: ended.extend(stats.finished)
     many = [llm.make_request(f"a{i}", [5], params(200)) for i in range(20)]
@@ -107,19 +107,19 @@ async def test_all_or_none_of_a_batch_is_queued(llm):
         await llm.open(many)
     llm.call(lambda: None).result(10)
     assert llm.engine.requests == {} and llm._streams == {}
-    assert ended == []  # refused, not aborted: the metrics count no request
+    assert ended == []  # refused, not aborted: metrics do not count them
     few = [llm.make_request(f"b{i}", [5], params(3)) for i in range(4)]
     stream = await llm.open(few)
     assert [i for i, _ in sorted(await stream.rest())] == [0, 1, 2, 3]
 
 
-async def test_without_on_step_nothing_piles_up(llm):
+async def test_stats_do_not_accumulate_without_on_step(llm):
     await collect(llm, "a")
     await collect(llm, "b")
     assert llm.call(lambda: len(llm.engine.stats.finished)).result(10) <= 1
 
 
-async def test_leaving_a_stream_aborts_its_request(llm):
+async def test_closing_a_stream_aborts_its_request(llm):
     async for _ in llm.generate([5], params(400), "a"):
         break
     for _ in range(100):
@@ -150,7 +150,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_program_that_does_not_shut_down_ends_well(tiny):
+async def test_program_without_shutdown_exits_cleanly(tiny):
     subprocess.run([sys.executable, "-c", FORGETFUL, str(tiny)], check=True, timeout=120)
 
 

@@ -1,5 +1,4 @@
-"""The engine against transformers while it does what makes it fast: chunks, prefix hits, preemption, two steps in
-flight, and requests that come and go at any time."""
+"""The engine against transformers: chunked prompts, prefix hits, preemption, two steps in flight, random arrivals."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ def overlap(request):
 
 
 @pytest.mark.parametrize("budget", [2, 3, 7, 16, 37])
-def test_every_split_of_a_prompt(tiny, greedy, overlap, budget):
+def test_every_chunking_of_a_prompt(tiny, greedy, overlap, budget):
     prompts = [list(range(20, 57)), [9], list(range(100, 116))]
     llm = make(tiny, max_num_seqs=2, max_num_batched_tokens=budget, async_scheduling=overlap)
     assert tokens(llm.generate(prompts, GREEDY)) == [greedy(tiny, p, 12) for p in prompts]
 
 
-def test_prefix_hits_change_nothing(tiny, greedy, overlap):
+def test_prefix_hits_do_not_change_tokens(tiny, greedy, overlap):
     llm = make(tiny, async_scheduling=overlap)
     stem = [(i * 17) % 500 for i in range(40)]
     prompts = [stem, [*stem, 3], stem[:24], [*stem[:16], 8, 8, 8], stem]
@@ -50,8 +49,8 @@ def test_prefix_hits_change_nothing(tiny, greedy, overlap):
     assert off.llm_engine.scheduler.prefix_hits == 0
 
 
-def test_a_conversation_finds_its_own_answers(tiny, greedy, overlap):
-    """Blocks of generated tokens are found too."""
+def test_conversation_hits_its_own_answers(tiny, greedy, overlap):
+    """Blocks of generated tokens are found, too."""
     llm = make(tiny, async_scheduling=overlap)
     first = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
     prompt = [5, 6, 7, *first.outputs[0].token_ids, 99]
@@ -60,7 +59,7 @@ def test_a_conversation_finds_its_own_answers(tiny, greedy, overlap):
     assert tokens([second]) == [greedy(tiny, prompt, 12)]
 
 
-def test_preemption_changes_no_token(tiny, greedy, overlap):
+def test_preemption_does_not_change_tokens(tiny, greedy, overlap):
     llm = make(tiny, num_blocks=9, max_num_seqs=6, async_scheduling=overlap)
     prompts = [[i + 3, 1, 4, i] * (1 + i) for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -79,7 +78,7 @@ BAD = [
     "kind", ["llama", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen3", "mixtral"))]
 )
 def test_random_arrivals_aborts_and_bad_requests(tiny_of, oracle, overlap, kind, seed):
-    """Requests of every kind; each that is not aborted ends as it does alone."""
+    """All kinds of requests; each one that is not aborted gives the same result as alone."""
     rng, folder = random.Random(seed), tiny_of(kind)
     llm = make(
         folder, num_blocks=20, max_num_seqs=5, max_num_batched_tokens=rng.choice([5, 16, 64]),
@@ -106,7 +105,7 @@ def test_random_arrivals_aborts_and_bad_requests(tiny_of, oracle, overlap, kind,
     assert engine.blocks.num_free == 19
 
 
-def test_a_failed_step_ends_its_requests_and_nothing_else(tiny, greedy, overlap, monkeypatch):
+def test_failed_step_ends_only_its_requests(tiny, greedy, overlap, monkeypatch):
     llm = make(tiny, async_scheduling=overlap)
     engine, prompt = llm.llm_engine, list(range(30))
     engine.add_request("a", prompt, GREEDY)
@@ -119,8 +118,8 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(tiny, greedy, overlap,
     assert again.num_cached_tokens == 0 and tokens([again]) == [greedy(tiny, prompt, 12)]
 
 
-def test_generate_after_a_step_that_was_not_launched(tiny, greedy, overlap, monkeypatch):
-    """Its prompt's blocks had names already, and nothing was in them."""
+def test_generate_after_an_unlaunched_step(tiny, greedy, overlap, monkeypatch):
+    """The blocks of its prompt were already named, but empty."""
     llm = make(tiny, async_scheduling=overlap)
     prompt = list(range(30))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
@@ -129,7 +128,7 @@ def test_generate_after_a_step_that_was_not_launched(tiny, greedy, overlap, monk
     assert tokens(llm.generate(prompt, GREEDY)) == [greedy(tiny, prompt, 12)]
 
 
-def test_an_offline_engine_keeps_nothing_of_what_has_ended(tiny):
+def test_offline_engine_drops_finished_requests(tiny):
     def count():
         gc.collect()
         return sum(isinstance(o, Request) for o in gc.get_objects())
@@ -140,8 +139,8 @@ def test_an_offline_engine_keeps_nothing_of_what_has_ended(tiny):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_generate_that_is_cut_off_leaves_a_clean_cache(tiny, greedy, overlap, monkeypatch, error):
-    """The blocks of the step that did not run have names in the prefix cache already."""
+def test_interrupted_generate_leaves_a_clean_cache(tiny, greedy, overlap, monkeypatch, error):
+    """The blocks of the step that did not run are already in the prefix cache."""
     llm, prompt = make(tiny, async_scheduling=overlap), list(range(30))
 
     def cut(*args, **kwargs):
@@ -158,14 +157,14 @@ def _broken(*args, **kwargs):
     raise RuntimeError("broken")
 
 
-def test_too_many_tokens_for_the_cache_are_refused_at_once(tiny):
+def test_request_larger_than_the_cache_is_refused(tiny):
     llm = make(tiny, num_blocks=5)
     with pytest.raises(ValueError, match="32 tokens"):
         llm.generate([1] * 40, GREEDY)
 
 
-def test_smollm2_is_transformers(oracle):
-    """Real weights, with all that the engine does at once: chunks, prefix hits, preemption, two steps in flight."""
+def test_smollm2_equals_transformers(oracle):
+    """Real weights with chunks, prefix hits, preemption and two steps in flight."""
     from smollm2 import smollm2_path
 
     folder = smollm2_path()

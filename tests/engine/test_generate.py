@@ -1,4 +1,4 @@
-"""Whole generations: the same greedy tokens as transformers, seeds, stops, preemption, abort."""
+"""Offline generation: greedy tokens against transformers, seeds, stops, preemption, abort."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def llm(tiny):
 
 
 @pytest.mark.parametrize("which", ["tiny", "tiny_tied"])
-def test_greedy_is_transformers(which, request, greedy):
+def test_greedy_equals_transformers(which, request, greedy):
     folder = request.getfixturevalue(which)
     got = tokens(LLM(str(folder), device="cpu").generate(PROMPTS, GREEDY))
     assert got == [greedy(folder, p, 20) for p in PROMPTS]
@@ -48,7 +48,7 @@ def test_seed_does_not_depend_on_the_batch(llm):
     assert tokens(batch)[2] != alone[:9]
 
 
-def test_the_largest_seed_serves_n_outputs(llm):
+def test_largest_seed_works_for_n_outputs(llm):
     largest, smallest = (
         SamplingParams(temperature=1.0, seed=seed, n=n, max_tokens=8, ignore_eos=True)
         for seed, n in ((2**63 - 1, 2), (-(2**63), 1))
@@ -67,7 +67,7 @@ def test_logprobs_of_the_whole_vocabulary(tiny):
         assert sum(math.exp(e.logprob) for e in entry.values()) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_preemption_loses_no_token(tiny, greedy):
+def test_preemption_keeps_all_tokens(tiny, greedy):
     small = LLM(str(tiny), device="cpu", num_blocks=9, block_size=4, max_model_len=32)
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9]]
     greedy_20 = [greedy(tiny, p, 20) for p in prompts]
@@ -120,14 +120,14 @@ def test_abort_frees_blocks(llm):
     engine.step()
     assert engine.blocks.num_free < free
     engine.add_request("late", [5], GREEDY)
-    last = engine.abort_request(["a0", "a1", "a2", "late", "nobody"])
+    last = engine.abort_request(["a0", "a1", "a2", "late", "unknown"])
     assert [o.outputs[0].finish_reason for o in last] == ["abort"] * 4
     assert len(last[0].outputs[0].token_ids) == 1
     assert engine.blocks.num_free == free and not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("stop", [None, ["no such string"]])
-def test_the_kinds_of_output_say_the_same(llm, stop):
+def test_output_kinds_agree(llm, stop):
     engine, found = llm.llm_engine, {}
     for kind in RequestOutputKind:
         params = SamplingParams(
@@ -159,18 +159,18 @@ def test_the_kinds_of_output_say_the_same(llm, stop):
         (["a"], "'a' is not an integer"), ([True], "True is not an integer"), ([5.0], "5.0 is not an integer"),
         ([-1], "-1 is not in the vocabulary"), ([5] * 512, "512 tokens, and the maximum context length is 512"),
         (None, "text or token ids, got None"), (b"ab", "text or token ids"), ({"text": "a"}, "text or token ids"),
-        ("\udc80", "no valid Unicode text"),
+        ("\udc80", "not valid Unicode text"),
     ],
 )  # fmt: skip
 def test_bad_prompts_are_refused(llm, prompt, message):
     with pytest.raises(ValueError, match=message):
         llm.llm_engine.make_request("x", prompt, GREEDY)
-    with pytest.raises(ValueError, match=message):  # the good one beside it is not queued either
+    with pytest.raises(ValueError, match=message):  # the valid one is not queued, either
         llm.generate([[5], prompt], GREEDY)
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_prompts_come_in_many_forms(llm):
+def test_prompt_forms(llm):
     want = tokens(llm.generate([[5, 6]], GREEDY))
     for same in (
         [5, 6],
@@ -197,7 +197,7 @@ def test_prompts_come_in_many_forms(llm):
             llm.chat(messages, GREEDY)
 
 
-def test_params_that_this_engine_refuses(llm):
+def test_unsupported_params_are_refused(llm):
     for params, message in (
         (SamplingParams(stop_token_ids=[512]), "stop_token_ids: token id 512"),
         (SamplingParams(logit_bias={600: 1.0}), "logit_bias: token id 600"),
@@ -220,13 +220,13 @@ def test_params_that_this_engine_refuses(llm):
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
-        ({"num_blocks": 1}, "the KV cache has 1 blocks, one of which is kept for padding"),
-        ({"kv_cache_memory": 1 << 56}, "which this machine does not have free"),
+        ({"num_blocks": 1}, "the KV cache has 1 blocks, one of them for padding"),
+        ({"kv_cache_memory": 1 << 56}, "more than this machine has free"),
         ({"max_model_len": 4096}, "max_model_len 4096 is more than the model's 2048"),
         ({"attention_backend": "triton"}, "triton runs on cuda, not on cpu"),
     ],
 )
-def test_settings_that_cannot_be_served(tiny, settings, message):
+def test_unsupported_settings_are_refused(tiny, settings, message):
     with pytest.raises(ValueError, match=message):
         LLM(**{"model": str(tiny), "device": "cpu", **settings})
 
@@ -235,12 +235,12 @@ def test_settings_that_cannot_be_served(tiny, settings, message):
     "wrong",
     [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_tokens": 0}, {"stop": [""]}, {"top_k": -2}],
 )
-def test_bad_sampling_params_name_the_value(wrong):
+def test_bad_sampling_params_are_named(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)
 
 
-def test_dummy_weights_need_no_file(tiny, tmp_path):
+def test_dummy_weights_need_no_weight_file(tiny, tmp_path):
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_text((tiny / name).read_text())
     settings = {"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64}
@@ -253,7 +253,7 @@ def test_dummy_weights_need_no_file(tiny, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_cuda_graphs_give_the_eager_tokens(tiny):
+def test_cuda_graphs_equal_eager_steps(tiny):
     settings = {
         "device": "cuda",
         "dtype": "float32",

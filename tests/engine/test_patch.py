@@ -1,4 +1,4 @@
-"""Our engine as a host: candidates in, calls counted, everything back on undo."""
+"""Our engine as a host: candidates run, calls are counted, and undo restores everything."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def candidate(tmp_path, text, name="kernel.py"):
     return str(file)
 
 
-def test_without_candidates_rows_show_calls(llm):
+def test_patch_without_candidates_counts_calls(llm):
     before = run(llm)
     with fastkernels.patch(llm) as report:
         assert run(llm) == before
@@ -66,7 +66,7 @@ def test_without_candidates_rows_show_calls(llm):
     assert llm.llm_engine.patched is None
 
 
-def test_a_function_takes_part_and_goes(llm, tmp_path):
+def test_candidate_function_runs_until_undo(llm, tmp_path):
     before = run(llm)
     right = candidate(tmp_path, FUNCTION.format(factor=1), "right.py")
     with fastkernels.patch(llm, candidates={"silu_and_mul": right}) as report:
@@ -79,7 +79,7 @@ def test_a_function_takes_part_and_goes(llm, tmp_path):
     assert run(llm) == before
 
 
-def test_a_class_takes_part_and_goes(llm, tmp_path):
+def test_candidate_class_runs_until_undo(llm, tmp_path):
     before = run(llm)
     kinds = [type(m) for m in llm.llm_engine.executor.runner.model.modules()]
     off = candidate(tmp_path, CLASS.format(more="* 1.5 + 0.3"))
@@ -91,7 +91,7 @@ def test_a_class_takes_part_and_goes(llm, tmp_path):
     assert [type(m) for m in llm.llm_engine.executor.runner.model.modules()] == kinds
 
 
-def test_a_bad_candidate_changes_nothing(llm, tmp_path):
+def test_bad_candidate_changes_nothing(llm, tmp_path):
     before = run(llm)
     good = candidate(tmp_path, FUNCTION.format(factor=3), "good.py")
     bad = candidate(tmp_path, "import nothing_like_this", "bad.py")
@@ -107,8 +107,8 @@ def stubs_in(folder, *names):
     return folder
 
 
-def test_a_folder_of_candidates_is_live_at_every_level(llm, tmp_path):
-    """Level-1 functions inside the modules of levels 2 and 3; the report says where, with calls."""
+def test_candidate_folder_is_live_at_every_level(llm, tmp_path):
+    """Level-1 functions run inside modules of levels 2 and 3; the report lists them with their calls."""
     before = run(llm)
     folder = stubs_in(tmp_path / "candidates", "rms_norm", "silu_and_mul")
     with fastkernels.patch(llm, candidates=folder) as report:
@@ -124,11 +124,11 @@ def test_a_folder_of_candidates_is_live_at_every_level(llm, tmp_path):
         assert f"candidate function+class {folder / 'silu_and_mul.py'}" in str(report)
         assert "candidates inside: rms_norm" in str(report)
     assert run(llm) == before
-    file = folder / "silu_and_mul.py"  # called by the MLP and by nothing else
+    file = folder / "silu_and_mul.py"  # called only by the MLP
     file.write_text(file.read_text().replace("return ours.reference(x)", "return 3 * ours.reference(x)"))
     with fastkernels.patch(llm, candidates=str(folder)):
         assert run(llm) != before
-    file = folder / "rms_norm.py"  # its class serves the last norm, its function those of the layers
+    file = folder / "rms_norm.py"  # its class runs the final norm, its function those of the layers
     text = file.read_text().replace("    return out\n\n", "    return 1.5 * out + 0.2\n\n")
     changed = stubs_in(tmp_path / "other", "rms_norm")
     (changed / "rms_norm.py").write_text(text[: text.index("class VllmRMSNorm")])
@@ -137,8 +137,8 @@ def test_a_folder_of_candidates_is_live_at_every_level(llm, tmp_path):
     assert run(llm) == before
 
 
-def test_stubs_of_every_op_together(llm, tmp_path):
-    """What the model has not is off with that reason; all else takes part, method objects too."""
+def test_stubs_of_every_op_run_together(llm, tmp_path):
+    """Ops that the model lacks are off with a reason; all others run, method objects included."""
     before = run(llm)
     kinds = [type(m) for m in llm.llm_engine.executor.runner.model.modules()]
     folder = stubs_in(tmp_path / "all", *registry.op_names())
@@ -159,7 +159,7 @@ def test_stubs_of_every_op_together(llm, tmp_path):
     assert run(llm) == before
 
 
-def test_a_candidate_for_a_fusion_is_called_in_the_place_of_its_parts(llm, tmp_path):
+def test_candidate_for_a_fusion_replaces_the_calls_of_its_parts(llm, tmp_path):
     before = run(llm)
     with fastkernels.patch(llm, candidates=stubs_in(tmp_path / "one", "rope_store_kvcache")) as report:
         assert run(llm) == before
@@ -171,7 +171,7 @@ def test_a_candidate_for_a_fusion_is_called_in_the_place_of_its_parts(llm, tmp_p
     assert run(llm) == before
 
 
-def test_a_folder_that_cannot_be_used_changes_nothing(llm, tmp_path):
+def test_unusable_folder_changes_nothing(llm, tmp_path):
     before = run(llm)
     with pytest.raises(CandidateError, match="no file OP"):
         fastkernels.patch(llm, candidates=tmp_path)
@@ -201,7 +201,7 @@ def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
         other.llm_engine.patched.undo()
 
 
-def test_async_streams_patches_and_survives_a_failing_step(tiny):
+def test_async_patch_survives_a_failed_step(tiny):
     llm = AsyncLLM(EngineConfig(model=str(tiny), device="cpu", max_model_len=128))
 
     delta = replace(GREEDY, output_kind=RequestOutputKind.DELTA)
@@ -229,14 +229,14 @@ def test_async_streams_patches_and_survives_a_failing_step(tiny):
             await one("e", [])
 
     asyncio.run(main())
-    deadline = time.monotonic() + 30  # the engine's own thread ends what was left
+    deadline = time.monotonic() + 30  # the engine's thread ends the remaining requests
     while llm.engine.has_unfinished_requests() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not llm.engine.has_unfinished_requests()
     llm.shutdown()
 
 
-def test_what_a_candidate_computed_is_not_found_without_it(tiny, tmp_path):
+def test_prefix_cache_keeps_nothing_of_a_candidate(tiny, tmp_path):
     (tmp_path / "silu_and_mul.py").write_text(FUNCTION.format(factor=2.0))
     llm = LLM(str(tiny), device="cpu", num_blocks=40)
     prompt = [list(range(5, 60))]
@@ -253,7 +253,7 @@ def test_what_a_candidate_computed_is_not_found_without_it(tiny, tmp_path):
     assert answer().outputs[0].token_ids == first.outputs[0].token_ids
 
 
-def test_a_report_that_cannot_be_written_ends_nothing(tiny, tmp_path, monkeypatch, caplog):
+def test_unwritable_report_ends_no_request(tiny, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     llm = LLM(str(tiny), device="cpu", num_blocks=40)
     monkeypatch.setenv("FASTKERNELS_REPORT", str(tmp_path))

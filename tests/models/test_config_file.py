@@ -1,4 +1,4 @@
-"""config.json without transformers: the same fields as with it, and only where nothing needs it."""
+"""Reading config.json without transformers gives the same fields, or leaves it to transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ = (
 
 
 def plain(kind: str, **fields: Any) -> dict[str, Any]:
-    """A config.json as checkpoints have them; None takes a field out."""
+    """A typical config.json; None removes a field."""
     made = {
         **SIZES, **KINDS[kind][1], "model_type": kind, "architectures": [f"{KINDS[kind][0]}ForCausalLM"],
         "hidden_act": "silu", "rms_norm_eps": 1e-5, **({} if "torch_dtype" in fields else {"dtype": "bfloat16"}),
@@ -48,7 +48,7 @@ def written(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def seen(found: Any) -> dict[str, Any]:
-    """What models and the engine read of a config."""
+    """The fields of a config that models and the engine read."""
     layers = [sliding_window(found, f"model.layers.{i}") for i in range(found.num_hidden_layers)]
     rope = {k: v for k, v in rope_parameters(found).items() if v is not None}
     own = {name: getattr(found, name, None) or None for name in READ}
@@ -59,7 +59,7 @@ def seen(found: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields", [{}, OLD, {"rope_theta": 1e6, "head_dim": 64}, {"tie_word_embeddings": True}]
 )
-def test_it_is_what_transformers_reads(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_plain_config_equals_transformers(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
     folder = written(tmp_path, plain(kind, **fields))
@@ -68,7 +68,7 @@ def test_it_is_what_transformers_reads(tmp_path: Path, kind: str, fields: dict[s
     assert seen(found) == seen(AutoConfig.from_pretrained(folder))
 
 
-def test_no_head_dim_and_a_window(tmp_path: Path) -> None:
+def test_config_without_head_dim_or_with_window(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     for kind, fields in (("llama", {"head_dim": None}), ("mixtral", {"sliding_window": 16}), ("qwen3", OLD)):
@@ -79,7 +79,7 @@ def test_no_head_dim_and_a_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
-def test_no_end_token(tmp_path: Path, kind: str) -> None:
+def test_config_without_end_token(tmp_path: Path, kind: str) -> None:
     from transformers import AutoConfig
 
     folder = written(tmp_path, {**plain(kind), "eos_token_id": None})
@@ -88,7 +88,7 @@ def test_no_end_token(tmp_path: Path, kind: str) -> None:
     assert seen(found) == seen(AutoConfig.from_pretrained(folder))
 
 
-def test_what_transformers_saves_is_plain(tiny: Path) -> None:
+def test_config_saved_by_transformers_is_plain(tiny: Path) -> None:
     from transformers import AutoConfig
 
     found = config.read(tiny)
@@ -105,23 +105,23 @@ def test_what_transformers_saves_is_plain(tiny: Path) -> None:
         {"partial_rotary_factor": 0.5}, {"tie_word_embeddings": None}, {"layer_types": ["sliding_attention"] * 2},
     ],
 )  # fmt: skip
-def test_all_else_is_for_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_other_configs_are_left_to_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert config.read(written(tmp_path, plain("llama", **fields))) is None
 
 
-def test_qwen3_needs_its_head_size(tmp_path: Path) -> None:
+def test_qwen3_without_head_dim_is_not_plain(tmp_path: Path) -> None:
     assert config.read(written(tmp_path, plain("qwen3", head_dim=None))) is None
     assert build.load_config(tmp_path).head_dim == 128  # transformers' default
 
 
-def test_no_file_and_no_json(tmp_path: Path) -> None:
+def test_missing_and_invalid_files_are_not_plain(tmp_path: Path) -> None:
     assert config.read(tmp_path) is None
     for text in ("{", "[1]", '"llama"'):
         (tmp_path / "config.json").write_text(text)
         assert config.read(tmp_path) is None
 
 
-def test_an_engine_without_a_tokenizer_does_not_import_what_takes_seconds(tiny: Path) -> None:
+def test_engine_without_tokenizer_skips_slow_imports(tiny: Path) -> None:
     code = (
         "import sys; from fastkernels import LLM, SamplingParams;"
         f"llm = LLM({str(tiny)!r}, device='cpu', skip_tokenizer_init=True, num_blocks=9, max_model_len=64);"

@@ -1,4 +1,4 @@
-"""What is Mixtral's own beside test_models.py: its window, experts that do not fit, the block on two ranks."""
+"""Mixtral's sliding window, wrong expert shapes, and its block on two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiny_window(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(folder: Path, prompt: list[int]) -> torch.Tensor:
-    """Our model's logits at every position of a prompt, in one prefill."""
+    """Logits at every position of a prompt, in one prefill."""
     model = build(folder, load_config(folder), torch.device("cpu"), torch.float32)
     n, block = len(prompt), 16
     blocks = -(-n // block) + 1
@@ -49,8 +49,8 @@ def logits(folder: Path, prompt: list[int]) -> torch.Tensor:
         return model.compute_logits(model(torch.tensor(prompt), torch.arange(n)))
 
 
-def test_the_window_matters(tiny_mixtral: Path, tiny_window: Path) -> None:
-    """Same weights: the first nine positions are equal, the last ones are not."""
+def test_window_changes_late_positions_only(tiny_mixtral: Path, tiny_window: Path) -> None:
+    """With the same weights, the first nine positions are equal and the last ones differ."""
     full, windowed = logits(tiny_mixtral, PROMPT), logits(tiny_window, PROMPT)
     torch.testing.assert_close(full[:9], windowed[:9])
     assert (full[20:] - windowed[20:]).abs().max() > 0.1
@@ -64,9 +64,7 @@ def test_the_window_matters(tiny_mixtral: Path, tiny_window: Path) -> None:
         ("shape", r"experts\.0\.w3\.weight of shape \(95, 128\) does not fit.*expected \(96, 128\)"),
     ],
 )
-def test_an_expert_that_does_not_fit_is_named(
-    change: str, says: str, tiny_mixtral: Path, tmp_path: Path
-) -> None:
+def test_wrong_expert_shape_is_named(change: str, says: str, tiny_mixtral: Path, tmp_path: Path) -> None:
     found = load_file(tiny_mixtral / "model.safetensors")
     if change == "drop":
         del found["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
@@ -81,7 +79,7 @@ def test_an_expert_that_does_not_fit_is_named(
         build(tmp_path, load_config(tmp_path), torch.device("cpu"), torch.float32)
 
 
-def test_an_activation_that_is_not_silu_is_said(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_other_activation_than_silu_is_refused(tiny_mixtral: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_mixtral / "config.json").read_text()) | {"hidden_act": "gelu"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="hidden_act 'gelu' is not supported"):

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded: the error says which file and which keys."""
+"""Loading checkpoints: errors name the file and the keys; sharding, dummy weights and memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fails(folder, *parts, **settings):
 
 
 def split(folder):
-    """The checkpoint in two files and an index, which is returned."""
+    """Split the checkpoint into two files and an index, and return the index."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     file.unlink()
@@ -90,7 +90,7 @@ def test_truncated_file(copy):
     header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
     last = max((v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__")[1]
     file.write_bytes(whole[:-1])
-    fails(copy, "model.safetensors", f"truncated, {len(whole) - 1} bytes of {len(whole)}; not whole: {last}")
+    fails(copy, "model.safetensors", f"truncated, {len(whole) - 1} bytes of {len(whole)}; incomplete: {last}")
     file.write_bytes(whole[:100])
     fails(copy, "model.safetensors", "truncated")
     file.write_bytes(b"")
@@ -105,7 +105,7 @@ def test_bytes_damaged_in_the_middle(copy):
     fails(copy, "NaN", f"{key} (model.safetensors)")
 
 
-def test_a_dtype_that_cannot_hold_the_values(copy):
+def test_dtype_too_small_for_the_values(copy):
     key = "model.layers.0.self_attn.k_proj.weight"
     edit(copy, lambda t: t[key].view(-1)[7].fill_(1e6))
     fails(copy, "too large", f"{key} (model.safetensors; torch.float16)", dtype=torch.float16)
@@ -120,7 +120,7 @@ def test_shards_load_and_a_missing_shard_is_named(copy, tiny):
     fails(copy, "b.safetensors")
 
 
-def test_an_index_that_lies(copy):
+def test_wrong_index_is_reported(copy):
     index = split(copy)
     places = index["weight_map"]
     write_index(copy, {"weight_map": {**places, "model.norm.bias": "a.safetensors"}})
@@ -130,7 +130,7 @@ def test_an_index_that_lies(copy):
     write_index(copy, once.replace('"weight_map": {', f'"weight_map": {{"{key}": "b.safetensors", '))
     fails(copy, "index.json", f"{key} twice: b.safetensors and a.safetensors")
     write_index(copy, {"weight_map": {**places, key: "../a.safetensors"}})
-    fails(copy, "outside of its folder", "../a.safetensors")
+    fails(copy, "outside its folder", "../a.safetensors")
     write_index(copy, '{"weight_map": [1]}')
     fails(copy, "index.json is not a safetensors index")
     write_index(copy, index)
@@ -147,36 +147,36 @@ def test_no_weights_and_no_config(copy, tmp_path):
     fails(tmp_path / "empty", "config.json")
     fails(tmp_path / "nowhere", "neither a folder nor a hub id")
     (copy / "pytorch_model.bin").write_bytes(b"")
-    fails(copy, "pytorch_model.bin: convert it")
+    fails(copy, "pytorch_model.bin: convert them")
 
 
-def test_a_hub_id_without_the_hub(monkeypatch, tmp_path):
+def test_hub_id_while_offline(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    for model in ("somebody/no-such-model", "somebody/no-such-model@v2"):
+    for model in ("owner/no-such-model", "owner/no-such-model@v2"):
         with pytest.raises(CheckpointError, match=f"{model}.*not in the local hub cache.*HF_HUB_OFFLINE"):
             resolve(model)
-    with pytest.raises(CheckpointError, match="not a hub id"):
+    with pytest.raises(CheckpointError, match="not a valid hub id"):
         resolve("some body/model")
 
 
-def test_a_revision_from_the_hub_cache(monkeypatch, tmp_path, tiny):
+def test_revision_from_the_hub_cache(monkeypatch, tmp_path, tiny):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    repository, commit = tmp_path / "models--somebody--tiny", "0" * 39 + "1"
+    repository, commit = tmp_path / "models--owner--tiny", "0" * 39 + "1"
     shutil.copytree(tiny, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "v2").write_text(commit)
-    assert resolve("somebody/tiny@v2") == repository / "snapshots" / commit
-    with pytest.raises(CheckpointError, match="somebody/tiny"):
-        resolve("somebody/tiny")
+    assert resolve("owner/tiny@v2") == repository / "snapshots" / commit
+    with pytest.raises(CheckpointError, match="owner/tiny"):
+        resolve("owner/tiny")
 
 
-def test_config_that_is_no_json(copy):
+def test_config_that_is_not_json(copy):
     (copy / "config.json").write_text('{"architectures": [')
     fails(copy, "config.json")
 
@@ -200,7 +200,7 @@ def test_resolve_keeps_a_folder(tiny):
     assert resolve(str(tiny)) == tiny
 
 
-def test_cache_too_small_for_the_length_says_so(tiny):
+def test_cache_too_small_for_max_model_len(tiny):
     with pytest.raises(ValueError, match="max_model_len 512 does not fit"):
         LLM(str(tiny), device="cpu", max_model_len=512, num_blocks=9)
     with pytest.raises(ValueError, match="more than the model's 2048"):
@@ -208,7 +208,7 @@ def test_cache_too_small_for_the_length_says_so(tiny):
 
 
 def as_checkpoint(parameters, vocabulary):
-    """What weights.load would have read these parameters from: packed ones in their parts, without padding."""
+    """Checkpoint tensors of these parameters: packed ones as parts, without padding."""
     found = {}
     for name, p in parameters.items():
         head = name.rpartition(".")[0]
@@ -231,8 +231,8 @@ def as_checkpoint(parameters, vocabulary):
 
 
 @pytest.mark.parametrize(("kind", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2)])
-def test_dummy_weights_are_the_same_model_whatever_the_ranks(tmp_path, kind, size):
-    """Loading the whole model's weights as a checkpoint gives each rank what it drew itself."""
+def test_dummy_weights_do_not_depend_on_ranks(tmp_path, kind, size):
+    """A checkpoint of the whole model's dummy weights gives each rank the shard that it generates itself."""
     make_tiny(tmp_path, kind, "float32", vocab_size=500)
     whole = load(tmp_path, load_format="dummy", seed=3)
     matrices = [p for p in whole.values() if p.dim() > 1]
@@ -263,14 +263,14 @@ def test_dummy_weights_are_the_same_model_whatever_the_ranks(tmp_path, kind, siz
         (4, {"intermediate_size": 254}, "size 254 cannot be divided over 4 ranks"),
     ],
 )
-def test_sizes_that_the_ranks_cannot_share(tiny, tmp_path, size, change, message):
+def test_sizes_that_cannot_be_sharded(tiny, tmp_path, size, change, message):
     config = json.loads((tiny / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with parallel.build_as(0, size), pytest.raises(ValueError, match=message):
         load(tmp_path, load_format="dummy")
 
 
-def test_a_model_that_does_not_fit_says_how_much_it_needs(tiny, tmp_path):
+def test_model_larger_than_memory_is_refused(tiny, tmp_path):
     config = json.loads((tiny / "config.json").read_text())
     large = {"hidden_size": 65536, "intermediate_size": 1 << 20, "vocab_size": 1 << 20}
     (tmp_path / "config.json").write_text(json.dumps({**config, **large}))
@@ -290,7 +290,7 @@ def load(folder):
 def resident(line):
     return int(next(l for l in open("/proc/self/status") if l.startswith(line)).split()[1])
 load(Path(sys.argv[1]))
-for rank, size in ((1, 4), (0, 1)):  # the larger peak last: a process has but one
+for rank, size in ((1, 4), (0, 1)):  # the larger peak last: a process has only one
     before = resident("VmRSS")
     with parallel.build_as(rank, size):
         model = load(Path(sys.argv[2]))
@@ -299,8 +299,8 @@ for rank, size in ((1, 4), (0, 1)):  # the larger peak last: a process has but o
 """
 
 
-def test_peak_memory_is_the_share_of_the_model_and_of_one_file(tiny, tmp_path):
-    """Four files of 50 MB: the peak is the model and one file; a rank of four reads its quarter of them."""
+def test_peak_memory_is_one_shard_plus_one_file(tiny, tmp_path):
+    """Four files of 50 MB: the peak is the model plus one file; one of four ranks reads a quarter."""
     config = json.loads((tiny / "config.json").read_text())
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 16384,
              "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # fmt: skip
@@ -331,6 +331,6 @@ def test_peak_memory_is_the_share_of_the_model_and_of_one_file(tiny, tmp_path):
     quarter_growth, quarter, growth, model = map(int, out)
     assert model > 0.98 * total and total > 3 * largest
     assert growth < model + largest + 8 * 1024
-    # Columns (o_proj, down_proj) lie on all pages of their tensor, rows on a quarter.
+    # Column shards (o_proj, down_proj) touch all pages of their tensor, row shards a quarter.
     assert quarter < 0.28 * total
     assert quarter_growth < quarter + 0.6 * largest + 8 * 1024

@@ -1,5 +1,5 @@
-"""An executor without a model: it keeps the KV cache as a list of tokens and reads sequences back through the block
-tables, so that a block that is shared while it is written, freed too early or named wrongly gives wrong tokens.
+"""A simulated executor whose KV cache holds tokens. It reads sequences back through the block tables, so that a block
+that is shared while written, freed too early or wrongly named gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VOCAB = 50
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """What the 'model' says after these tokens."""
+    """The simulated model's next token."""
     value = 7
     for token in token_ids:
         value = (value * 31 + int(token) + 1) % 1000003
@@ -39,7 +39,7 @@ class Done:
 
 
 class CacheModel:
-    """The ranks' side of a step."""
+    """The executor of the simulated model."""
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int):
         self.block_size, self.budget = block_size, max_num_batched_tokens

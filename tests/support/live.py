@@ -1,4 +1,4 @@
-"""Our server in this process, on a real socket."""
+"""A server in this process, on a real socket."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fastkernels.engine.http.server import Server
 def live_server(
     model: Path, server_config: ServerConfig | None = None, send_buffer: int | None = None, **config: Any
 ) -> Iterator[tuple[str, Server]]:
-    """(url, server). Ends as with SIGINT; no thread of it is left.
+    """(url, server). Ends it as SIGINT does, and asserts that no thread is left.
 
-    send_buffer: bytes that the kernel takes of an answer before the client reads
+    send_buffer: bytes of an answer that the kernel buffers before the client reads
     """
     before = set(threading.enumerate())
     defaults = {"device": "cpu", "max_model_len": 512, "num_blocks": 200, "max_num_seqs": 8}
@@ -48,12 +48,13 @@ def live_server(
             process.handle_exit(2, None)
             thread.join(20)
     assert not thread.is_alive()
-    left = [t for t in set(threading.enumerate()) - before if not t.name.startswith("asyncio_")]
+    others = ("asyncio_", "tqdm_monitor")  # threads that the standard library and tqdm keep
+    left = [t for t in set(threading.enumerate()) - before if not t.name.startswith(others)]
     assert left == [], left
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Until it is true; errors of a connection count as not yet."""
+    """Wait until the condition holds. Connection errors count as false."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(httpx.TransportError):

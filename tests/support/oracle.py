@@ -1,4 +1,4 @@
-"""What a request must give, from transformers' logits: tokens, log-probabilities, the end; slow, plain, one by one."""
+"""Expected tokens, log-probabilities and ends of requests, computed one by one from transformers' logits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fastkernels import LLM, SamplingParams
 from fastkernels.engine.scheduling.request import Logprob, RequestOutput
 from fastkernels.overrides.kit.philox import exponential
 
-TOLERANCE = 2e-4  # of a log-probability, float32 against float32
-EOS = 1  # of the checkpoints of tiny.py
+TOLERANCE = 2e-4  # of float32 log-probabilities
+EOS = 1  # in the checkpoints of tiny.py
 STEM = [(i * 49) % 500 for i in range(40)]  # no prompt below ends within a UTF-8 character
 ALL = {
     "temperature": 1.2, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.4,
@@ -44,7 +44,7 @@ REQUESTS = [
 
 
 class Oracle:
-    """transformers' models in float32. Logits are computed once for a folder and a list of tokens."""
+    """transformers' models in float32. Logits are cached by folder and tokens."""
 
     def __init__(self) -> None:
         self._models: dict[Path, Any] = {}
@@ -67,14 +67,14 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, folder: Path, ids: Sequence[int]) -> torch.Tensor:
-        """[T, V] float32: after each token, of the next one."""
+        """Logits [T, V] float32 of the token after each position."""
         key = (folder, tuple(ids))
         if key not in self._logits:
             self._logits[key] = self.model(folder)(torch.tensor([list(ids)])).logits[0].float()
         return self._logits[key]
 
     def greedy(self, folder: Path, prompt: list[int], n: int) -> list[int]:
-        """transformers' next n tokens, EOS ignored."""
+        """The next n greedy tokens of transformers, ignoring EOS."""
         ids = torch.tensor([prompt])
         out = self.model(folder).generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=None,
@@ -83,13 +83,13 @@ class Oracle:
         return out[0, len(prompt) :].tolist()
 
     def check_requests(self, folder: Path, llm: LLM) -> None:
-        """What this engine makes of REQUESTS."""
+        """Compare this engine's outputs for REQUESTS with the oracle's."""
         prompts, params = (list(each) for each in zip(*REQUESTS, strict=True))
         for output, own in zip(llm.generate(prompts, params), params, strict=True):
             self.check(folder, output, own)
 
     def check(self, folder: Path, output: RequestOutput, params: SamplingParams, eos: int = EOS) -> None:
-        """Each of the request's n outputs is what this oracle gives for params, whose seed is set unless greedy."""
+        """Assert that each of the n outputs equals the oracle's. params needs a seed unless greedy."""
         prompt = output.prompt_token_ids
         assert output.finished and [o.index for o in output.outputs] == list(range(params.n))
         for out in output.outputs:
@@ -127,7 +127,7 @@ class Oracle:
     def _end(
         self, folder: Path, ids: list[int], params: SamplingParams, ends: set[int]
     ) -> tuple[str, str, int | str | None]:
-        """Text, finish_reason and stop_reason of these tokens, none of which but the last may end the request."""
+        """Text, finish_reason and stop_reason of these tokens. Only the last one may end the request."""
         decode = self.tokenizer(folder).decode
         for n in range(1, len(ids) + 1):
             last = n == len(ids)
@@ -137,7 +137,7 @@ class Oracle:
                 return decode(ids[:-1], skip_special_tokens=True), "stop", stop
             old, text = (decode(ids[:m], skip_special_tokens=True).rstrip("\ufffd") for m in (n - 1, n))
             starts = {s: text.find(s, max(0, len(old) - len(s) + 1)) for s in params.stop_strings}
-            found = [(at + len(s), s) for s, at in starts.items() if at >= 0]  # with the last token's help
+            found = [(at + len(s), s) for s, at in starts.items() if at >= 0]  # completed by the last token
             if found and n >= params.min_tokens:
                 assert last, f"went on after {min(found)}"
                 end, stop = min(found)
@@ -154,7 +154,7 @@ def choose(
     ends: set[int],
     seed: int,
 ) -> int:
-    """The next token after `output`, from the model's logits [V]: vLLM's order, the noise of (seed, number, token)."""
+    """The next token after `output` from logits [V], in vLLM's order, with noise of (seed, index, token)."""
     x = logits.double()
     if len(output) < params.min_tokens:
         x[list(ends)] = -math.inf
@@ -175,7 +175,7 @@ def choose(
 
 
 def filtered(x: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The probabilities [V] that min_p, top_k and top_p leave, in this order, of logits that have their temperature."""
+    """Probabilities [V] after min_p, top_k and top_p, in this order, of logits divided by the temperature."""
     p = x.double().softmax(dim=-1)
     p = torch.where(p >= params.min_p * p.max(), p, 0.0)
     if 0 < params.top_k < len(p):
@@ -188,7 +188,7 @@ def filtered(x: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def check_logprobs(found: dict[int, Logprob], token: int, k: int, logits: torch.Tensor) -> None:
-    """The token's entry comes first, then those of the k most likely; of equals any."""
+    """Assert that the token's entry comes first, then the k most likely ones, with ties in any order."""
     want = logits.log_softmax(dim=-1)
     assert next(iter(found)) == token and k <= len(found) <= k + 1
     for other, entry in found.items():

@@ -1,4 +1,4 @@
-"""`fk-bench serve` as a process of its own: how a test starts it, and how it checks its end."""
+"""`fk-bench serve` as a process of its own: start it, and check how it ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ FK_BENCH = [sys.executable, "-m", "fk_bench.cli", "serve"]
 
 
 def start(
-    folder: Path, *args: str, env: dict[str, str] | None = None, log: IO[str] | None = None
+    folder: Path,
+    *args: str,
+    env: dict[str, str] | None = None,
+    log: IO[str] | None = None,
+    num_blocks: int | None = 200,
 ) -> tuple[subprocess.Popen[str], str]:
-    """(process, url) of a server that answers. log: where its output goes, a pipe (64 KiB!) if there is none."""
+    """(process, url) of a running server. log: file for its output (default: a pipe, which holds 64 KiB)."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [*FK_BENCH, str(folder), "--port", str(port), "--device", "cpu", "--num-blocks", "200", *args]
+    command = [*FK_BENCH, str(folder), "--port", str(port), "--device", "cpu", *args]
+    command += [] if num_blocks is None else ["--num-blocks", str(num_blocks)]
     out: Any = subprocess.PIPE if log is None else log
     process = subprocess.Popen(command, env={**os.environ, **(env or {})}, stderr=out, stdout=out, text=True)
     url = f"http://127.0.0.1:{port}"
@@ -39,7 +44,7 @@ def start(
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
-    """(exit status, standard error if it is a pipe); nothing that it started is left."""
+    """(exit status, standard error if it is a pipe). Asserts that no child process is left."""
     children = psutil.Process(process.pid).children(recursive=True)
     status = process.wait(seconds)
     assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
@@ -47,7 +52,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:
-    """Every process on the machine that has this in its environment, whoever its parent is now."""
+    """Every process on the machine with this variable in its environment, whatever its parent."""
     found = []
     for process in psutil.process_iter():
         try:

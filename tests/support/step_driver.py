@@ -1,4 +1,4 @@
-"""Steps made by hand, for a ModelRunner without an engine."""
+"""Hand-made steps for a Generate runner without an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.runner import ModelRunner
+from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.models.common.build import load_config
@@ -19,22 +19,22 @@ PROMPT = [5, 17, 300, 4, 4, 90, 211]
 OTHER = [9, 8, 7, 401, 33]
 
 
-def make_runner(folder: Path, **settings: Any) -> ModelRunner:
+def make_runner(folder: Path, **settings: Any) -> Generate:
     defaults: dict[str, Any] = {
         "device": "cpu", "block_size": BLOCK, "num_blocks": 64, "max_model_len": 64, "max_num_seqs": 4,
         "max_num_batched_tokens": 32, "dtype": "float32",
     }  # fmt: skip
     config = EngineConfig(model=str(folder), **{**defaults, **settings})
-    return ModelRunner(config, folder, load_config(folder))
+    return Generate(config, folder, load_config(folder))
 
 
 class Driver:
-    """Keeps what an engine keeps: slots, block tables with gaps, lengths. Rows are (slot, token ids)."""
+    """The engine's state: slots, scattered block tables, lengths. Rows are (slot, token ids)."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0):
+    def __init__(self, runner: Generate, seed: int = 0):
         self.runner = runner
         order = np.random.default_rng(seed).permutation(np.arange(1, runner.limits.num_blocks))
-        self.free = order.tolist()  # scattered: no table is a range
+        self.free = order.tolist()  # shuffled, so that no table is a range
         self.tables: dict[int, list[int]] = {}
         self.lens: dict[int, int] = {}
         self.generated: dict[int, int] = {}
@@ -47,7 +47,7 @@ class Driver:
         prompt: Sequence[int] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        """prompt: for the penalties. The seed is the params', or 0."""
+        """Enter a request into a slot. prompt: for the penalties. The seed is params.seed or 0."""
         self.leave(slot)
         self.tables[slot], self.lens[slot], self.generated[slot] = [], 0, 0
         params = params or SamplingParams(temperature=0)

@@ -107,6 +107,30 @@ def make_tiny(
     return folder
 
 
+def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
+    """A random float32 BertModel in `folder`, with a tokenizer: 2 layers of 4 heads, hidden size 64.
+
+    overrides: fields of transformers.BertConfig.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from transformers import BertConfig, BertModel
+
+    folder = Path(folder)
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 128,
+    }  # fmt: skip
+    model = BertModel(BertConfig(**{**sizes, **overrides}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(float(parameter.dim() == 1), 0.1, generator=generator)
+    model.save_pretrained(folder)
+    _tokenizer(folder)
+    return folder
+
+
 def make_tiny_llama(folder: str | Path, dtype: str = "bfloat16", seed: int = 0, **overrides: Any) -> Path:
     """make_tiny of a LlamaForCausalLM with llama3 rope scaling."""
     return make_tiny(folder, "llama", dtype, seed, **overrides)

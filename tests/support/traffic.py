@@ -1,4 +1,4 @@
-"""A server under load: random requests, what each must give, and clients that read, leave, send nonsense or die."""
+"""Load for a server: random requests with expected results, and clients that read, leave, misbehave or die."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fastkernels.engine.llm import LLM
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT = 256  # --max-model-len of the servers under load
-TOLERANCE = 1e-3  # of a log-probability in float32, in a batch of another shape
+TOLERANCE = 1e-3  # of float32 log-probabilities in batches of different shapes
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: its path and its body, without `stream`."""
+    """The path and body of a request, without `stream`."""
 
     path: str
     body: dict[str, Any]
 
     @property
     def fixed(self) -> bool:
-        """Its answer is one that can be known before."""
+        """Whether its answer is deterministic."""
         return self.body["temperature"] == 0 or "seed" in self.body
 
 
@@ -45,7 +45,7 @@ class Choice:
 
 
 def asks(number: int, seed: int = 0) -> list[Ask]:
-    """Different requests, the same ones for the same seed: prompts that begin alike, every kind of parameter."""
+    """Different requests with common prefixes and all kinds of parameters, determined by the seed."""
     rng = random.Random(seed)
     text = lambda n: "".join(rng.choices(string.ascii_lowercase + " ", k=n))  # noqa: E731
     prefixes = [text(n) for n in (16, 33, 64, 100)]
@@ -80,7 +80,7 @@ def _ask(rng: random.Random, prompt: str, text: Callable[[int], str]) -> Ask:
 
 
 class Reference:
-    """What each request gives alone: the engine in this process, offline, one request at a time, no prefix cache."""
+    """The expected result of each request: offline, alone, without prefix cache."""
 
     def __init__(self, folder: Path):
         self.llm = LLM(
@@ -106,7 +106,7 @@ class Reference:
 
 
 def malformed(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
-    """(path, body, headers) of something that must get a 4xx."""
+    """(path, body, headers) of a request that must get a 4xx."""
     wrong: list[dict[str, Any]] = [
         {"prompt": "a", "max_tokens": 0}, {"prompt": "a", "no_such_field": 1}, {"prompt": []}, {"prompt": [10**6]},
         {"prompt": [5] * CONTEXT}, {"prompt": "a", "temperature": -1}, {"prompt": "a", "temperature": "hot"},
@@ -125,12 +125,12 @@ def malformed(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
 
 
 class Clients:
-    """Clients of one server, and how their requests ended.
+    """Clients of one server, and the outcomes of their requests.
 
-    ends: counts of right, wrong, left (the client went away), refused (429), bad (4xx for nonsense), error (5xx, or an
-    error in a stream), lost (the connection ended without a word), unreached (so did one that was begun after `middle`,
-    before it had any answer), killed (clients).
-    stories: what is not right about each wrong or lost one.
+    ends: counts of right, wrong, left (the client disconnected), refused (429), bad (4xx for malformed requests), error
+    (5xx, or an error in a stream), lost (the connection ended without an answer), unreached (the same, for a request
+    sent after `middle`), killed (clients).
+    stories: a description of each wrong or lost one.
     """
 
     def __init__(self, url: str, pool: Sequence[Ask], reference: Reference, timeout: float = 60.0):
@@ -147,8 +147,9 @@ class Clients:
         killed: int = 0,
         middle: Callable[[], None] | None = None,
     ) -> None:
-        """So many requests, so many at once: 5% leave, 2% are malformed. `killed` client processes die in the middle
-        of their streams. middle() is called when half of the requests have been sent."""
+        """Send requests concurrently: 5% of the clients leave, 2% of the requests are malformed, and `killed` client
+        processes die during their streams. middle() is called after half of the requests.
+        """
         rng = random.Random(seed)
         jobs = [self._job(rng) for _ in range(number)]
         for i in range(killed):
@@ -166,7 +167,7 @@ class Clients:
                     late = self.after_middle
                     try:
                         end = await job(client)
-                    except httpx.TransportError as error:  # before a byte of an answer
+                    except httpx.TransportError as error:  # before any byte of the answer
                         end = "unreached" if late else "lost"
                         self.stories += [] if late else [f"lost: {type(error).__name__}: {error}"]
                     self.ends[end] += 1
@@ -182,7 +183,7 @@ class Clients:
         return lambda client: self.stream(client, ask, after) if stream else self.whole(client, ask, after)
 
     async def whole(self, client: httpx.AsyncClient, ask: Ask, leave: int | None = None) -> str:
-        """leave: hundredths of a second that the client has."""
+        """leave: hundredths of a second until the client disconnects."""
         request = client.post(ask.path, json=ask.body)
         if leave is None:
             answer = await request
@@ -199,7 +200,7 @@ class Clients:
         return self._compare(ask, found, answer.json()["usage"])
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask, leave: int | None = None) -> str:
-        """leave: events that the client waits for."""
+        """leave: events after which the client disconnects."""
         body = {**ask.body, "stream": True, "stream_options": {"include_usage": True}}
         found: dict[int, Choice] = {}
         usage, last, left = None, "", leave
@@ -268,7 +269,7 @@ class Clients:
         return "wrong"
 
     async def _die(self, client: httpx.AsyncClient) -> str:
-        """A process with three streams is killed while it reads them."""
+        """Kill a process while it reads three streams."""
         host, port = self.url.removeprefix("http://").split(":")
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", DYING, host, port, stdout=asyncio.subprocess.PIPE
@@ -299,7 +300,7 @@ while True:
 
 
 def _read(found: dict[int, Choice], choice: dict[str, Any]) -> None:
-    """Add a choice of a whole answer, or of an event."""
+    """Add a choice of a complete answer or of an event."""
     to = found.setdefault(choice["index"], Choice())
     message = choice.get("message") or choice.get("delta")
     to.text += choice["text"] if message is None else message["content"]

@@ -8,32 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common.ops import model_names
-from fastkernels.models.common.registry import ARCHITECTURES, architectures
+from fastkernels.models.common.registry import architectures, by_architecture, models
 
-# Sizes of public models, for machines that reach no hub and for repositories that ask for a licence first.
-_LLAMA: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
-_QWEN: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
-PUBLIC: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # type, sizes in the order of _SIZES, the rest
-    "llama-3.1-8b": ("llama", (4096, 14336, 32, 32, 8), _LLAMA),
-    "llama-3.1-70b": ("llama", (8192, 28672, 80, 64, 8), _LLAMA),
-    "llama-3.2-1b": ("llama", (2048, 8192, 16, 32, 8), {**_LLAMA, "tie_word_embeddings": True}),
-    "qwen3-0.6b": ("qwen3", (1024, 3072, 28, 16, 8), {**_QWEN, "tie_word_embeddings": True}),
-    "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8), _QWEN),
-    "qwen3-32b": ("qwen3", (5120, 25600, 64, 64, 8), _QWEN),
-    "mixtral-8x7b": (
-        "mixtral", (4096, 14336, 32, 32, 8),
-        {"vocab_size": 32000, "max_position_embeddings": 32768, "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
-}  # fmt: skip
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-_OWNERS = ("", "meta-llama", "qwen", "mistralai")
+# {short name: (model type, fields)}: sizes that the model files list, for machines without access to the hub.
+PUBLIC: dict[str, tuple[str, dict[str, Any]]] = {
+    hub_id.rpartition("/")[2].lower(): (m.arch.model_type, dict(fields))
+    for m in models().values()
+    for hub_id, fields in m.arch.public.items()
+}
+_OWNERS = {"", *(hub_id.partition("/")[0].lower() for m in models().values() for hub_id in m.arch.public)}
 
 
 class ModelError(ValueError):
@@ -56,30 +39,36 @@ def load_config(model: str) -> tuple[str, Any]:
 
     path, public = Path(model).expanduser(), public_name(model)
     if public is not None:
-        kind, sizes, rest = PUBLIC[public]
-        fields = {
-            "tie_word_embeddings": False,
-            "dtype": "bfloat16",
-            **dict(zip(_SIZES, sizes, strict=True)),
-            **rest,
-        }
+        kind, sizes = PUBLIC[public]
+        fields = {"tie_word_embeddings": False, "dtype": "bfloat16", **sizes}
         return public, _typed(AutoConfig.for_model(kind, **fields), kind)
-    if model in model_names() and not path.exists():
-        return model, _typed(AutoConfig.for_model(model), model)
+    if model in models() and not path.exists():
+        kind = models()[model].arch.model_type
+        _check_generates(model, models()[model].arch.names[0])
+        return model, _typed(AutoConfig.for_model(kind), kind)
     config = _read(model, path)
     if getattr(config, "quantization_config", None):
         raise ModelError(f"{model} has quantized weights: only steps of unquantized ones are modelled")
     names = getattr(config, "architectures", None) or []
-    if not names or names[0] not in ARCHITECTURES:
+    if not names or names[0] not in by_architecture():
         what = names[0] if names else "no architecture"
         raise ModelError(
             f"{model} is of {what}, which is not supported; known architectures: {', '.join(architectures())}"
         )
+    _check_generates(model, names[0])
     return model, config
 
 
+def _check_generates(model: str, architecture: str) -> None:
+    runner = by_architecture()[architecture].arch.runner
+    if runner != "Generate":
+        raise ModelError(
+            f"{model} has the runner {runner!r}: only steps of models that generate are modelled"
+        )
+
+
 def _typed(config: Any, kind: str) -> Any:
-    config.architectures = [model_names()[kind]]
+    config.architectures = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
     return config
 
 
@@ -106,7 +95,7 @@ def _read(model: str, path: Path) -> Any:
 
 
 def _unknown(model: str) -> str:
-    known = [*PUBLIC, *model_names()]
+    known = [*PUBLIC, *models()]
     close = difflib.get_close_matches(model.lower().rpartition("/")[2], known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     forms = "a folder with a config.json, a hub id OWNER/NAME, or one of"

@@ -27,7 +27,7 @@ def measure(requests: int, context: int) -> dict[str, float]:
     """Microseconds of a step with so many running requests that have so many tokens before them."""
     from fastkernels.engine.cache.blocks import BlockManager
     from fastkernels.engine.sampling.sampling_params import SamplingParams
-    from fastkernels.engine.scheduling.core import EngineCore
+    from fastkernels.engine.scheduling.engine_core import EngineCore
     from fastkernels.engine.scheduling.request import Request
     from fastkernels.engine.scheduling.scheduler import Scheduler
 

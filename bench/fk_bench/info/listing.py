@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -51,16 +50,19 @@ def host_rows() -> list[dict[str, Any]]:
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """[{architecture, module, about}]: the architectures that our engine builds."""
-    from fastkernels.models.common.registry import ARCHITECTURES, architectures, model_class
+    """[{architecture, category, runner, module, about}]: the architectures that our engine builds."""
+    from fastkernels.models.common.registry import architectures, find
 
     return [
         {
             "architecture": name,
-            "module": ARCHITECTURES[name],
-            "about": _about(sys.modules[model_class(name).__module__]),
+            "category": found.arch.category,
+            "runner": found.arch.runner,
+            "module": found.path,
+            "about": found.about,
         }
         for name in architectures()
+        for found in [find(name)]
     ]
 
 

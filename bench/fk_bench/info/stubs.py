@@ -10,6 +10,7 @@ import typer
 
 from fastkernels.core import registry
 from fastkernels.models.common.ops import ops_of_model
+from fastkernels.models.common.registry import models
 from fk_bench.core.output import fail, last_line, table
 
 COMMAND = "stubs"
@@ -61,7 +62,7 @@ def stubs_command(
     level: Annotated[int | None, typer.Option(help="only ops of this level: 1, 2 or 3")] = None,
     op: Annotated[list[str] | None, typer.Option(help="only this op; may be repeated")] = None,
     model: Annotated[
-        str | None, typer.Option(help="only ops that this model uses: llama, qwen3, mixtral")
+        str | None, typer.Option(help=f"only ops that this model uses: {', '.join(models())}")
     ] = None,
     host: Annotated[
         str | None,

@@ -13,6 +13,7 @@ import typer
 from fastkernels.core import candidate, registry
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.registry import UnknownName
+from fastkernels.models.common.registry import models
 from fk_bench.capture.captures import CaptureError
 from fk_bench.core import rows as rows_module
 from fk_bench.core.output import fail, last_line
@@ -25,9 +26,7 @@ AGAINST = ("production", "host", "reference")
 def kernels_command(
     ops: Annotated[list[str] | None, typer.Argument(help="ops by name, or all")] = None,
     level: Annotated[list[int] | None, typer.Option(help="all ops of this level")] = None,
-    model: Annotated[
-        str, typer.Option(help="the ops on this architecture's path: llama, qwen3, mixtral")
-    ] = "",
+    model: Annotated[str, typer.Option(help=f"only ops that this model uses: {', '.join(models())}")] = "",
     candidate: Annotated[
         Path | None, typer.Option(help="a file OP.py, or a directory of them; without it, our own overrides")
     ] = None,

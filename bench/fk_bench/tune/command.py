@@ -12,6 +12,7 @@ import typer
 from fastkernels.core import tuning as tuned
 from fastkernels.core.registry import UnknownName
 from fastkernels.core.tuning import Entry, Table, TableError
+from fastkernels.models.common.registry import models
 from fk_bench.core import rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
@@ -32,7 +33,7 @@ def tune_command(
     ] = None,
     model: Annotated[
         str,
-        typer.Option(help="shapes of this model: llama, qwen3, mixtral, or a folder with config.json"),
+        typer.Option(help=f"shapes of this model: {', '.join(models())}, or a folder with config.json"),
     ] = "",
     tp: Annotated[str, typer.Option(help="numbers of ranks that the model is shared by")] = "1",
     dtype: Annotated[str, typer.Option(help="of the model")] = "bfloat16",

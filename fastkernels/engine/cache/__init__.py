@@ -1,0 +1,1 @@
+"""The paged KV cache: blocks, prefix caching and memory limits."""

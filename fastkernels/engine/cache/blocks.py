@@ -1,7 +1,7 @@
-"""KV blocks: which are free, who holds how many, and which hold a known prefix.
+"""KV blocks: which are free, how many sequences hold each, and which contain a known prefix.
 
-A full block whose tokens are known is named by a hash of them and of everything before them. It keeps its name when
-nobody holds it any more, until the block is needed: the one that was given back first goes first.
+A full block is named by a hash of its tokens and all tokens before them. It keeps its name after its last holder has
+freed it, until the block is needed again; the block freed first is reused first.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from hashlib import blake2b
 
 
 class OutOfBlocks(RuntimeError):
-    """More blocks were asked for than are free."""
+    """More blocks were requested than are free."""
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a full block after the block named `parent` (b'' at the beginning of a sequence)."""
+    """The name of a full block that follows the block `parent` (b'' at the start of a sequence)."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
 class BlockManager:
-    """Blocks 1 .. num_blocks - 1 of the KV cache. Block 0 is never given out: padded rows of a graph write there."""
+    """Allocates blocks 1 .. num_blocks - 1. Block 0 is reserved: padded rows of a CUDA graph write there."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True):
         if num_blocks < 2:
             raise ValueError(f"num_blocks {num_blocks}: at least 2 are needed, block 0 is kept for padding")
         self.num_blocks, self.block_size, self.enable_caching = num_blocks, block_size, enable_caching
         self._free = deque(range(1, num_blocks))  # without a name
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # free with a name, the oldest first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free but named, oldest first
         self._refs = [0] * num_blocks
         self._name: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, those with a known prefix included."""
+        """Free blocks, including those with a known prefix."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -45,20 +45,20 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by their name."""
+        """Blocks with a known prefix."""
         return len(self._block)
 
     @property
     def usage(self) -> float:
-        """Part of the blocks in use, 0 to 1."""
+        """Share of the blocks in use, 0 to 1."""
         return 1.0 - self.num_free / self.num_usable
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """The number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix. They are not held yet."""
+        """The blocks of the longest known prefix, without holding them."""
         found = []
         for name in names:
             block = self._block.get(name)
@@ -68,18 +68,18 @@ class BlockManager:
         return found
 
     def num_held(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks somebody holds: taking the others makes num_free smaller."""
+        """How many of these blocks are held. Holding one of the others reduces num_free."""
         return sum(self._refs[b] > 0 for b in blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Hold found blocks, alone or with others. They must not be written."""
+        """Hold found blocks, possibly shared. They must not be written."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._evictable[block]
             self._refs[block] += 1
 
     def grow(self, block_table: list[int], num_tokens: int) -> None:
-        """Add blocks until the table holds num_tokens. Raises OutOfBlocks; nothing has changed then."""
+        """Add blocks until the table holds num_tokens. Raises OutOfBlocks without any change."""
         need = self.blocks_for(num_tokens) - len(block_table)
         if need > self.num_free:
             raise OutOfBlocks(f"{need} blocks needed, {self.num_free} of {self.num_usable} free")
@@ -93,14 +93,14 @@ class BlockManager:
             block_table.append(block)
 
     def name(self, block: int, name: bytes) -> None:
-        """Make a full, held block known. If another block has that name already, this one stays without."""
+        """Name a full, held block, unless another block has that name already."""
         if self.enable_caching and name not in self._block:
             self._name[block] = name
             self._block[name] = block
 
     def free(self, block_table: list[int]) -> None:
-        """Give all blocks of the table back and empty it. Raises RuntimeError for a block that nobody holds."""
-        for block in reversed(block_table):  # so that a prefix outlives what follows it
+        """Free all blocks of the table and empty it. Raises RuntimeError for a block that is not held."""
+        for block in reversed(block_table):  # a prefix is reused after the blocks that follow it
             if self._refs[block] < 1:
                 raise RuntimeError(f"block {block} is freed twice")
             self._refs[block] -= 1
@@ -112,7 +112,7 @@ class BlockManager:
         block_table.clear()
 
     def reset_cache(self) -> None:
-        """Forget all names: blocks in use stay with their holders, and are found by nobody else."""
+        """Forget all names. Held blocks stay with their holders but are no longer found."""
         for block in list(self._block.values()):
             self._forget(block)
         self._free.extend(self._evictable)

@@ -1,0 +1,1 @@
+"""Running steps on the device: runners, ranks, CUDA graphs and attention backends."""

@@ -1,8 +1,8 @@
-"""Who runs the steps: the model of this process, or with tensor parallelism this one and those of worker processes.
+"""Run steps on all ranks: the runner of this process, and with tensor parallelism those of worker processes.
 
-Rank 0 is in this process. It sends each StepInput to every worker before it launches it itself; workers do not answer:
-all ranks gather the same logits, draw the same noise, and so sample the same tokens. Whatever goes wrong in one rank
-ends the engine: the ranks would be out of step.
+Rank 0 is in this process. It sends each step to every worker, then launches it itself. Workers do not answer steps: all
+ranks gather the same logits and draw the same noise, and so sample the same tokens. An error in any rank ends the
+engine, because the ranks would be out of step.
 """
 
 from __future__ import annotations
@@ -22,43 +22,42 @@ import torch.distributed as dist
 from fastkernels.core import parallel
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.ranks import Ranks, WorkerDied
-from fastkernels.engine.execution.runner import ModelRunner
+from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.startup import Phases
-from fastkernels.engine.execution.step import Pending, StepInput, StepOutput
-from fastkernels.engine.execution.worker import Setup, build_runner, encode, invoke, join
+from fastkernels.engine.execution.worker import Setup, build_runner, invoke, join, pack
+from fastkernels.engine.runners import runner_class
 from fastkernels.models.common import build
 
-NOTICE = 2.0  # seconds that the watcher gets to see a worker's death after a collective has failed
+NOTICE = 2.0  # seconds to wait for the watcher to report a dead worker after a collective has failed
 
 
 def make_executor(
     config: EngineConfig, folder: Path, hf_config: Any, phases: Phases | None = None
 ) -> Executor:
-    """The ranks that config asks for, loaded, with their KV caches, ready to run steps. `phases`: of rank 0.
+    """An executor whose ranks have loaded their models and allocated their caches. `phases`: of rank 0.
 
-    Raises what building the model raises, ValueError for a model that the ranks cannot share, and WorkerDied.
+    Raises what Runner raises, ValueError for a model that cannot be sharded over the ranks, and WorkerDied.
     """
     if config.tensor_parallel_size == 1:
         with parallel.build_as(0, 1):
-            return Executor(ModelRunner(config, folder, hf_config, phases=phases))
+            return Executor(runner_class(hf_config, folder)(config, folder, hf_config, phases=phases))
     _check_ranks(config, folder, hf_config)
     return TensorParallelExecutor(config, folder, hf_config, phases or Phases())
 
 
 class Executor:
-    """The runner of this process (step.Executor).
+    """Runs steps on the runner of this process.
 
-    on_failure is called, in another thread, when a rank has died, also while there is nothing to run: `check` raises
-    then.
+    on_failure is called from another thread when a rank has died, even while no step runs. After that `check` raises.
     """
 
     on_failure: Callable[[], None] | None = None
 
-    def __init__(self, runner: ModelRunner):
+    def __init__(self, runner: Runner):
         self.runner = runner
 
     def check(self) -> None:
-        """Raises WorkerDied if a rank has."""
+        """Raise WorkerDied if a rank has died."""
 
     @property
     def limits(self) -> Any:
@@ -68,29 +67,30 @@ class Executor:
     def device(self) -> torch.device:
         return self.runner.device
 
-    def launch(self, step: StepInput) -> Pending:
-        """Start a step on all ranks."""
+    def launch(self, step: Any) -> Any:
+        """Start a step on all ranks; see Runner.launch."""
         return self.runner.launch(step)
 
     def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Run the runner's method `what`, or a module's function what(runner, *args), on all ranks; results by rank.
+        """Run the runner's method `what`, or a module-level function what(runner, *args), on all ranks.
 
-        With tensor parallelism an exception in it ends the engine (WorkerDied): return what may fail.
+        Returns the results by rank. With tensor parallelism an exception ends the engine (WorkerDied), so a function
+        that may fail must return its error.
         """
         return [invoke(self.runner, what, args)]
 
     def shutdown(self) -> None:
-        """End the processes of other ranks. A second call does nothing."""
+        """End the processes of other ranks. Safe to repeat."""
 
 
 class TensorParallelExecutor(Executor):
-    """Rank 0 here, the others in processes that end with this one, with the engine, or when it is collected."""
+    """Rank 0 in this process, the others in worker processes that end with this process or with the engine."""
 
     def __init__(self, config: EngineConfig, folder: Path, hf_config: Any, phases: Phases):
         if dist.is_initialized():
             raise ValueError(
-                "this process is in a torch.distributed group already, and a tensor-parallel engine needs its own:"
-                " shut the other engine down first, or use another process"
+                "this process is already in a torch.distributed group, and a tensor-parallel engine needs its own:"
+                " shut down the other engine first, or use another process"
             )
         size = config.tensor_parallel_size
         cpu = (config.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu"
@@ -98,7 +98,7 @@ class TensorParallelExecutor(Executor):
         self._ready = False
         self._ranks = Ranks(torch.get_num_threads())
         self._end = weakref.finalize(self, self._ranks.close)
-        this = weakref.ref(self)  # the watcher does not keep the engine
+        this = weakref.ref(self)  # the watcher must not keep the engine alive
 
         def tell() -> None:
             executor = this()
@@ -114,16 +114,16 @@ class TensorParallelExecutor(Executor):
                 for worker in self._ranks.workers:
                     worker.receive()  # it has loaded
             self.call(join, os.path.join(self._ranks.scratch.name, "rendezvous"))
-            phases.mark("ranks")  # the last of them has loaded, and all have met
+            phases.mark("ranks")  # all ranks have loaded and joined the group
             self.call("bind", min(self.call("num_fitting_blocks")))
         except BaseException:
             self.shutdown()
             raise
         self._ready = True
 
-    def launch(self, step: StepInput) -> Pending:
+    def launch(self, step: Any) -> Any:
         with self._together():
-            self._send(encode(step))
+            self._send(pack(step))
             return _Checked(self, self.runner.launch(step))
 
     def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
@@ -139,7 +139,7 @@ class TensorParallelExecutor(Executor):
 
     def shutdown(self) -> None:
         if hasattr(self, "runner"):
-            self.runner.graphs = None  # graphs hold NCCL's communicator
+            self.runner.graphs = None  # graphs hold the NCCL communicator
         self._end()
 
     def _send(self, data: bytes) -> None:
@@ -148,7 +148,7 @@ class TensorParallelExecutor(Executor):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """What fails inside has failed on all ranks: raises WorkerDied, and the engine is at its end."""
+        """Treat any failure inside as a failure of all ranks: end the engine and raise WorkerDied."""
         self.check()
         ranks = self._ranks
         if not ranks.workers:
@@ -156,8 +156,8 @@ class TensorParallelExecutor(Executor):
         try:
             yield
         except BaseException as error:
-            # A collective that lost a peer raises RuntimeError, a pipe OSError or EOFError, maybe before the watcher
-            # has seen the death. All else is rank 0's own.
+            # A collective that lost a peer raises RuntimeError, a pipe OSError or EOFError, possibly before the watcher
+            # notices. Other errors are rank 0's own.
             if isinstance(error, (RuntimeError, OSError, EOFError)) and ranks.failed.wait(NOTICE):
                 assert ranks.failure is not None
                 self.shutdown()
@@ -169,26 +169,26 @@ class TensorParallelExecutor(Executor):
                 raise
             ranks.failure = WorkerDied(0, f"failed: {type(error).__name__}: {error}", trace)
             raise ranks.failure from ranks.failure.__cause__
-        self.check()  # an aborted NCCL collective raises nothing, and its result is no result
+        self.check()  # an aborted NCCL collective does not raise, but its result is garbage
 
 
 class _Checked:
-    """A step of all ranks under way."""
+    """A step in flight on all ranks."""
 
-    def __init__(self, executor: TensorParallelExecutor, own: Pending):
+    def __init__(self, executor: TensorParallelExecutor, own: Any):
         self._executor, self._own = executor, own
 
-    def result(self) -> StepOutput:
+    def result(self) -> Any:
         with self._executor._together():
             return self._own.result()
 
 
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
-    """Raises ValueError before any process is started: too few GPUs, or sizes that so many ranks cannot share."""
+    """Raise ValueError before any process is started: too few GPUs, or sizes that cannot be sharded."""
     size = config.tensor_parallel_size
     gpus = torch.cuda.device_count()
     if config.device != "cpu" and 0 < gpus < size:
-        raise ValueError(f"tensor_parallel_size {size} needs as many GPUs, and there are {gpus}")
+        raise ValueError(f"tensor_parallel_size {size} needs {size} GPUs, and there are {gpus}")
     try:
         with parallel.build_as(0, size):
             build.skeleton(folder, hf_config, torch.float32)

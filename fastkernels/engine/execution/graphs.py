@@ -1,12 +1,11 @@
-"""CUDA graphs of steps: decode batches by rows, sampling included, small mixed batches by tokens, up to hidden states.
+"""CUDA graphs of steps: decode batches by number of rows, including sampling; mixed batches by number of tokens.
 
-All are in one memory pool.
-A batch runs in the smallest graph that holds it. Rows beyond it are padding: they belong to the dummy slot, whose
-block is block 0, which the block manager never gives out, and their tokens store nothing. A graph serves every
-context length: its metadata says max_model_len, and the kernels choose on the device by each row's own length.
+A batch runs in the smallest graph that holds it. The remaining rows are padding: they use the dummy slot, whose block
+is the reserved block 0, and store nothing. A graph serves every context length: its metadata says max_model_len, and
+the kernels choose on the device by the length of each row.
 
-What a graph gives lies in the pool, where the next graph that runs may overwrite it: logits [256, 128256] of each of
-some forty graphs would take 1 GiB, were they kept apart.
+All graphs share one memory pool, so the next graph that runs may overwrite the outputs of the last one. Separate
+logits [256, 128256] for about forty graphs would take 1 GiB.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from fastkernels.engine.execution.input_batch import InputBatch, Inputs, packed_
 from fastkernels.engine.execution.step import SAMPLED, StepInput, even
 
 log = logging.getLogger("fastkernels")
-# Launched one by one, a step takes 20 ms of the CPU: as long as an H200 needs for 1000 tokens of an 8B model; and the
-# HTTP server, in the same process, waits for most of that.
+# Eager launches take 20 ms of CPU time per step, as long as an H200 needs for 1000 tokens of an 8B model, and the HTTP
+# server in the same process waits for most of that.
 MAX_MIXED_TOKENS = 2048
-# A step of more hides its launches, and is launched where that lets attention run faster
+# A step with more tokens hides its launches; it runs eagerly where attention is faster that way
 HIDDEN_TOKENS = 1024
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 256 and every 32 from there, up to max_num_seqs, which is always one."""
+    """1, 2, 4, then every 8 up to 256 and every 32 after that, up to and including max_num_seqs."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs + 1, 32)]
     return sorted({s for s in sizes if s < max_num_seqs} | {max_num_seqs})
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """2, 4, 8, 16, then every 32 up to 128, every 64 up to 1024 and every 128 from there, up to max_tokens or 2048."""
+    """2, 4, 8, 16, every 32 up to 128, every 64 up to 1024, every 128 after that, up to max_tokens or 2048."""
     sizes = [2, 4, 8, 16, *range(32, 129, 32), *range(192, 1025, 64), *range(1152, MAX_MIXED_TOKENS + 1, 128)]
     return [s for s in sizes if s <= max_tokens]
 
 
 class Outputs(NamedTuple):
-    """What a step's model gives.
+    """The model's outputs of a step.
 
     hidden  [T, H] of all tokens
-    logits  [B, V] of rows of one query, where the graph goes so far; else None
-    tokens  [B] int64: what the rows sampled from them as they are; None without logits
+    logits  [B, V] of rows with one query, if the graph computes them
+    tokens  [B] int64: sampled from the raw logits; None without logits
     """
 
     hidden: torch.Tensor
@@ -60,7 +59,7 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """replay() runs it; then `outputs` are the step's, until another graph runs."""
+    """replay() runs the graph. `outputs` are valid until another graph runs."""
 
     replay: Callable[[], None]
     outputs: Outputs
@@ -69,10 +68,10 @@ class _Graph:
 
 
 class Graphs:
-    """Captured when it is made: a model in its final state, with its KV cache bound.
+    """All graphs of one model, captured on construction, when the model is final and its KV cache bound.
 
-    forward(inputs, metadata) is what a graph does. It reads nothing but static tensors, and fills metadata.block_table.
-    `replays` counts steps that ran as a graph.
+    forward(inputs, metadata) is captured. It reads static tensors only, and fills metadata.block_table. `replays`
+    counts the steps that ran as a graph.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Graphs:
         return len(self._graphs)
 
     def run(self, step: StepInput) -> tuple[Inputs, Outputs] | None:
-        """The step's inputs and outputs, padding included, which the next run overwrites. None: no graph holds it."""
+        """Run a step. Returns its inputs and outputs with padding, valid until the next run; None if no graph fits."""
         tokens = len(step.input_ids)
         decode = tokens == len(step.slots)
         sizes = self._decode if decode else self._mixed
@@ -125,7 +124,7 @@ class Graphs:
         return tokens, min(tokens, self._max_num_seqs), decode
 
     def _capture_all(self, sizes: list[int], decode: bool) -> list[int]:
-        """Capture the largest first: smaller ones reuse its memory. Returns the sizes that there are graphs for."""
+        """Capture the largest first, so that smaller graphs reuse its memory. Returns the captured sizes."""
         try:
             for size in reversed(sizes):
                 self._capture(*self._key(size, decode))
@@ -146,20 +145,22 @@ class Graphs:
 
     def _prepare(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # One of each for all graphs: cuBLAS keeps a workspace for every stream that it has seen.
+        # Shared by all graphs: cuBLAS keeps a workspace for every stream.
         self._eager, self._capturing = torch.cuda.Stream(), torch.cuda.Stream()
 
     def _record(
         self, plan: Callable[[], None], run: Callable[[], Outputs]
     ) -> tuple[Callable[[], None], Outputs]:
-        """(what replays `run`, what it gives)."""
+        """Capture `run`. Returns (replay function, outputs)."""
         self._eager.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._eager):  # compiles and loads kernels, which capture cannot
+        with torch.cuda.stream(
+            self._eager
+        ):  # compiles and loads kernels, which is not possible during capture
             plan()
             run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: it gives the allocator's free memory back to the device before every capture.
+        # Not torch.cuda.graph: it empties the allocator's cache before every capture.
         with torch.cuda.stream(self._capturing):
             graph.capture_begin(pool=self._pool)
             try:
@@ -173,14 +174,14 @@ class Graphs:
 
     def _finish(self) -> None:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # of the runs before each capture
+        torch.cuda.empty_cache()  # memory of the eager runs
 
     def _example(self, tokens: int, rows: int, decode: bool) -> Inputs:
-        """Inputs of the dummy slot in the static buffer, with the host numbers that bound every replay's."""
+        """Inputs of the dummy slot in the static buffer, with host numbers that bound those of every replay."""
         lens = np.ones(rows, dtype=np.int32)
         if not decode:
-            # A row has more than one query, and so there are fewer rows than tokens. None has more than a block table
-            # has room for: what is over is padding, as in a batch that is smaller than its graph.
+            # At least one row has more than one query, so there are fewer rows than tokens. No row is longer than its
+            # block table allows; the rest is padding.
             lens = even(min(rows, tokens - 1), tokens, self._max_model_len)
         n = len(lens)
         step = StepInput(
@@ -195,7 +196,7 @@ class Graphs:
 
 
 class _Memory:
-    """Device memory as others are told of it (numba's __cuda_array_interface__). Nobody owns it."""
+    """Device memory described by __cuda_array_interface__, without ownership."""
 
     def __init__(self, tensor: torch.Tensor):
         size = tensor.dtype.itemsize
@@ -206,5 +207,5 @@ class _Memory:
 
 
 def _not_owned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory of a graph's pool, which the graph keeps, but free for graphs that are captured later."""
+    """A view of pool memory that graphs captured later may reuse; the graph itself keeps the memory alive."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,7 +1,7 @@
-"""A step's inputs on their way to the device: page-locked staging, one packed copy, and the block tables.
+"""Copies a step's inputs to the device: pinned staging buffers, one packed copy, and the block tables.
 
-All that follows from a StepInput (positions, slots of the KV cache) is computed in numpy from a mirror of the block
-tables. Nothing here waits for the device, and no Python loop runs over rows or tokens.
+Positions and KV-cache slots are computed in numpy from a host mirror of the block tables. Nothing here waits for the
+device, and no Python loop runs over rows or tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fastkernels.engine.execution.step import StepInput
 class Inputs:
     """A step padded to T tokens and B rows. Tensors are views of one packed buffer, on the device.
 
-    input_ids, positions, slot_mapping, token_slots  [T] int64: token_slots is the slot of each token's row
-    slots, offsets, last_index                       [B] int64: last_index is where each row's last token is
-    sample_slots                                     [B] int64: slots, and the dummy slot where nothing is sampled
+    input_ids, positions, slot_mapping, token_slots  [T] int64; token_slots: the slot of each token's row
+    slots, offsets, last_index                       [B] int64; last_index: index of each row's last token
+    sample_slots                                     [B] int64: slots; the dummy slot where nothing is sampled
     seq_lens [B], cu_seqlens_q [B + 1]               int32
-    turn                                             [1] int32: the row of InputBatch.sampled for its tokens
-    num_rows, num_decodes                            host: rows that are not padding, and those of one query
-    max_seqlen_q, max_seqlen_k, max_decode_seqlen_k  host: no tensor needs to be read
-    host_query_lens, host_seq_lens                   [B] int32 numpy, padding included
-    host_turn                                        `turn`
+    turn                                             [1] int32: the row of InputBatch.sampled for the step's tokens
+    num_rows, num_decodes                            on the host: rows without padding, and those with one query
+    max_seqlen_q, max_seqlen_k, max_decode_seqlen_k  on the host
+    host_query_lens, host_seq_lens                   [B] int32 numpy, with padding
+    host_turn                                        `turn` on the host
     """
 
     input_ids: torch.Tensor
@@ -56,7 +56,7 @@ class Inputs:
         return self.max_seqlen_q == 1
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The views, in the order of `unpack`."""
+        """The device tensors, in the order of `unpack`."""
         return (
             self.input_ids, self.positions, self.slot_mapping, self.token_slots, self.slots, self.offsets,
             self.last_index, self.sample_slots, self.seq_lens, self.cu_seqlens_q, self.turn,
@@ -64,15 +64,15 @@ class Inputs:
 
 
 def packed_words(tokens: int, rows: int) -> int:
-    """int64 words of a packed buffer."""
+    """The size of a packed buffer in int64 words."""
     even, four = -(-tokens // 2) * 2, -(-rows // 4) * 4
-    return 4 * even + 5 * four + 2  # the last part is of int32: seq_lens, cu_seqlens_q, turn
+    return 4 * even + 5 * four + 2  # the last part holds int32: seq_lens, cu_seqlens_q, turn
 
 
 def unpack(buffer: Any, tokens: int, rows: int, int32: Any) -> tuple[Any, ...]:
-    """The arrays of Inputs, in its order, in a packed int64 buffer (a tensor or a numpy array).
+    """The arrays of Inputs, in order, as views of a packed int64 buffer (a tensor or a numpy array).
 
-    Each starts at a multiple of 16 bytes, so that Triton compiles its kernels once and not for each alignment.
+    Each starts at a multiple of 16 bytes, so that Triton compiles each kernel for one alignment only.
     """
     even, four = -(-tokens // 2) * 2, -(-rows // 4) * 4
     by_token = [buffer[i * even : i * even + tokens] for i in range(4)]
@@ -84,7 +84,7 @@ def unpack(buffer: Any, tokens: int, rows: int, int32: Any) -> tuple[Any, ...]:
 
 
 class Staging:
-    """Two host buffers used in turn; one is not written again before the copy from it has ended."""
+    """Two alternating host buffers. A buffer is written again only after its last copy has ended."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -96,10 +96,10 @@ class Staging:
     def copy(
         self, words: int, fill: Callable[[np.ndarray], None], out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The device's copy [words] int64 of what `fill` writes into a numpy buffer; into `out` where it is given."""
+        """Copy to the device what `fill` writes into a numpy buffer: [words] int64, in `out` if given."""
         i, self._next = self._next, 1 - self._next
         if self._events[i] is not None:
-            # Two steps ago: over, unless the caller has more than two under way
+            # From two steps ago: finished, unless more than two are in flight
             self._events[i].synchronize()
         if self._buffers[i].numel() < words:
             size = max(words, 2 * self._buffers[i].numel())
@@ -115,13 +115,13 @@ class Staging:
 
 
 class InputBatch:
-    """The per-slot state of the inputs, and StepInput -> Inputs.
+    """The per-slot state of the inputs; turns a StepInput into Inputs.
 
     block_table  [max_num_seqs + 1, width] int32 on the device
     last_tokens  [max_num_seqs + 1] int64 on the device: the token that each slot sampled last
-    sampled      [3, max_num_seqs] int64 on the host, page-locked: the tokens of a step's rows. Steps take the first two
-                 by turns; the last is for steps that nobody reads, as a graph's while it is captured
-    The last slot is for padding: its blocks are block 0, which the block manager never gives out.
+    sampled      [3, max_num_seqs] int64 in pinned host memory: the tokens of a step's rows. Steps alternate between the
+                 first two rows; the third takes results that are never read, e.g. during capture
+    The last slot is for padding: its blocks are the reserved block 0.
     """
 
     def __init__(self, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int):
@@ -137,7 +137,7 @@ class InputBatch:
         self._staging, self._updates = Staging(device), Staging(device)
 
     def update(self, updates: np.ndarray) -> None:
-        """Write [U, 3] (slot, column, block) into the block tables, on the host and on the device."""
+        """Write updates [U, 3] (slot, column, block) into the block tables on the host and the device."""
         n = len(updates)
         if n == 0:
             return
@@ -147,29 +147,29 @@ class InputBatch:
         def fill(buffer: np.ndarray) -> None:
             np.multiply(slots, self.width, out=buffer[:n], dtype=np.int64, casting="unsafe")
             buffer[:n] += columns
-            # From the mirror: where an entry comes twice, both write the later block.
+            # From the mirror, so that duplicate entries all write the latest block.
             buffer[n:].view(np.int32)[:n] = self._mirror[slots, columns]
 
         packed = self._updates.copy(n + (n + 1) // 2, fill)
         self.block_table.view(-1).scatter_(0, packed[:n], packed[n:].view(torch.int32)[:n])
 
     def known_ids(self, inputs: Inputs) -> torch.Tensor:
-        """[T] int64: the input ids. Those that the host does not know yet are what their slots sampled last."""
+        """[T] int64: the input ids; ids unknown to the host are replaced by what their slots sampled last."""
         ids = inputs.input_ids
         return torch.where(ids < 0, self.last_tokens.index_select(0, inputs.token_slots), ids)
 
     def keep(self, tokens: torch.Tensor, inputs: Inputs) -> None:
-        """The rows' tokens [num_rows] int64: for the slots' next step, and on their way to the host."""
+        """Keep the sampled tokens [num_rows] int64 for the next step, and start copying them to the host."""
         rows = len(tokens)
         self.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
         self.sampled[inputs.host_turn, :rows].copy_(tokens, non_blocking=True)
 
     def sample_slots(self, step: StepInput) -> np.ndarray:
-        """[B] int64: the slots whose parameters the sampler uses; the dummy slot's where a prompt is not done."""
+        """[B] int64: the slots for the sampler; the dummy slot where a prompt is not complete."""
         return np.where(step.offsets < 0, self.dummy, step.slots)
 
     def rows_table(self, inputs: Inputs) -> torch.Tensor:
-        """The rows' block tables [B, max_blocks] int32, as wide as the longest row needs (a multiple of 16)."""
+        """The rows' block tables [B, max_blocks] int32, wide enough for the longest row (a multiple of 16)."""
         blocks = (inputs.max_seqlen_k + self._mask) >> self._shift
         columns = min(-(-blocks // 16) * 16, self.width)
         return self.block_table[:, :columns].index_select(0, inputs.slots)
@@ -183,11 +183,11 @@ class InputBatch:
         views: Inputs | None = None,
         unread: bool = False,
     ) -> Inputs:
-        """Copy a step to the device, padded to so many tokens and rows.
+        """Copy a step to the device, padded to `tokens` and `rows`.
 
-        out     a graph's static buffer, to be copied into
-        views   a step of the same sizes that was loaded into `out`: its tensors serve again
-        unread  nobody reads what the step samples
+        out     the static buffer of a graph to copy into
+        views   Inputs of the same sizes loaded into `out` before; its tensors are reused
+        unread  the sampled tokens are never read
         """
         n_rows, n_tokens = len(step.slots), len(step.input_ids)
         tokens, rows = tokens or n_tokens, rows or n_rows
@@ -237,8 +237,6 @@ class InputBatch:
         at = positions[:n]
         blocks = self._mirror[token_slots[:n], at >> self._shift].astype(np.int64)
         mapping[:n] = (blocks << self._shift) | (at & self._mask)
-        if n == b and len(ids) == len(
-            slots
-        ):  # the padding of a decode batch is rows of one query, not of none
+        if n == b and len(ids) == len(slots):  # padding rows of a decode batch have one query
             starts[:] = np.arange(len(starts))
             last[:] = starts[:-1]

@@ -1,4 +1,4 @@
-"""The worker processes of a tensor-parallel engine: how they start, how their deaths are noticed, how they end."""
+"""The worker processes of a tensor-parallel engine: start, supervision and end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastkernels.core import parallel
 from fastkernels.engine.execution.worker import Setup
 
 MAIN = "from fastkernels.engine.execution.worker import main; main()"
-GRACE = 5.0  # seconds that an idle worker gets to end by itself
+GRACE = 5.0  # seconds for an idle worker to end by itself
 
 
 class WorkerTraceback(Exception):
@@ -32,9 +32,9 @@ class WorkerTraceback(Exception):
 
 
 class WorkerDied(RuntimeError):
-    """A rank of a tensor-parallel engine has ended, or failed in a step; the engine has ended with it.
+    """A rank of a tensor-parallel engine ended or failed in a step, and the engine ended with it.
 
-    rank, traceback (text; empty if the process was killed). The message is one line.
+    traceback is text, empty if the process was killed. The message is one line.
     """
 
     fatal = True
@@ -47,7 +47,7 @@ class WorkerDied(RuntimeError):
 
 
 class Worker:
-    """The process of one rank, and our ends of its two socket pairs (see worker.py)."""
+    """The process of one rank, and this process's ends of its two socket pairs (see worker.py)."""
 
     def __init__(self, setup: Setup):
         self.rank = setup.rank
@@ -56,7 +56,7 @@ class Worker:
         if setup.threads is not None:
             environment["OMP_NUM_THREADS"] = str(setup.threads)
         fds = theirs.fileno(), their_life.fileno()
-        # Not multiprocessing: a script that makes an LLM needs no `if __name__ == "__main__"` this way.
+        # Not multiprocessing, so that user scripts need no `if __name__ == "__main__"`.
         command = [sys.executable, "-c", MAIN, *map(str, fds)]
         self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
@@ -65,11 +65,11 @@ class Worker:
         self.commands.send_bytes(pickle.dumps(setup))
 
     def receive(self) -> Any:
-        """The answer to a call. Raises EOFError if the worker ends instead."""
+        """Wait for the result of a call. Raises EOFError if the worker ends instead."""
         return self.commands.recv()
 
     def death(self) -> WorkerDied:
-        """Why it ended; to be called when its end of `life` has something to say, or is closed."""
+        """The reason of its end. Call it when `life` is readable or closed."""
         try:
             reason, trace = self.life.recv()
         except (EOFError, OSError):
@@ -86,15 +86,15 @@ class Worker:
 
 
 class Ranks:
-    """The workers, and the thread that watches them. Knows nothing of the executor, so that that can be collected."""
+    """The workers, and the thread that watches them. Holds no reference to the executor, which can be collected."""
 
     def __init__(self, threads: int):
         self.workers: list[Worker] = []
         self.failure: WorkerDied | None = None
         self.failed = threading.Event()
-        # A process group reads the file of its rendezvous as long as it lives.
+        # A process group reads its rendezvous file for its whole life.
         self.scratch = tempfile.TemporaryDirectory(prefix="fastkernels-")
-        self._threads = threads  # of this process before
+        self._threads = threads  # of this process, to be restored
         self._closing = False
         self._watcher: threading.Thread | None = None
 
@@ -102,7 +102,7 @@ class Ranks:
         self.workers.append(Worker(setup))
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """Wait for deaths from now on, and tell of the first."""
+        """Start watching the workers; call `tell` when the first one dies."""
         self._watcher = threading.Thread(
             target=self._watch, args=(tell,), name="fastkernels-watch", daemon=True
         )
@@ -122,7 +122,7 @@ class Ranks:
                     tell()
 
     def kill(self) -> None:
-        """End the workers at once: out of step, or in a collective that never ends. gloo's fail at this in rank 0."""
+        """Kill the workers, which may be stuck in a collective. gloo collectives in rank 0 then fail."""
         self._closing = True
         for worker in self.workers:
             worker.process.kill()
@@ -131,7 +131,7 @@ class Ranks:
         """End the workers, and leave the process group."""
         self._closing = True
         for worker in self.workers:
-            worker.commands.close()  # idle, it ends at this
+            worker.commands.close()  # an idle worker ends on this
         for worker in self.workers:
             try:
                 worker.process.wait(GRACE)
@@ -141,7 +141,7 @@ class Ranks:
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(GRACE)
         if self.workers and dist.is_initialized():
-            _abort_nccl()  # its peers are gone: there is nobody to agree with on an end
+            _abort_nccl()  # the peers are gone: an orderly end is impossible
             dist.destroy_process_group()
         parallel.reset()
         torch.set_num_threads(self._threads)
@@ -150,6 +150,6 @@ class Ranks:
 
 
 def _abort_nccl() -> None:
-    """End the NCCL collectives under way in this process, also those in a CUDA graph; any thread may call it."""
+    """Abort NCCL collectives in this process, also those in a CUDA graph. Safe in any thread."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.distributed_c10d._get_default_group().abort()

@@ -1,4 +1,4 @@
-"""How long an engine's start takes, phase by phase: a stopwatch that the engine and its runner share."""
+"""Measures the start of an engine phase by phase."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fastkernels.core import cuda_rtc
 
 
 def keep_objects() -> None:
-    """Python's garbage collector never again looks at what there is now: going through the 250,000 objects of PyTorch,
-    a tokenizer and an engine takes 0.2 s, at any time, and a step waits for it.
+    """Exclude all current objects from garbage collection.
 
-    For a process that serves and does nothing else: what is garbage later and was there now stays.
+    A collection of the 250,000 objects of PyTorch, a tokenizer and an engine takes 0.2 s, and a step waits for it. Use
+    it only in a process that does nothing but serve: current objects are never collected.
     """
     gc.collect()
     gc.freeze()
 
 
 class Phases:
-    """Seconds of each phase, in order; a phase ends when it is marked, and the next one begins.
+    """Seconds of each phase, in order. `mark` ends a phase and begins the next one.
 
-    began    when this object was made, by time.monotonic(), which is one clock for all processes of a machine
-    kernels  how many kernels came from the caches on disk and how many were compiled, with the seconds that took
+    began    creation time by time.monotonic(), which all processes of a machine share
+    kernels  number of kernels from the disk caches, number compiled, and seconds of compilation
     """
 
     def __init__(self) -> None:
@@ -36,19 +36,19 @@ class Phases:
         self.kernels = {"cached": 0, "compiled": 0, "compile_s": 0.0}
 
     def mark(self, name: str) -> None:
-        """What ran since the last mark was `name`; a name that comes again is added up."""
+        """Add the time since the last mark to the phase `name`."""
         now = time.monotonic()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
     @property
     def total(self) -> float:
-        """From the beginning to the last mark."""
+        """Seconds from the beginning to the last mark."""
         return self._last - self.began
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the kernels that Triton and NVRTC get ready inside. Calls no CUDA."""
+        """Count the kernels that Triton and NVRTC load or compile inside. Does not initialize CUDA."""
         from triton import knobs
 
         told, before = knobs.compilation.listener, dict(cuda_rtc.counts)
@@ -71,7 +71,7 @@ class Phases:
         self.kernels["compile_s"] += 0.0 if cached else seconds
 
     def line(self) -> str:
-        """One line for people."""
+        """A summary for the log."""
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         k, before = self.kernels, process_age(self.began)
         compiled = f"{k['compiled']} compiled in {k['compile_s']:.1f} s" if k["compiled"] else "none compiled"
@@ -83,12 +83,9 @@ class Phases:
 
 
 def process_age(now: float) -> float | None:
-    """Seconds from the start of this process to `now`, a time.monotonic(); None where that is not known (not Linux).
-
-    To 10 ms: the kernel counts in ticks.
-    """
+    """Seconds from the start of this process to `now` (time.monotonic()), to 10 ms; None outside of Linux."""
     try:
-        # The second field, the name, may have blanks and brackets of its own; the 22nd is the start, since the boot.
+        # The second field, the name, may contain blanks and brackets; field 22 is the start time since boot.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         boot = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()

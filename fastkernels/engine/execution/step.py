@@ -1,7 +1,7 @@
-"""One step between the scheduler's process and the ranks that run it: what goes out, and what comes back.
+"""The inputs and outputs of one step, exchanged between the scheduler and the ranks.
 
-A running request has a slot: a row of the state that every rank keeps (block table, sampling parameters, the token
-sampled last). Only what changes is sent, so that a step costs by its batch and not by its context.
+A running request has a slot: a row of the state on every rank (block table, sampling parameters, last sampled token).
+Only changes are sent, so that the cost of a step depends on its batch and not on its context.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
-SAMPLED = -1  # as an input id: the token that this slot's last step sampled
+SAMPLED = -1  # as an input id: the token that this slot sampled last
 
 
 @dataclass(frozen=True)
 class NewRow:
-    """A request enters a slot, at its admission or again after a preemption.
+    """A request enters a slot, on admission or again after a preemption.
 
-    seed              of its noise, already resolved
+    seed              seed of its noise
     end_token_ids     tokens that end it, banned before params.min_tokens
-    prompt_token_ids, output_token_ids  for penalties; empty where the params have none
+    prompt_token_ids, output_token_ids  for penalties; empty without penalties
     """
 
     slot: int
@@ -36,7 +36,7 @@ class NewRow:
 
 @dataclass(frozen=True)
 class PromptTargets:
-    """Log-probabilities wanted of prompt tokens: of `targets` [n], the tokens after the row's first n queries."""
+    """Request for log-probabilities of prompt tokens: `targets` [n] follow the row's first n queries."""
 
     row: int
     num_logprobs: int
@@ -45,17 +45,17 @@ class PromptTargets:
 
 @dataclass(frozen=True)
 class StepInput:
-    """B rows with T tokens in all, rows of one query first; a row's tokens are contiguous.
+    """B rows with T tokens in total. Rows with one query come first; the tokens of a row are contiguous.
 
     slots          [B] int64
     query_lens     [B] int32: tokens that this step computes
-    seq_lens       [B] int32: keys of each row, this step's included
-    offsets        [B] int64: tokens generated before this step (counts the noise, and min_tokens); -1: the row's
-                   prompt is not done, and what is sampled must not count for its penalties
+    seq_lens       [B] int32: keys of each row, including this step's
+    offsets        [B] int64: tokens generated before this step (index of the noise; for min_tokens); -1: the prompt
+                   is not complete, and the sampled token is ignored
     input_ids      [T] int64: token ids, or SAMPLED
-    num_decodes    rows of one query
-    block_updates  [U, 3] int32: (slot, column, block) to be written into the block tables
-    new_rows       slots that get another request, before anything else of this step
+    num_decodes    rows with one query
+    block_updates  [U, 3] int32: (slot, column, block) to write into the block tables
+    new_rows       slots that get a new request before the step runs
     """
 
     slots: np.ndarray
@@ -71,8 +71,11 @@ class StepInput:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of n positions. token_ids [n, K + 1] int64 and logprobs [n, K + 1] float32: the token in question first, then the
-    K most likely, K the most that a row asked for; ranks [n] int64, from 1."""
+    """Log-probabilities at n positions.
+
+    token_ids [n, K + 1] int64 and logprobs [n, K + 1] float32: the token itself, then the K most likely ones, K being
+    the largest number that a row requested; ranks [n] int64, from 1.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -81,8 +84,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """token_ids [B] int64 (of a row whose prompt is not done: to be ignored); logprobs where a row asked for them;
-    prompt_logprobs by row."""
+    """token_ids [B] int64, invalid where the prompt is not complete; logprobs if a row requested them; prompt_logprobs
+    by row.
+    """
 
     token_ids: np.ndarray
     logprobs: TokenLogprobs | None = None
@@ -90,23 +94,23 @@ class StepOutput:
 
 
 class Pending(Protocol):
-    """A step under way."""
+    """A step in flight."""
 
     def result(self) -> StepOutput:
-        """Wait for the step. Raises what went wrong in it."""
+        """Wait for the step. Raises the error that it ended with."""
         ...
 
 
-class Executor(Protocol):
-    """Runs steps: one ModelRunner, or several in processes of their own (executor.py). Steps run in launch order."""
+class Launcher(Protocol):
+    """Runs steps in launch order: an Executor (executor.py), or a stand-in in tests."""
 
     def launch(self, step: StepInput) -> Pending:
-        """Start a step without waiting for it. At most two may be under way."""
+        """Start a step without waiting for it. At most two may be in flight."""
         ...
 
 
 def even(rows: int, tokens: int, longest: int) -> np.ndarray:
-    """[rows] int32: `tokens` shared out, the longer rows last, none over `longest`."""
+    """[rows] int32: `tokens` distributed evenly, longer rows last, none over `longest`."""
     lens = np.full(rows, tokens // rows, dtype=np.int32)
     lens[-(tokens % rows) or rows :] += 1
     return np.minimum(lens, longest)

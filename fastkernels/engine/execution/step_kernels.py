@@ -1,7 +1,6 @@
-"""What a captured step does before its model and after it, each in one launch: a launch costs 2 us in a graph, and a
-small model's step has time for few.
+"""The work of a captured step before and after its model, one kernel each: a launch in a graph costs 2 us.
 
-On other devices than CUDA the same is done by PyTorch, which says what it is.
+On the CPU, PyTorch does the same work.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ _TOP_K, _SEED = tl.constexpr(TOP_K), tl.constexpr(SEED)
 def begin(
     inputs: Inputs, table: torch.Tensor, batch: InputBatch, sampler: Sampler
 ) -> tuple[torch.Tensor, Drawing]:
-    """Input ids [T] int64, with what its slot sampled last for each that the host did not know, and what the rows draw
-    by. Fills the rows' block tables, [B, width] int32, as far as seq_lens reach.
+    """Input ids [T] int64, with SAMPLED replaced by the slot's last token, and the rows' sampling parameters.
+
+    Fills the rows' block tables `table` [B, width] int32 as far as seq_lens reach.
     """
     if inputs.input_ids.is_cuda:
         return begin_triton(inputs, table, batch, sampler)
@@ -31,7 +31,7 @@ def begin(
 
 
 def finish(tokens: torch.Tensor, inputs: Inputs, batch: InputBatch) -> None:
-    """Keep the rows' tokens [B] int64 for the slots' next step, and write them where the host reads them."""
+    """Keep the sampled tokens [B] int64 for the next step, and write them to the host buffer."""
     if tokens.is_cuda:
         finish_triton(tokens, inputs, batch)
         return
@@ -58,7 +58,7 @@ def begin_triton(
 
 
 def finish_triton(tokens: torch.Tensor, inputs: Inputs, batch: InputBatch) -> None:
-    rows, host = len(tokens), batch.sampled  # page-locked: the device writes to it
+    rows, host = len(tokens), batch.sampled  # pinned: the device writes to it directly
     _finish_kernel[(triton.cdiv(rows, 256),)](
         tokens, inputs.slots, batch.last_tokens, host, inputs.turn, rows, host.stride(0), BLOCK=256,
         **overlap(tokens.device),
@@ -71,7 +71,7 @@ def _begin_kernel(
     ints_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, seed_ptr, tokens, rows, width, block_size, num_slots,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Program i: token i, and row i.
+    # Program i handles token i and row i.
     i = tl.program_id(0)
     if i < tokens:
         token = tl.load(ids_ptr + i)

@@ -1,44 +1,41 @@
-"""Steps of many sizes, run once before the first request: no request waits while a kernel is compiled or loaded.
+"""Runs steps of many sizes before the first request, so that no request waits for a kernel to compile or load.
 
-A kernel is loaded at its first call, which takes milliseconds, or compiled, which takes seconds where nothing is in the
-cache. Which kernels run follows from a step's tokens, its rows, how long its contexts are, and how its rows sample.
+Loading a kernel takes milliseconds at its first call, compiling takes seconds. Which kernels run depends on the step's
+tokens, rows, context lengths and sampling parameters.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from fastkernels.engine.execution.profile import every_way, made_up_step
+from fastkernels.engine.execution.memory_profile import every_way, made_up_step
+from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import StepInput, even
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from fastkernels.engine.execution.runner import ModelRunner
-
 log = logging.getLogger("fastkernels")
-# Both sides of where kernels change: multiples of 16 or not (Triton), tiles of 64 to 256 rows (cuBLAS), tuned tables.
+# Both sides of each change of kernel: multiples of 16 (Triton), tiles of 64 to 256 rows (cuBLAS), tuned tables.
 DECODES = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256)  # rows
 PROMPTS = (2, 3, 17, 32, 65, 129, 300, 512, 520, 777, 1040, 1531, 2048, 3001, 4096)  # tokens
-LONG = 2000  # tokens that half of the rows have in the cache: long enough that attention splits them
+LONG = 2000  # context tokens in half of the steps: enough for attention to split the keys
 TOKENS_OF_A_ROW, FEW = 200, 64
-LOGPROBS = 20  # a row, at most: who may ask for all of the vocabulary's need not be waited for here
+LOGPROBS = 20  # per row at most, even if the engine allows more
 
 
 def warm_up_steps(
     max_num_seqs: int, max_tokens: int, max_model_len: int, logprobs: int
 ) -> Iterator[StepInput]:
-    """Steps of decodes only, greedy, drawn, and sampled in every way at once; then steps with prompts, of which every
-    second one has decodes, too. Contexts are short and long by turns; no row has more than max_model_len tokens.
+    """Decode steps with greedy, random and full-featured sampling; then steps with prompts, every second one with
+    decodes. Context lengths alternate between short and long; no row has more than max_model_len tokens.
     """
     ways = (SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=0), every_way(logprobs))
     for rows in sorted({n for n in DECODES if n < max_num_seqs} | {max_num_seqs}):
         one = np.ones(rows, dtype=np.int32)
-        many = FEW < rows < max_num_seqs  # penalties are set up row by row, which takes time
+        many = FEW < rows < max_num_seqs  # penalties are set up row by row, which is slow
         for context, params in zip((0, LONG, LONG), ways[: 2 if many else 3], strict=False):
             yield made_up_step(one, np.minimum(one + context, max_model_len), params)
     for i, tokens in enumerate(sorted({n for n in PROMPTS if n < max_tokens} | {max_tokens})):
@@ -50,8 +47,8 @@ def warm_up_steps(
         yield made_up_step(lens, np.minimum(lens + context, max_model_len), ways[i % 3])
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Run them. Everything is written to block 0 and to slots that nobody has yet: not while requests are under way."""
+def warm_up(runner: Runner) -> None:
+    """Run the steps. They write to block 0 and to unused slots, so no request may be running."""
     config, replays = runner.config, dict(runner.graphs.replays) if runner.graphs is not None else None
     logprobs = config.max_logprobs if 0 <= config.max_logprobs <= LOGPROBS else LOGPROBS
     for step in warm_up_steps(
@@ -63,10 +60,10 @@ def warm_up(runner: ModelRunner) -> None:
             if config.tensor_parallel_size > 1:
                 raise  # the ranks are out of step
             log.warning(
-                "a step of %d tokens in %d rows does not fit into memory, and requests will need such: make num_blocks,"
-                " kv_cache_memory or max_num_batched_tokens smaller (%s)",
+                "a step of %d tokens in %d rows does not fit into memory, and requests may need one: reduce num_blocks,"
+                " kv_cache_memory or max_num_batched_tokens (%s)",
                 len(step.input_ids), len(step.slots), error,
             )  # fmt: skip
             break
     if runner.graphs is not None and replays is not None:
-        runner.graphs.replays = replays  # which counts steps of requests
+        runner.graphs.replays = replays  # it counts steps of requests only

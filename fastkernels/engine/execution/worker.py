@@ -1,8 +1,8 @@
-"""A rank of a tensor-parallel engine in a process of its own: it does what rank 0 sends, until rank 0 is gone.
+"""The worker process of one tensor-parallel rank: it runs what rank 0 sends until rank 0 ends.
 
-main() gets the file descriptors of two socket pairs as arguments. Over the first, `commands`, come a Setup, then
-steps, which are not answered, and calls, which are. The second, `life`, says that the other side lives: its end ends
-the worker; a worker that fails writes there why: (one line, traceback).
+main() gets the file descriptors of two socket pairs as arguments. The first, `commands`, carries a Setup, then steps,
+which are not answered, and calls, which are. The second, `life`, closes when the other side ends, which ends the
+worker; a worker that fails writes its error there as (one line, traceback).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastkernels.engine.execution.step import StepInput
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank is built from. threads: of PyTorch on the CPU, None on a GPU."""
+    """The parameters of one rank. threads: PyTorch threads on the CPU, None on a GPU."""
 
     config: EngineConfig
     folder: Path
@@ -40,26 +40,26 @@ class Setup:
 
 
 def build_runner(setup: Setup, phases: Phases | None = None) -> Any:
-    """This rank's ModelRunner with its weights; without a group and without a KV cache as yet."""
+    """This rank's Runner with its weights, not yet in a process group and without a KV cache."""
     import torch
 
     from fastkernels.core import parallel
-    from fastkernels.engine.execution.runner import ModelRunner
+    from fastkernels.engine.runners import runner_class
 
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     with parallel.build_as(setup.rank, setup.config.tensor_parallel_size):
-        return ModelRunner(
+        return runner_class(setup.hf_config, setup.folder)(
             setup.config, setup.folder, setup.hf_config, rank=setup.rank, bind_cache=False, phases=phases
         )
 
 
 def join(runner: Any, rendezvous: str) -> None:
-    """Meet the other ranks in a process group: NCCL on CUDA, gloo on the CPU. rendezvous: a path, nothing there yet."""
+    """Join the process group: NCCL on CUDA, gloo on the CPU. rendezvous: path of a file that does not exist yet."""
     from fastkernels.core import parallel
 
-    # NCCL's watchdog would end the process at an error; here the one who watches the workers aborts. gloo may take the
-    # loopback: all ranks are on this machine.
+    # NCCL's watchdog would end the process on an error; here the watcher of the workers aborts instead. gloo may use
+    # the loopback: all ranks are on this machine.
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", GLOO_SOCKET_IFNAME="lo"):
         size = runner.config.tensor_parallel_size
         parallel.init(runner.rank, size, f"file://{rendezvous}", str(runner.device))
@@ -68,14 +68,18 @@ def join(runner: Any, rendezvous: str) -> None:
 ARRAYS = ("slots", "query_lens", "seq_lens", "offsets", "input_ids", "block_updates")
 
 
-def encode(step: StepInput) -> bytes:
-    """A step as it is sent. Arrays go as bytes: 5 us for 256 rows, where pickling them takes 41 us (a CPU, 2026-11)."""
+def pack(step: Any) -> bytes:
+    """Serialize a step. Arrays of a StepInput go as bytes: 5 us for 256 rows instead of 41 us (Xeon, 2026-11)."""
+    if not isinstance(step, StepInput):
+        return pickle.dumps((step,), protocol=5)
     arrays = [(a.dtype.char, a.tobytes()) for a in (getattr(step, name) for name in ARRAYS)]
     return pickle.dumps((arrays, step.num_decodes, step.new_rows, step.prompt_targets), protocol=5)
 
 
-def decode(data: tuple[Any, ...]) -> StepInput:
-    """The step of what `encode` has pickled."""
+def unpack(data: tuple[Any, ...]) -> Any:
+    """The step that `pack` serialized, from its unpickled form."""
+    if len(data) == 1:
+        return data[0]
     arrays, num_decodes, new_rows, prompt_targets = data
     slots, query_lens, seq_lens, offsets, input_ids, updates = (
         np.frombuffer(raw, kind) for kind, raw in arrays
@@ -86,13 +90,13 @@ def decode(data: tuple[Any, ...]) -> StepInput:
 
 
 def invoke(runner: Any, what: str | Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The runner's method of that name, or a function of the runner."""
+    """Call the runner's method of that name, or a function with the runner as first argument."""
     return getattr(runner, what)(*args) if isinstance(what, str) else what(runner, *args)
 
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set variables that are not set, for as long as this lasts."""
+    """Set environment variables that are not set yet, inside the context."""
     added = {k: v for k, v in values.items() if k not in os.environ}
     os.environ.update(added)
     try:
@@ -111,11 +115,11 @@ def _serve(commands: Connection) -> None:
         if len(command) == 2:
             commands.send(invoke(runner, *command))
         else:
-            runner.launch(decode(command))
+            runner.launch(unpack(command))
 
 
 def _end_with_parent(life: Connection, parent: int) -> None:
-    # The main thread may be in a collective that never ends. A process that the parent forked may hold its end open.
+    # The main thread may hang in a collective. A process forked by the parent may keep the other end open.
     while not life.poll(2.0) and os.getppid() == parent:
         pass
     os._exit(0)
@@ -123,16 +127,16 @@ def _end_with_parent(life: Connection, parent: int) -> None:
 
 def main() -> None:
     commands, life = (Connection(int(fd)) for fd in sys.argv[1:3])
-    # A signal to the whole group (Ctrl-C, a service manager) is for rank 0, which may want to finish its requests.
+    # Signals to the process group (Ctrl-C, a service manager) are handled by rank 0, which may finish its requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.getLogger("fastkernels").setLevel(logging.ERROR)  # rank 0 says the same
+    logging.getLogger("fastkernels").setLevel(logging.ERROR)  # rank 0 logs the same
     threading.Thread(target=_end_with_parent, args=(life, os.getppid()), daemon=True).start()
     try:
         _serve(commands)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # rank 0 has closed its end
+        os._exit(0)  # rank 0 has closed the socket
     except BaseException as error:
         reason = "".join(traceback.format_exception_only(type(error), error)).splitlines()[0]
         life.send((reason, traceback.format_exc()))
-        os._exit(1)  # no cleaning up: a process group would wait for its peers
+        os._exit(1)  # no cleanup: the process group would wait for its peers

@@ -1,4 +1,4 @@
-"""The server's configuration: what is about HTTP and not about the engine."""
+"""The server's HTTP options; engine options are in EngineConfig."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """served_model_name: what clients call the model (default: config.model)
-    api_key            needed for everything but /health, /ping, /version and /metrics; None: none is
-    max_body_size      bytes of a request's body
-    drain_timeout      seconds that running requests have after SIGTERM
-    stall_timeout      seconds after which a client that does not read its stream is dropped
-    timeout_keep_alive  seconds that an idle connection is kept
+    """Options of the HTTP server.
+
+    served_model_name   the model's name for clients (default: config.model)
+    api_key             required for everything but /health, /ping, /version and /metrics; None: no key is required
+    max_body_size       maximum bytes of a request's body
+    drain_timeout       seconds for running requests to finish after SIGTERM
+    stall_timeout       seconds until a client that does not read its stream is disconnected
+    timeout_keep_alive  seconds until an idle connection is closed
     """
 
     served_model_name: str | None = None

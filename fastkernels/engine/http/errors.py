@@ -1,4 +1,4 @@
-"""What a client that errs is told: OpenAI's error body, with what was wrong, where, and what is allowed."""
+"""Error answers in OpenAI's form: the problem, the field, and the allowed values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from fastkernels.engine.async_llm import EngineError
+from fastkernels.engine.http.protocol import FIELDS
 from fastkernels.engine.scheduling.scheduler import QueueFull
 
 log = logging.getLogger("fastkernels")
-RETRY_AFTER = 1  # seconds: about how long a full queue takes to have room again
+RETRY_AFTER = 1  # seconds, about the time until a full queue has room again
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
     408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
@@ -24,7 +25,7 @@ TYPES = {
 
 
 class ApiError(HTTPException):
-    """An answer with this status. param: the field of the request that it is about."""
+    """An error with an HTTP status. param: the request's field with the error."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
@@ -34,22 +35,20 @@ class ApiError(HTTPException):
 
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error shape."""
+    """The body of an error in OpenAI's form."""
     kind = TYPES.get(status, "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """The answer to a request that ended with this exception."""
+    """The response to a request that ended with this exception."""
     status, headers = _status(error)
     message = str(error.detail) if isinstance(error, StarletteHTTPException) else str(error)
     return JSONResponse(error_body(message, status, getattr(error, "param", None)), status, headers)
 
 
 def refused(error: ValueError) -> ApiError:
-    """The answer to values that the sampling parameters or the engine refuse: their messages begin with the field."""
-    from fastkernels.engine.http.protocol import FIELDS
-
+    """A 400 for a ValueError of SamplingParams or the engine, whose message begins with the field."""
     word = str(error).replace("the prompt", "prompt", 1).split(" ", 1)[0].rstrip(":,")
     return ApiError(400, str(error), word if word in FIELDS else None)
 
@@ -83,12 +82,12 @@ async def _invalid(raw: Request, error: Any) -> JSONResponse:
 
 
 def describe(error: dict[str, Any]) -> tuple[str, str | None]:
-    """(message, field) of one of pydantic's errors: where, what is allowed, and what was given."""
-    if "param" in error.get("ctx", {}):  # an error of our own, with the whole sentence
+    """(message, field) of a pydantic error; the message has the field, the allowed values and the given one."""
+    if "param" in error.get("ctx", {}):  # made by unserved.field_error, with a complete message
         return str(error["msg"]), error["ctx"]["param"]
     where = ""
     for part in error["loc"][1:]:
-        if part == "[key]":  # of a dict: the key itself is named already
+        if part == "[key]":  # of a dict: the key itself is part of the path
             continue
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
     if error["type"] == "missing":

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: draining, the API key, and the limits of its body."""
+"""Checks every HTTP request first: shutdown, API key, and limits of the body."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 from fastkernels.engine.http.errors import ApiError, error_response
 
-OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})  # no key needed, and answered while draining
-BODY_TIMEOUT = 60.0  # seconds without a byte of a body that was announced
+OPEN = frozenset(
+    {"/health", "/ping", "/version", "/metrics"}
+)  # no key required, and answered during shutdown
+BODY_TIMEOUT = 60.0  # seconds to wait for the next part of a body
 
 
 class Gate:
     """ASGI middleware.
 
-    active      requests under way, those to OPEN paths not counted
-    refusal()   why no request is taken now, None if they are
+    active      requests in progress, without those to OPEN paths
+    refusal()   the reason why requests are refused; None: they are accepted
     """
 
     def __init__(self, app: Any, api_key: str | None, max_body_size: int, refusal: Callable[[], str | None]):
@@ -45,7 +47,7 @@ class Gate:
             raise ApiError(503, reason, headers={"Retry-After": "1", "Connection": "close"})
         headers = dict(scope["headers"])
         if self._key is not None and not self._authorized(headers.get(b"authorization", b"")):
-            raise ApiError(401, "a wrong or no API key: send it as Authorization: Bearer KEY")
+            raise ApiError(401, "wrong or missing API key: send it as Authorization: Bearer KEY")
         if scope["method"] != "POST":
             return
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -66,14 +68,14 @@ class Gate:
         )
 
     def _too_large(self, size: int) -> ApiError:
-        # The rest of the body will not be read, so the connection is of no more use.
+        # The rest of the body is not read, so the connection cannot be reused.
         return ApiError(
-            413, f"the body has {size} bytes or more, {self.max_body_size} are allowed (--max-body-size)",
+            413, f"the body has at least {size} bytes; the limit is {self.max_body_size} (--max-body-size)",
             headers={"Connection": "close"},
         )  # fmt: skip
 
     def _limited(self, receive: Any) -> Any:
-        """`receive`, which counts a body while it comes and waits for it no longer than BODY_TIMEOUT."""
+        """Wrap `receive` to limit the size of the body and the time to wait for it."""
         size, reading = 0, True
 
         async def counted() -> Any:
@@ -85,7 +87,7 @@ class Gate:
             except asyncio.TimeoutError:
                 raise ApiError(
                     408,
-                    f"no more of the body came for {BODY_TIMEOUT:g} seconds",
+                    f"the body did not arrive: nothing for {BODY_TIMEOUT:g} seconds",
                     headers={"Connection": "close"},
                 ) from None
             size += len(message.get("body", b""))

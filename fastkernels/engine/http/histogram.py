@@ -1,4 +1,4 @@
-"""A Prometheus histogram that takes a step's values at once: prometheus_client's takes one, at 3 us each."""
+"""A Prometheus histogram that observes many values at once; prometheus_client's takes 3 us for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.core import HistogramMetricFamily
 
 
 class Histogram:
-    """Counts by upper bound; a value equal to a bound belongs below it. One thread observes, others may collect."""
+    """Counts by inclusive upper bound. One thread observes, others may collect."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float]):
         self.name, self.text = name, text
@@ -25,7 +25,7 @@ class Histogram:
         array = np.asarray(values, dtype=np.float64)
         found = np.searchsorted(self._bounds, array, side="left")
         counts = self._counts + np.bincount(found, minlength=len(self._counts))
-        # Replaced, not changed: who collects meanwhile sees counts that belong together.
+        # Replaced, not modified, so that concurrent readers see consistent counts.
         self._counts = counts
         self._sum += float(array.sum())
 

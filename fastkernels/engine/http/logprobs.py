@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's completions and chat completions spell them."""
+"""Log-probabilities in the form of OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from fastkernels.engine.scheduling.request import Logprob, PromptLogprobs
 
-FLOOR = -9999.0  # JSON has no minus infinity; vLLM's number
+FLOOR = -9999.0  # vLLM's replacement for minus infinity, which JSON lacks
 Entry = dict[int, Logprob]
 Spell = Callable[[int, Logprob | None], str]
 
 
 def speller(tokenizer: Any, as_token_ids: bool) -> Spell:
-    """How a token is written: its text, or 'token_id:5'."""
+    """The function that writes a token, as its text or as 'token_id:5'."""
 
     def spell(token_id: int, logprob: Logprob | None) -> str:
         if as_token_ids or tokenizer is None:
@@ -30,8 +30,8 @@ def completion_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """(the `logprobs` of a completion's choice, the text offset after it).
 
-    entries  one a token, with that token and the most likely ones; None for a prompt's first
-    offset   characters of the choice's tokens before these
+    entries  one per token, with that token and the most likely ones; None for the first of a prompt
+    offset   characters of the choice before these tokens
     """
     tokens, values, tops, offsets = [], [], [], []
     for token_id, entry in zip(token_ids, entries, strict=True):
@@ -44,7 +44,7 @@ def completion_logprobs(
         top: dict[str, float] = {}
         for other, logprob in (
             entry or {}
-        ).items():  # two tokens may be written alike: the first is the likelier
+        ).items():  # the first of two tokens with the same text is the likelier one
             top.setdefault(spell(other, logprob), max(logprob.logprob, FLOOR))
         tops.append(None if entry is None else top)
     body = {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}

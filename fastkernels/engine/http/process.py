@@ -1,4 +1,4 @@
-"""The server as a process: its socket, its signals, and how it ends."""
+"""The server process: socket, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.server import Server
 
 log = logging.getLogger("fastkernels")
-LAST_WORDS = 2.0  # seconds that answers have to leave once their requests have been ended
+LAST_WORDS = 2.0  # seconds to send answers after their requests have been ended
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, before the model is loaded. Raises OSError that says what to change."""
+    """Bind a socket, before the model is loaded. Raises OSError with the flag to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,23 +33,21 @@ def bind(host: str, port: int) -> socket.socket:
         flag = (
             "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
         )
-        raise OSError(
-            f"{host}:{port} cannot be listened on: {error.strerror}; choose another {flag}"
-        ) from error
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}") from error
     return sock
 
 
 def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig | None = None) -> int:
-    """Serve until a signal, or until the engine ends. Returns the exit status: 0, or 1 after the engine's end.
+    """Serve until a signal or until the engine ends. Returns the exit status: 1 if the engine ended, otherwise 0.
 
-    SIGTERM: no new requests (503); those that run have drain_timeout seconds, then they get an error. A second signal,
-    or SIGINT: they get it at once.
+    After SIGTERM, new requests get 503, and running ones have drain_timeout seconds before they get an error. After a
+    second signal or SIGINT, they get the error at once.
     """
     server = Server(config, server_config)
     keep_objects()
     host, port = sock.getsockname()[:2]
     if not server.config.api_key and not _loopback(host):
-        log.warning("%s is open to the network and asks for no key: set --api-key", host)
+        log.warning("%s accepts requests from the network without an API key: set --api-key", host)
     options = uvicorn.Config(
         server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(LAST_WORDS),
         timeout_keep_alive=server.config.timeout_keep_alive, server_header=False, lifespan="off",
@@ -62,7 +60,7 @@ def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig
 
 
 class Process(uvicorn.Server):
-    """uvicorn's server with our way to end. Signals are its own while it runs; none is raised again afterwards."""
+    """uvicorn's server with a graceful shutdown. It handles signals itself and does not raise them again."""
 
     def __init__(self, options: uvicorn.Config, server: Server):
         super().__init__(options)
@@ -84,7 +82,7 @@ class Process(uvicorn.Server):
             self._end()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """In the main thread, between two bytecodes of whatever runs there."""
+        """Handle a signal, in the main thread."""
         gently = sig == signal.SIGTERM and not self.server.draining
         self.force_exit = self.should_exit
         self.server.draining = True

@@ -1,4 +1,4 @@
-"""Prompts to token ids: text, and conversations through the model's chat template."""
+"""Tokenizes prompts: text, and conversations with the model's chat template."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.protocol import Conversation
 
-SMALL = 4096  # characters that are tokenized in the event loop (about 1 ms); more go to a thread
+SMALL = 4096  # characters tokenized in the event loop (about 1 ms); longer texts go to a thread
 T = TypeVar("T")
 
 
 class Prompts:
-    """Tokenizes for one model. One thread does what is long: a tokenizer's settings are not for several at once."""
+    """Tokenizes for one model. Long texts share one thread, because a tokenizer is not safe in several."""
 
     def __init__(self, tokenizer: Any, max_model_len: int):
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
@@ -29,17 +29,17 @@ class Prompts:
 
     @functools.cached_property
     def max_characters(self) -> int:
-        """No shorter text than this has more than max_model_len tokens, however long the tokens are."""
+        """A longer text has more than max_model_len tokens, whatever its tokens are."""
         longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
         return longest * self.max_model_len
 
     @functools.cached_property
     def _reserved(self) -> frozenset[str]:
-        """What chat_template_kwargs must not set: they are for the template, not for the tokenizer's method."""
+        """Parameters of apply_chat_template, which chat_template_kwargs must not set."""
         return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
 
     async def text(self, text: str, special: bool = True, field: str = "prompt") -> list[int]:
-        """Token ids of a text. Raises ApiError where there is no tokenizer or the text is too long for the model."""
+        """Token ids of a text. Raises ApiError without a tokenizer, or for a text too long for the model."""
         if self.tokenizer is None:
             raise ApiError(400, f"{field} must be token ids: this server runs without a tokenizer", field)
         if len(text) > self.max_characters:
@@ -53,7 +53,7 @@ class Prompts:
         return list((await self._run(len(text), encode)).input_ids)
 
     async def chat(self, body: Conversation, special: bool | None = None, **more: Any) -> list[int]:
-        """Token ids of a conversation. `more` goes to the template. Raises ApiError for what the template refuses."""
+        """Token ids of a conversation. `more` goes to the template. Raises ApiError for an error of the template."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
         kwargs = {**more, **(body.chat_template_kwargs or {})}
@@ -69,12 +69,12 @@ class Prompts:
         )  # fmt: skip
         try:
             text = await self._run(sum(len(m["content"]) for m in messages), render)
-        except Exception as error:  # whatever the template raises is about what it was given
+        except Exception as error:  # any exception of the template is about its input
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
         return await self.text(text, bool(special), "messages")
 
     def decode(self, ids: list[int]) -> str:
-        """The text of these tokens, special ones included. Raises ApiError for one that is not in the vocabulary."""
+        """The text of these tokens, including special ones. Raises ApiError for an unknown token id."""
         if self.tokenizer is None:
             raise ApiError(400, "this server runs without a tokenizer")
         size = len(self.tokenizer)
@@ -90,7 +90,7 @@ class Prompts:
 
 
 def _for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message as templates expect it: text as a string, arguments of tool calls as objects."""
+    """Convert a message to the form of templates: text as a string, arguments of tool calls as objects."""
     message["content"] = message.get("content") or ""
     for call in message.get("tool_calls") or ():
         function = call.get("function")

@@ -1,6 +1,6 @@
-"""What the server takes: OpenAI's completions and chat completions with vLLM's extensions, tokenize and detokenize.
+"""Bodies of requests: OpenAI's completions, chat completions and embeddings with vLLM's extensions, and tokenize.
 
-Validation is strict: a number in a string or a boolean for a number is an error, and so is an unknown field.
+Validation is strict: a string or boolean instead of a number is an error, and so is an unknown field.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ _TEXT = {"type": "string", "minLength": 1}
 
 
 def _prompt(value: Any) -> str | list[Any]:
-    """One prompt or a list of them. By hand: a union's errors would name four types and no field."""
+    """One prompt or a list of prompts. Checked by hand for better messages than those of a union type."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise ValueError("must be a text or a list of token ids that is not empty, or a list of such prompts")
+        raise ValueError("must be a text or a list of token ids, not empty, or a list of such prompts")
     if type(value[0]) is int:
         _token_ids(value, "it")
         return value
     if len(value) > MAX_PROMPTS:
-        raise ValueError(f"a batch may have {MAX_PROMPTS} prompts, this one has {len(value)}")
+        raise ValueError(f"at most {MAX_PROMPTS} entries are allowed, got {len(value)}")
     for i, prompt in enumerate(value):
         if type(prompt) is not type(value[0]) or not isinstance(prompt, (str, list)):
-            raise ValueError(
-                f"prompt {i} of the list must be what the others are: texts, or lists of token ids"
-            )
+            raise ValueError(f"entry {i} differs in type: a list holds either texts or lists of token ids")
         if not prompt:
-            raise ValueError(f"prompt {i} of the list is empty")
+            raise ValueError(f"entry {i} of the list is empty")
         if isinstance(prompt, list):
-            _token_ids(prompt, f"prompt {i}")
+            _token_ids(prompt, f"entry {i}")
     return value
 
 
@@ -53,7 +51,7 @@ def _token_ids(ids: list[Any], name: str) -> None:
 
 def _no_echo(value: Any) -> bool | None:
     if value is not None and value is not False:  # 0 is equal to False
-        raise ValueError(f"a chat completion cannot echo its prompt, got {value!r}")
+        raise ValueError(f"is not supported for chat completions, got {value!r}")
     return value
 
 
@@ -67,20 +65,18 @@ def _stop(value: Any) -> list[str] | None:
     if not isinstance(strings, list) or not all(isinstance(s, str) and 0 < len(s) <= 1024 for s in strings):
         raise ValueError("must be a string, or a list of strings, of 1 to 1024 characters each")
     if len(strings) > MAX_STOP:
-        raise ValueError(f"may hold {MAX_STOP} strings, this one has {len(strings)}")
+        raise ValueError(f"at most {MAX_STOP} strings are allowed, got {len(strings)}")
     return strings
 
 
 def _content(value: Any) -> str | None:
-    """A message's text; parts are joined."""
+    """The text of a message, with its parts joined."""
     if value is None or isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [value]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                'must be a text, or a list of {"type": "text", "text": ...}; nothing else is served'
-            )
+            raise ValueError('must be a text, or a list of {"type": "text", "text": ...}')
     return "".join(part["text"] for part in parts)
 
 
@@ -103,7 +99,7 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """A request's body: a JSON object with fields that we serve, or that ask for nothing."""
+    """The body of a request: a JSON object. Unsupported fields must have a value without effect (unserved.py)."""
 
     model_config = ConfigDict(json_schema_extra=unserved.add_to_schema)
 
@@ -120,16 +116,16 @@ class Body(Strict):
 class StreamOptions(Strict):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-    include_obfuscation: bool | None = False  # OpenAI's: never done here
+    include_obfuscation: bool | None = False  # OpenAI's option, without effect
 
 
 class GenerationRequest(Body):
-    """What both kinds of request share."""
+    """Common fields of completions and chat completions."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=MAX_N)
-    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only as many as n.")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Must equal n.")
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
@@ -140,7 +136,7 @@ class GenerationRequest(Body):
     seed: int | None = Field(None, ge=-(2**63), le=INT64)
     logit_bias: (
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
-    ) = Field(None, max_length=1024, description="Token id to what is added to its logit.")
+    ) = Field(None, max_length=1024, description="Token id to a value added to its logit.")
     stop: Annotated[Any, PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)] = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     min_tokens: int | None = Field(0, ge=0, le=INT64)
@@ -166,7 +162,7 @@ class GenerationRequest(Body):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Log-probabilities beside the sampled token's, None for none at all."""
+        """Number of most likely tokens with log-probabilities; None: no log-probabilities."""
         raise NotImplementedError
 
     def sampling_params(self) -> SamplingParams:
@@ -203,7 +199,7 @@ class GenerationRequest(Body):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
-    max_tokens: int | None = Field(16, ge=0, le=INT64, description="0 only with echo.")
+    max_tokens: int | None = Field(16, ge=0, le=INT64, description="0 is allowed only with echo.")
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = False
 
@@ -228,12 +224,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        # 0: what is generated is left out of the answer
+        # 0: one token is generated and left out of the answer
         return 1 if self.max_tokens == 0 else self.max_tokens
 
 
 class Message(BaseModel):
-    """Whatever else a message has (name, tool_call_id) goes to the chat template."""
+    """A message. Other fields (name, tool_call_id) go to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -255,7 +251,7 @@ class Tool(Strict):
 
 
 class Conversation(Body):
-    """What is rendered by the chat template."""
+    """The input of the chat template."""
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
     tools: list[Tool] | None = Field(None, max_length=512)
@@ -267,7 +263,9 @@ class Conversation(Body):
 
 class ChatCompletionRequest(GenerationRequest, Conversation):
     max_tokens: int | None = Field(None, ge=1, le=INT64)
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT64, description="Wins over max_tokens.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=INT64, description="Takes precedence over max_tokens."
+    )
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0)
     tool_choice: Literal["none", "auto"] | None = None
@@ -290,7 +288,7 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
 
 
 class TokenizeRequest(Conversation):
-    """Of a prompt, or of messages."""
+    """Tokenize a prompt or messages."""
 
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)  # type: ignore[assignment]
     prompt: str | None = None
@@ -302,6 +300,28 @@ class TokenizeRequest(Conversation):
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "give either prompt or messages")
         return self
+
+
+def _no_dimensions(value: Any) -> None:
+    if value is not None:
+        raise ValueError("is not supported: vectors have the model's own size; leave it out")
+
+
+class EmbeddingRequest(Body):
+    """OpenAI's embeddings, with vLLM's add_special_tokens and priority."""
+
+    input: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[Any, PlainValidator(_no_dimensions), WithJsonSchema({"type": "null"})] = None
+    user: str | None = Field(None, description="Accepted and ignored.")
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs one by one: texts or token ids."""
+        given = self.input
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 class DetokenizeRequest(Body):

@@ -1,4 +1,4 @@
-"""The bodies of answers: whole, or as the events of a stream."""
+"""Bodies of answers, complete or as events of a stream."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastkernels.engine.http.logprobs import Spell, chat_logprobs, completion_lo
 from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest
 from fastkernels.engine.scheduling.request import CompletionOutput, PromptLogprobs, RequestOutput
 
-Outputs = Sequence[tuple[int, RequestOutput]]  # (which of the request's prompts, its output)
+Outputs = Sequence[tuple[int, RequestOutput]]  # (index of the prompt, its output)
 
 
 @dataclass
 class Prompt:
-    """One prompt of a request. text: only where it is echoed."""
+    """One prompt of a request. text is set only if it is echoed."""
 
     token_ids: list[int]
     text: str = ""
@@ -27,7 +27,7 @@ class Prompt:
 
 
 class Answer:
-    """What completions and chat completions have in common. One object an HTTP request."""
+    """The answer to one HTTP request: common part of completions and chat completions."""
 
     kind = chunk_kind = ""
 
@@ -40,7 +40,7 @@ class Answer:
         self.created = int(time.time())
         self.model = model
         self.num_tokens: dict[int, int] = {}  # generated, by choice
-        self.begun: set[int] = set()  # choices that have had their first event
+        self.begun: set[int] = set()  # choices with a first event
         options = body.stream_options
         self.usage_at_end = bool(options and options.include_usage)
         self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)
@@ -48,7 +48,7 @@ class Answer:
         self._after = b',"usage":null}\n\n' if self.usage_at_end else b"}\n\n"
 
     def whole(self, outputs: Outputs) -> dict[str, Any]:
-        """The body of the answer, from the final output of every prompt."""
+        """The complete body, from the final output of every prompt."""
         choices = []
         for prompt, output in sorted(outputs, key=lambda item: item[0]):
             self._note(prompt, output)
@@ -57,7 +57,7 @@ class Answer:
         return {**self._head(self.kind), "choices": choices, "usage": self.usage(), **self._top_level()}
 
     def events(self, outputs: Outputs) -> bytes:
-        """Server-sent events with what is new, one for each choice that has something."""
+        """Server-sent events, one for each choice with news."""
         events: list[bytes] = []
         for prompt, output in outputs:
             self._note(prompt, output)
@@ -99,7 +99,7 @@ class Answer:
         return {}
 
     def _first_fields(self) -> bytes:
-        """What the first event of a choice has beside it."""
+        """Additional fields of the first event of a choice."""
         return b""
 
     def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any]:
@@ -118,9 +118,7 @@ class CompletionAnswer(Answer):
         body, of = self.body, self.prompts[prompt]
         index = prompt * self.n + out.index
         text, new = out.text, list(out.token_ids)
-        if (
-            body.max_tokens == 0
-        ):  # asked for the echo alone: one token was generated, to have the prompt computed
+        if body.max_tokens == 0:  # echo only: one token was generated to compute the prompt
             text, new, self.num_tokens[index] = "", [], 0
         choice: dict[str, Any] = {
             "index": index, "text": of.text + text if first else text, "logprobs": None,
@@ -141,7 +139,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """In a stream the role comes with the first event of a choice."""
+    """In a stream, the first event of a choice carries the role."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     body: ChatCompletionRequest

@@ -1,4 +1,4 @@
-"""What the routes answer, for the OpenAPI document."""
+"""Schemas of the answers for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class CompletionChoice(Choice):
     prompt_logprobs: PromptLogprobs = None
 
 
-class Message(BaseModel):
+class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str
 
 
 class ChatChoice(Choice):
-    message: Message
+    message: AnswerMessage
     logprobs: ChatLogprobs | None
 
 
@@ -101,6 +101,24 @@ class ChatCompletion(BaseModel):
     usage: Usage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs = None
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 class ModelCard(BaseModel):
@@ -138,7 +156,7 @@ class Done(BaseModel):
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse, "description": "What was wrong, where, and what is allowed"},
+    "4XX": {"model": ErrorResponse, "description": "The problem, the field, and the allowed values"},
     "5XX": {"model": ErrorResponse, "description": "The engine failed, has ended, or is shutting down"},
 }
 
@@ -147,7 +165,7 @@ _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "require
 
 
 def _answers(model: type[BaseModel], stream: bool = False) -> dict[str, Any]:
-    """Keyword arguments of a route that answers with this body, or with a stream of server-sent events."""
+    """Keyword arguments of a route with this answer, and with a stream of server-sent events if `stream`."""
     ok: dict[str, Any] = {"model": model, "description": "The answer"}
     if stream:
         ok["content"] = {"text/event-stream": {"schema": _EVENT}}
@@ -169,4 +187,5 @@ METRICS = _text("Prometheus' text format", "text/plain")
 VERSION, MODELS, MODEL = _answers(Version), _answers(ModelList), _answers(ModelCard)
 COMPLETION = _answers(Completion, stream=True)
 CHAT = _answers(ChatCompletion, stream=True)
+EMBEDDINGS = _answers(EmbeddingList)
 TOKENIZE, DETOKENIZE, DONE = _answers(Tokens), _answers(Text), _answers(Done)

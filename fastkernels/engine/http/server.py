@@ -1,51 +1,44 @@
-"""The OpenAI-compatible server's routes.
+"""The OpenAI-compatible server: one engine behind the routes of its runner.
 
-A request's way: gate.py lets it in, protocol.py checks its body, prompts.py makes token ids, async_llm.py hands it to
-the engine's thread; back come outputs (stream.py), which responses.py writes as OpenAI's bodies, and http_stream.py
-sends.
+A request passes through these stages: gate.py admits it, protocol.py checks its body, generation.py or embeddings.py
+handles it, prompts.py makes token ids, and async_llm.py hands it to the engine's thread. Outputs come back through
+stream.py; responses.py makes OpenAI's bodies of them, and streaming.py sends them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from fastkernels import __version__
 from fastkernels.engine.async_llm import AsyncLLM, EngineError
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http import errors, schema
-from fastkernels.engine.http import logprobs as answer_logprobs
 from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.context import Context
+from fastkernels.engine.http.embeddings import Embeddings
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.gate import Gate
+from fastkernels.engine.http.generation import Generation
 from fastkernels.engine.http.metrics import Metrics
 from fastkernels.engine.http.prompts import Prompts
-from fastkernels.engine.http.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
+from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
 from fastkernels.engine.http.report_file import ReportFile
-from fastkernels.engine.http.responses import Answer, ChatAnswer, CompletionAnswer, Prompt
-from fastkernels.engine.http.streaming import EventStream, unless_gone
-from fastkernels.engine.scheduling.outputs import RequestGroup
-from fastkernels.engine.scheduling.scheduler import QueueFull
+from fastkernels.engine.runners import RUNNERS
+
+ROUTES: dict[str, Any] = {"Generate": Generation, "Encode": Embeddings}  # by runner
 
 
 class StrictJSONRequest(Request):
-    """JSON as the standard has it: UTF-8, no NaN, no lone surrogates, no bottomless nesting."""
+    """Strict JSON: UTF-8, no NaN, no lone surrogates, limited nesting."""
 
     async def json(self) -> Any:
         body = await self.body()
@@ -71,7 +64,7 @@ class StrictJSONRoute(APIRoute):
 
 
 class Server:
-    """One engine behind the routes of `app`. `refusal` says why requests are refused, None while they are not."""
+    """One engine behind the routes of `app`. `refusal` is the reason why requests are refused; None: they are not."""
 
     def __init__(self, config: EngineConfig, server_config: ServerConfig | None = None):
         self.config = server_config or ServerConfig()
@@ -80,6 +73,7 @@ class Server:
         engine = self.llm.engine
         self.metrics = Metrics(self.model_name, engine)
         self.prompts = Prompts(engine.tokenizer, engine.max_model_len)
+        self.context = Context(self.config, self.llm, self.model_name, self.metrics, self.prompts)
         self.report = ReportFile(engine)
         self.llm.on_step = self._on_step
         self.draining = False
@@ -95,7 +89,7 @@ class Server:
         return None if self.llm.healthy else "the engine has stopped"
 
     def close(self, timeout: float = 10.0) -> None:
-        """Stop the engine and its processes. Blocks until its step is done, for `timeout` seconds at most."""
+        """Stop the engine and its processes. Waits for the running step, at most `timeout` seconds."""
         until = time.monotonic() + timeout
         with contextlib.suppress(EngineError, futures.TimeoutError):
             self.llm.call(lambda: self.report.write(force=True)).result(timeout)
@@ -121,14 +115,17 @@ class Server:
         ):
             app.add_api_route(path, route, methods=["GET"], response_model=None, **extra)
         for path, post, extra in (
-            ("/v1/completions", self.completions, schema.COMPLETION),
-            ("/v1/chat/completions", self.chat, schema.CHAT),
             ("/tokenize", self.tokenize, schema.TOKENIZE),
             ("/detokenize", self.detokenize, schema.DETOKENIZE),
-            ("/reset_prefix_cache", self.reset_prefix_cache, schema.DONE),  # vLLM's name
-            ("/flush_cache", self.reset_prefix_cache, schema.DONE),  # SGLang's
         ):
             app.add_api_route(path, post, methods=["POST"], response_model=None, **extra)
+        served = self.llm.engine.kind
+        routes = ROUTES[served](self.context)
+        for path, name, extra in routes.PATHS:
+            app.add_api_route(path, getattr(routes, name), methods=["POST"], response_model=None, **extra)
+        for kind in ROUTES.keys() - {served}:
+            for path, _, _ in ROUTES[kind].PATHS:
+                app.add_api_route(path, self._not_served, methods=["POST"], include_in_schema=False)
         return app
 
     async def health(self) -> Response:
@@ -145,11 +142,15 @@ class Server:
         return {"object": "list", "data": [self._card()]}
 
     async def model(self, model: str) -> dict[str, Any]:
-        self._check_model(model)
+        self.context.check_model(model)
         return self._card()
 
+    async def _not_served(self, raw: Request) -> None:
+        use = RUNNERS[self.llm.engine.kind].use
+        raise ApiError(404, f"{raw.url.path} is not available: {self.model_name!r} is for {use}", "model")
+
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        self._check_model(body.model)
+        self.context.check_model(body.model)
         if body.prompt is not None:
             ids = await self.prompts.text(body.prompt, body.add_special_tokens is not False)
         else:
@@ -160,95 +161,11 @@ class Server:
         }  # fmt: skip
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
-        self._check_model(body.model)
+        self.context.check_model(body.model)
         return {"prompt": self.prompts.decode(body.tokens)}
-
-    async def reset_prefix_cache(self) -> dict[str, bool]:
-        """What has been computed is found by no later request; what runs goes on."""
-        await asyncio.wrap_future(self.llm.call(self.llm.engine.blocks.reset_cache))
-        return {"success": True}
-
-    async def completions(self, body: CompletionRequest, raw: Request) -> Response:
-        self._check_model(body.model)
-        prompts = []
-        for given in body.prompts:
-            ids = given if isinstance(given, list) else await self._encode(body, given)
-            text = ""
-            if body.echo:
-                text = given if isinstance(given, str) else self.prompts.decode(given)
-            prompts.append(Prompt(ids, text))
-        answer = CompletionAnswer(
-            self._id("cmpl", body, raw), self.model_name, body, prompts, self._spell(body)
-        )
-        return await self._answer(answer, body, raw)
-
-    async def chat(self, body: ChatCompletionRequest, raw: Request) -> Response:
-        self._check_model(body.model)
-        more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-        tools = body.tools if body.tool_choice != "none" else None
-        ids = await self.prompts.chat(
-            body.model_copy(update={"tools": tools}), body.add_special_tokens, **more
-        )
-        answer = ChatAnswer(
-            self._id("chatcmpl", body, raw), self.model_name, body, [Prompt(ids)], self._spell(body)
-        )
-        return await self._answer(answer, body, raw)
-
-    async def _answer(self, answer: Answer, body: GenerationRequest, raw: Request) -> Response:
-        requests = self._requests(answer.prompts, body)
-        try:
-            # Queued before the status is sent: a full queue is a 429, not a broken stream.
-            outputs = await self.llm.open(requests)
-        except QueueFull:
-            self.metrics.refused += 1
-            raise
-        if body.stream:
-            return EventStream(answer, outputs, self.config.stall_timeout)
-        try:
-            found = await unless_gone(raw, outputs.rest())
-        finally:
-            outputs.close()
-        return (
-            Response(status_code=499)
-            if found is None
-            else Response(to_json(answer.whole(found)), media_type="application/json")
-        )
-
-    def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
-        sequences, most = len(prompts) * (body.n or 1), self.llm.config.max_waiting
-        if sequences > most:
-            raise ApiError(
-                400, f"{sequences} sequences (prompts times n) are more than may wait: {most}", "prompt"
-            )
-        own = uuid.uuid4().hex  # the engine's ids are ours: a client may use its own twice
-        try:
-            return [
-                self.llm.make_request(f"{own}-{i}", p.token_ids, body.sampling_params(), body.priority or 0)
-                for i, p in enumerate(prompts)
-            ]
-        except ValueError as error:
-            raise errors.refused(error) from error
-
-    async def _encode(self, body: CompletionRequest, text: str) -> list[int]:
-        return await self.prompts.text(text, body.add_special_tokens is not False)
-
-    def _spell(self, body: GenerationRequest) -> answer_logprobs.Spell:
-        return answer_logprobs.speller(self.llm.engine.tokenizer, bool(body.return_tokens_as_token_ids))
-
-    @staticmethod
-    def _id(prefix: str, body: GenerationRequest, raw: Request) -> str:
-        """The client's id, of the body or of the header that vLLM reads too, or one of our own."""
-        given = body.request_id or raw.headers.get("x-request-id", "")[:256]
-        return f"{prefix}-{given or uuid.uuid4().hex}"
 
     def _card(self) -> dict[str, Any]:
         return {
             "id": self.model_name, "object": "model", "created": self.created, "owned_by": "fastkernels",
             "root": self.llm.config.model, "parent": None, "max_model_len": self.llm.engine.max_model_len,
         }  # fmt: skip
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.model_name, self.llm.config.model):
-            raise ApiError(
-                404, f"the model {name!r} does not exist; this server has {self.model_name!r}", "model"
-            )

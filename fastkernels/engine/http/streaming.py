@@ -1,4 +1,4 @@
-"""Answers that stop work when the client goes away: streams of server-sent events, and whole bodies."""
+"""Streams and complete answers that stop working when the client disconnects."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ HEADERS = [
 
 
 class EventStream(Response):
-    """An answer as it comes. It waits for a slow client (and joins what comes meanwhile), but no longer than
-    `stall_timeout` seconds for one write; then the requests are aborted and the connection is closed.
+    """A stream of server-sent events.
+
+    Outputs for a slow client are joined. A write that takes longer than `stall_timeout` seconds aborts the requests and
+    closes the connection.
     """
 
     def __init__(self, answer: Answer, outputs: OutputStream, stall_timeout: float):
@@ -43,11 +45,11 @@ class EventStream(Response):
                     {sending, gone}, timeout=self.stall_timeout / 4, return_when=asyncio.FIRST_COMPLETED
                 )
             if self._stalled() and not sending.done():
-                log.warning("a client read nothing for %g seconds: its stream is ended", self.stall_timeout)
+                log.warning("a client read nothing for %g seconds: closing its stream", self.stall_timeout)
         finally:
             self.outputs.close()
             await cancel(sending, gone)
-        # A stream that was cut off has not been completed: the server closes its connection.
+        # The server closes the connection of an incomplete stream.
 
     def _stalled(self) -> bool:
         since = self._writing_since
@@ -65,14 +67,14 @@ class EventStream(Response):
             last = self.answer.closing()
         except Exception as error:  # the status has been sent: the error is an event
             if not isinstance(error, EngineError):
-                log.exception("a stream ended with an error of ours")
+                log.exception("a stream ended with an internal error")
             status = 503 if getattr(error, "stopped", False) else 500
             last = event(error_body(str(error), status)) + b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def unless_gone(raw: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None, and it is cancelled, when the client goes away first."""
+    """The result of `work`; None if the client disconnects first, which cancels it."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnect(raw.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Fields that OpenAI, vLLM or SGLang define and that we do not serve: accepted where they ask for nothing."""
+"""Unsupported fields of OpenAI, vLLM and SGLang, which are accepted with values that have no effect."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-ANYTHING = ("anything",)  # the field changes no output: it names, labels, or tunes what we do not have
+ANYTHING = ("anything",)  # the field never changes the output
 
-# Field: the values that ask for nothing. null asks for nothing everywhere.
+# {field: values without effect}. null is always accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "user": ANYTHING, "metadata": ANYTHING, "store": ANYTHING, "safety_identifier": ANYTHING,
@@ -42,7 +42,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_and_drop(data: dict[str, Any], served: Iterable[str]) -> dict[str, Any]:
-    """The fields that are served. Raises PydanticCustomError for one that asks for more, or that nobody defined."""
+    """The supported fields of a body. Raises PydanticCustomError for an unknown field or an unsupported value."""
     known = set(served)
     for name in data.keys() - known:
         if name not in NEUTRAL:
@@ -61,11 +61,11 @@ def _same(value: Any, allowed: Any) -> bool:
 
 
 def add_to_schema(schema: dict[str, Any]) -> None:
-    """The same in a JSON schema."""
+    """Add the unsupported fields to a JSON schema."""
     for name, allowed in NEUTRAL.items():
         values = {} if allowed is ANYTHING else {"enum": [None, *allowed]}
         schema["properties"].setdefault(
-            name, {"description": "Not served: accepted and passed over.", **values}
+            name, {"description": "Not supported: accepted and ignored.", **values}
         )
 
 
@@ -75,6 +75,6 @@ def _nearest(name: str, known: set[str]) -> str:
 
 
 def field_error(name: str, message: str) -> PydanticCustomError:
-    """A validation error about this field, with the whole sentence that the client gets."""
-    # The message is no template: braces in it are the client's.
+    """A validation error of this field, with the complete message for the client."""
+    # Passed as a value: braces in the message are not placeholders.
     return PydanticCustomError("field", "{message}", {"message": message, "param": str(name)[:100]})

@@ -1,7 +1,7 @@
-"""Next tokens from logits, each row by its own request's parameters, without a host-device synchronization.
+"""Samples next tokens, each row with its own request's parameters, without host-device synchronization.
 
-What a request asks for lives on the device in its slot, a row number that it keeps while it runs. `set_rows` fills a
-slot; a step then needs only the slots of its rows and how many tokens each has generated.
+The parameters of a request stay on the device in its slot while it runs. `set_rows` fills a slot; a step needs only
+the slots of its rows and the number of tokens that each has generated.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fastkernels.overrides.sampling.sampling import sampling
 # Rows of Sampler.floats and Sampler.ints.
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
 TOP_K, SEED, MIN_TOKENS = range(3)
-PROMPT_ROWS = 256  # positions whose float32 logits exist at once: 131 MB at a vocabulary of 128256
+PROMPT_ROWS = 256  # positions with float32 logits at a time: 131 MB for a vocabulary of 128256
 
 
 class Drawing(NamedTuple):
-    """What rows draw by, [B] each, as the op `sampling` has it."""
+    """The rows' sampling parameters [B] for the op `sampling`."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -32,13 +32,13 @@ class Drawing(NamedTuple):
 
 
 class Sampler:
-    """Samples batches of up to max_num_seqs rows. Slot max_num_seqs is a dummy, greedy, for padding.
+    """Samples batches of up to max_num_seqs rows. Slot max_num_seqs is a greedy dummy for padding.
 
-    floats [6, slots], ints [3, slots]  the parameters, a kind a row
+    floats [6, slots], ints [3, slots]  one parameter per row
     bias_ids, bias_values [slots, n]    logit_bias, padded with (0, 0.0)
-    end_ids [slots, n]                  tokens that may not come before min_tokens, padded with -1
-    prompt_mask, output_counts [slots, vocab_size]  tokens of the prompt (bool) and of the output (int32), made when
-                                        a request first asks for a penalty
+    end_ids [slots, n]                  tokens banned before min_tokens, padded with -1
+    prompt_mask, output_counts [slots, vocab_size]  tokens of the prompt (bool) and of the output (int32), allocated
+                                        for the first request with a penalty
     """
 
     def __init__(self, device: torch.device | str, vocab_size: int, max_num_seqs: int):
@@ -55,11 +55,11 @@ class Sampler:
         self.output_counts: torch.Tensor | None = None
 
     def plan(self, slots: np.ndarray, offsets: np.ndarray) -> SamplePlan:
-        """What the rows with these slots [B] and offsets [B] need; for the call with the same on the device."""
+        """The plan of a batch with these slots [B] and offsets [B], for the call with the same values."""
         return self.flags.plan(slots, offsets)
 
     def set_rows(self, rows: Sequence[NewRow]) -> None:
-        """Requests enter slots, at admission or again after a preemption; what a slot held before is forgotten."""
+        """Fill slots with new requests, replacing their old contents."""
         if not rows:
             return
         for row in rows:
@@ -76,7 +76,7 @@ class Sampler:
         ints = [[k, r.seed, r.params.min_tokens] for k, r in zip(top_k, rows, strict=True)]
         self.floats.index_copy_(1, slots, self._tensor(floats, torch.float32).T)
         self.ints.index_copy_(1, slots, self._tensor(ints, torch.int64).T)
-        # Token ids that are not in the vocabulary cannot be sampled; as an index they would end the process.
+        # Token ids outside the vocabulary cannot be sampled; as an index they would crash the process.
         biases = [{t: b for t, b in (p.logit_bias or {}).items() if t < self.vocab_size} for p in params]
         self.bias_ids = self._fill(self.bias_ids, slots, [list(b) for b in biases], 0)
         self.bias_values = self._fill(self.bias_values, slots, [list(b.values()) for b in biases], 0.0)
@@ -100,13 +100,13 @@ class Sampler:
         """Sample one token a row, and count it for the penalties.
 
         logits   [B, vocab_size], not changed
-        slots    [B] int64 on the device; rows of the dummy slot give some token
-        offsets  [B] int64 on the device: how many tokens the request has generated before this one
+        slots    [B] int64 on the device; the token of a row with the dummy slot is arbitrary
+        offsets  [B] int64 on the device: tokens that the request has generated before this one
         plan     self.plan of the same slots and offsets
-        drawn    [B] int64: what `sampling` has given already for these logits and drawing(slots); only where
+        drawn    [B] int64: the result of `sampling` for these logits and drawing(slots), if known; only with
                  plan.from_raw
 
-        Returns token ids [B] int64 and the log-probabilities that the plan asks for, both on the device.
+        Returns token ids [B] int64 and the log-probabilities of the plan, both on the device.
         """
         raw = logits
         if not plan.from_raw:
@@ -128,15 +128,15 @@ class Sampler:
         return ids, gather_logprobs(raw, ids, plan.num_logprobs)
 
     def drawing(self, slots: torch.Tensor) -> Drawing:
-        """Of rows in these slots [B] int64."""
+        """The parameters of rows in these slots [B] int64."""
         floats, ints = self.floats.index_select(1, slots), self.ints.index_select(1, slots)
         return Drawing(floats[TEMPERATURE], ints[TOP_K].int(), floats[TOP_P], floats[MIN_P], ints[SEED])
 
     @staticmethod
     def prompt_logprobs(logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobsTensors:
-        """Log-probabilities of a prompt's tokens, targets [T] int64; logits [T, V] are of the positions before them.
+        """Log-probabilities of prompt tokens `targets` [T] int64 from the logits [T, V] of the preceding positions.
 
-        k: most likely tokens beside each, 0 to V; -1: all.
+        k: number of most likely tokens to include for each, 0 to V; -1: all.
         """
         k = logits.shape[1] if k < 0 else k
         chunks = zip(logits.split(PROMPT_ROWS), targets.split(PROMPT_ROWS), strict=True)
@@ -149,7 +149,7 @@ class Sampler:
         logits.scatter_add_(1, ends.clamp_min(0), torch.where(banned, -torch.inf, 0.0))
 
     def _penalize(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """vLLM's order: repetition on what was seen, then frequency and presence on what was generated."""
+        """Penalties in vLLM's order: repetition for all seen tokens, then frequency and presence for generated ones."""
         assert self.prompt_mask is not None and self.output_counts is not None
         floats = self.floats.index_select(1, slots)
         counts = self.output_counts.index_select(0, slots)
@@ -162,7 +162,7 @@ class Sampler:
         return logits
 
     def _count(self, row: NewRow) -> None:
-        """Fill a slot's table of tokens for the penalties."""
+        """Fill a slot's token tables for the penalties."""
         if self.prompt_mask is None or self.output_counts is None:
             shape = (self.num_slots, self.vocab_size)
             self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
@@ -176,14 +176,14 @@ class Sampler:
     def _fill(
         self, table: torch.Tensor, slots: torch.Tensor, lists: Sequence[Sequence], pad: float
     ) -> torch.Tensor:
-        """The table [slots, n] with these rows replaced, made wider where a list is longer than its rows."""
+        """The table [slots, n] with these rows replaced, widened if a list is longer than its rows."""
         width = max(map(len, lists))
         if width > table.shape[1]:
             wide = table.new_full((self.num_slots, 1 << (width - 1).bit_length()), pad)
             wide[:, : table.shape[1]] = table
             table = wide
         if table.shape[1]:
-            # In numpy: a wide table, which one request is enough for, must not slow down every later admission.
+            # In numpy: a single request can make the table wide, which must not slow down later admissions.
             rows = np.full((len(lists), table.shape[1]), pad)
             for row, entries in zip(rows, lists, strict=True):
                 row[: len(entries)] = entries
@@ -191,7 +191,7 @@ class Sampler:
         return table
 
     def _tensor(self, data: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        """On the device, by way of pinned memory, so that nothing waits."""
+        """Copy to the device through pinned memory, without waiting."""
         tensor = torch.as_tensor(data, dtype=dtype)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""What the sampler is told and what it says: rows that enter, the plan of a batch, log-probabilities."""
+"""Inputs and outputs of the sampler: slots, the plan of a batch, log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastkernels.engine.execution.step import NewRow
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """What the rows of one batch need, known on the host, so that the device computes nothing that no row asks for.
+    """The features that the rows of a batch use, known on the host, so that the device computes nothing else.
 
-    all_greedy    no row draws: the tokens do not depend on seeds and offsets
-    num_logprobs  most likely tokens to report beside the sampled one, the largest of the rows; 0: the sampled one
-                  only, -1: no log-probabilities at all
+    all_greedy    all rows are greedy: tokens do not depend on seeds and offsets
+    num_logprobs  the largest number of most likely tokens that a row requests; 0: only the sampled token;
+                  -1: no log-probabilities
     """
 
     all_greedy: bool
@@ -28,7 +28,7 @@ class SamplePlan:
 
     @property
     def from_raw(self) -> bool:
-        """The rows sample from the model's logits as they are."""
+        """Whether all rows sample from the raw logits."""
         return not (self.any_penalties or self.any_bias or self.any_min_tokens)
 
 
@@ -40,7 +40,7 @@ class LogprobsTensors(NamedTuple):
 
     token_ids  [R, K + 1] int64: the sampled (or prompt) token, then the K most likely, most likely first
     logprobs   [R, K + 1] float32
-    ranks      [R] int64: tokens that are at least as likely as the first one, itself included
+    ranks      [R] int64: number of tokens at least as likely as the first one, itself included
     """
 
     token_ids: torch.Tensor
@@ -49,7 +49,7 @@ class LogprobsTensors(NamedTuple):
 
 
 class SlotFlags:
-    """The slots' parameters as the host sees them, to plan a batch in O(B). Slot `num_slots - 1` is the dummy."""
+    """The slots' parameters on the host, to plan a batch in O(B). Slot `num_slots - 1` is the dummy."""
 
     def __init__(self, num_slots: int, vocab_size: int):
         self.vocab_size = vocab_size
@@ -58,7 +58,7 @@ class SlotFlags:
         self.bias = np.zeros(num_slots, dtype=bool)
         self.min_tokens = np.zeros(num_slots, dtype=np.int64)
         self.logprobs = np.full(num_slots, -1, dtype=np.int64)
-        self.special = np.zeros(num_slots, dtype=bool)  # anything but greedy differs from a free slot's
+        self.special = np.zeros(num_slots, dtype=bool)  # any feature other than greedy is in use
 
     def set(self, row: NewRow) -> None:
         slot, params = row.slot, row.params

@@ -1,4 +1,4 @@
-"""How one request is sampled and when it stops. Names, meanings and ranges are vLLM's."""
+"""Sampling parameters and stop conditions of a request. Names, meanings and ranges are vLLM's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from enum import Enum
 from typing import Any
 
 MAX_N = 16384
-MAX_LOGPROBS = 20  # what an engine allows unless it says otherwise
+MAX_LOGPROBS = 20  # an engine's default
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
-MIN_TEMPERATURE = 0.01  # a temperature between 0 and this one is raised to it, as vLLM does
+MIN_TEMPERATURE = 0.01  # smaller positive temperatures are raised to it, as in vLLM
 
 
 class RequestOutputKind(Enum):
-    """CUMULATIVE: each output holds everything so far; DELTA: what is new; FINAL_ONLY: one output, at the end."""
+    """CUMULATIVE: each output holds everything so far. DELTA: what is new. FINAL_ONLY: one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -27,32 +27,30 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class SamplingParams:
-    """Per-request sampling. Raises ValueError, naming the field, the value and the limit, for what is out of range.
-    Log-probabilities are of the model's own logits, before temperature, bias, penalties and filters.
+    """Per-request sampling parameters. Log-probabilities are of the raw logits, before temperature, bias, penalties and
+    filters. Raises ValueError, naming the field, the value and the limit, for values out of range.
 
     n                   outputs for the prompt, 1 to 16384; only 1 with temperature 0
-    presence_penalty    [-2, 2], subtracted from the logits of tokens that were generated
-    frequency_penalty   [-2, 2], subtracted as often as the token was generated
-    repetition_penalty  [1e-6, 1e6]; the logit of a token of the prompt or the output is divided by it if positive,
-                        else multiplied
-    temperature  [0, 2]; 0: greedy (the most likely token; top_p, top_k, min_p and seed are not used); less than 0.01 is
-                 raised to 0.01
+    presence_penalty    [-2, 2], subtracted from the logits of generated tokens
+    frequency_penalty   [-2, 2], subtracted once for each time the token was generated
+    repetition_penalty  [1e-6, 1e6]; divides positive and multiplies negative logits of tokens in prompt and output
+    temperature  [0, 2]; 0: greedy (top_p, top_k, min_p and seed have no effect); values below 0.01 are raised to 0.01
     top_p        (0, 1]: sample from the smallest set of most likely tokens whose probabilities sum to at least top_p
     top_k        sample from the k most likely tokens; 0 or -1: all
     min_p        [0, 1]: sample from tokens with at least min_p times the probability of the most likely one
-    seed         a 64-bit signed integer: the same seed draws the same noise whatever else is in the batch, output i of
-                 n with seed + i; None or -1: the engine chooses one
-    stop         strings that end the output; not part of it unless include_stop_str_in_output
+    seed         a signed 64-bit integer: the same seed gives the same noise in any batch; output i of n uses seed + i;
+                 None or -1: the engine chooses one
+    stop         strings that end the output; included in it only with include_stop_str_in_output
     stop_token_ids  tokens that end the output, as EOS does
-    ignore_eos   go on after EOS
-    max_tokens   tokens to generate at most; None: up to the model's length
-    min_tokens   neither EOS nor a stop token before so many tokens
-    logprobs     log-probabilities of so many most likely tokens beside the sampled one; -1: of all; None: of none
+    ignore_eos   continue after EOS
+    max_tokens   maximum number of generated tokens; None: up to the model's length
+    min_tokens   number of tokens before which EOS and stop tokens are banned
+    logprobs     number of most likely tokens with log-probabilities, plus the sampled one; -1: all; None: none
     prompt_logprobs  the same for the tokens of the prompt
-    logit_bias   {token id: what is added to its logit, [-100, 100]}
+    logit_bias   {token id: value added to its logit, in [-100, 100]}
     detokenize   False: no text, and no stop strings
     skip_special_tokens  leave tokens such as EOS out of the text
-    output_kind  what each output holds; LLM gives the final one whatever it says
+    output_kind  content of each output; LLM.generate always returns the final one
     """
 
     n: int = 1
@@ -185,7 +183,7 @@ class SamplingParams:
 
 
 def _is_digits(key: Any) -> bool:
-    """Whether it is a token id as JSON's objects spell it."""
+    """Whether the key is a token id written as a string, as in JSON objects."""
     return isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdigit()
 
 
@@ -200,7 +198,7 @@ def _integer(name: str, value: Any, low: int, high: int | None = None, note: str
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} must be a number, got {reprlib.repr(value)}")
-    if not (low < value if open_low else low <= value) or not value <= high:  # so written, NaN fails
+    if not (low < value if open_low else low <= value) or not value <= high:  # written so that NaN fails
         bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
         raise ValueError(f"{name} must be in {bounds}, got {reprlib.repr(value)}")
 

@@ -1,0 +1,1 @@
+"""Requests, the batch of each step, and outputs."""

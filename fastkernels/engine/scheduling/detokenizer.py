@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, ended by stop strings."""
+"""Incremental detokenization: whole characters only, ended by stop strings."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from weakref import WeakKeyDictionary
 
 from tokenizers.decoders import DecodeStream
 
-REPLACEMENT = "\ufffd"  # what a tokenizer decodes an unfinished UTF-8 sequence to
-CONTEXT = 6  # prompt tokens that the first decode starts from: spaces depend on what stands before
-MAX_PENDING = 16  # tokens after which an unfinished character is text: bad bytes never hold it up
+REPLACEMENT = "\ufffd"  # decoded from an incomplete UTF-8 sequence
+CONTEXT = 6  # prompt tokens before the first decoded token: leading spaces depend on them
+MAX_PENDING = 16  # tokens after which an incomplete character becomes text, so that bad bytes cannot block
 
 
 class Pieces:
-    """Tokens to pieces of text. Of a fast tokenizer the Rust stream does it (0.7 us a token, tiny byte-level BPE on a
-    Xeon core); where there is none, or it gives up, the same is done with two decodes."""
+    """Turns tokens into pieces of text.
+
+    Uses the Rust stream of fast tokenizers (0.7 us per token, tiny byte-level BPE, Xeon core). Without one, or if it
+    fails, two decodes give the same result.
+    """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
         self.rust = _rust(tokenizer)
         self.special = special_ids(tokenizer) if skip_special_tokens else frozenset()
-        self.context = list(prompt_token_ids[-CONTEXT:])  # decoded before `pending`, and cut off again
+        self.context = list(prompt_token_ids[-CONTEXT:])  # decoded together with `pending`, then cut off
         self.pending: list[int] = []
         self.stream: DecodeStream | None = None
         self._restart()
 
     def append(self, token_id: int) -> str:
-        """The text that is whole now, '' if there is none."""
+        """Add a token. Returns the text that it completes, possibly ''."""
         if token_id in self.special:
             return ""
         self.pending.append(token_id)
         if self.stream is not None:
             try:
                 text = self.stream.step(self.rust, token_id)
-            except Exception:  # it found text that changed with what came after: the slow way copes
+            except Exception:  # the text changed with later tokens: continue with the slow path
                 self.stream = None
             else:
                 if text is not None:
@@ -45,7 +48,7 @@ class Pieces:
         return self._decode_pending(final=False)
 
     def finish(self) -> str:
-        """What is left, an unfinished character as U+FFFD."""
+        """The remaining text, with an incomplete character as U+FFFD."""
         return self._decode_pending(final=True) if self.pending else ""
 
     def _decode_pending(self, final: bool) -> str:
@@ -58,7 +61,7 @@ class Pieces:
         return after[len(before) :]
 
     def _restart(self) -> None:
-        """The Rust stream from `context`, if its text is one that the stream can start from."""
+        """Start the Rust stream from `context`, if the text of `context` allows it."""
         text = self._decode(self.context) if self.rust is not None else ""
         fit = bool(text) and not text.endswith(REPLACEMENT)
         self.stream = DecodeStream(self.context, self.skip) if fit else None
@@ -70,7 +73,7 @@ class Pieces:
 
 
 class Detokenizer:
-    """The text of one request's output, held back where it may become a stop string."""
+    """The output text of one request. Text that may become a stop string is held back."""
 
     def __init__(
         self,
@@ -86,28 +89,28 @@ class Detokenizer:
             self._stops.setdefault(string[0], []).append(string)
         self._longest = max(map(len, stop), default=0)
         self._pieces = Pieces(tokenizer, prompt_token_ids, skip_special_tokens)
-        self._parts: list[str] = []  # the text but for `_held`
-        self._taken = 0  # of the parts
-        self._held = ""  # the longest tail of the text that begins a stop string
+        self._parts: list[str] = []  # the text without `_held`
+        self._taken = 0  # number of parts that take() returned
+        self._held = ""  # the longest tail of the text that starts a stop string
 
     @property
     def text(self) -> str:
-        """All text so far, without a character that is not whole yet."""
+        """All text so far, without an incomplete character."""
         return "".join(self._parts) + self._held
 
     def append(self, token_id: int, look: bool = True) -> str | None:
-        """Add a token. Returns the stop string that its text completes, if any; `text` is cut there.
+        """Add a token. Returns the stop string that it completes, if any; `text` is cut there.
 
-        look: False while a stop string must not end the output (min_tokens).
+        look: False while stop strings must not end the output (min_tokens).
         """
         return self._add(self._pieces.append(token_id), look)
 
     def finish(self, look: bool = True) -> str | None:
-        """No token will come: what is left becomes text."""
+        """End the text: the remaining characters become text."""
         return self._add(self._pieces.finish(), look)
 
     def take(self, final: bool) -> str:
-        """The text since the last call. Until the end, a tail that may become a stop string is held back."""
+        """The text since the last call; before the end, without a tail that may become a stop string."""
         if final and self._held:
             self._parts.append(self._held)
             self._held = ""
@@ -120,7 +123,7 @@ class Detokenizer:
         if not self._held and self._stops.keys().isdisjoint(piece):
             self._parts.append(piece)
             return None
-        # A stop string that ends in the new piece begins in it, or in what is held.
+        # A stop string that ends in the new piece begins in it or in the held text.
         window = self._held + piece
         found = self._find(window, len(self._held)) if look else None
         if found is None:
@@ -134,7 +137,7 @@ class Detokenizer:
         return stop
 
     def _find(self, window: str, old: int) -> tuple[int, str] | None:
-        """Where the stop string that ends first, after `old` characters, begins, and which it is."""
+        """(start, string) of the stop string that ends first after the first `old` characters."""
         found: tuple[int, str] | None = None
         for at in range(max(0, old - self._longest + 1), len(window)):
             for stop in self._stops.get(window[at], ()):
@@ -145,7 +148,7 @@ class Detokenizer:
         return found
 
     def _tail(self, window: str) -> int:
-        """Length of the longest tail of the window that begins a stop string and is shorter than it."""
+        """Length of the longest tail of the window that is the start of a stop string."""
         for at in range(max(0, len(window) - self._longest + 1), len(window)):
             for stop in self._stops.get(window[at], ()):
                 if len(stop) > len(window) - at and stop.startswith(window[at:]):
@@ -154,8 +157,11 @@ class Detokenizer:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that skip_special_tokens leaves out. They are kept from the decoder: a sequence of nothing else (EOS after
-    EOS, with ignore_eos) would be decoded from its beginning at every token."""
+    """Tokens that skip_special_tokens leaves out.
+
+    They never reach the decoder, which would decode a sequence of special tokens (EOS after EOS, with ignore_eos) from
+    the beginning at every token.
+    """
     ids = _SPECIAL.get(tokenizer)
     if ids is None:
         rust = _rust(tokenizer)

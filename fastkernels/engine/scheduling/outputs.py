@@ -1,4 +1,4 @@
-"""What a step's tokens mean for its requests: text, log-probabilities, the end; and what the caller is told."""
+"""Turns a step's tokens into text, log-probabilities, ends of requests, and outputs for the caller."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ class RequestGroup:
     sequences: list[Request]
 
     @property
+    def streams_deltas(self) -> bool:
+        """Whether an output holds only what is new since the last one."""
+        return self.params.output_kind is RequestOutputKind.DELTA
+
+    @property
     def finished(self) -> bool:
         return all(s.status is Status.FINISHED for s in self.sequences)
 
 
 @dataclass
 class News:
-    """Of one sequence in one step: its new tokens, and their log-probabilities."""
+    """New tokens of one sequence in one step, with their log-probabilities."""
 
     sequence: Request
     token_ids: list[int] = field(default_factory=list)
@@ -43,7 +48,7 @@ class News:
 
 
 def append_token(request: Request, token: int) -> None:
-    """Add a generated token, and finish the request if it ends it: an end token, a stop string, or the length."""
+    """Add a generated token. Finish the request at an end token, a stop string, or the maximum length."""
     request.output_token_ids.append(token)
     params, text, length = request.params, request.detokenizer, len(request.output_token_ids)
     if text is not None and _decodes_late(params):
@@ -51,7 +56,7 @@ def append_token(request: Request, token: int) -> None:
     enough = length >= params.min_tokens
     if enough and token in request.end_token_ids:
         if text is not None:
-            text.finish(look=False)  # the end token itself is no text
+            text.finish(look=False)  # the end token itself is not part of the text
         request.finish("stop", token if token in (params.stop_token_ids or ()) else None)
         return
     stop = text.append(token, look=enough) if text is not None else None
@@ -65,12 +70,12 @@ def append_token(request: Request, token: int) -> None:
 
 
 def _decodes_late(params: SamplingParams) -> bool:
-    """Whether nobody needs the text before the end: all of it is decoded then."""
+    """Whether the text is needed only at the end, and can be decoded then."""
     return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
 
 
 def _late_text(request: Request) -> None:
-    """The text of a sequence whose tokens were not decoded as they came."""
+    """Decode the tokens of a sequence that decodes late."""
     text = request.detokenizer
     if text is None or not _decodes_late(request.params):
         return
@@ -95,7 +100,7 @@ def read_logprobs(found: TokenLogprobs, row: int, num: int, tokenizer: Any) -> d
 
 
 def add_logprobs(news: News, found: TokenLogprobs, row: int, tokenizer: Any) -> None:
-    """The new token's log-probabilities, added to the sequence's."""
+    """Add the new token's log-probabilities to the sequence."""
     request = news.sequence
     entry = read_logprobs(found, row, request.params.logprobs or 0, tokenizer)
     news.logprobs = [entry]
@@ -109,7 +114,7 @@ def _decoded(tokenizer: Any, token: int) -> str | None:
 
 
 def fill_prompt_logprobs(request: Request, start: int, found: TokenLogprobs, tokenizer: Any) -> None:
-    """Log-probabilities of the prompt's tokens from position start + 1 on."""
+    """Fill in log-probabilities of the prompt's tokens from position start + 1 on."""
     assert request.prompt_logprobs is not None
     wanted = request.params.prompt_logprobs or 0
     for i in range(len(found.ranks)):
@@ -117,7 +122,7 @@ def fill_prompt_logprobs(request: Request, start: int, found: TokenLogprobs, tok
 
 
 def make_output(group: RequestGroup, news: Iterable[News]) -> RequestOutput | None:
-    """What the caller is told after a step; None if it wants to hear nothing yet."""
+    """The output for the caller after a step; None if the request wants only a final output."""
     kind, finished = group.params.output_kind, group.finished
     if kind is RequestOutputKind.FINAL_ONLY and not finished:
         return None

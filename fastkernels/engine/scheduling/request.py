@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and what the caller gets back."""
+"""The state of a request in the engine, and its outputs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ class Status(Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The engine's state of one sequence. A caller's request with n > 1 is n of these.
+    """The engine's state of one sequence. A caller's request has n of them.
 
-    max_tokens           tokens to generate at most, the model's length considered
+    max_tokens           maximum number of generated tokens, within the model's length
     end_token_ids        tokens that end it: EOS (unless ignore_eos) and stop_token_ids
-    seed                 of its noise: params.seed, or drawn by the engine
+    seed                 seed of its noise: params.seed, or chosen by the engine
     priority             lower goes first, as in vLLM
-    index                which of the caller's n sequences
-    slot                 its row in the ranks' state while it runs, -1 otherwise
-    block_table          KV blocks that hold its first num_computed_tokens tokens
-    block_hashes         names of its first full blocks, as far as they have been needed
-    num_computed_tokens  tokens whose keys and values are in the cache when the launched steps are done;
-                         preemption sets it to 0
-    num_inflight         tokens that launched steps sample and that are not known yet, at most 2
+    index                its index among the caller's n sequences
+    slot                 its row in the ranks' state while it runs, otherwise -1
+    block_table          KV blocks of its first num_computed_tokens tokens
+    block_hashes         names of its first full blocks, computed on demand
+    num_computed_tokens  tokens in the cache once the launched steps have ended; reset to 0 by a preemption
+    num_inflight         tokens being sampled by launched steps, at most 2
     num_sent_blocks      blocks of the table that the ranks know
-    num_named_blocks     blocks of the table that the prefix cache was told of
-    num_sent_chars       characters of its text that the caller has
+    num_named_blocks     blocks of the table that the prefix cache knows
+    num_sent_chars       characters of its text that the caller has received
     num_cached_tokens    tokens that its first admission found in the prefix cache
     arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
     """
@@ -80,12 +79,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence, those that launched steps sample included."""
+        """Tokens of the sequence, including those being sampled."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_inflight
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether its prompt's log-probabilities are wanted and not all there: its prompt must be computed, then."""
+        """Whether the prompt must be computed for its log-probabilities, without the prefix cache."""
         return self.params.prompt_logprobs is not None and not self.output_token_ids
 
     def token_ids(self, start: int, stop: int) -> list[int]:
@@ -98,29 +97,29 @@ class Request:
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """Say why it ends; its status changes when the scheduler lets it go."""
+        """Set the reason of its end. The scheduler changes its status when it removes the request."""
         self.finish_reason, self.stop_reason = reason, stop_reason
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural log-probability of a token by the model's own logits; rank 1 is the most likely token."""
+    """Natural log-probability of a token from the raw logits; rank 1 is the most likely token."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-SampleLogprobs: TypeAlias = "list[dict[int, Logprob]]"  # one dict a generated token, that token first
-PromptLogprobs: TypeAlias = "list[dict[int, Logprob] | None]"  # one a prompt token; the first has none
+SampleLogprobs: TypeAlias = "list[dict[int, Logprob]]"  # one dict per generated token, with that token first
+PromptLogprobs: TypeAlias = "list[dict[int, Logprob] | None]"  # one per prompt token; None for the first
 
 
 @dataclass
 class CompletionOutput:
     """One output of a request. finish_reason: 'stop', 'length', 'abort', or None while it runs.
 
-    text, token_ids, logprobs are all so far, or with RequestOutputKind.DELTA what is new since the last output.
-    num_tokens counts all generated tokens in both.
+    text, token_ids and logprobs hold everything so far, or with RequestOutputKind.DELTA what is new since the last
+    output. num_tokens always counts all generated tokens.
     """
 
     index: int
@@ -135,10 +134,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The state of a request after a step. With DELTA it has those of its n outputs that have something new.
+    """The state of a request after a step. With DELTA it has only those of its n outputs with something new.
 
-    A finished output has all its text; before that, text that may be the beginning of a stop string, or of a
-    character, is held back. prompt_logprobs are there from a request's first output on.
+    Before the end, text that may be the start of a stop string or of a character is held back. prompt_logprobs are
+    included from the first output on.
     """
 
     request_id: str

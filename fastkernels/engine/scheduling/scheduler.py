@@ -1,14 +1,14 @@
-"""Which requests run in the next step, and how many tokens of each.
+"""Selects the requests of the next step, and the number of tokens of each.
 
-A step has a budget of tokens. Running requests that decode come first, then running ones with prompt left to compute,
-then waiting ones; a prompt longer than what is left of the budget is computed in chunks. Where several prompts are left
-and all would fit into a few steps, steps are cut short: prompts that are computed one after the other end sooner, on
-average, than together. Requests go by their key, arrival plus priority times AGING: a lower priority number goes
-first, but everybody is ahead of whoever arrives late enough, so that nobody starves. When blocks run out the last of
-the running is preempted: it loses its blocks, keeps its generated tokens and its key, and computes them again when it
-is admitted again (or finds them in the prefix cache).
+A step has a token budget. Decoding requests come first, then running requests with an incomplete prompt, then waiting
+ones. A prompt longer than the remaining budget is computed in chunks. If several prompts remain that fit into a few
+steps, steps are shortened: prompts computed one after the other finish sooner on average than in parallel.
 
-With two steps in flight a request may be scheduled while its last token is being sampled: `num_inflight` counts that.
+Requests are ordered by arrival plus priority times AGING: a lower priority number goes first, but no request starves.
+When blocks run out, the last running request is preempted: it loses its blocks, keeps its generated tokens and its
+place in the order, and is recomputed (or found in the prefix cache) when it is admitted again.
+
+With two steps in flight, a request may be scheduled while its last token is being sampled: see `num_inflight`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dataclasses import dataclass, field
 from fastkernels.engine.cache.blocks import BlockManager, hash_block
 from fastkernels.engine.scheduling.request import Request, Status
 
-AGING = 10.0  # seconds of waiting that one level of priority is worth
-LEAST_TOKENS = 2048  # of a step that is cut short: fewer would take a GPU nearly as long
-PARTS = 5  # steps, at most, that what is left of the prompts is to take where they are cut short
+AGING = 10.0  # seconds of waiting that equal one level of priority
+LEAST_TOKENS = 2048  # of a shortened step: fewer tokens take a GPU nearly as long
+PARTS = 5  # most steps that the remaining prompts may take with shortened steps
 
 
 class QueueFull(RuntimeError):
-    """The waiting queue is at its bound; try again later."""
+    """The waiting queue is full; try again later."""
 
 
 @dataclass
 class Batch:
-    """One step's requests, those that compute one token first. Lists of the same order, but for `admitted`.
+    """The requests of one step; those that compute one token come first. All lists but `admitted` are parallel.
 
-    starts   tokens of each that were computed before
-    counts   tokens that each computes
-    offsets  tokens that each has generated before the one that this step samples; -1: it samples none
-    admitted requests that have got their slot in this step
+    starts   tokens computed before
+    counts   tokens to compute
+    offsets  tokens generated before the one that this step samples; -1: it samples none
+    admitted requests that received their slot in this step
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -55,7 +55,7 @@ def _key(request: Request) -> tuple[float, str, int]:
 
 
 class Scheduler:
-    """Holds every unfinished request, in `running` or waiting, its slot and its blocks."""
+    """Holds all unfinished requests, running and waiting, with their slots and blocks."""
 
     def __init__(
         self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int
@@ -64,12 +64,12 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_waiting = max_waiting
         self.running: list[Request] = []  # by key
-        # A heap; what has been removed stays in it until it comes to the top.
+        # A heap; removed requests stay in it until they reach the top.
         self._waiting: list[tuple[tuple[float, str, int], Request]] = []
         self.num_waiting = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._planned: dict[Request, int] = {}  # tokens of the step that is being scheduled, decodes first
-        self._preempted = False  # whether this step preempted anybody
+        self._planned: dict[Request, int] = {}  # tokens in the step being scheduled, decodes first
+        self._preempted = False  # whether this step preempted a request
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
@@ -78,14 +78,12 @@ class Scheduler:
         return self.num_waiting + len(self.running)
 
     def check_room(self, num: int = 1) -> None:
-        """Raises QueueFull if so many more requests may not wait."""
+        """Raise QueueFull if `num` more requests may not wait."""
         if self.num_waiting + num > self.max_waiting:
-            raise QueueFull(
-                f"{self.num_waiting} requests are waiting, and no more than {self.max_waiting} may"
-            )
+            raise QueueFull(f"{self.num_waiting} requests are waiting; the limit is {self.max_waiting}")
 
     def check_size(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raises ValueError for a request that the KV cache could never hold."""
+        """Raise ValueError for a request larger than the KV cache."""
         room = self.blocks.num_usable * self.blocks.block_size
         if num_prompt_tokens + max_tokens - 1 > room:  # the last generated token is never computed
             raise ValueError(
@@ -94,15 +92,15 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises QueueFull, ValueError for one that can never run."""
+        """Queue a request. Raises QueueFull, and ValueError for a request larger than the KV cache."""
         self.check_room()
         self.check_size(len(request.prompt_token_ids), request.max_tokens)
         self._wait(request)
 
     def schedule(self) -> Batch | None:
-        """The next step's batch, with slots and blocks for it; None if there is nothing to run now.
+        """The next batch, with slots and blocks assigned; None if there is nothing to run.
 
-        Its tokens count as computed from here on: steps run in the order in which they are scheduled.
+        Its tokens count as computed from here on, since steps run in the order of scheduling.
         """
         self._planned, self._preempted = {}, False
         budget = self._plan_running()
@@ -119,7 +117,7 @@ class Scheduler:
         return Batch(requests, starts, counts, offsets, admitted, len(ones))
 
     def remove(self, requests: Iterable[Request]) -> None:
-        """Take unfinished requests out, wherever they are, and free their slots and blocks."""
+        """Remove unfinished requests, and free their slots and blocks."""
         gone = set()
         for request in requests:
             if request.status is Status.RUNNING:
@@ -149,7 +147,7 @@ class Scheduler:
         return self._waiting[0][1] if self._waiting else None
 
     def _plan_running(self) -> int:
-        """Plan one token for each request that decodes, then chunks of the others. Returns the budget that is left."""
+        """Plan one token for each decoding request, then chunks of the others. Returns the remaining budget."""
         block_size, planned, prefills = self.blocks.block_size, self._planned, list[Request]()
         for request in list(self.running):
             generated = len(request.output_token_ids) + request.num_inflight
@@ -158,7 +156,7 @@ class Scheduler:
                 prefills.append(request)
                 continue
             if request.status is not Status.RUNNING or generated >= request.max_tokens:
-                continue  # preempted by an earlier one, or its last token is on its way
+                continue  # preempted by an earlier request, or its last token is in flight
             if after <= len(request.block_table) * block_size or self._make_room(request, after):
                 planned[request] = 1
         budget = self._budget(prefills) - len(planned)
@@ -172,7 +170,7 @@ class Scheduler:
         return budget
 
     def _budget(self, prefills: list[Request]) -> int:
-        """Tokens of this step: `prefills`, and who waits, decide whether it is cut short."""
+        """The token budget of this step, shortened depending on `prefills` and the waiting requests."""
         most, left, prompts = self.max_num_batched_tokens, 0, 0
         if most < 2 * LEAST_TOKENS or len(self._planned) > LEAST_TOKENS // 2:
             return most
@@ -186,9 +184,9 @@ class Scheduler:
         return most
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for the first num_tokens tokens, at the cost of the last of the running where there are none left.
+        """Allocate blocks for the first num_tokens tokens, preempting the last running requests if necessary.
 
-        False: the request was the last itself, and is preempted.
+        Returns False if the request itself was the last one and is preempted.
         """
         need = self.blocks.blocks_for(num_tokens) - len(request.block_table)
         while need > self.blocks.num_free:
@@ -219,8 +217,8 @@ class Scheduler:
             names = self._known_names(request)
             found = self.blocks.find(names)
             missing = self.blocks.blocks_for(request.num_tokens) - self.blocks.num_held(found)
-            # Whatever runs may need a block at its next token: without this reserve a request would be admitted
-            # only to be preempted a step later.
+            # Each running request may need a block for its next token. Without this reserve, a request might be
+            # preempted one step after its admission.
             if missing + len(self.running) > self.blocks.num_free:
                 break
             heapq.heappop(self._waiting)
@@ -228,7 +226,7 @@ class Scheduler:
             self._start(request, found)
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             self.blocks.grow(request.block_table, request.num_tokens)
-            # Named at once: a layer stores a step's keys before it reads any, so that this very step can share them.
+            # Named at once: layers store a step's keys before they read, so the same step can already share them.
             self._name_blocks(request, request.num_computed_tokens + count)
             self._planned[request] = count
             budget -= count
@@ -251,8 +249,9 @@ class Scheduler:
         insort(self.running, request, key=_key)
 
     def _advance(self, request: Request, count: int) -> int:
-        """Count the step's tokens as computed. Returns how many tokens were generated before the one that the step
-        samples, -1 if it samples none."""
+        """Count the step's tokens as computed. Returns the number of tokens generated before the one that the step
+        samples, -1 if it samples none.
+        """
         computed = request.num_computed_tokens = request.num_computed_tokens + count
         if computed >= (request.num_named_blocks + 1) * self.blocks.block_size:
             self._name_blocks(request, computed)
@@ -263,7 +262,7 @@ class Scheduler:
         return generated
 
     def _known_names(self, request: Request) -> list[bytes]:
-        """Names of the blocks that could be found: at least one token must be computed, to sample the next from."""
+        """Names of the blocks to look up. At least one token must be computed to sample the next one."""
         if not self.blocks.enable_caching or request.needs_prompt_logprobs:
             return []
         full = (request.num_tokens - 1) // self.blocks.block_size
@@ -271,7 +270,7 @@ class Scheduler:
         return request.block_hashes[:full]
 
     def _name_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Name the blocks that the first num_computed_tokens tokens fill, as far as these are known."""
+        """Name the full blocks of the first num_computed_tokens tokens, as far as these are known."""
         if not self.blocks.enable_caching:
             return
         size = self.blocks.block_size

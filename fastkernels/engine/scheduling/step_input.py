@@ -1,4 +1,4 @@
-"""A scheduled batch as the ranks get it."""
+"""Makes the StepInput of a scheduled batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastkernels.engine.scheduling.scheduler import Batch
 
 
 def make_step(batch: Batch) -> StepInput:
-    """The batch's StepInput. The blocks that it sends count as sent."""
+    """The batch's StepInput. Marks its blocks as sent."""
     ids: list[int] = []
     updates: list[tuple[int, int, int]] = []
     for row, request in enumerate(batch.requests):
@@ -38,7 +38,7 @@ def make_step(batch: Batch) -> StepInput:
 
 
 def _last_token(request: Request) -> int:
-    """The token at the request's last computed position: SAMPLED if it is not known yet."""
+    """The token at the request's last computed position; SAMPLED if it is unknown."""
     at = request.num_computed_tokens - 1 - len(request.prompt_token_ids)
     if at < 0:
         return request.prompt_token_ids[at]

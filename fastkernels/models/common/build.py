@@ -1,4 +1,4 @@
-"""A model from a checkpoint's config: on its device, in its dtype, with its weights."""
+"""Build a model from a checkpoint: config, device, dtype and weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 from fastkernels.core import parallel
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common import weights
-from fastkernels.models.common.registry import architectures, model_class
+from fastkernels.models.common.registry import architectures, find, model_class
 
 
 def load_config(folder: Path) -> Any:
-    """The checkpoint's transformers config, or what has its fields. Raises CheckpointError that names the file."""
+    """The checkpoint's transformers config, or an object with the same fields. Raises CheckpointError."""
     plain = config_file.read(folder)
     if plain is not None:
         return plain
@@ -59,10 +59,10 @@ def build(
     load_format: str = "auto",
     seed: int = 0,
 ) -> nn.Module:
-    """The model (this rank's part of it) in eval mode. load_format: 'auto' (safetensors) or 'dummy'.
+    """This rank's shard of the model in eval mode. load_format: 'auto' (safetensors) or 'dummy' (random weights).
 
-    Raises UnknownName, CheckpointError, ValueError for sizes that the ranks cannot share, and for a device with less
-    memory than the weights need.
+    Raises UnknownName, CheckpointError, and ValueError for sizes that cannot be sharded over the ranks or for too
+    little device memory.
     """
     if load_format == "auto":
         weights.weight_files(folder)
@@ -75,19 +75,19 @@ def build(
                 whole = skeleton(folder, config, dtype)
             weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
-            weights.load(model, folder)
+            weights.load(model, folder, find(architecture_of(config, folder)).arch, config)
     return model.eval().requires_grad_(False)
 
 
 def skeleton(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
-    """This rank's part of the model without memory (device 'meta'): shapes and sizes only."""
+    """This rank's shard of the model on device 'meta': shapes without memory."""
     cls = model_class(architecture_of(config, folder))
     with _defaults(dtype, torch.device("meta")):
         return cls(config)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the model's parameters and buffers; a tied one counts once."""
+    """Bytes of the model's parameters and buffers; tied ones count once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
@@ -98,8 +98,8 @@ def _check_room(model: nn.Module, device: torch.device) -> None:
         size = parallel.get_tp_size()
         each = f" on each of {size} ranks" if size > 1 else ""
         raise ValueError(
-            f"the weights need {needed / 2**30:.1f} GiB{each}, and {device} has {free / 2**30:.1f} GiB free: take a"
-            " smaller model or dtype, a larger tensor_parallel_size, or end what else uses the memory"
+            f"the weights need {needed / 2**30:.1f} GiB{each}, and {device} has {free / 2**30:.1f} GiB free: use a"
+            " smaller model or dtype, a larger tensor_parallel_size, or free memory used by other processes"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: where a model is, its safetensors files, and what is wrong with a damaged one."""
+"""Checkpoints on disk: location, safetensors files, and diagnosis of damaged ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SINGLE = "model.safetensors"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message names the file, and the keys where it is about keys."""
+    """A checkpoint cannot be loaded. The message names the file, and the keys if some are wrong."""
 
 
 def resolve(model: str) -> Path:
     """The folder of a checkpoint: `model` itself, or the snapshot of a hub id OWNER/NAME or OWNER/NAME@REVISION.
 
-    HF_HUB_OFFLINE=1 takes snapshots from the cache only. Raises CheckpointError.
+    With HF_HUB_OFFLINE=1, snapshots come from the cache only. Raises CheckpointError.
     """
     if not model:
         raise CheckpointError("model is empty: it must be a folder or a hub id")
@@ -40,10 +40,10 @@ def resolve(model: str) -> Path:
             name,
             revision=revision or None,
             allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"],
-            ignore_patterns=["original/*", "consolidated*"],  # the same weights once more, in another layout
+            ignore_patterns=["original/*", "consolidated*"],  # the same weights in other layouts
         )
     except Exception as error:
-        raise CheckpointError(f"model {model!r} is no folder, and {_hub_problem(error)}") from error
+        raise CheckpointError(f"model {model!r} is not a folder, and {_hub_problem(error)}") from error
     return _with_config(Path(snapshot))
 
 
@@ -57,22 +57,22 @@ def _hub_problem(error: Exception) -> str:
     from huggingface_hub import errors
 
     known = (
-        (errors.GatedRepoError, "the hub asks to accept its terms first: then set HF_TOKEN"),
+        (errors.GatedRepoError, "access to it is gated: accept its terms on the hub, and set HF_TOKEN"),
         (errors.RevisionNotFoundError, "the hub's repository has no such revision"),
         (errors.RepositoryNotFoundError, "the hub has no such repository (or it is private: set HF_TOKEN)"),
-        (errors.LocalEntryNotFoundError, "it is not in the local hub cache, and the hub cannot be reached or is off"
+        (errors.LocalEntryNotFoundError, "it is not in the local hub cache, and the hub is unreachable or disabled"
          " (HF_HUB_OFFLINE)"),
-        (errors.HFValidationError, "it is not a hub id"),
+        (errors.HFValidationError, "it is not a valid hub id"),
     )  # fmt: skip
     first_line = next(iter(str(error).strip().splitlines()), "")
     for kind, text in known:
         if isinstance(error, kind):
             return f"{text}: {first_line}"
-    return f"the hub does not give it: {type(error).__name__}: {first_line}"
+    return f"the download failed: {type(error).__name__}: {first_line}"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order. Raises CheckpointError that names what is missing."""
+    """The safetensors files of a checkpoint, in order. Raises CheckpointError that names missing files."""
     weight_map = _weight_map(folder)
     if weight_map is not None:
         files = [folder / name for name in sorted(set(weight_map.values()))]
@@ -83,13 +83,13 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder / INDEX} names files that are not in {folder}: {', '.join(missing)}")
     if not files:
         others = [f.name for f in sorted(folder.glob("*.bin"))]
-        hint = f" ({some(others)}: convert it, only safetensors are read)" if others else ""
+        hint = f" ({some(others)}: convert them to safetensors)" if others else ""
         raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}{hint}")
     return files
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """{key: file name} of the index, None if there is none. Raises CheckpointError for an index that is not one."""
+    """{key: file name} of the index, None without one. Raises CheckpointError for an invalid index."""
     index = folder / INDEX
     if not index.is_file():
         return None
@@ -110,15 +110,15 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             raise
         raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
     if outside:
-        raise CheckpointError(f"{index} names files outside of its folder: {some(outside)}")
+        raise CheckpointError(f"{index} names files outside its folder: {some(outside)}")
     return weight_map
 
 
 def iterate(folder: Path) -> Iterator[tuple[Path, str, Callable[[], torch.Tensor]]]:
-    """(file, key, read) of every tensor; read() gives it on the CPU and raises CheckpointError for a damaged file.
+    """Iterate over (file, key, read) of all tensors. read() returns the tensor on the CPU.
 
-    read() maps the tensor and reads nothing yet: only what is copied of it is read from the disk, so that a rank reads
-    its own shard. Drop the tensor before the next step, and no more than one file is in memory. Raises CheckpointError.
+    read() maps the tensor into memory. Only the parts that are copied are read from disk, so that a rank reads its own
+    shard. At most one file is in memory if the caller drops each tensor before the next. Raises CheckpointError.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -152,13 +152,13 @@ def _read(tensors: Any, key: str, file: Path) -> torch.Tensor:
 
 
 def _damage(file: Path, error: Exception) -> str:
-    """What is wrong with a file that safetensors refuses: which tensors are cut off, or that the header is broken."""
+    """Diagnose a file that safetensors rejects: truncated tensors or a damaged header."""
     try:
         with file.open("rb") as f:
             size = file.stat().st_size
             length = int.from_bytes(f.read(8), "little")
             if size < 8 + length:
-                return f"it is truncated, or no safetensors file: {size} bytes, and its header alone has {length}"
+                return f"it is truncated or not a safetensors file: {size} bytes, with a header of {length} bytes"
             header = json.loads(f.read(length))
         ends = {k: 8 + length + v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"}
     except OSError:
@@ -167,11 +167,11 @@ def _damage(file: Path, error: Exception) -> str:
         return f"its header is damaged: {error}"
     cut = sorted(k for k, end in ends.items() if end > size)
     if cut:
-        return f"it is truncated, {size} bytes of {max(ends.values())}; not whole: {some(cut)}"
+        return f"it is truncated, {size} bytes of {max(ends.values())}; incomplete: {some(cut)}"
     return str(error)
 
 
 def some(names: list[str], limit: int = 8) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of further ones."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

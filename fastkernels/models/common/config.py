@@ -1,4 +1,4 @@
-"""A checkpoint's config.json, read without transformers where that is not needed: its import takes seconds."""
+"""Read config.json without transformers where possible: importing transformers takes seconds."""
 
 from __future__ import annotations
 
@@ -9,47 +9,59 @@ from typing import Any
 
 import torch
 
-SIZES = (
+from fastkernels.models.common import registry
+from fastkernels.models.common.architecture import Architecture
+
+COMMON = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings",
 )  # fmt: skip
-MORE = {"llama": (), "qwen3": ("head_dim",), "mixtral": ("num_local_experts", "num_experts_per_tok")}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# What transformers translates into other fields, or somebody else has to understand.
+# transformers translates these into other fields, or they need code that is not ours.
 NOT_PLAIN = ("auto_map", "quantization_config", "partial_rotary_factor", "text_config")
 
 
 def read(folder: Path) -> SimpleNamespace | None:
-    """The fields of a plain config.json as transformers' config has them, with its `dtype`, `head_dim`,
+    """The fields of a plain config.json as transformers' config has them, including `dtype`, `head_dim`,
     `rope_parameters` and `layer_types`.
 
-    None unless the model type is one of MORE, every field that has a default there is given with a value of its type,
-    and nothing is asked for that our models do not do: then transformers fills in, translates, or says what is wrong.
+    None unless a model file declares `config_fields` for the model type, every field without a default is given with
+    a value of its type, and no field requests a feature that our models lack. transformers handles those cases.
     """
     try:
         raw = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(raw, dict) or not _is_plain(raw):
+    arch = _arch_of(raw)
+    if arch is None:
+        return None
+    raw = {**arch.config_defaults, **raw}
+    if not _is_plain(raw, arch):
         return None
     config = SimpleNamespace(**raw)
     config.dtype = DTYPES[raw["dtype"] if "dtype" in raw else raw["torch_dtype"]]
     config.rope_parameters = _rope_parameters(raw)
     config.head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    if raw["model_type"] == "qwen3":
+    if "use_sliding_window" in arch.config_defaults:  # false here: _is_plain rejects true
         config.sliding_window, config.layer_types = None, ["full_attention"] * raw["num_hidden_layers"]
     return config
 
 
-def _is_plain(raw: dict[str, Any]) -> bool:
-    kind, types, names = raw.get("model_type"), raw.get("layer_types"), raw.get("architectures")
-    numbers = [raw.get(name) for name in (*SIZES, *MORE.get(str(kind), ()))]
+def _arch_of(raw: Any) -> Architecture | None:
+    """The architecture of this model type, if its config.json may be read without transformers."""
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    found = (m.arch for m in registry.models().values() if m.arch.model_type == kind)
+    return next((arch for arch in found if arch.config_fields is not None), None)
+
+
+def _is_plain(raw: dict[str, Any], arch: Architecture) -> bool:
+    types, names, needed = raw.get("layer_types"), raw.get("architectures"), arch.config_fields or ()
+    numbers = [raw.get(name) for name in (*COMMON, *needed)]
     eos = raw.get("eos_token_id", "")
     return (
-        kind in MORE
-        and all(type(n) is int and n > 0 for n in numbers)
+        all(type(n) is int and n > 0 for n in numbers)
         and (raw.get("head_dim") is None or type(raw["head_dim"]) is int)
-        and (kind == "qwen3" or raw["hidden_size"] % raw["num_attention_heads"] == 0)
+        and ("head_dim" in needed or raw["hidden_size"] % raw["num_attention_heads"] == 0)
         and type(raw.get("rms_norm_eps")) is float
         and type(raw.get("hidden_act")) is str
         and type(raw.get("tie_word_embeddings")) is bool
@@ -68,7 +80,7 @@ def _is_plain(raw: dict[str, Any]) -> bool:
 
 
 def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any] | None:
-    """In the form of transformers 5, also where an older one wrote rope_theta and rope_scaling; None if not plain."""
+    """Rope parameters as transformers 5 writes them, also from rope_theta and rope_scaling; None if not plain."""
     if raw.get("rope_parameters") is not None:
         made = raw["rope_parameters"]
     else:

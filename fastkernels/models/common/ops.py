@@ -1,4 +1,4 @@
-"""Which ops an architecture's path uses: those of its modules, and what these call by name."""
+"""The ops that a model runs: those of its modules, and the ops that these call by name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from torch import nn
 
 from fastkernels.core import registry
 from fastkernels.models.common import build
-from fastkernels.models.common.registry import ARCHITECTURES
-
-
-def model_names() -> dict[str, str]:
-    """{short name: architecture}: the stem of the architecture's file, as `llama`."""
-    return {where.partition(":")[0].rpartition(".")[2]: name for name, where in ARCHITECTURES.items()}
+from fastkernels.models.common.registry import by_architecture, models
 
 
 def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A model with one layer, without memory. model: 'llama' or an architecture, which has its config's default sizes,
-    or a folder with config.json. Raises UnknownName, CheckpointError.
+    """A model with one layer on device 'meta'.
+
+    model  a model name ('llama') or an architecture, with the default sizes of its config; or a folder with config.json
+    Raises UnknownName, CheckpointError.
     """
     from transformers import AutoConfig
 
@@ -27,17 +24,16 @@ def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         config = build.load_config(Path(model))
         config.num_hidden_layers = 1
         return build.skeleton(Path(model), config, dtype)
-    names = model_names()
-    short = {architecture: name for name, architecture in names.items()}.get(model, model)
-    if short not in names:
-        raise registry.UnknownName("model", model, names)
-    config = AutoConfig.for_model(short, num_hidden_layers=1)
-    config.architectures = [names[short]]
+    found = models().get(model) or by_architecture().get(model)
+    if found is None:
+        raise registry.UnknownName("model", model, models())
+    config = AutoConfig.for_model(found.arch.model_type, num_hidden_layers=1)
+    config.architectures = [found.arch.names[0]]
     return build.skeleton(Path(), config, dtype)
 
 
 def ops_of_model(model: str) -> list[str]:
-    """The ops of one layer's path and of what is around it, by level and name. model: as in `one_layer`."""
+    """The ops of the model with one layer, sorted by level and name. model: as in `one_layer`."""
     skeleton = one_layer(model)
     parts = [*skeleton.modules(), *(getattr(m, "quant_method", None) for m in skeleton.modules())]
     bases = {base for part in parts for base in type(part).__mro__}

@@ -1,26 +1,133 @@
-"""Architectures by the name that a checkpoint's config.json gives them; imported on first use."""
+"""Architectures by name, read from the ARCH that ends each model file. Neither torch nor a model is imported."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from fastkernels.core.registry import UnknownName
+from fastkernels.core.registry import DuplicateName, UnknownName
+from fastkernels.models.common.architecture import Architecture
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "fastkernels.models.llm.llama:LlamaForCausalLM",
-    "Qwen3ForCausalLM": "fastkernels.models.llm.qwen3:Qwen3ForCausalLM",
-    "MixtralForCausalLM": "fastkernels.models.llm.mixtral:MixtralForCausalLM",
-}
+MODELS_ROOT = Path(__file__).resolve().parents[1]
+MODELS_PACKAGE = "fastkernels.models"
+COMMON = "common"  # the one folder that holds no models
+
+
+class InvalidModelFile(ValueError):
+    """A file in a category folder that declares no usable ARCH. The message names the file."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model file.
+
+    name   the file's stem, e.g. "llama"
+    about  the first line of its docstring
+    """
+
+    name: str
+    file: Path
+    module: str
+    about: str
+    arch: Architecture
+
+    @property
+    def path(self) -> str:
+        """The model class as "module:Class"."""
+        where = self.arch.model
+        return where if ":" in where else f"{self.module}:{where}"
+
+
+def read_models(root: Path = MODELS_ROOT, package: str = MODELS_PACKAGE) -> dict[str, Model]:
+    """{name: Model} of the files CATEGORY/NAME.py under `root`.
+
+    Raises InvalidModelFile for a file without ARCH or with arguments that are not literals, and DuplicateName, with
+    both files, where two files have the same name or declare the same architecture.
+    """
+    found: dict[str, Model] = {}
+    claimed: dict[str, Path] = {}
+    for file in sorted(root.glob("*/*.py")):
+        if file.parent.name == COMMON or file.stem == "__init__":
+            continue
+        model = _read(file, f"{package}.{file.parent.name}.{file.stem}")
+        for name in (model.name, *model.arch.names):
+            if (other := claimed.setdefault(name, file)) != file:
+                raise DuplicateName(
+                    f"two files define the model {name!r}: {other} and {file}. Rename one of them"
+                )
+        found[model.name] = model
+    return found
+
+
+@lru_cache(maxsize=1)
+def models() -> dict[str, Model]:
+    """The models of this installation by name; see read_models."""
+    return read_models()
+
+
+def by_architecture() -> dict[str, Model]:
+    """{architecture name in config.json: Model}."""
+    return {name: model for model in models().values() for name in model.arch.names}
 
 
 def architectures() -> list[str]:
-    return sorted(ARCHITECTURES)
+    return sorted(by_architecture())
+
+
+def find(architecture: str) -> Model:
+    """The model of an architecture. Raises UnknownName, which lists the known ones."""
+    known = by_architecture()
+    if architecture not in known:
+        raise UnknownName("architecture", architecture, known)
+    return known[architecture]
 
 
 def model_class(architecture: str) -> Any:
-    """The model class of an architecture. Raises UnknownName, which lists the ones that exist."""
-    if architecture not in ARCHITECTURES:
-        raise UnknownName("architecture", architecture, ARCHITECTURES)
-    module, _, name = ARCHITECTURES[architecture].partition(":")
+    """The model class of an architecture. Raises UnknownName."""
+    return load(find(architecture).path)
+
+
+def load(path: str) -> Any:
+    """The object named "module:attribute"."""
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _read(file: Path, module: str) -> Model:
+    tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+    calls = [
+        node.value for node in tree.body
+        if isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == ["ARCH"]
+    ]  # fmt: skip
+    if len(calls) != 1 or not isinstance(calls[0], ast.Call):
+        raise InvalidModelFile(
+            f"{file} declares no model: a file in a category folder ends with ARCH = Architecture(...);"
+            f" shared code belongs in {file.parents[1] / COMMON}"
+        )
+    arch = _architecture(file, calls[0])
+    if arch.category != file.parent.name:
+        raise InvalidModelFile(f"{file}: category {arch.category!r} is not its folder {file.parent.name!r}")
+    about = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return Model(file.stem, file, module, about, arch)
+
+
+def _architecture(file: Path, call: ast.Call) -> Architecture:
+    known = {f.name for f in fields(Architecture)}
+    given: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg not in known:
+            raise InvalidModelFile(f"{file}: ARCH has an unknown argument {keyword.arg!r}")
+        try:
+            given[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError as error:
+            raise InvalidModelFile(f"{file}: {keyword.arg} of ARCH is not a literal") from error
+    if call.args:
+        raise InvalidModelFile(f"{file}: ARCH takes keyword arguments only")
+    try:
+        return Architecture(**given)
+    except TypeError as error:
+        raise InvalidModelFile(f"{file}: ARCH: {error}") from error

@@ -1,45 +1,44 @@
-"""Weights from safetensors, streamed shard by shard into the model's parameters.
+"""Load safetensors into a model's parameters, one tensor at a time.
 
-A checkpoint's q_proj, k_proj, v_proj become one qkv_proj: the model's `packed_modules_mapping` says which
-names are parts of which, and the parameter's own `weight_loader` knows where a part goes. Experts that are one
-stacked parameter here and a matrix each there are named by the model's `get_expert_mapping()`.
+ARCH of the model file maps checkpoint keys to parameters: q_proj, k_proj and v_proj become one qkv_proj, and a matrix
+per expert becomes one stacked parameter. The parameter's `weight_loader` writes each part where it belongs.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from fastkernels.models.common import registry
+from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.checkpoint import CheckpointError, iterate, resolve, some, weight_files
 
 __all__ = ["CheckpointError", "dummy", "load", "resolve", "weight_files"]
-# What a parameter may be loaded from: other dtypes are of quantized checkpoints, whose values mean nothing alone.
+# Other dtypes belong to quantized checkpoints, whose values need scales.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def load(model: nn.Module, folder: Path) -> None:
-    """Fill every parameter of the model from the checkpoint. Raises CheckpointError for missing or leftover keys.
-
-    The model may have `packed_modules_mapping` {ours: [theirs, ...]} and `ignored_weights(key) -> bool` for keys
-    that a checkpoint may carry without use (a tied output projection, a rope table), and `get_expert_mapping()`, vLLM's
-    list of (our name's part, key's part, expert_id, shard_id).
-    """
+def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> None:
+    """Fill every parameter of the model from the checkpoint. Raises CheckpointError for missing or unknown keys."""
     parameters = dict(model.named_parameters())
-    packed = packed_parts(getattr(model, "packed_modules_mapping", {}))
-    packed.update(expert_parts(getattr(model, "get_expert_mapping", list)()))
-    ignored = getattr(model, "ignored_weights", lambda key: False)
+    packed = packed_parts(arch.packed)
+    if arch.experts:
+        packed.update(expert_parts(registry.load(arch.experts)(config)))
+    tied = set(arch.tied) if getattr(config, "tie_word_embeddings", False) else set()
     todo = {name: _parts_of(name, packed) for name in parameters}
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
     for file, key, read in iterate(folder):
-        if ignored(key):
+        own = _without_prefix(key, arch.renamed)
+        if own in tied or any(fnmatchcase(own, pattern) for pattern in arch.unused):
             continue
-        name, shard = _rename(key, packed)
+        name, shard = _rename(own, packed)
         if name not in parameters or shard not in todo[name]:
             leftover.append(f"{key} ({file.name})")
             continue
@@ -59,11 +58,11 @@ def load(model: nn.Module, folder: Path) -> None:
     _check_finite(parameters, sources, folder)
 
 
-# What a packed parameter's weight_loader calls a part: (shard_id, expert_id) of stacked experts; None: the whole.
+# How a weight_loader names a part: (shard_id, expert_id) for stacked experts; None: the whole parameter.
 Shard: TypeAlias = "str | int | tuple[str, int] | None"
 
 
-def packed_parts(mapping: Mapping[str, list[str]]) -> dict[str, tuple[str, Shard]]:
+def packed_parts(mapping: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, Shard]]:
     """{their module name: (our module name, shard id)}. Shard ids are vLLM's: 'q', 'k', 'v', or 0, 1, ..."""
     parts: dict[str, tuple[str, Shard]] = {}
     for ours, theirs in mapping.items():
@@ -77,10 +76,17 @@ def expert_parts(mapping: Iterable[tuple[str, str, int, str]]) -> dict[str, tupl
     return {f"{theirs}weight": (f"{ours}weight", (shard, expert)) for ours, theirs, expert, shard in mapping}
 
 
+def _without_prefix(key: str, renamed: Mapping[str, str]) -> str:
+    for theirs, ours in renamed.items():
+        if key.startswith(theirs):
+            return ours + key.removeprefix(theirs)
+    return key
+
+
 def _rename(key: str, packed: Mapping[str, tuple[str, Shard]]) -> tuple[str, Shard]:
     pieces = key.split(".")
     for i in range(len(pieces)):
-        for n in (1, 4):  # a module, or an expert's parameter: experts.N.w1.weight
+        for n in (1, 4):  # a module, or a parameter of an expert: experts.N.w1.weight
             found = packed.get(".".join(pieces[i : i + n]))
             if found is not None:
                 return ".".join([*pieces[:i], found[0], *pieces[i + n :]]), found[1]
@@ -102,7 +108,7 @@ def _load_one(parameter: nn.Parameter, tensor: torch.Tensor, shard: Shard, file:
     loader: Any = getattr(parameter, "weight_loader", None)
     try:
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"its dtype is {tensor.dtype}, and quantized checkpoints are not supported")
+            raise ValueError(f"its dtype is {tensor.dtype}: quantized checkpoints are not supported")
         if loader is None:
             if parameter.shape != tensor.shape:
                 raise ValueError(f"expected shape {tuple(parameter.shape)}")
@@ -122,8 +128,8 @@ def _load_one(parameter: nn.Parameter, tensor: torch.Tensor, shard: Shard, file:
 
 
 def _check_finite(parameters: Mapping[str, nn.Parameter], sources: Mapping[str, str], folder: Path) -> None:
-    """Raise CheckpointError that names the tensors with NaN or infinity: bytes damaged in the middle of a file."""
-    # One sum a parameter and one synchronization in all: 16 GB take 5 ms on an H200.
+    """Raise CheckpointError that names the tensors with NaN or infinity, e.g. from a damaged file."""
+    # One sum per parameter and a single synchronization: 16 GB take 5 ms on an H200.
     names = list(parameters)
     sums = [parameters[n].sum(dtype=torch.float32) for n in names]
     finite = torch.stack(sums).isfinite().tolist() if sums else []
@@ -148,8 +154,8 @@ def _check_finite(parameters: Mapping[str, nn.Parameter], sources: Mapping[str, 
 def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None = None) -> None:
     """Random weights: matrices N(0, 0.02), vectors (norms) 1, biases 0.
 
-    They depend on seed, device and parameter name only: with the `shapes` that the parameters have on one rank, every
-    rank of a group draws the whole parameter and keeps its shard, so that all group sizes run the same model.
+    They depend on seed, device and parameter name only. With `shapes`, the unsharded shapes, every rank draws the
+    whole parameter and keeps its shard, so that the model is the same for every number of ranks.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -159,7 +165,7 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
             parameter.data.fill_(1.0)
             continue
         shape = torch.Size((shapes or {}).get(name, parameter.shape))
-        # The rows that pad a vocabulary are of no rank's size: they stay zero.
+        # Rows that pad the vocabulary stay zero: their number depends on the number of ranks.
         vocabulary = getattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size", shape[0])
         shape = torch.Size((min(vocabulary, shape[0]), *shape[1:]))
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

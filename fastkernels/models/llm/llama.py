@@ -1,7 +1,8 @@
-"""Llama (Touvron et al., arXiv 2302.13971) and what has its architecture: Llama 2 and 3, SmolLM2.
+"""Llama (Touvron et al., arXiv 2302.13971), Llama 2 and 3, SmolLM2.
 
-Contract of every language model here: model(input_ids [T], positions [T]) gives hidden states [T, H],
-model.compute_logits(hidden [B, H]) gives [B, V]; what else a step needs is in fastkernels.core.forward_context.
+Every language model has this interface: model(input_ids [T], positions [T]) returns hidden states [T, H], and
+model.compute_logits(hidden [B, H]) returns [B, V]. The attention metadata of a step comes from
+fastkernels.core.forward_context.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels.models.common.architecture import Architecture
 from fastkernels.overrides.block.vllm import VllmLlamaDecoderLayer
 from fastkernels.overrides.embedding.vllm import (
     VllmLogitsProcessor,
@@ -22,7 +24,7 @@ from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers and the last norm."""
+    """Embedding, decoder layers and final norm."""
 
     def __init__(
         self, config: Any, decoder_layer: Callable[[Any, str], nn.Module], prefix: str = "model"
@@ -45,15 +47,10 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """config: transformers.LlamaConfig. Sharded over fastkernels.core.parallel's group.
+    """config: transformers.LlamaConfig. Sharded over the group of fastkernels.core.parallel.
 
-    A model that differs in its layers is a subclass with a `decoder_layer` of its own; see qwen3.py.
+    A model with other layers is a subclass that overrides `decoder_layer`; see qwen3.py.
     """
-
-    packed_modules_mapping = {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -66,17 +63,41 @@ class LlamaForCausalLM(nn.Module):
 
     @staticmethod
     def decoder_layer(config: Any, prefix: str) -> nn.Module:
-        """One layer: layer(positions [T], hidden [T, H], residual [T, H] or None) gives (hidden, residual)."""
+        """Build one layer: layer(positions [T], hidden [T, H], residual [T, H] or None) returns (hidden, residual)."""
         return VllmLlamaDecoderLayer(None, prefix, config=config)
-
-    def ignored_weights(self, key: str) -> bool:
-        """Keys that a checkpoint may carry without use: rope tables, and the head's copy of a tied embedding."""
-        return key.endswith("rotary_emb.inv_freq") or (
-            self.config.tie_word_embeddings and key == "lm_head.weight"
-        )
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits_processor(self.lm_head, hidden)
+
+
+ARCH = Architecture(
+    names=("LlamaForCausalLM",),
+    category="llm",
+    model="LlamaForCausalLM",
+    runner="Generate",
+    model_type="llama",
+    layers=("llama_decoder_layer",),
+    packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
+    unused=("*rotary_emb.inv_freq",),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    config_fields=(),
+    fast_tokenizer=True,
+    public={
+        "meta-llama/Llama-3.1-8B": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        },
+        "meta-llama/Llama-3.1-70B": {
+            "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        },
+        "meta-llama/Llama-3.2-1B": {
+            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+    },
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., arXiv 2401.04088): Llama's attention, windowed if the config says so, and sparse experts."""
+"""Mixtral (Jiang et al., arXiv 2401.04088): Llama with sparse experts and an optional sliding window."""
 
 from __future__ import annotations
 
@@ -6,23 +6,45 @@ from typing import Any
 
 from torch import nn
 
+from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.llm.llama import LlamaForCausalLM
 from fastkernels.overrides.block.vllm import VllmMixtralDecoderLayer
 from fastkernels.overrides.moe.sparse_moe import expert_mapping
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
-    """config: transformers.MixtralConfig; see LlamaForCausalLM. The experts are sharded on their inner size.
+    """config: transformers.MixtralConfig; see LlamaForCausalLM. Experts are sharded along their inner dimension.
 
-    Raises ValueError for an activation that is not silu.
+    Raises ValueError for an activation other than silu.
     """
-
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
     @staticmethod
     def decoder_layer(config: Any, prefix: str) -> nn.Module:
         return VllmMixtralDecoderLayer(config, prefix=prefix)
 
-    def get_expert_mapping(self) -> list[tuple[str, str, int, str]]:
-        """Which key of the checkpoint is which part of which stacked parameter; see weights.load."""
-        return expert_mapping(self.config.num_local_experts)
+
+def checkpoint_experts(config: Any) -> list[tuple[str, str, int, str]]:
+    """vLLM's expert mapping for this config; see weights.expert_parts."""
+    return expert_mapping(config.num_local_experts)
+
+
+ARCH = Architecture(
+    names=("MixtralForCausalLM",),
+    category="llm",
+    model="MixtralForCausalLM",
+    runner="Generate",
+    model_type="mixtral",
+    layers=("mixtral_decoder_layer",),
+    packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
+    experts="fastkernels.models.llm.mixtral:checkpoint_experts",
+    unused=("*rotary_emb.inv_freq",),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    config_fields=("num_local_experts", "num_experts_per_tok"),
+    public={
+        "mistralai/Mixtral-8x7B": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768, "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    },
+)  # fmt: skip

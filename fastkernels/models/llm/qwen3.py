@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388): Llama with norms of each query and key head, and a head_dim of its own."""
+"""Qwen3 (arXiv 2505.09388): Llama with a norm of each query and key head, and an independent head_dim."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.llm.llama import LlamaForCausalLM
 from fastkernels.overrides.block.vllm import VllmQwen3DecoderLayer
 
@@ -16,3 +17,34 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     @staticmethod
     def decoder_layer(config: Any, prefix: str) -> nn.Module:
         return VllmQwen3DecoderLayer(config, prefix=prefix)
+
+
+ARCH = Architecture(
+    names=("Qwen3ForCausalLM",),
+    category="llm",
+    model="Qwen3ForCausalLM",
+    runner="Generate",
+    model_type="qwen3",
+    layers=("qwen3_decoder_layer",),
+    packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
+    unused=("*rotary_emb.inv_freq",),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    config_fields=("head_dim",),
+    config_defaults={"use_sliding_window": False},
+    fast_tokenizer=True,
+    public={
+        "Qwen/Qwen3-0.6B": {
+            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960,
+            "tie_word_embeddings": True,
+        },
+        "Qwen/Qwen3-8B": {
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960,
+        },
+        "Qwen/Qwen3-32B": {
+            "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960,
+        },
+    },
+)  # fmt: skip

@@ -213,6 +213,7 @@ def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
     wrong(lambda: load_config("lama-3.1-8b"), ModelError, "'lama-3.1-8b'", "Did you mean 'llama-3.1-8b'?")
     wrong(lambda: load_config("no/such-model"), ModelError, "no/such-model", "OWNER/NAME")
     wrong(lambda: load_config(str(tmp_path)), ModelError, "no config.json")
+    wrong(lambda: load_config("bert"), ModelError, "bert has the runner 'Encode'")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     wrong(lambda: load_config(str(tmp_path)), ModelError, "GPT2LMHeadModel", "LlamaForCausalLM")
     (tmp_path / "config.json").write_text("{")

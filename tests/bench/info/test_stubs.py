@@ -21,7 +21,8 @@ from support.kernels.op_cases import call, make_args, mutated
 from torch import nn
 
 from fastkernels.core import candidate, registry
-from fastkernels.models.common.ops import model_names, ops_of_model
+from fastkernels.models.common.ops import ops_of_model
+from fastkernels.models.common.registry import models
 
 NAMES = registry.op_names()
 FUNCTIONS = [n for n in NAMES if registry.get(n).op is not None]
@@ -233,7 +234,7 @@ def test_the_ops_of_a_model(model: str, layer: str, others: set[str]) -> None:
         "embedding",
     } <= set(found)
     assert not others & set(found)
-    assert ops_of_model(model_names()[model]) == found
+    assert ops_of_model(models()[model].arch.names[0]) == found
     if model == "mixtral":
         assert {"sparse_moe", "fused_experts", "moe_align", "topk_softmax"} <= set(found)
 

@@ -1,6 +1,6 @@
-"""Steps as CUDA graphs: the tokens and log-probabilities of eager steps, whatever the rows ask for.
+"""CUDA graphs give the tokens and log-probabilities of eager steps.
 
-On the CPU a graph is the function that it would hold, run again over the same static tensors.
+On the CPU, replaying a graph runs the captured function again over the same static tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from support.step_driver import OTHER, PROMPT, Driver, make_runner
 from support.tiny import make_tiny_llama
 
 from fastkernels.engine.execution.attention.base import metadata_of
+from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.graphs import Graphs, Outputs
-from fastkernels.engine.execution.runner import ModelRunner
 from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput
 from fastkernels.engine.sampling.sampler_state import SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ ASKED: list[tuple[SamplingParams, list[int]]] = [
 
 
 class Rerun(Graphs):
-    """Graphs without CUDA."""
+    """Graphs that record and replay without CUDA."""
 
     def _prepare(self) -> None:
         pass
@@ -66,7 +66,7 @@ class Rerun(Graphs):
         return replay, outputs
 
 
-def runner_of(folder: Path, device: str, graphs: bool, max_tokens: int = 32, **more: Any) -> ModelRunner:
+def runner_of(folder: Path, device: str, graphs: bool, max_tokens: int = 32, **more: Any) -> Generate:
     settings = {"max_num_seqs": 8, "num_blocks": 200, "enforce_eager": not graphs, **more}
     runner = make_runner(folder, device=device, **settings)
     if device == "cpu" and graphs:
@@ -81,7 +81,7 @@ def runner_of(folder: Path, device: str, graphs: bool, max_tokens: int = 32, **m
 
 
 def scenario(driver: Driver) -> list[StepInput]:
-    """Steps of plain rows, of others, of both; decodes and mixed; of as many rows as a graph has, and of fewer."""
+    """Decode and mixed steps with plain and special rows, with as many rows as a graph and with fewer."""
     steps = []
 
     def add(*rows: tuple[int, list[int]], targets: tuple[PromptTargets, ...] = ()) -> None:
@@ -100,7 +100,7 @@ def scenario(driver: Driver) -> list[StepInput]:
     add((0, [SAMPLED]), (2, [SAMPLED]), *((slot, OTHER) for slot in (4, 5, 6, 7)))
     for slots in (range(8), (4, 5), (7, 0), (7,), (6, 5, 1), range(7, -1, -1), range(8), (0, 1, 2), (7, 3)):
         decode(*slots)
-    driver.enter(1, ASKED[2][0])  # another request in the slot, whose prompt comes token by token
+    driver.enter(1, ASKED[2][0])  # a new request in the slot, with its prompt token by token
     add((1, [5]), (0, [SAMPLED]), targets=(PromptTargets(0, 2, np.array([17])),))
     add((1, [17]), (2, [SAMPLED]), (0, [SAMPLED]))
     for _ in range(8):
@@ -108,8 +108,8 @@ def scenario(driver: Driver) -> list[StepInput]:
     return steps
 
 
-def play(runner: ModelRunner) -> list[StepOutput]:
-    """Two steps under way."""
+def play(runner: Generate) -> list[StepOutput]:
+    """Run the steps with two in flight."""
     found, pending = [], None
     for step in scenario(Driver(runner)):
         following = runner.launch(step)
@@ -121,7 +121,7 @@ def play(runner: ModelRunner) -> list[StepOutput]:
 
 
 @pytest.mark.parametrize("device", WHERE)
-def test_graphs_give_what_eager_steps_give(tiny: Path, device: str) -> None:
+def test_graphs_equal_eager_steps(tiny: Path, device: str) -> None:
     eager, runner = runner_of(tiny, device, graphs=False), runner_of(tiny, device, graphs=True)
     want, got = play(eager), play(runner)
     assert runner.graphs is not None and runner.graphs.replays["decode"] == 26
@@ -135,13 +135,13 @@ def test_graphs_give_what_eager_steps_give(tiny: Path, device: str) -> None:
         for x, y in pairs:
             assert (x.token_ids == y.token_ids).all() and (x.ranks == y.ranks).all()
             np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=1e-4, atol=1e-4)
-    assert len({t for out in got for t in out.token_ids.tolist()}) > 30  # else it would show little
+    assert len({t for out in got for t in out.token_ids.tolist()}) > 30  # otherwise the test proves little
     assert torch.equal(eager.batch.last_tokens[:8], runner.batch.last_tokens[:8])
 
 
 @pytest.mark.parametrize("device", WHERE)
-def test_a_graph_samples_its_own_logits(tiny: Path, device: str) -> None:
-    """Bit by bit what the launches one by one make of its hidden states; each row by its own parameters."""
+def test_graph_samples_its_own_logits(tiny: Path, device: str) -> None:
+    """The graph's tokens equal those of eager launches on its hidden states, for each row's parameters."""
     runner = runner_of(tiny, device, graphs=True)
     driver, plain = Driver(runner), (0, 1, 2, 7)
     for slot in plain:
@@ -166,7 +166,7 @@ def test_a_graph_samples_its_own_logits(tiny: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", WHERE)
-def test_graphs_made_anew_leave_the_step_under_way_alone(tiny: Path, device: str) -> None:
+def test_recapture_keeps_the_step_in_flight(tiny: Path, device: str) -> None:
     runner = runner_of(tiny, device, graphs=True)
     driver = Driver(runner)
     for slot in (0, 1):
@@ -189,7 +189,7 @@ def test_graphs_made_anew_leave_the_step_under_way_alone(tiny: Path, device: str
     assert driver.run((0, [SAMPLED]), (1, [SAMPLED])) == again.run((0, [SAMPLED]), (1, [SAMPLED]))
 
 
-def test_the_kernels_interpreted() -> None:
+def test_step_kernels_interpreted() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -198,7 +198,7 @@ def test_the_kernels_interpreted() -> None:
 
 @pytest.mark.gpu
 @GPU
-def test_the_kernels_on_the_gpu() -> None:
+def test_step_kernels_on_the_gpu() -> None:
     assert problems("cuda") == []
 
 
@@ -209,8 +209,8 @@ def decode_steps(driver: Driver, n: int) -> list[StepInput]:
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("eager", [True, False])
-def test_steady_decode_waits_for_nothing(tiny, eager) -> None:
-    """No synchronizing call while steps are launched, and none in a trace of them."""
+def test_steady_decode_does_not_synchronize(tiny, eager) -> None:
+    """Launching steps makes no synchronizing call, and a trace shows none."""
     driver = Driver(make_runner(tiny, **ON_GPU, enforce_eager=eager))
     for slot in range(5):
         driver.enter(slot)
@@ -237,10 +237,10 @@ def test_steady_decode_waits_for_nothing(tiny, eager) -> None:
 
 
 @pytest.mark.parametrize("device", WHERE)
-def test_many_decodes_beside_a_prompt_get_a_call_of_their_own(
+def test_many_decodes_in_mixed_batch_run_separately(
     tiny: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the prompt's kernel could take them too (FA3, on Hopper): few are in its call."""
+    """With FA3 on Hopper, a few decodes join the prompt's call, and many get their own."""
     found, calls = [], list[tuple[int, int]]()
     for least in (4, 3):
         monkeypatch.setattr("fastkernels.engine.execution.attention.ops.DECODES_APART", least)
@@ -277,8 +277,8 @@ def test_many_decodes_beside_a_prompt_get_a_call_of_their_own(
     assert np.abs(found[0] - found[1]).max() < limit * np.abs(found[0]).max()
 
 
-def test_a_graph_may_hold_more_tokens_than_a_sequence_may_have(tiny: Path) -> None:
-    """Of several prompts: one row of the largest graph's tokens would not fit into a block table."""
+def test_graph_holds_more_tokens_than_a_sequence(tiny: Path) -> None:
+    """The largest graph holds several prompts; a single row of that length would not fit into a block table."""
     found = []
     for graphs in (False, True):
         runner = runner_of(tiny, "cpu", graphs, max_tokens=96, max_model_len=24, max_num_batched_tokens=96)
@@ -291,8 +291,8 @@ def test_a_graph_may_hold_more_tokens_than_a_sequence_may_have(tiny: Path) -> No
     assert found[0] == found[1]
 
 
-def test_a_long_step_with_many_decodes_is_launched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its launches hide, and outside the graph its decodes get a call of their own; a short step replays."""
+def test_long_step_with_many_decodes_runs_eagerly(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launches are hidden, and outside the graph its decodes run separately; a short step is replayed."""
     monkeypatch.setattr("fastkernels.engine.execution.attention.ops.DECODES_APART", 3)
     runner = runner_of(tiny, "cpu", graphs=True)
     backend: Any = runner.backend
@@ -316,7 +316,7 @@ def test_a_long_step_with_many_decodes_is_launched(tiny: Path, monkeypatch: pyte
 @pytest.mark.parametrize("backend", [None, "triton", "fa3", "flashinfer"])
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_graphs_and_backends_on_the_gpu(tmp_path_factory, backend, dtype) -> None:
-    """The same teacher-forced steps, decodes and mixed ones, with and without graphs, against the reference."""
+    """Teacher-forced decode and mixed steps with and without graphs, against the reference."""
     tiny = make_tiny_llama(tmp_path_factory.getbasetemp() / "head_64", dtype="float32", head_dim=64)
     outs, everything = [], SamplingParams(temperature=0, logprobs=-1)
     for settings in (

@@ -1,4 +1,4 @@
-"""ModelRunner on steps made by hand: every split of a prompt, mixed batches, reused slots, against transformers."""
+"""The Generate runner on hand-made steps against transformers: chunked prompts, mixed batches, reused slots."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from support.step_driver import BLOCK, OTHER, PROMPT, Driver, make_runner
 
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.runner import ModelRunner
+from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput
 from fastkernels.models.common.build import load_config
 
 
 @pytest.fixture(scope="module")
-def runner(tiny: Path) -> ModelRunner:
+def runner(tiny: Path) -> Generate:
     return make_runner(tiny)
 
 
 @pytest.fixture(scope="module")
 def full(tiny: Path) -> Callable[[list[int]], torch.Tensor]:
-    """Logits [T, V] of transformers' full forward, in float32."""
+    """Logits [T, V] of a full forward pass of transformers in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
@@ -37,8 +37,8 @@ def full(tiny: Path) -> Callable[[list[int]], torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def logits_of(runner: ModelRunner) -> Callable[[StepInput], torch.Tensor]:
-    """Launch a step; the logits [B, V] that it sampled from."""
+def logits_of(runner: Generate) -> Callable[[StepInput], torch.Tensor]:
+    """Launch a step and return the logits [B, V] that it sampled from."""
     seen: list[torch.Tensor] = []
     compute = runner.model.compute_logits
 
@@ -59,7 +59,7 @@ def logits_of(runner: ModelRunner) -> Callable[[StepInput], torch.Tensor]:
 
 
 def splits(n: int) -> list[list[int]]:
-    """Every way to cut n tokens into chunks."""
+    """All ways to split n tokens into chunks."""
     found = []
     for cuts in itertools.product((False, True), repeat=n - 1):
         ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [n]
@@ -68,7 +68,7 @@ def splits(n: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("chunks", splits(len(PROMPT)), ids=lambda c: "-".join(map(str, c)))
-def test_every_split_of_a_prompt(runner, full, logits_of, chunks) -> None:
+def test_every_chunking_of_a_prompt(runner, full, logits_of, chunks) -> None:
     driver = Driver(runner, seed=len(chunks))
     driver.enter(1)
     at = 0
@@ -79,8 +79,8 @@ def test_every_split_of_a_prompt(runner, full, logits_of, chunks) -> None:
         torch.testing.assert_close(got[0], want[at - 1], atol=2e-4, rtol=1e-4)
 
 
-def test_a_mixed_batch_is_each_row_alone(runner, full, logits_of) -> None:
-    """A decode, a prompt in one piece and a chunk of another, in one step."""
+def test_mixed_batch_equals_single_rows(runner, full, logits_of) -> None:
+    """One step with a decode, a whole prompt and a chunk of another prompt."""
     driver = Driver(runner)
     for slot in (0, 2, 3):
         driver.enter(slot)
@@ -92,7 +92,7 @@ def test_a_mixed_batch_is_each_row_alone(runner, full, logits_of) -> None:
 
 
 def test_sampled_ids_are_known_to_the_slot_only(runner, greedy, tiny) -> None:
-    """Steps are launched before the tokens of the one before are read, in any order of rows."""
+    """Steps are launched before the previous tokens are read, with rows in any order."""
     driver = Driver(runner)
     driver.enter(3)
     driver.enter(0)
@@ -110,7 +110,7 @@ def test_sampled_ids_are_known_to_the_slot_only(runner, greedy, tiny) -> None:
     assert got == {3: greedy(tiny, PROMPT, 9), 0: greedy(tiny, OTHER, 9)}
 
 
-def test_a_slot_is_used_again(runner, greedy, tiny) -> None:
+def test_slot_is_reused(runner, greedy, tiny) -> None:
     driver = Driver(runner)
     for prompt in (PROMPT, OTHER, PROMPT[::-1]):
         driver.enter(1)
@@ -120,8 +120,8 @@ def test_a_slot_is_used_again(runner, greedy, tiny) -> None:
         assert out == greedy(tiny, prompt, 6)
 
 
-def test_a_shared_prefix_needs_no_tokens_of_its_own(runner, full, logits_of) -> None:
-    """Blocks of another request in the table: only the rest of the prompt is computed."""
+def test_shared_prefix_is_not_recomputed(runner, full, logits_of) -> None:
+    """With another request's blocks in the table, only the rest of the prompt is computed."""
     driver = Driver(runner)
     driver.enter(0)
     driver.run((0, PROMPT))
@@ -143,7 +143,7 @@ def test_a_shared_prefix_needs_no_tokens_of_its_own(runner, full, logits_of) -> 
     torch.testing.assert_close(logits_of(step)[0], full(PROMPT)[-1], atol=2e-4, rtol=1e-4)
 
 
-def test_an_entry_that_comes_twice_is_the_later(runner) -> None:
+def test_duplicate_block_update_keeps_the_last(runner) -> None:
     runner.batch.update(np.array([[2, 1, 7], [2, 1, 9], [2, 0, 3]], dtype=np.int32))
     assert runner.batch.block_table[2, :2].tolist() == [3, 9]
 
@@ -164,12 +164,12 @@ def test_prompt_logprobs_by_row(runner, full) -> None:
     assert found.ranks.tolist() == ((logprobs > want[:, :1]).sum(1) + 1).tolist()
 
 
-def test_prompt_logprobs_are_made_in_slices(runner, monkeypatch) -> None:
+def test_prompt_logprobs_in_slices(runner, monkeypatch) -> None:
     driver = Driver(runner)
     driver.enter(0)
     wanted = [PromptTargets(0, 2, np.array(PROMPT[1:]))]
     whole = runner.launch(driver.step([(0, PROMPT)], wanted)).result().prompt_logprobs[0]
-    monkeypatch.setattr("fastkernels.engine.execution.runner.PROMPT_LOGITS", 2 * 512)
+    monkeypatch.setattr("fastkernels.engine.execution.generate.PROMPT_LOGITS", 2 * 512)
     driver.enter(0)
     sliced = runner.launch(driver.step([(0, PROMPT)], wanted)).result().prompt_logprobs[0]
     assert (whole.token_ids == sliced.token_ids).all() and (whole.ranks == sliced.ranks).all()
@@ -179,13 +179,13 @@ def test_prompt_logprobs_are_made_in_slices(runner, monkeypatch) -> None:
 def test_fp8_cache_is_close_and_half_as_large(tiny, runner, full, greedy) -> None:
     small = make_runner(tiny, kv_cache_dtype="fp8")
     assert small.layers[0].kv_cache[0].dtype == torch.float8_e4m3fn
-    assert small.block_bytes() * 4 == runner.block_bytes()  # of float32
+    assert small.block_bytes() * 4 == runner.block_bytes()  # relative to float32
     driver = Driver(small)
     driver.enter(0)
     got = [driver.run((0, PROMPT))[0]]
     for _ in range(7):
         got.append(driver.run((0, [SAMPLED]))[0])
-    regret = []  # how much less likely than the exact cache's choice the fp8 cache's choice is
+    regret = []  # difference in logit between the choices of the exact and the fp8 cache
     logits = full([*PROMPT, *got])[len(PROMPT) - 1 : -1].log_softmax(-1)
     for row, token in zip(logits, got, strict=True):
         regret.append(float(row.max() - row[token]))
@@ -193,7 +193,7 @@ def test_fp8_cache_is_close_and_half_as_large(tiny, runner, full, greedy) -> Non
 
 
 def test_layers_use_their_scales(tiny, full) -> None:
-    """Stored values near zero, where e4m3 has few steps, are less exact; in the middle of its range they are not."""
+    """Scales that store values near zero, where e4m3 is coarse, lose precision; others do not."""
     runner = make_runner(tiny, kv_cache_dtype="fp8")
     want, errors = full(PROMPT)[-1], []
     compute = runner.model.compute_logits
@@ -215,16 +215,16 @@ def test_layers_use_their_scales(tiny, full) -> None:
         ({"max_model_len": 4096}, "4096 is more than the model's 2048"),
         ({"num_blocks": 5, "max_model_len": 64}, "max_model_len 64 does not fit: the KV cache has 5 blocks"),
         ({"num_blocks": None, "kv_cache_memory": 1}, "the KV cache has 0 blocks.*holds 0 tokens"),
-        ({"attention_backend": "flashinfer"}, "flashinfer.*runs on cuda, not on cpu"),
-        ({"attention_backend": "fa3"}, "'fa3' cannot be used: fa3 runs on cuda"),
+        ({"attention_backend": "flashinfer"}, "flashinfer.*needs cuda, not cpu"),
+        ({"attention_backend": "fa3"}, "'fa3' is not supported: fa3 runs on cuda"),
     ],
 )
-def test_what_cannot_be_served_is_said(tiny, settings, message) -> None:
+def test_unsupported_options_are_refused(tiny, settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         make_runner(tiny, **settings)
 
 
-def test_a_forced_provider_runs_and_is_counted(tiny) -> None:
+def test_chosen_provider_runs_and_is_counted(tiny) -> None:
     from fastkernels.overrides.attention.attention_decode import attention_decode
 
     driver = Driver(make_runner(tiny, attention_backend="reference"))
@@ -237,7 +237,7 @@ def test_a_forced_provider_runs_and_is_counted(tiny) -> None:
 
 def test_ranks_agree_on_the_number_of_blocks(tiny) -> None:
     config = EngineConfig(model=str(tiny), device="cpu", max_model_len=64, kv_cache_memory=1 << 22)
-    runner = ModelRunner(config, tiny, load_config(tiny), bind_cache=False)
+    runner = Generate(config, tiny, load_config(tiny), bind_cache=False)
     fits = runner.num_fitting_blocks()
     assert fits == (1 << 22) // runner.block_bytes()
     runner.bind(fits - 3)

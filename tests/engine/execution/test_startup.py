@@ -1,4 +1,4 @@
-"""What a start takes, and the steps that warm an engine up."""
+"""The phases of a start, and the warm-up steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.runner import ModelRunner
+from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.startup import Phases, process_age
 from fastkernels.engine.execution.warm_up import DECODES, PROMPTS, warm_up, warm_up_steps
 from fastkernels.engine.http import process as serving
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_phases_add_up_and_are_in_order(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_phases_are_in_order_and_sum_up(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     start = time.monotonic()
     with caplog.at_level(logging.INFO, "fastkernels"), LLM(str(tiny), **SMALL) as llm:
         took = time.monotonic() - start
@@ -44,7 +44,7 @@ def test_phases_add_up_and_are_in_order(tiny: Path, caplog: pytest.LogCaptureFix
         assert "\n" not in line and "weights" in line and "none compiled" in line
 
 
-def test_a_phase_that_comes_again_is_added_up() -> None:
+def test_repeated_phase_is_summed() -> None:
     phases = Phases()
     for name in ("a", "b", "a"):
         time.sleep(0.02)
@@ -52,7 +52,7 @@ def test_a_phase_that_comes_again_is_added_up() -> None:
     assert phases.seconds["a"] > 0.035 > phases.seconds["b"] > 0.015
 
 
-def test_kernels_are_counted_and_a_listener_that_was_there_hears_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_counted_and_listeners_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     from fastkernels.core import cuda_rtc
@@ -75,7 +75,7 @@ def test_kernels_are_counted_and_a_listener_that_was_there_hears_too(monkeypatch
     assert "2 kernels from the cache, 2 compiled in 1.8 s" in phases.line()
 
 
-def test_a_real_process_knows_its_age() -> None:
+def test_process_age_of_a_real_process() -> None:
     code = (
         "import time; time.sleep(0.5); from fastkernels.engine.execution.startup import process_age;"
         "print(process_age(time.monotonic()))"
@@ -93,7 +93,7 @@ def test_a_real_process_knows_its_age() -> None:
         (2, 99, 9, 1), (9, 20, 1, 2),
     ],
 )  # fmt: skip
-def test_steps_keep_the_limits(seqs: int, tokens: int, length: int, logprobs: int) -> None:
+def test_warm_up_steps_respect_limits(seqs: int, tokens: int, length: int, logprobs: int) -> None:
     steps = list(warm_up_steps(seqs, tokens, length, logprobs))
     rows = [len(s.slots) for s in steps]
     assert max(rows) == seqs and max(len(s.input_ids) for s in steps) == min(tokens, seqs * length)
@@ -107,7 +107,7 @@ def test_steps_keep_the_limits(seqs: int, tokens: int, length: int, logprobs: in
         )
 
 
-def test_steps_are_of_all_kinds_and_few() -> None:
+def test_warm_up_covers_all_kinds_with_few_steps() -> None:
     steps = list(warm_up_steps(256, 8192, 131072, 20))
     decodes = [s for s in steps if s.num_decodes == len(s.slots)]
     assert {len(s.slots) for s in decodes} == {n for n in DECODES if n <= 256}
@@ -118,10 +118,10 @@ def test_steps_are_of_all_kinds_and_few() -> None:
         assert {s.new_rows[0].params.temperature for s in group} == {0, 1.0}
         assert {s.new_rows[0].params.needs_penalties for s in group} == {False, True}
         assert {int(s.seq_lens.max() > 2000) for s in group} == {0, 1}
-    assert sum(len(s.input_ids) for s in mixed) < 3 * 8192 and len(steps) < 90  # what it costs
+    assert sum(len(s.input_ids) for s in mixed) < 3 * 8192 and len(steps) < 90  # the cost
 
 
-def test_a_server_keeps_the_collector_from_what_the_start_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_freezes_objects_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     made, frozen = [], []
 
     def start(*_: Any) -> Any:
@@ -141,8 +141,8 @@ def test_a_server_keeps_the_collector_from_what_the_start_has_made(monkeypatch: 
             gc.unfreeze()
 
 
-def test_answers_are_the_same_after_it(tiny: Path) -> None:
-    """It leaves nothing in slots or blocks that a request would see; nor does it count as replays."""
+def test_warm_up_does_not_change_answers(tiny: Path) -> None:
+    """Warm-up leaves nothing in slots or blocks that a request could see, and does not count as replays."""
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
     prompts = [[5, 17, 300, 4, 4, 90, 211], [9, 8, 7], list(range(40, 80))]
 
@@ -164,7 +164,7 @@ def test_answers_are_the_same_after_it(tiny: Path) -> None:
         assert answers(llm) == before
 
 
-def test_a_step_that_does_not_fit_is_said_and_ends_it(
+def test_warm_up_ends_at_a_step_that_does_not_fit(
     tiny: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(str(tiny), **SMALL) as llm:
@@ -189,14 +189,14 @@ def test_a_step_that_does_not_fit_is_said_and_ends_it(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_no_kernel_is_new_after_it(tiny: Path) -> None:
-    """Steps of sizes that were not among those of the warm-up load and compile nothing of Triton's."""
+def test_no_kernel_is_compiled_after_warm_up(tiny: Path) -> None:
+    """Steps of other sizes than the warm-up's load and compile no Triton kernel."""
     config = EngineConfig(
         str(tiny), device="cuda", num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=2048
     )
-    runner = ModelRunner(config, tiny, load_config(tiny))
+    runner = Generate(config, tiny, load_config(tiny))
     phases, params = Phases(), SamplingParams(temperature=0.7, top_p=0.9, seed=1)
-    from fastkernels.engine.execution.profile import made_up_step
+    from fastkernels.engine.execution.memory_profile import made_up_step
     from fastkernels.engine.execution.step import even
 
     with phases.counting():

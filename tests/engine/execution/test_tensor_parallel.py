@@ -1,4 +1,4 @@
-"""Two ranks (gloo): the tokens of one, patches on both, and an end with a reason whatever ends one of them."""
+"""Two ranks (gloo): tokens equal those of one rank, patches reach both, and any failure ends the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.executor import WorkerDied
 from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput
-from fastkernels.engine.execution.worker import decode, encode
+from fastkernels.engine.execution.worker import pack, unpack
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -49,7 +49,7 @@ def pids(llm):
 
 
 def gone(pid, seconds=10.0):
-    """Whether the process ends in time; a zombie is one that nobody waited for."""
+    """Whether the process ends in time. A zombie counts as ended."""
     deadline = time.monotonic() + seconds
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -57,14 +57,14 @@ def gone(pid, seconds=10.0):
 
 
 @pytest.mark.parametrize("updates", [[], [[0, 1, 7], [2, 0, 9]]])
-def test_a_step_arrives_as_it_was_sent(updates):
+def test_packed_step_round_trips(updates):
     step = StepInput(
         np.array([4, 2]), np.array([1, 3], np.int32), np.array([9, 3], np.int32), np.array([5, -1]),
         np.array([-1, 3, 4, 5]), 1, np.array(updates, np.int32).reshape(-1, 3),
         [NewRow(2, SamplingParams(logit_bias={3: 1.0}), 7, frozenset({1}), (3, 4))],
         [PromptTargets(1, 2, np.array([4, 5]))],
     )  # fmt: skip
-    got = decode(pickle.loads(encode(step)))
+    got = unpack(pickle.loads(pack(step)))
     for field in fields(StepInput):
         sent, found = getattr(step, field.name), getattr(got, field.name)
         if isinstance(sent, np.ndarray):
@@ -75,13 +75,13 @@ def test_a_step_arrives_as_it_was_sent(updates):
 
 @pytest.fixture(scope="module")
 def two(tiny):
-    """Two steps in flight. Shared by the tests down to the last one that uses it, which ends it."""
+    """An engine of two ranks with two steps in flight, shared by the tests; the last one ends it."""
     llm = make(tiny, async_scheduling=True)
     yield llm
     llm.llm_engine.shutdown()
 
 
-def test_greedy_is_transformers(two, tiny, greedy):
+def test_greedy_equals_transformers(two, tiny, greedy):
     assert tokens(two.generate(PROMPTS, GREEDY)) == [greedy(tiny, p, 16) for p in PROMPTS]
     shapes = two.llm_engine.executor.call(shape_of, "model.layers.0.self_attn.qkv_proj.weight")
     assert shapes == [((2 + 1 + 1) * 32, 128)] * 2
@@ -91,7 +91,7 @@ def shape_of(runner, name):
     return tuple(runner.model.get_parameter(name).shape)
 
 
-def test_requests_of_every_kind_are_transformers(two, tiny, oracle):
+def test_all_kinds_of_requests_equal_transformers(two, tiny, oracle):
     oracle.check_requests(tiny, two)
 
 
@@ -119,7 +119,7 @@ def silu_and_mul(x, *rest):
 """
 
 
-def test_a_candidate_runs_on_every_rank(two, tmp_path):
+def test_candidate_runs_on_every_rank(two, tmp_path):
     before = tokens(two.generate(PROMPTS, GREEDY))
     for more in (0, 5):
         (tmp_path / f"{more}.py").write_text(CANDIDATE.format(more=more))
@@ -133,18 +133,18 @@ def test_a_candidate_runs_on_every_rank(two, tmp_path):
     assert tokens(two.generate(PROMPTS, GREEDY)) == before
 
 
-def test_a_candidate_that_fails_on_one_rank_changes_nothing(two, tmp_path):
+def test_candidate_failing_on_one_rank_changes_nothing(two, tmp_path):
     before = tokens(two.generate(PROMPTS, GREEDY))
     file = tmp_path / "kernel.py"
     file.write_text(
         CANDIDATE.format(more=5) + "if parallel.get_tp_rank() == 1:\n    raise OSError('no such kernel')\n"
     )
-    with pytest.raises(PatchError, match=r"rank 1: .*no such kernel"):
+    with pytest.raises(PatchError, match=r"rank 1 .*no such kernel"):
         fastkernels.patch(two, candidates={"silu_and_mul": str(file)})
     assert tokens(two.generate(PROMPTS, GREEDY)) == before
 
 
-def test_one_engine_of_ranks_at_a_time(two, tiny):
+def test_second_tensor_parallel_engine_is_refused(two, tiny):
     with pytest.raises(ValueError, match="shut the other engine down first"):
         make(tiny)
 
@@ -157,8 +157,8 @@ def raise_in_steps(runner):
         runner.model.forward = forward
 
 
-def test_an_exception_in_a_workers_step_ends_the_engine(two):
-    """The last one that uses `two`."""
+def test_exception_in_a_worker_ends_the_engine(two):
+    """The last test that uses `two`."""
     executor, (pid,) = two.llm_engine.executor, pids(two)
     executor.call(raise_in_steps)
     start = time.monotonic()
@@ -172,15 +172,15 @@ def test_an_exception_in_a_workers_step_ends_the_engine(two):
     assert "in raise_in_steps" not in shown and caught.value.traceback in shown
     assert "in launch" in caught.value.traceback and "in forward" in caught.value.traceback
     assert gone(pid)
-    with pytest.raises(WorkerDied, match="a bug in one rank"):  # still the first reason
+    with pytest.raises(WorkerDied, match="a bug in one rank"):  # still the first error
         two.generate([5], GREEDY)
     two.llm_engine.shutdown()
     assert not fastkernels.core.parallel.get_tp_rank() and fastkernels.core.parallel.get_tp_size() == 1
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("qwen3", {"num_key_value_heads": 1}), ("mixtral", {})])
-def test_other_architectures_are_transformers(tmp_path, oracle, kind, fields):
-    """Qwen3 with a KV head that both ranks hold."""
+def test_other_architectures_equal_transformers(tmp_path, oracle, kind, fields):
+    """Includes a Qwen3 model with one KV head, which both ranks hold."""
     folder = make_tiny(tmp_path / kind, kind, "float32", **fields)
     with make(folder) as llm:
         oracle.check_requests(folder, llm)
@@ -191,7 +191,7 @@ def test_other_architectures_are_transformers(tmp_path, oracle, kind, fields):
 
 
 @pytest.mark.parametrize("where", ["between steps", "in a collective"])
-def test_a_killed_worker_ends_the_engine(tiny, where):
+def test_killed_worker_ends_the_engine(tiny, where):
     llm = make(tiny)
     engine, (pid,) = llm.llm_engine, pids(llm)
     engine.add_request("r", [5, 6], SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
@@ -199,7 +199,7 @@ def test_a_killed_worker_ends_the_engine(tiny, where):
         engine.step()
     if where == "between steps":
         os.kill(pid, signal.SIGKILL)
-    else:  # rank 0 waits for a rank that has stopped
+    else:  # rank 0 waits for a stopped rank
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
     start = time.monotonic()
@@ -209,8 +209,8 @@ def test_a_killed_worker_ends_the_engine(tiny, where):
     assert time.monotonic() - start < 10 and gone(pid)
 
 
-def test_a_rank_that_cannot_load_is_named(tiny, tmp_path):
-    """NaN in the rows of the second rank only."""
+def test_rank_that_fails_to_load_is_named(tiny, tmp_path):
+    """Only the second rank's rows contain NaN."""
     folder = shutil.copytree(tiny, tmp_path / "copy")
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -224,7 +224,7 @@ def test_a_rank_that_cannot_load_is_named(tiny, tmp_path):
     assert set(psutil.Process().children()) <= children
 
 
-def test_what_all_ranks_refuse_is_raised_as_it_is(tiny, tmp_path):
+def test_error_of_all_ranks_is_raised_unchanged(tiny, tmp_path):
     children = set(psutil.Process().children())
     with pytest.raises(ValueError, match="max_model_len 512 does not fit"):
         make(tiny, max_model_len=512, num_blocks=9)
@@ -241,7 +241,7 @@ def test_what_all_ranks_refuse_is_raised_as_it_is(tiny, tmp_path):
     assert time.monotonic() - start < 3  # before any process is started
 
 
-def test_a_worker_killed_while_there_is_nothing_to_do(tiny, greedy):
+def test_worker_killed_while_idle(tiny, greedy):
     died = threading.Event()
     llm = AsyncLLM(
         EngineConfig(str(tiny), tensor_parallel_size=2, num_blocks=40, device="cpu"), on_death=died.set
@@ -260,7 +260,7 @@ def test_a_worker_killed_while_there_is_nothing_to_do(tiny, greedy):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-def test_two_gpus_give_the_tokens_of_one_and_notice_a_death(tiny):
+def test_two_gpus_equal_one_and_notice_a_death(tiny):
     settings = {"device": "cuda", "dtype": "float32", "max_model_len": 512, "num_blocks": 200}
     eager = make(tiny, tensor_parallel_size=1, enforce_eager=True, **settings)
     graphs = make(tiny, **settings)
@@ -283,7 +283,7 @@ print(llm.llm_engine.executor._ranks.workers[0].process.pid, flush=True)
 if sys.argv[2] == "kill":
     while True:
         llm.generate([[5, 6]] * 4, SamplingParams(max_tokens=64, ignore_eos=True))
-llm.generate([[5, 6]], SamplingParams(max_tokens=4))  # and then it forgets to shut down
+llm.generate([[5, 6]], SamplingParams(max_tokens=4))  # no shutdown
 """
 
 

@@ -1,4 +1,4 @@
-"""The server under load: every answer is right or an error, and nothing is left behind."""
+"""The server under load: every answer is right or an error, and no resource leaks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reference(tiny):
 
 @contextlib.contextmanager
 def served(folder, tmp_path, *args, status=0, within=20):
-    """(process, url) of a server that ends with this status, at SIGTERM where that is 0, and leaves no process."""
+    """(process, url) of a server. Then asserts its exit status (0: ended by SIGTERM) and that no process is left."""
     mark = uuid.uuid4().hex
     with open(tmp_path / "server.log", "w+") as log:
         process, url = start(
@@ -62,7 +62,7 @@ def idle(url):
 
 
 def nothing_wrong(clients, *more):
-    """Every request was answered right, refused for a reason, or left by its client."""
+    """Assert that every request was answered correctly, refused with a reason, or abandoned by its client."""
     others = {
         k: v for k, v in clients.ends.items() if k not in ("right", "left", "bad", "refused", "killed", *more)
     }
@@ -72,9 +72,7 @@ def nothing_wrong(clients, *more):
 @pytest.mark.parametrize(
     ("number", "different", "killed"), [(80, 30, 2), pytest.param(2000, 250, 8, marks=pytest.mark.slow)]
 )
-def test_under_load_answers_are_right_and_nothing_is_left(
-    tiny, tmp_path, reference, number, different, killed
-):
+def test_answers_under_load_are_right(tiny, tmp_path, reference, number, different, killed):
     pool = asks(different)
     for ask in pool:
         reference(ask)
@@ -96,13 +94,13 @@ def test_under_load_answers_are_right_and_nothing_is_left(
         assert preemptions and metric(url, "vllm:prefix_cache_hits_total")
         assert metric(url, "fastkernels:failed_steps_total") == 0
         (warm, before), (first, _), (second, after) = levels
-        # The allocator gives back and takes a few MiB
+        # The allocator's memory varies by a few MiB
         assert after <= before and second - max(warm, first) < 4
     assert "Traceback" not in log_of(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_under_load_ends_the_server(tiny, tmp_path, reference):
+def test_worker_killed_under_load_ends_the_server(tiny, tmp_path, reference):
     pool = asks(24, seed=1)
     for ask in pool:
         reference(ask)
@@ -118,8 +116,8 @@ def test_a_worker_that_is_killed_under_load_ends_the_server(tiny, tmp_path, refe
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK + 300)
-def test_ten_minutes_of_load_show_no_growth(tiny, tmp_path, reference):
-    """FASTKERNELS_SOAK_SECONDS is its length. The first third warms up; after it memory may drift by 4 MiB at most."""
+def test_ten_minutes_of_load_do_not_grow_memory(tiny, tmp_path, reference):
+    """Duration: FASTKERNELS_SOAK_SECONDS. After the first third, memory may vary by 4 MiB at most."""
     pool = asks(100, seed=2)
     for ask in pool:
         reference(ask)
@@ -156,8 +154,10 @@ def test_ten_minutes_of_load_show_no_growth(tiny, tmp_path, reference):
 
 
 class Silent:
-    """Clients that hold up nobody: one sends no request, one half of a body, one asks for more than the buffers of
-    both ends take. They read nothing; with `reads` the last one does, so that the engine has the same work."""
+    """Stalled clients: one sends no request, one half of a body, one requests more than the socket buffers hold.
+
+    They read nothing. With `reads`, the last one does, so that the engine has the same work.
+    """
 
     BODY = {"prompt": [5], "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 16, "logprobs": 20}
 
@@ -192,14 +192,14 @@ class Silent:
 
 
 @pytest.mark.slow
-def test_a_client_that_reads_nothing_touches_nobody_elses_latency(tiny, tmp_path):
-    """Against one that reads the same answer, in turns."""
+def test_stalled_client_does_not_slow_others(tiny, tmp_path):
+    """Compares stalled and reading clients in alternating rounds."""
     stall = 2.0
     roomy = ("--max-num-seqs", "96", "--num-blocks", "1500", "--stall-timeout", str(stall))
     body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
     async def others(url):
-        """Latencies of 64 clients with two requests each, in seconds."""
+        """Latencies in seconds of 64 clients with two requests each."""
         found = []
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
 

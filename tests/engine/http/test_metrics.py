@@ -1,4 +1,4 @@
-"""The histograms count as Prometheus' own do, and the page is one that Prometheus can read."""
+"""Histograms count as prometheus_client's do, and Prometheus can parse the metrics page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUCKETS = (0.5, 1.0, 2.5, 10.0)
 @given(
     st.lists(st.lists(st.sampled_from([0.0, 0.5, 0.75, 1.0, 2.0, 10.0, 11.0, 1e9]), max_size=5), max_size=5)
 )
-def test_it_counts_as_prometheus_does(steps):
+def test_histogram_counts_like_prometheus(steps):
     ours = Histogram("name", "text", BUCKETS)
     theirs = Theirs("name", "text", ["label"], buckets=BUCKETS, registry=CollectorRegistry())
     for values in steps:
@@ -37,11 +37,11 @@ def test_it_counts_as_prometheus_does(steps):
     assert found == wanted
 
 
-def test_buckets_of_tokens():
+def test_token_buckets():
     assert one_two_five(100) == [1, 2, 5, 10, 20, 50, 100] and one_two_five(7) == [1, 2, 5]
 
 
-def test_the_page_has_vllms_names_and_counts_what_happened(tiny):
+def test_metrics_page_has_vllm_names_and_counts(tiny):
     engine = LLMEngine(EngineConfig(str(tiny), device="cpu", max_model_len=256, num_blocks=64))
     metrics = Metrics('a "model"', engine)
     engine.add_request("a", list(range(10, 50)), SamplingParams(max_tokens=4, ignore_eos=True, n=2, seed=1))

@@ -1,4 +1,4 @@
-"""schemathesis over the OpenAPI document: whatever it makes up gets an answer that the document knows."""
+"""schemathesis: every generated request gets an answer that the OpenAPI document describes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def server(tiny):
-    """Sequences are short, so that what asks for all the tokens that there are is served soon."""
+    """A server with short sequences, so that requests for the maximum length finish soon."""
     config = EngineConfig(str(tiny), device="cpu", max_model_len=48, num_blocks=64, max_num_seqs=64)
     server = Server(config, ServerConfig("tiny"))
     yield server
@@ -77,18 +77,18 @@ def test_every_route(document, server, method, path, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize(("method", "path"), [r for r in ROUTES if r[0] == "POST"])
-def test_every_route_at_length(document, server, method, path, mode):
+def test_every_route_with_many_examples(document, server, method, path, mode):
     skip_what_cannot_be_wrong(method, path, mode)
     run(document, server, method, path, mode, 1000)
 
 
-def test_the_routes_are_all(document):
+def test_all_routes_are_tested(document):
     assert sorted(ROUTES) == sorted(
         (o.method.upper(), o.path) for o in (r.ok() for r in document.get_all_operations())
     )
 
 
-def test_the_document_names_the_limits(server):
+def test_document_contains_the_limits(server):
     document = server.routes.openapi()
     assert set(document["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"}
     fields = document["components"]["schemas"]["CompletionRequest"]

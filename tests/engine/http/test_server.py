@@ -1,4 +1,4 @@
-"""What the server answers, as OpenAI's own client sees it."""
+"""The server's answers through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def post(url, path="/v1/completions", **body):
     return httpx.post(url + path, json=body, timeout=60)
 
 
-def test_completion_is_transformers(client, tiny, greedy):
+def test_completion_equals_transformers(client, tiny, greedy):
     out = client.completions.create(model="tiny", prompt=[[5, 6, 7], [80, 81]], **GREEDY)
     assert [c.index for c in out.choices] == [0, 1] and out.object == "text_completion"
     for choice, prompt in zip(out.choices, ([5, 6, 7], [80, 81]), strict=True):
@@ -44,7 +44,7 @@ def test_completion_is_transformers(client, tiny, greedy):
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_stream_is_the_whole_in_pieces(client, batch):
+def test_stream_joins_to_the_whole_answer(client, batch):
     prompt = ["Hello", "Bye"] if batch else "Hello"
     options = {**GREEDY, "model": "tiny", "prompt": prompt, "logprobs": 2}
     whole = client.completions.create(**options)
@@ -64,7 +64,7 @@ def test_a_stream_is_the_whole_in_pieces(client, batch):
             assert len(parts) == 12
 
 
-def test_n_gives_n_choices_and_a_seed_gives_them_again(client):
+def test_n_choices_repeat_with_a_seed(client):
     options = {"model": "tiny", "prompt": "Hi", "n": 3, "max_tokens": 8, "seed": 5, "temperature": 1.0}
     first, again = (client.completions.create(**options) for _ in range(2))
     texts = [c.text for c in first.choices]
@@ -203,7 +203,7 @@ def test_stop_strings_and_tokens(client):
     assert ended.choices[0].stop_reason == token and ended.choices[0].finish_reason == "stop"
 
 
-def test_logit_bias_and_penalties_are_served(client):
+def test_logit_bias_and_penalties(client):
     biased = client.completions.create(model="tiny", prompt="Hi", logit_bias={"70": 100}, **GREEDY)
     assert biased.choices[0].token_ids == [70] * 12
     options = {"logit_bias": {"70": 50}, "frequency_penalty": 2.0, **GREEDY}
@@ -215,7 +215,7 @@ def test_continuous_usage_and_cached_tokens(client):
     options = {"model": "tiny", "prompt": list(range(10, 110)), "stream": True, **GREEDY}
     usage = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(client.completions.create(**options, stream_options=usage))
-    counts = [c.usage.completion_tokens for c in chunks]  # a busy machine may send two tokens in one chunk
+    counts = [c.usage.completion_tokens for c in chunks]  # on a busy machine a chunk may hold two tokens
     assert counts[-2:] == [12, 12] and len(counts) > 6
     assert all(0 < more - less <= 3 for less, more in zip([0, *counts[:-2]], counts[:-1], strict=True)), (
         counts
@@ -228,7 +228,7 @@ def test_continuous_usage_and_cached_tokens(client):
         assert flushed[-1].usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_tokenize_and_back(url):
+def test_tokenize_round_trip(url):
     text = "Hé 😀"
     found = post(url, "/tokenize", prompt=text, return_token_strs=True).json()
     assert found["count"] == len(found["tokens"]) == len(text.encode()) == len(found["token_strs"])
@@ -246,7 +246,7 @@ def test_models_version_and_ids(client, url):
     assert post(url, prompt="a", max_tokens=1, request_id="mine").json()["id"] == "cmpl-mine"
 
 
-def test_what_the_benchmarks_of_vllm_and_sglang_send(url):
+def test_requests_of_vllm_and_sglang_benchmarks(url):
     vllm = {
         "model": "tiny", "prompt": "Hi", "repetition_penalty": 1.0, "max_tokens": 3, "logprobs": None, "stream": True,
         "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True,

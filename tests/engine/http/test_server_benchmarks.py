@@ -1,4 +1,4 @@
-"""The benchmarks of vLLM and SGLang drive our server as it is."""
+"""vLLM's and SGLang's serving benchmarks run against our server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REQUESTS, INPUT, OUTPUT = 4, 16, 8
 
 
 def environment(host):
-    """(its interpreter, a mark for each test that needs it)."""
+    """(interpreter of the host, marks of its tests)."""
     python = ROOT / f".venv-{host}" / "bin" / "python"
     missing = pytest.mark.skipif(not python.exists(), reason=f"no .venv-{host}: run `make setup`")
     return python, [getattr(pytest.mark, host), missing]

@@ -1,4 +1,4 @@
-"""Clients that leave, stall or speak no HTTP: their work ends, and others' does not."""
+"""Clients that disconnect, stall or send malformed HTTP: only their own requests end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def live(tiny):
 
 
 def raw(url, body, path="/v1/completions"):
-    """A socket on which a request has been sent."""
+    """A socket after sending a request."""
     host, port = url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)))
     data = json.dumps(body).encode()
@@ -53,7 +53,7 @@ def idle(url):
         ),
     ],
 )
-def test_a_client_that_leaves_ends_all_that_it_asked_for(live, path, body, sequences, stream):
+def test_disconnect_ends_all_requests_of_the_client(live, path, body, sequences, stream):
     url, server = live
     aborted = metric(url, "vllm:request_success_total", finished_reason="abort")
     sock = raw(url, {**body, "stream": stream}, path)
@@ -66,7 +66,7 @@ def test_a_client_that_leaves_ends_all_that_it_asked_for(live, path, body, seque
     assert server.llm._streams == {} and server.app.active == 0
 
 
-def test_one_that_leaves_changes_nothing_for_the_others(live):
+def test_disconnect_does_not_change_other_answers(live):
     url, _ = live
     body = {
         "prompt": "Hello",
@@ -89,7 +89,7 @@ def test_one_that_leaves_changes_nothing_for_the_others(live):
     wait_for(lambda: idle(url))
 
 
-def test_a_client_that_does_not_read_is_dropped_and_held_up_nobody(tiny):
+def test_stalled_client_is_dropped(tiny):
     config = ServerConfig("tiny", stall_timeout=1.0)
     # Its answer is larger than the buffers of both ends, so that the server's write must wait.
     with live_server(tiny, config, send_buffer=4096, max_num_seqs=32) as (url, server):
@@ -134,7 +134,7 @@ def stall(url, server):
     ],
     ids=["binary", "version", "negative", "lengths", "chunk", "path", "headers"],
 )
-def test_what_is_hardly_http_harms_nobody(live, sent):
+def test_malformed_http_does_not_harm_the_server(live, sent):
     url, _ = live
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sock:
@@ -148,7 +148,7 @@ def test_what_is_hardly_http_harms_nobody(live, sent):
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_half_a_request_and_then_nothing(live):
+def test_half_a_request(live):
     url, server = live
     host, port = url.removeprefix("http://").split(":")
     for sent in (
@@ -162,7 +162,7 @@ def test_half_a_request_and_then_nothing(live):
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_body_that_never_comes_is_408(live, monkeypatch):
+def test_missing_body_is_408(live, monkeypatch):
     from fastkernels.engine.http import gate
 
     monkeypatch.setattr(gate, "BODY_TIMEOUT", 0.2)
@@ -174,8 +174,8 @@ def test_a_body_that_never_comes_is_408(live, monkeypatch):
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
 
-def test_two_requests_on_one_connection_at_once(live):
-    """Pipelining: the second is answered after the first."""
+def test_pipelined_requests(live):
+    """The second request is answered after the first."""
     url, _ = live
     host, port = url.removeprefix("http://").split(":")
     data = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
@@ -188,7 +188,7 @@ def test_two_requests_on_one_connection_at_once(live):
             received += sock.recv(1 << 16)
 
 
-def test_nothing_is_left(live):
+def test_no_request_is_left(live):
     url, server = live
     wait_for(lambda: idle(url))
     assert server.llm._streams == {} and server.llm.engine.requests == {}

@@ -1,4 +1,4 @@
-"""Bad input gets a 4xx in OpenAI's shape that names the field, the value and the limit; the server goes on."""
+"""Bad input gets a 4xx in OpenAI's form that names the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def error(answer, status=400):
         ("guided_json", {"guided_json": {}}, ("not supported",)),
         ("prompt", {"prompt": ""}, ("empty",)),
         ("prompt", {"prompt": []}, ("empty",)),
-        ("prompt", {"prompt": [[1], []]}, ("prompt 1", "empty")),
-        ("prompt", {"prompt": ["a", [1]]}, ("prompt 1",)),
+        ("prompt", {"prompt": [[1], []]}, ("entry 1", "empty")),
+        ("prompt", {"prompt": ["a", [1]]}, ("entry 1",)),
         ("prompt", {"prompt": [1, "a"]}, ("token ids",)),
         ("prompt", {"prompt": [1, True]}, ("token ids",)),
         ("prompt", {"prompt": [-1]}, ("at least 0",)),
@@ -89,7 +89,7 @@ def error(answer, status=400):
         ("model", {"model": 5}, ("string", "5")),
     ],
 )  # fmt: skip
-def test_a_field_that_is_wrong_is_named_with_its_limit(url, field, body, words):
+def test_wrong_field_is_named_with_its_limit(url, field, body, words):
     found = error(send(url, **{"prompt": "a", **body}))
     assert found["type"] == "invalid_request_error" and found["param"] == field, found
     assert all(w in found["message"] for w in (field.split(".")[0], *words)), found["message"]
@@ -160,7 +160,7 @@ def test_paths_methods_and_models(url):
     assert "application/x-www-form-urlencoded" in error(form, 415)["message"]
 
 
-def test_a_body_over_the_limit_is_413_with_and_without_its_length(url):
+def test_body_over_the_limit_is_413(url):
     def parts():
         for _ in range(64):
             yield b"a" * (1 << 16)
@@ -170,7 +170,7 @@ def test_a_body_over_the_limit_is_413_with_and_without_its_length(url):
         assert "1048576" in error(answer, 413)["message"] and answer.headers["connection"] == "close"
 
 
-def test_a_full_queue_is_429_at_once_for_a_stream_too_and_nothing_of_it_runs(url):
+def test_full_queue_is_429_and_runs_nothing(url):
     refused = metric(url, "fastkernels:requests_refused_total")
     four = {"prompt": [[5], [6], [7], [8]], "ignore_eos": True}
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def test_a_full_queue_is_429_at_once_for_a_stream_too_and_nothing_of_it_runs(url
     assert "5 sequences" in error(send(url, prompt="a", n=5))["message"]
 
 
-def test_the_key_is_asked_for_where_there_is_one(tiny):
+def test_api_key_is_required(tiny):
     with live_server(tiny, ServerConfig("tiny", api_key="geheim")) as (url, _):
         for path in ("/health", "/ping", "/version", "/metrics"):
             assert httpx.get(url + path).status_code == 200
@@ -201,6 +201,6 @@ def test_the_key_is_asked_for_where_there_is_one(tiny):
         assert httpx.get(f"{url}/v1/models", headers=good).status_code == 200
 
 
-def test_after_all_this_it_serves(url):
+def test_server_still_works(url):
     assert send(url, model="tiny", prompt="still here", max_tokens=1).status_code == 200
     assert metric(url, "fastkernels:failed_steps_total") == 0

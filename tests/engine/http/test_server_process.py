@@ -1,4 +1,4 @@
-"""The server as a process: how it starts, and how it ends."""
+"""The server process: start and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = {"prompt": [5], "ignore_eos": True, "stream": True}
 
 
 class Reader(threading.Thread):
-    """Reads a stream to its end."""
+    """A thread that reads a stream to its end."""
 
     def __init__(self, url, max_tokens):
         super().__init__()
@@ -41,7 +41,7 @@ class Reader(threading.Thread):
         return json.loads(self.lines[-2][6:])
 
 
-def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(tiny, tmp_path):
+def test_sigterm_finishes_running_requests(tiny, tmp_path):
     report = tmp_path / "report"
     process, url = start(tiny, env={"FASTKERNELS_REPORT": str(report)})
     reader = Reader(url, 300)
@@ -59,7 +59,7 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(tiny, tmp_pa
     assert rows["rms_norm"]["calls"] > 0 and rows["rms_norm"]["modules"] == 5
 
 
-def test_what_outlasts_the_drain_gets_an_error(tiny):
+def test_request_longer_than_the_drain_gets_an_error(tiny):
     process, url = start(tiny, "--drain-timeout", "0.5", "--max-model-len", "2000", "--host", "0.0.0.0")
     reader = Reader(url, 1900)
     process.send_signal(signal.SIGTERM)
@@ -68,11 +68,11 @@ def test_what_outlasts_the_drain_gets_an_error(tiny):
     }  # fmt: skip
     status, errors = ended(process)
     assert status == 0 and "Traceback" not in errors
-    assert errors.count("0.0.0.0 is open to the network and asks for no key") == 1
+    assert errors.count("0.0.0.0 accepts requests from the network without an API key") == 1
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
-def test_ctrl_c_and_a_second_signal_end_it_at_once(tiny, signals):
+def test_ctrl_c_and_second_signal_end_at_once(tiny, signals):
     process, url = start(tiny, "--max-model-len", "2000")
     reader = Reader(url, 1900)
     began = time.monotonic()
@@ -85,7 +85,7 @@ def test_ctrl_c_and_a_second_signal_end_it_at_once(tiny, signals):
     assert "open to the network" not in errors
 
 
-def test_bad_starts_say_why_and_show_no_traceback(tiny, tmp_path):
+def test_bad_start_is_reported_without_traceback(tiny, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -101,8 +101,8 @@ def test_bad_starts_say_why_and_show_no_traceback(tiny, tmp_path):
             assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_an_engine_that_dies_takes_the_server_with_it(tiny):
-    """A worker of two is killed in the middle of a stream."""
+def test_dead_engine_ends_the_server(tiny):
+    """Kills one of two workers during a stream."""
     process, url = start(tiny, "--tensor-parallel-size", "2", "--max-model-len", "2000")
     reader = Reader(url, 1900)
     waiting = threading.Thread(

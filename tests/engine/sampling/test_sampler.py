@@ -1,4 +1,4 @@
-"""The sampler draws from the distribution that was asked for, row by row, and reports log-probabilities."""
+"""The sampler draws each row from its requested distribution and reports log-probabilities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def new_row(slot, params=None, seed=0, ends=(), prompt=(1,), output=(), **fields
 
 
 def step(sampler, logits, slots, offsets):
-    """One call as the runner makes it: (token ids, log-probabilities as lists or None)."""
+    """One call of the sampler: (token ids, log-probabilities as lists or None)."""
     plan = sampler.plan(np.array(slots, dtype=np.int64), np.array(offsets, dtype=np.int64))
     tensors = [torch.tensor(t, dtype=torch.int64, device=sampler.device) for t in (slots, offsets)]
     ids, logprobs = sampler(logits.to(sampler.device), *tensors, plan)
@@ -36,7 +36,7 @@ def step(sampler, logits, slots, offsets):
 
 
 def draw(n, device="cpu", logits=LOGITS, **params):
-    """Frequencies of n draws of one request, a draw a step in batches of 1000."""
+    """Frequencies of n draws of one request, one per step, in batches of 1000."""
     sampler = Sampler(device, len(logits), 1)
     sampler.set_rows([new_row(0, seed=11, **params)])
     ids = []
@@ -52,7 +52,7 @@ def chi_square(found, expected, n):
 
 
 def kept(logits, among):
-    """The distribution of the tokens `among`."""
+    """The expected distribution over the tokens `among`."""
     probs = torch.zeros_like(logits)
     probs[list(among)] = torch.softmax(logits[list(among)], dim=-1)
     return probs
@@ -60,7 +60,7 @@ def kept(logits, among):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature(device, temperature):
-    """6 degrees of freedom: a chi-square over 25 has a probability of 0.0003."""
+    """With 6 degrees of freedom, a chi-square over 25 has probability 0.0003."""
     found = draw(20000, device, temperature=temperature)
     assert chi_square(found, torch.softmax(LOGITS / temperature, dim=-1), 20000) < 25
     assert chi_square(found, torch.softmax(LOGITS / 1.4, dim=-1), 20000) > 25
@@ -87,15 +87,15 @@ def test_filters(device, params, among):
     assert chi_square(draw(8000, device, **params), kept(LOGITS, among), 8000) < 25
 
 
-def test_equal_logits_stay_together():
+def test_top_k_keeps_equal_logits():
     logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0])
     assert chi_square(draw(5000, logits=logits, top_k=2), kept(logits, (1, 2, 3, 4)), 5000) < 25
     assert chi_square(draw(5000, logits=logits, top_p=0.5), kept(logits, (1, 2, 3, 4)), 5000) < 25
     assert draw(1000, logits=torch.tensor([1.0, 3.0, 3.0]), temperature=0.0)[1] == 1.0
 
 
-def test_a_batch_of_every_parameter(device):
-    """Each row of a mixed batch draws what it draws alone, in another slot and another place of the batch."""
+def test_mixed_batch_equals_single_rows(device):
+    """Each row of a mixed batch draws the same token as alone, in another slot and at another index."""
     vocab = 1000
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(12, vocab, generator=generator)
@@ -124,7 +124,7 @@ def test_a_batch_of_every_parameter(device):
     assert found[order.index(10)] != best
 
 
-def test_a_seeded_row_is_the_same_among_any_others():
+def test_seeded_row_does_not_depend_on_the_batch():
     def run(seed, others):
         sampler = Sampler("cpu", 7, 8)
         rows = [new_row(i, seed=1000 + i, temperature=0.5 + i / 4) for i in range(others)]
@@ -139,7 +139,7 @@ def test_a_seeded_row_is_the_same_among_any_others():
 
 
 def naive_penalties(logits, prompt, output, presence, frequency, repetition):
-    """The formulas, token by token."""
+    """Penalties by the formulas, token by token."""
     out = logits.clone()
     for token in range(len(logits)):
         if token in prompt or token in output:
@@ -152,7 +152,7 @@ def naive_penalties(logits, prompt, output, presence, frequency, repetition):
     "penalties", [(1.5, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 1.8), (-0.5, 0.3, 0.6), (2.0, 2.0, 2.0)]
 )
 def test_penalties(device, penalties):
-    """Greedy tokens, counted on the device, are those of the plain formula, also after a preemption."""
+    """Greedy tokens equal those of the plain formula, also after a preemption."""
     fields = dict(
         zip(("presence_penalty", "frequency_penalty", "repetition_penalty"), penalties, strict=True)
     )
@@ -161,7 +161,7 @@ def test_penalties(device, penalties):
     sampler.set_rows([new_row(slot, prompt=prompt, output=output, temperature=0.0, **fields)])
     sampler.set_rows([new_row(2, temperature=0.0)])
     for n in range(12):
-        if n == 6:  # preempted; it comes back in a slot that another request had
+        if n == 6:  # preempted, then readmitted to a slot of another request
             slot = 0
             sampler.set_rows(
                 [new_row(slot, prompt=[5, 6], output=[6], temperature=0.0, presence_penalty=2.0)]
@@ -174,7 +174,7 @@ def test_penalties(device, penalties):
     assert (len(set(output[2:])) > 1) == (penalties[:2] != (0.0, 0.0))
 
 
-def test_bias_and_its_end(device):
+def test_logit_bias_ends_with_its_request(device):
     sampler = Sampler(device, 7, 2)
     sampler.set_rows([new_row(0, temperature=0.0, logit_bias={4: 50, 6: 2.0}), new_row(1, temperature=0.0)])
     assert step(sampler, LOGITS.expand(2, -1), [0, 1], [0, 0])[0] == [4, 0]
@@ -184,7 +184,7 @@ def test_bias_and_its_end(device):
     assert step(sampler, LOGITS.expand(2, -1), [0, 1], [0, 0])[0] == [0, 6]
 
 
-def test_min_tokens_bans_the_ends_until_then(device):
+def test_min_tokens_bans_end_tokens(device):
     sampler = Sampler(device, 7, 2)
     sampler.set_rows(
         [new_row(0, temperature=0.0, min_tokens=3, ends=(0, 1)), new_row(1, temperature=0.0, ends=(0,))]
@@ -198,8 +198,8 @@ def test_min_tokens_bans_the_ends_until_then(device):
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 7])
-def test_logprobs_are_raw(device, k):
-    """Of the logits before temperature, bias and penalties, the sampled token first; bfloat16 logits in float32."""
+def test_logprobs_are_of_raw_logits(device, k):
+    """Log-probabilities ignore temperature, bias and penalties, start with the sampled token, and are float32."""
     logits = (5 * torch.randn(3, 7, generator=torch.Generator().manual_seed(k))).bfloat16()
     sampler = Sampler(device, 7, 3)
     sampler.set_rows(
@@ -221,7 +221,7 @@ def test_logprobs_are_raw(device, k):
     assert found.ranks.tolist() == ranks and ranks[2] == 1
 
 
-def test_all_logprobs_and_none():
+def test_all_and_no_logprobs():
     sampler = Sampler("cpu", 7, 2)
     sampler.set_rows([new_row(0), new_row(1, logprobs=-1)])
     assert step(sampler, LOGITS[None], [0], [0])[1] is None
@@ -239,7 +239,7 @@ def test_prompt_logprobs_of_many_positions():
     assert found.ranks.min() == 1 and found.ranks.max() == 11
 
 
-def test_plan_asks_for_what_the_rows_ask_for():
+def test_plan_contains_the_features_of_the_rows():
     sampler = Sampler("cpu", 50, 8)
     sampler.set_rows(
         [
@@ -263,8 +263,8 @@ def test_plan_asks_for_what_the_rows_ask_for():
     assert plan(4) == SamplePlan(all_greedy=True)
 
 
-def test_rows_without_a_number_and_padding(device):
-    """All banned, or NaN: some token, and the rows beside are not changed."""
+def test_rows_of_nan_and_padding(device):
+    """Rows of NaN or with all tokens banned give some token and do not affect other rows."""
     sampler = Sampler(device, 7, 3)
     sampler.set_rows([new_row(i, seed=i, top_k=3, top_p=0.9, min_p=0.1) for i in range(3)])
     logits = torch.stack((torch.full((7,), -torch.inf), torch.full((7,), torch.nan), LOGITS, LOGITS))
@@ -274,15 +274,15 @@ def test_rows_without_a_number_and_padding(device):
     assert step(sampler, torch.zeros(0, 7), [], []) == ([], None)
 
 
-def test_a_slot_out_of_range_is_said():
+def test_slot_out_of_range_is_refused():
     with pytest.raises(ValueError, match=r"slot 2 is not in 0 \.\. 1"):
         Sampler("cpu", 7, 2).set_rows([new_row(2)])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_nothing_waits_for_the_gpu():
-    """A step with every parameter and set_rows itself do not synchronize; same tokens as on the CPU."""
+def test_sampling_does_not_synchronize():
+    """Sampling and set_rows with all parameters do not synchronize and give the CPU's tokens."""
     results = []
     for device in ("cpu", "cuda"):
         sampler = Sampler(device, 1000, 4)

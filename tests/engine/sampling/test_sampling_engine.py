@@ -1,5 +1,4 @@
-"""Requests of every kind through the whole engine: each token, log-probability and end as the oracle has it, whatever
-the engine does with them on the way."""
+"""All kinds of requests through the engine: tokens, log-probabilities and ends equal the oracle's."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ def make(folder, **settings):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one step", "two steps"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_in_every_mode(tiny_of, oracle, kind, overlap):
+def test_all_parameters_in_all_modes(tiny_of, oracle, kind, overlap):
     folder = tiny_of(kind)
     for name, mode in MODES.items():
         llm = make(folder, async_scheduling=overlap, **mode)
-        for _ in range(2):  # the second time with prefix hits
+        for _ in range(2):  # the second round has prefix hits
             oracle.check_requests(folder, llm)
         scheduler = llm.llm_engine.scheduler
         assert (scheduler.num_preemptions > 0) is (name == "no room")
@@ -39,8 +38,8 @@ def test_every_parameter_in_every_mode(tiny_of, oracle, kind, overlap):
         )
 
 
-def test_the_requests_end_in_every_way(tiny_of):
-    """Else the test above would show little."""
+def test_test_requests_end_in_every_way(tiny_of):
+    """Guards the test above: its requests must end in different ways."""
     outputs = [
         o
         for request in make(tiny_of("llama")).generate(*map(list, zip(*REQUESTS, strict=True)))
@@ -51,7 +50,7 @@ def test_the_requests_end_in_every_way(tiny_of):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_split_of_a_prompt(tiny_of, oracle, kind):
+def test_every_chunking_of_a_prompt(tiny_of, oracle, kind):
     folder, prompt = tiny_of(kind), STEM[:13]
     llm = make(folder, max_num_seqs=1, enable_prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=2)
@@ -60,7 +59,7 @@ def test_every_split_of_a_prompt(tiny_of, oracle, kind):
         oracle.check(folder, llm.generate([prompt], params)[0], params)
 
 
-def test_prompt_logprobs_are_computed_and_sampled_ones_follow_a_hit(tiny_of, oracle):
+def test_prompt_logprobs_bypass_the_prefix_cache(tiny_of, oracle):
     folder = tiny_of("qwen3")
     llm = make(folder)
     plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
@@ -72,8 +71,8 @@ def test_prompt_logprobs_are_computed_and_sampled_ones_follow_a_hit(tiny_of, ora
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_many_outputs_have_the_distribution_that_was_asked_for(tmp_path, oracle, seed):
-    """The first two tokens of 3000 outputs, by chi-square over their pairs."""
+def test_many_outputs_have_the_right_distribution(tmp_path, oracle, seed):
+    """Chi-square test over pairs of the first two tokens of 3000 outputs."""
     folder, n = make_tiny(tmp_path / "small", "llama", "float32", vocab_size=12), 3000
     llm = LLM(str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=64)
     params = SamplingParams(n=n, max_tokens=2, temperature=1.7, top_p=0.9, ignore_eos=True, seed=seed)

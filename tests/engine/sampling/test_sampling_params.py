@@ -1,4 +1,4 @@
-"""SamplingParams: what is in range, and what an error says."""
+"""SamplingParams: ranges and error messages."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ WRONG = [
 @pytest.mark.parametrize(
     ("fields", "message"), WRONG, ids=[f"{i}-{next(iter(f))}" for i, (f, _) in enumerate(WRONG)]
 )
-def test_an_error_names_field_value_and_limit(fields, message):
+def test_error_names_field_value_and_limit(fields, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
 
 
-def test_an_error_does_not_repeat_a_megabyte():
+def test_error_does_not_repeat_a_long_value():
     for fields in ({"temperature": "9" * 10**6}, {"logit_bias": {"9" * 10**6: 1}}, {"seed": 10**4000}):
         with pytest.raises(ValueError) as caught:
             SamplingParams(**fields)
@@ -95,14 +95,14 @@ def test_an_error_does_not_repeat_a_megabyte():
     ],
     ids=str,
 )  # fmt: skip
-def test_the_limits_themselves_are_allowed(fields):
+def test_limits_are_inclusive(fields):
     params = SamplingParams(**fields)
     for name in set(fields) - {"stop", "stop_token_ids"}:
         assert getattr(params, name) == fields[name]
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def test_values_are_brought_into_one_form():
+def test_values_are_normalized():
     assert SamplingParams(stop="a").stop == ["a"] and SamplingParams().stop == []
     assert SamplingParams(stop_token_ids=[3, 1, 3]).stop_token_ids == [3, 1]
     assert SamplingParams(seed=-1).seed is None
@@ -126,12 +126,12 @@ def test_values_are_brought_into_one_form():
         ({"repetition_penalty": 0.9}, False, True),
     ],
 )
-def test_what_the_sampler_needs(fields, greedy, penalties):
+def test_greedy_and_needs_penalties(fields, greedy, penalties):
     params = SamplingParams(**fields)
     assert (params.greedy, params.needs_penalties) == (greedy, penalties)
 
 
-def test_verify_knows_the_engine():
+def test_verify_checks_engine_limits():
     SamplingParams(logprobs=20, prompt_logprobs=20, stop_token_ids=[99], logit_bias={99: 1}).verify(100)
     SamplingParams(logprobs=-1).verify(20)
     SamplingParams(logprobs=-1).verify(100, max_logprobs=-1)
@@ -157,7 +157,7 @@ JSON = st.recursive(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(NUMBERS), JSON, max_size=4))
-def test_anything_is_either_params_or_a_value_error(fields):
+def test_any_value_is_accepted_or_a_value_error(fields):
     try:
         params = SamplingParams(**fields)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Text as it comes is the text of the whole, cut where the first stop string ends."""
+"""Incremental text equals the decoded text, cut at the first stop string."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pieces_with_bytes():
-    """As Llama 2's: words with their spaces, single bytes for the rest, and the first space taken off."""
+    """A tokenizer like Llama 2's: words with leading spaces, byte fallback, and the first space stripped."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
     for piece in ("▁", "a", "▁b", "é", "▁▁", "😀"):
         vocab[piece] = len(vocab)
@@ -34,7 +34,7 @@ def pieces_with_bytes():
 
 
 class Slow:
-    """The same tokenizer for which there is no Rust stream."""
+    """The same tokenizer without a Rust stream."""
 
     is_fast = False
 
@@ -43,7 +43,7 @@ class Slow:
 
 
 def run(tokenizer, prompt, ids, **options):
-    """(pieces as taken, stop string, tokens used) of one sequence."""
+    """(pieces, stop string, number of tokens used) of one sequence."""
     look_from = options.pop("look_from", 0)
     text = Detokenizer(tokenizer, prompt, **options)
     pieces = []
@@ -63,7 +63,7 @@ def run(tokenizer, prompt, ids, **options):
     ids=st.lists(st.integers(0, 300), max_size=60), prompt=st.lists(st.integers(0, 300), max_size=8),
     skip=st.booleans(),
 )  # fmt: skip
-def test_any_tokens_give_the_same_text_both_ways(tokenizer, ids, prompt, skip):
+def test_incremental_text_equals_decoded_text(tokenizer, ids, prompt, skip):
     fast = run(tokenizer, prompt, ids, skip_special_tokens=skip)
     assert fast == run(Slow(tokenizer), prompt, ids, skip_special_tokens=skip)
 
@@ -73,14 +73,14 @@ def test_any_tokens_give_the_same_text_both_ways(tokenizer, ids, prompt, skip):
     ids=st.lists(st.integers(0, 264) | st.integers(259, 264) | st.integers(125, 258), max_size=40),
     prompt=st.lists(st.integers(0, 264), max_size=8), skip=st.booleans(),
 )  # fmt: skip
-def test_pieces_with_byte_fallback_too(pieces_with_bytes, ids, prompt, skip):
+def test_pieces_with_byte_fallback(pieces_with_bytes, ids, prompt, skip):
     fast = run(pieces_with_bytes, prompt, ids, skip_special_tokens=skip)
     assert fast == run(Slow(pieces_with_bytes), prompt, ids, skip_special_tokens=skip)
 
 
 @settings(deadline=None, max_examples=200)
 @given(text=TEXTS, prompt=TEXTS)
-def test_whole_characters_arrive_as_they_were_written(tokenizer, text, prompt):
+def test_whole_characters_arrive_unchanged(tokenizer, text, prompt):
     ids = tokenizer(text).input_ids
     pieces, _, _ = run(tokenizer, tokenizer(prompt).input_ids, ids)
     assert "".join(pieces) == text and not any("\ufffd" in p for p in pieces)
@@ -92,15 +92,13 @@ def test_whole_characters_arrive_as_they_were_written(tokenizer, text, prompt):
     stops=st.lists(st.text(alphabet="ab😀", min_size=1, max_size=4), max_size=3),
     include=st.booleans(), look_from=st.integers(0, 6),
 )  # fmt: skip
-def test_stop_strings_end_the_text_at_once_and_nothing_of_them_was_sent(
-    tokenizer, text, stops, include, look_from
-):
+def test_stop_strings_end_the_text_before_sending(tokenizer, text, stops, include, look_from):
     ids = tokenizer(text).input_ids
     pieces, stop, used = run(
         tokenizer, tokenizer("x").input_ids, ids, stop=stops, include_stop=include, look_from=look_from
     )
     ends = [(len(tokenizer(text[:n]).input_ids), n) for n in range(1, len(text) + 1)]
-    # By hand: the first character that ends a stop string and whose last token may be looked at.
+    # Reference: the first character that ends a stop string, at a token where stop strings count.
     want = next(((t, n) for t, n in ends if t > look_from and any(text[:n].endswith(s) for s in stops)), None)
     if want is None:
         assert stop is None and "".join(pieces) == text
@@ -110,7 +108,7 @@ def test_stop_strings_end_the_text_at_once_and_nothing_of_them_was_sent(
     assert "".join(pieces) == (text[:end] if include else text[: end - len(stop)])
 
 
-def test_a_stop_string_inside_one_token_and_across_tokens():
+def test_stop_string_within_and_across_tokens():
     class Words:
         is_fast, all_special_ids = False, ()
 
@@ -122,7 +120,7 @@ def test_a_stop_string_inside_one_token_and_across_tokens():
     assert run(Words(), [], [0, 1, 2, 3], stop=["Hell"])[1:] == ("Hell", 1)
 
 
-def test_bad_bytes_and_special_tokens_hold_nothing_up(tokenizer):
+def test_bad_bytes_and_special_tokens_do_not_block(tokenizer):
     first_of_emoji = tokenizer("😀").input_ids[0]
     pieces = Pieces(tokenizer, [10], True)
     texts = [pieces.append(first_of_emoji) for _ in range(5 * MAX_PENDING)]

@@ -1,4 +1,4 @@
-"""Random operations on the block manager, and on the scheduler with a cache that remembers tokens (cache_model)."""
+"""Random operations on the block manager, and on the scheduler with the simulated cache of cache_model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.cache_model import CacheModel, continuation
 
 from fastkernels.engine.cache.blocks import BlockManager, OutOfBlocks, hash_block
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-from fastkernels.engine.scheduling.core import EngineCore
+from fastkernels.engine.scheduling.engine_core import EngineCore
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull, Scheduler
 
@@ -20,12 +20,12 @@ SIZE = 4
 
 
 class BlockActions:
-    """What can be done to a block manager; names are made of small numbers, so that prefixes meet."""
+    """Operations on a block manager. Names come from few tokens, so that prefixes coincide."""
 
     def __init__(self, num_blocks: int):
         self.blocks = BlockManager(num_blocks, SIZE)
         self.tables: list[list[int]] = []
-        self.names: list[list[bytes]] = []  # of each table's first blocks
+        self.names: list[list[bytes]] = []  # names of each table's first blocks
 
     def admit(self, kind: int, num_tokens: int) -> None:
         names: list[bytes] = []
@@ -127,7 +127,7 @@ def test_blocks_after_100_000_operations() -> None:
     assert actions.blocks.num_free == actions.blocks.num_usable == 39
 
 
-def test_a_block_is_freed_once() -> None:
+def test_double_free_is_an_error() -> None:
     blocks = BlockManager(4, SIZE)
     table: list[int] = []
     blocks.grow(table, 5)
@@ -138,7 +138,7 @@ def test_a_block_is_freed_once() -> None:
 
 
 class Traffic:
-    """Requests that come, are aborted and end, in an engine core. Time passes by one a step."""
+    """Requests that arrive, abort and finish in an engine core. Time advances by one per step."""
 
     def __init__(self, num_blocks: int, seqs: int, budget: int, depth: int, caching: bool):
         scheduler = Scheduler(
@@ -181,7 +181,7 @@ class Traffic:
         assert request.output_token_ids == expected[: ends[0] + 1 if ends else None]
 
     def drain(self) -> None:
-        """Everything ends, in a number of steps that the work to be done bounds."""
+        """All requests finish within a number of steps bounded by the work."""
         work = sum(len(r.prompt_token_ids) + 2 * r.max_tokens for r in self.live)
         for _ in range(50 + 4 * work * (1 + len(self.live))):
             if not self.core.busy:
@@ -277,8 +277,8 @@ def test_traffic_of_many_operations(depth: int) -> None:
     assert traffic.core.scheduler.num_preemptions > 100 and traffic.core.scheduler.prefix_hits > 1000
 
 
-def test_the_unimportant_run_in_the_end() -> None:
-    """With important requests arriving at every step, one that is not important still gets its turn."""
+def test_low_priority_request_gets_its_turn() -> None:
+    """A low-priority request runs eventually while urgent ones arrive at every step."""
     traffic = Traffic(30, 1, 16, 1, caching=False)
     traffic.add(1, 4, 2, 60, priority=1)
     unimportant = traffic.live[0]

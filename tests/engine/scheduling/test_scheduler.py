@@ -1,4 +1,4 @@
-"""The scheduler and the loop around it, on a cache that remembers tokens (cache_model)."""
+"""The scheduler and its step loop on the simulated cache of cache_model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from support.cache_model import CacheModel, continuation
 
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-from fastkernels.engine.scheduling.core import EngineCore
+from fastkernels.engine.scheduling.engine_core import EngineCore
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull, Scheduler
 
@@ -40,7 +40,7 @@ def finish_all(core: EngineCore, requests: list[Request], most: int = 10_000) ->
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("budget", [8, 9, 13, 64])
-def test_chunks_of_every_split_give_the_same_tokens(depth: int, budget: int) -> None:
+def test_every_chunking_gives_the_same_tokens(depth: int, budget: int) -> None:
     core = make_core(budget=budget, depth=depth)
     requests = [make_request(str(i), list(range(i, i + 3 + 5 * i)), 1 + i) for i in range(8)]
     for request in requests:
@@ -66,7 +66,7 @@ def test_decodes_and_a_chunk_share_a_step(depth: int) -> None:
 
 
 def steps_of(prompts: list[int], budget: int = 8192, decodes: int = 0) -> list[list[tuple[str, int]]]:
-    """What prompts of so many tokens compute, step by step: (name, tokens)."""
+    """The (name, tokens) that prompts of these lengths compute in each step."""
     core = make_core(num_blocks=20_000, seqs=2000, budget=budget, waiting=2000, caching=False)
     for i in range(decodes):
         core.scheduler.add(make_request(f"-{i}", [1, 2], 1000))
@@ -84,14 +84,14 @@ def steps_of(prompts: list[int], budget: int = 8192, decodes: int = 0) -> list[l
     return found
 
 
-def test_few_prompts_end_one_after_the_other() -> None:
-    """32 of 512 tokens take 6 steps and not 2, and half of them have their token after 2."""
+def test_few_prompts_finish_one_after_the_other() -> None:
+    """32 prompts of 512 tokens take 6 steps instead of 2; half of them have their token after 2."""
     steps = steps_of([512] * 32)
     sums = [sum(n for _, n in step) for step in steps]
     assert sums == [4096, 4096, 2048, 2048, 2048, 2048]
     assert [name for name, _ in steps[0]] == [str(i) for i in range(8)]
     assert [sum(n for _, n in step) for step in steps_of([300, 200])] == [500]
-    # A step that decodes has as many tokens in all.
+    # A step with decodes has the same total.
     decoding = steps_of([512] * 32, decodes=100)
     assert [sum(n for _, n in step) for step in decoding][:3] == [3996, 3996, 1948]
 
@@ -99,20 +99,25 @@ def test_few_prompts_end_one_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("prompts", "budget", "decodes", "want"),
     [
-        ([16384], 8192, 0, [8192, 8192]),  # alone: nobody gains
-        ([1024] * 21, 8192, 0, [8192, 4096, 2048, 2048, 2048, 2048, 1024]),  # long until few are left
-        ([1024] * 8, 3000, 0, [3000, 3000, 2192]),  # a budget that is small already
-        ([1024] * 8, 8192, 1025, [7167, 1025]),  # so many decodes would take most of a short step
+        ([16384], 8192, 0, [8192, 8192]),  # alone: no gain
+        (
+            [1024] * 21,
+            8192,
+            0,
+            [8192, 4096, 2048, 2048, 2048, 2048, 1024],
+        ),  # long steps until few prompts remain
+        ([1024] * 8, 3000, 0, [3000, 3000, 2192]),  # a small budget
+        ([1024] * 8, 8192, 1025, [7167, 1025]),  # the decodes would fill most of a short step
     ],
 )
-def test_steps_are_cut_short_only_where_it_helps(
+def test_steps_are_shortened_only_if_useful(
     prompts: list[int], budget: int, decodes: int, want: list[int]
 ) -> None:
     assert [sum(n for _, n in step) for step in steps_of(prompts, budget, decodes)] == want
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preemption_loses_no_token(depth: int) -> None:
+def test_preemption_keeps_all_tokens(depth: int) -> None:
     core = make_core(num_blocks=9, depth=depth, caching=False)
     requests = [make_request(str(i), [i + 1] * 5, 12) for i in range(4)]
     for request in requests:
@@ -121,7 +126,7 @@ def test_preemption_loses_no_token(depth: int) -> None:
     assert core.scheduler.num_preemptions > 0
 
 
-def test_the_latest_is_preempted_and_keeps_its_place() -> None:
+def test_latest_request_is_preempted_and_keeps_its_place() -> None:
     core = make_core(num_blocks=6, caching=False)  # 5 blocks of 4
     first, second = make_request("1", [1] * 6, 6), make_request("2", [2] * 6, 6)
     core.scheduler.add(first)
@@ -135,7 +140,7 @@ def test_the_latest_is_preempted_and_keeps_its_place() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_shared_prefix_is_computed_once(depth: int) -> None:
+def test_shared_prefix_is_computed_once(depth: int) -> None:
     core = make_core(depth=depth)
     prefix = list(range(20))
     first = make_request("1", [*prefix, 1], 4)
@@ -150,7 +155,7 @@ def test_a_shared_prefix_is_computed_once(depth: int) -> None:
     assert (core.scheduler.prefix_queries, core.scheduler.prefix_hits) == (42, 20)
 
 
-def test_a_whole_prompt_that_is_known_still_computes_a_token() -> None:
+def test_fully_cached_prompt_computes_one_token() -> None:
     core = make_core()
     requests = [make_request(str(i), list(range(16)), 3) for i in range(2)]
     for request in requests:
@@ -174,10 +179,10 @@ def test_the_oldest_free_prefix_is_evicted_first() -> None:
     for name, token in (("1", 1), ("2", 2)):
         request = make_request(name, [token] * 13, 1)
         core.scheduler.add(request)
-        finish_all(core, [request])  # each leaves 3 named blocks
+        finish_all(core, [request])  # each request leaves 3 named blocks
     big = make_request("3", [3] * 13, 1)
     core.scheduler.add(big)
-    finish_all(core, [big])  # takes the 2 that never had a name, then the tail of the first
+    finish_all(core, [big])  # takes the 2 unnamed blocks, then the last ones of the first request
     found = {}
     for name, token in (("4", 2), ("5", 1)):
         request = make_request(name, [token] * 13, 1)
@@ -187,7 +192,7 @@ def test_the_oldest_free_prefix_is_evicted_first() -> None:
     assert found[2] == 12 and found[1] < 12
 
 
-def test_priority_goes_first_but_nobody_starves() -> None:
+def test_priority_order_without_starvation() -> None:
     core = make_core(seqs=1)
     late = make_request("5", [1, 2], 1, arrival=5.0)
     urgent = make_request("6", [3], 1, arrival=6.0, priority=-1)
@@ -209,11 +214,11 @@ def test_limits() -> None:
     ):
         core.scheduler.add(make_request("1", [1] * 10, 4))
     core.scheduler.add(make_request("2", [1] * 10, 3))
-    with pytest.raises(QueueFull, match="1 requests are waiting, and no more than 1 may"):
+    with pytest.raises(QueueFull, match="1 requests are waiting; the limit is 1"):
         core.scheduler.add(make_request("3", [1], 1))
 
 
-def test_removal_while_a_step_is_under_way() -> None:
+def test_removal_while_a_step_is_in_flight() -> None:
     core = make_core(depth=2, num_blocks=9)
     gone, stays = make_request("1", [1, 2, 3], 30), make_request("2", [4, 5, 6], 9)
     for request in (gone, stays):

@@ -16,7 +16,7 @@ __all__ = ["AttentionBackend", "CannotCapture", "make_backend"]
 def make_backend(
     name: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """The backend for these PagedAttention layers, whose KV cache is bound. Raises ValueError where it cannot run."""
+    """The backend for these PagedAttention layers with bound KV cache. Raises ValueError if it is unsupported."""
     if name == "flashinfer":
         from fastkernels.engine.execution.attention.flashinfer import FlashInferBackend
 

@@ -1,4 +1,4 @@
-"""The one interface between the runner and what attends."""
+"""The interface between the runner and an attention implementation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastkernels.overrides.cache.store_kvcache import store_kvcache
 
 
 class CannotCapture(Exception):
-    """The backend cannot attend to this batch inside a CUDA graph; the message says why."""
+    """The backend cannot run this batch inside a CUDA graph, for the reason in the message."""
 
 
 class AttentionBackend(ABC):
-    """What attends, of one runner. Five methods, none of which waits for the device:
+    """The attention of one runner. No method waits for the device.
 
-    plan             once a step that runs eagerly: its metadata
-    capture_buffers  once before graphs are captured: static buffers
-    plan_capture     once a graph: the metadata that it is captured with
-    plan_replay      once a step that runs as a graph: bring that metadata's buffers up to date
-    forward          once a layer: store keys and values, attend
+    plan             for each eager step: make its metadata
+    capture_buffers  once before graphs are captured: allocate static buffers
+    plan_capture     for each graph: make the metadata that it is captured with
+    plan_replay      for each step that runs as a graph: update the buffers of that metadata
+    forward          for each layer: store keys and values, then attend
     """
 
     name: str
@@ -37,15 +37,15 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
-        """Metadata for a graph over static tensors; its host numbers bound every replay's. Raises CannotCapture."""
+        """Metadata for static tensors; its host numbers bound those of all replays. Raises CannotCapture."""
 
     def plan_replay(  # noqa: B027
         self, metadata: AttentionMetadata, inputs: Inputs, block_tables: torch.Tensor
     ) -> None:
-        """`inputs` lie in the static tensors of the graph that has this metadata. block_tables: of all slots."""
+        """`inputs` are the static tensors of the graph with this metadata. block_tables: of all slots."""
 
     def takes_apart(self, num_decodes: int) -> bool:
-        """Whether a mixed batch with so many rows of one query runs faster outside a graph."""
+        """Whether a mixed batch with `num_decodes` rows of one query runs faster outside a graph."""
         return False
 
     @abstractmethod
@@ -67,7 +67,7 @@ def metadata_of(
     plan: Any = None,
     padded: bool = True,
 ) -> AttentionMetadata:
-    """padded: whether a step that is run with it may have tokens behind the last row's, as a graph's replays have."""
+    """Make the step's metadata. padded: there may be padding tokens after the last row, as in a graph."""
     return AttentionMetadata(
         inputs.slot_mapping, inputs.cu_seqlens_q, inputs.seq_lens, block_table, inputs.max_seqlen_q,
         inputs.max_seqlen_k, inputs.num_decodes, inputs.max_decode_seqlen_k, backend, plan, padded,

@@ -1,4 +1,4 @@
-"""Attention through FlashInfer's paged wrappers (Ye et al., arXiv 2501.01005), which plan a step's work on the host."""
+"""Attention with FlashInfer's paged wrappers (Ye et al., arXiv 2501.01005), which plan each step on the host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of, store
 from fastkernels.engine.execution.input_batch import Inputs
 
-WORKSPACE = 384 << 20  # bytes: partial results of keys that are split, for 128 query heads of 128
-INT_WORKSPACE = 8 << 20  # bytes: a plan
+WORKSPACE = 384 << 20  # bytes for partial results of split keys, with 128 query heads of size 128
+INT_WORKSPACE = 8 << 20  # bytes for a plan
 
 
 class FlashInferBackend(AttentionBackend):
-    """Rows of one query by the decode wrapper, the rest by the prefill wrapper; both planned once for all layers.
+    """Uses the decode wrapper for rows with one query and the prefill wrapper for the rest; one plan for all layers.
 
-    Raises ValueError where FlashInfer is not there or cannot serve these layers.
+    Raises ValueError if FlashInfer is not installed or does not support these layers.
     """
 
     name = "flashinfer"
@@ -31,12 +31,12 @@ class FlashInferBackend(AttentionBackend):
         self._cache_dtype, self._block_size = cache.dtype, cache.shape[1]
         if (reason := self._refusal(layers)) is not None:
             raise ValueError(
-                f"attention_backend 'flashinfer' cannot be used: {reason}; leave it out, or use another"
+                f"attention_backend 'flashinfer' is not supported: {reason}; leave it out, or choose another"
             )
         self._module = importlib.import_module("flashinfer")
         self._float = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
         self._int = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=device)
-        # fp8 caches with half-precision queries are the older kernels' only.
+        # Only the older kernels support fp8 caches with half-precision queries.
         kind = "fa2" if self._cache_dtype.itemsize == 1 else "auto"
         self._decode = self._module.BatchDecodeWithPagedKVCacheWrapper(
             self._float, "NHD", use_tensor_cores=True, backend=kind
@@ -75,14 +75,14 @@ class FlashInferBackend(AttentionBackend):
 
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         if not inputs.decode_only:
-            raise CannotCapture("flashinfer: the grid of its prefill kernel follows from each plan")
+            raise CannotCapture("flashinfer: the grid of its prefill kernel depends on each plan")
         rows = len(inputs.slots)
         wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
             self._float, "NHD", use_cuda_graph=True, use_tensor_cores=True, backend=self._kind,
             paged_kv_indptr_buffer=self._static_indptr[: rows + 1], paged_kv_indices_buffer=self._static_indices,
             paged_kv_last_page_len_buffer=self._static_last[:rows],
         )  # fmt: skip
-        # One for all graphs: it is planned before each replay
+        # Shared by all graphs: each replay is planned anew
         wrapper.reset_workspace_buffer(self._float, self._int)
         return metadata_of(self, inputs, block_table, (wrapper, None))
 
@@ -115,8 +115,7 @@ class FlashInferBackend(AttentionBackend):
     def _pages(
         self, inputs: Inputs, table: torch.Tensor, rows: torch.Tensor
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-        """(indptr [B + 1], last_page_len [B]) on the host, and the blocks of table[rows] one after another, on the
-        device: how many there are is known on the host."""
+        """(indptr [B + 1] and last_page_len [B] on the host, the concatenated blocks of table[rows] on the device)."""
         size = self._block_size
         indptr = np.zeros(len(inputs.host_seq_lens) + 1, dtype=np.int32)
         np.cumsum((inputs.host_seq_lens + (size - 1)) // size, out=indptr[1:])
@@ -140,8 +139,10 @@ class FlashInferBackend(AttentionBackend):
         )  # fmt: skip
 
     def _wait(self) -> None:
-        """A plan is written to page-locked memory and copied from there: not before the copy of the last one ended.
-        That was issued behind a step that is over, unless more than two are under way."""
+        """Wait until the last plan has been copied from its pinned buffer, which the next plan overwrites.
+
+        The copy has normally ended: it follows a finished step unless more than two are in flight.
+        """
         if self._planned is not None and not self._planned.query():
             self._planned.synchronize()
 
@@ -151,7 +152,7 @@ class FlashInferBackend(AttentionBackend):
 
     def _refusal(self, layers: Sequence[Any]) -> str | None:
         if self._device.type != "cuda":
-            return f"it runs on cuda, not on {self._device.type}"
+            return f"it needs cuda, not {self._device.type}"
         try:
             importlib.import_module("flashinfer")
         except ImportError as error:
@@ -159,10 +160,10 @@ class FlashInferBackend(AttentionBackend):
         if self._dtype not in (torch.float16, torch.bfloat16):
             return f"it needs float16 or bfloat16, the model is {self._dtype}"
         if self._layer.head_size not in (64, 128, 256):
-            return f"its kernels have head sizes of 64, 128 and 256, not {self._layer.head_size}"
+            return f"its kernels support head sizes 64, 128 and 256, not {self._layer.head_size}"
         kinds = {
             (m.num_heads, m.num_kv_heads, m.head_size, m.scale, m.window_left, m.softcap) for m in layers
         }
         if len(kinds) > 1:
-            return f"one plan serves all layers, and these are of {len(kinds)} kinds (heads, scale, window, softcap)"
+            return f"all layers share one plan; these differ in heads, scale, window or softcap ({len(kinds)} kinds)"
         return None

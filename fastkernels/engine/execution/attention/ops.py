@@ -1,4 +1,4 @@
-"""Attention through our ops: in their own order of providers, or by one provider that the user chose."""
+"""Attention with our ops, in their own provider order or with one provider that the user chose."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fastkernels.engine.execution.input_batch import Inputs
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 
-DECODES_APART = 64  # rows of one query in a batch with others: from here on FA3 is faster in two calls
+DECODES_APART = 64  # rows with one query in a mixed batch from which two FA3 calls are faster than one
 
 
 class OpsBackend(AttentionBackend):
-    """attention_decode for rows of one query and attention_prefill for the rest.
+    """Uses attention_decode for rows with one query and attention_prefill for the rest.
 
-    provider  'fa3', 'triton' or 'reference'; None: the first of each op that is there and supports the layers.
-    A candidate of an op goes before both. Raises ValueError for a provider that cannot serve these layers here.
+    provider  'fa3', 'triton' or 'reference'; None: the first available provider of each op that supports the layers
+    A candidate of an op takes precedence over both. Raises ValueError for an unsupported provider.
 
-    FA3's varlen kernel takes a mixed batch in one call, which fits into a graph. A row of one query costs 1.5 times
-    there what it does in a call of such rows alone: outside graphs, many of them get one.
+    FA3's varlen kernel computes a mixed batch in one call, which can be captured. A row with one query costs 1.5 times
+    as much there as in a separate decode call, so outside graphs, batches with many such rows use one.
     """
 
     def __init__(self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
@@ -32,22 +32,22 @@ class OpsBackend(AttentionBackend):
         self._decode = _choose(attention_decode, provider, self._sample(prefill=False), device)
         self._prefill = _choose(attention_prefill, provider, self._sample(prefill=True), device)
         self.name = self._prefill.name
-        self._beside = self._decode  # of rows of one query in a batch with others
+        self._mixed_decode = self._decode  # for rows with one query in a mixed batch
         if self.name == "fa3" and provider is None:
-            # Not what a tuned table says: a kernel that is first needed here would be compiled in a step.
-            self._beside = _choose(attention_decode, "fa3", self._sample(prefill=False), device)
+            # Not the tuned table's choice: a kernel first needed here would be compiled during a step.
+            self._mixed_decode = _choose(attention_decode, "fa3", self._sample(prefill=False), device)
 
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         padded = inputs.input_ids.shape[0] > int(inputs.host_query_lens.sum())
         return metadata_of(self, inputs, block_table, padded=padded)
 
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
-        kind = "reference: its memory grows with the longest possible context"
+        reason = "reference: its memory grows with the longest possible context"
         if "reference" in (self._decode.name, self._prefill.name):
-            raise CannotCapture(kind)
+            raise CannotCapture(reason)
         if not inputs.decode_only and not self._in_one(attention_prefill, self._prefill):
             raise CannotCapture(
-                f"{self.name}: rows of one query run in a kernel of their own, and a graph would fix how many"
+                f"{self.name}: rows with one query run in a separate kernel, and a graph would fix their number"
             )
         return metadata_of(self, inputs, block_table)
 
@@ -70,7 +70,7 @@ class OpsBackend(AttentionBackend):
         if n == 0 or (in_one and not self.takes_apart(n)):
             return self._run_prefill(layer, q, m, 0)
         out = self._run_prefill(layer, q, m, n)
-        provider = self._beside if in_one else None
+        provider = self._mixed_decode if in_one else None
         rows = m.seq_lens[:n], m.block_table[:n], m.max_decode_seqlen_k
         out[:n] = self._run_decode(layer, q[:n], *rows, provider)
         return out
@@ -85,7 +85,7 @@ class OpsBackend(AttentionBackend):
         )  # fmt: skip
 
     def _run_prefill(self, layer: Any, q: torch.Tensor, m: AttentionMetadata, first: int) -> torch.Tensor:
-        """Rows from `first` on; the output has q's shape, and the tokens before those rows are not defined."""
+        """Attention of the rows from `first` on. The output has q's shape; tokens of earlier rows are undefined."""
         more = _scales(layer) if m.padded else (layer.k_scale, layer.v_scale, False)
         return self._call(attention_prefill, self._prefill)(
             q, *layer.kv_cache, m.cu_seqlens_q[first:], m.seq_lens[first:], m.block_table[first:], m.max_seqlen_q,
@@ -95,7 +95,7 @@ class OpsBackend(AttentionBackend):
     def _call(
         self, op: Op, provider: Provider, wanted: Provider | None = None
     ) -> Callable[..., torch.Tensor]:
-        """What runs: a candidate; else `wanted`; else what the user asked for, or what the op chooses."""
+        """The function to call: a candidate, else `wanted`, else the user's provider or the op's own choice."""
         if op.candidate is not None or (wanted is None and self._wanted is None):
             return op
         op.calls += 1
@@ -105,7 +105,7 @@ class OpsBackend(AttentionBackend):
         return provider.name == "fa3" and op.candidate is None
 
     def _sample(self, prefill: bool) -> list[list[Any]]:
-        """Arguments of one call for each kind of layer, to ask providers whether they support it."""
+        """Arguments of one call for each kind of layer, for the providers' `supports`."""
         made = []
         for layer in {(m.num_heads, m.num_kv_heads, m.head_size): m for m in self._layers}.values():
             q = torch.empty(1, layer.num_heads, layer.head_size, dtype=self._dtype, device=self._device)
@@ -117,12 +117,12 @@ class OpsBackend(AttentionBackend):
 
 
 def _scales(layer: Any) -> tuple[float, ...]:
-    """Of an fp8 cache, where they are not 1: decode's providers and candidates without them serve all other layers."""
+    """Scales of an fp8 cache; none where both are 1, since some providers and candidates do not take them."""
     return () if layer.k_scale == layer.v_scale == 1.0 else (layer.k_scale, layer.v_scale)
 
 
 def _choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.device) -> Provider:
-    """The provider that will run: the wanted one, or the op's first for these layers."""
+    """The wanted provider, or the op's first that supports these layers. Raises ValueError."""
     reasons = []
     for provider, absent in op.order(device.type):
         if wanted not in (None, provider.name):
@@ -134,5 +134,5 @@ def _choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.
             return provider
         reasons.append(reason)
     raise ValueError(
-        f"attention_backend {wanted!r} cannot be used: {'; '.join(reasons)}; leave it out, or use another"
+        f"attention_backend {wanted!r} is not supported: {'; '.join(reasons)}; leave it out, or choose another"
     )

@@ -1,4 +1,4 @@
-"""The loop itself: schedule, launch, collect. It knows token ids and nothing of text."""
+"""The step loop: schedule, launch, collect. It handles token ids, not text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastkernels.engine.execution.step import Executor, Pending, StepOutput
+from fastkernels.engine.execution.step import Launcher, Pending, StepOutput
 from fastkernels.engine.scheduling.outputs import append_token
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
@@ -15,8 +15,9 @@ from fastkernels.engine.scheduling.step_input import make_step
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step that is done. `news` are (row, request) of those that have a new token; others of the batch computed a
-    part of their prompt, or had ended before the step was done."""
+    """A finished step. `news`: (row, request) of the requests with a new token. The others of the batch computed a part
+    of their prompt, or ended before the step did.
+    """
 
     batch: Batch
     output: StepOutput
@@ -24,34 +25,37 @@ class StepResult:
 
 
 class EngineCore:
-    """depth: steps under way at once. With 2, a step is scheduled and sent out while the one before it runs: its tokens
-    are not known then, and a request that they end computes one token too many, which is dropped."""
+    """Runs steps. depth: the number of steps in flight.
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int = 1):
+    With depth 2, a step is scheduled while the previous one runs and its tokens are unknown. A request that these
+    tokens end computes one token too many, which is dropped.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Launcher, depth: int = 1):
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
-        self._under_way: deque[tuple[Batch, Pending]] = deque()
+        self._in_flight: deque[tuple[Batch, Pending]] = deque()
 
     @property
     def busy(self) -> bool:
-        return len(self.scheduler) > 0 or bool(self._under_way)
+        return len(self.scheduler) > 0 or bool(self._in_flight)
 
     def step(self) -> StepResult | None:
-        """Launch the next batch and wait for the oldest; None if there is none, or it is left running."""
+        """Launch the next batch and wait for the oldest one. None if no step has to be waited for."""
         batch = self.scheduler.schedule()
         if batch is not None:
-            self._under_way.append((batch, self.executor.launch(make_step(batch))))
-        if not self._under_way or (batch is not None and len(self._under_way) < self.depth):
+            self._in_flight.append((batch, self.executor.launch(make_step(batch))))
+        if not self._in_flight or (batch is not None and len(self._in_flight) < self.depth):
             return None
-        oldest, pending = self._under_way.popleft()
+        oldest, pending = self._in_flight.popleft()
         return self._collect(oldest, pending.result())
 
     def end(self, requests: Iterable[Request]) -> None:
-        """Take unfinished requests out. Steps under way may still compute for them: what they give is dropped."""
+        """Remove unfinished requests. Results of steps in flight for them are dropped."""
         self.scheduler.remove(requests)
 
     def reset(self) -> None:
-        """After a step that failed: everything is taken out, and what is in the cache is forgotten."""
-        self._under_way.clear()
+        """Remove all requests and forget the prefix cache, after a failed step."""
+        self._in_flight.clear()
         self.scheduler.remove_all()
         self.scheduler.blocks.reset_cache()
 

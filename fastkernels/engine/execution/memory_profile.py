@@ -1,34 +1,31 @@
-"""How much memory a step takes beside the KV cache: the largest one is run once, before the cache is made."""
+"""Measures the memory of the largest step, which runs once before the KV cache is allocated."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import GIB
 from fastkernels.engine.execution.graphs import MAX_MIXED_TOKENS
+from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput, even
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from fastkernels.engine.execution.runner import ModelRunner
-
-# Bytes left free beside the measured peak: allocator slack, and graphs but for what `graph_bytes` says
+# Bytes added to the measured peak for the allocator and for graphs, in addition to `graph_bytes`
 SLACK = 1 << 30
 
 
 def largest_step(max_num_seqs: int, max_tokens: int, max_model_len: int, logprobs: int) -> StepInput:
-    """max_num_seqs rows with max_tokens tokens in all, sampled in every way at once, and prompt_logprobs of a row."""
+    """max_num_seqs rows with max_tokens tokens in total, all sampling features, and prompt_logprobs of one row."""
     lens = even(min(max_num_seqs, max_tokens), max_tokens, max_model_len)
     targets = PromptTargets(len(lens) - 1, logprobs, np.zeros(int(lens[-1]), dtype=np.int64))
     return replace(made_up_step(lens, lens, every_way(logprobs)), prompt_targets=[targets])
 
 
 def every_way(logprobs: int) -> SamplingParams:
-    """All that the sampler does, at once."""
+    """Parameters that use every feature of the sampler."""
     return SamplingParams(
         temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
         frequency_penalty=0.1, logprobs=logprobs, seed=0,
@@ -36,8 +33,9 @@ def every_way(logprobs: int) -> SamplingParams:
 
 
 def made_up_step(query_lens: np.ndarray, seq_lens: np.ndarray, params: SamplingParams) -> StepInput:
-    """A step of the first slots, where nobody is yet; rows of one query first. Empty block tables mean block 0, which
-    is nobody's, too.
+    """A step of the first slots, for an engine without requests; rows with one query come first.
+
+    The block tables are empty, so that all tokens go to the reserved block 0.
     """
     rows = len(query_lens)
     new = [NewRow(i, params, 0, frozenset(), (0,), (0,)) for i in range(rows)]
@@ -48,11 +46,10 @@ def made_up_step(query_lens: np.ndarray, seq_lens: np.ndarray, params: SamplingP
     )  # fmt: skip
 
 
-def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
-    """(bytes of the weights and other lasting state, bytes that a step needs beside them). CUDA only.
+def activation_bytes(runner: Runner) -> tuple[int, int]:
+    """(bytes of weights and other persistent state, additional bytes of the largest step). CUDA only.
 
-    All block tables are empty: every token goes to block 0, so a cache of two blocks serves.
-    Raises ValueError where the GPU has not the memory for it.
+    A cache of two blocks is enough, since all tokens go to block 0. Raises ValueError for too little GPU memory.
     """
     config = runner.config
     torch.cuda.synchronize()
@@ -67,18 +64,19 @@ def activation_bytes(runner: ModelRunner) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info()
         raise ValueError(
             f"the model does not fit: weights {before / GIB:.2f} GiB and a step of {config.max_num_batched_tokens}"
-            f" tokens with {config.max_num_seqs} sequences need more than the GPU's {total / GIB:.2f} GiB, of which"
-            f" {free / GIB:.2f} GiB are free; make max_num_batched_tokens or max_num_seqs smaller ({error})"
+            f" tokens with {config.max_num_seqs} sequences need more than the GPU has ({total / GIB:.2f} GiB,"
+            f" {free / GIB:.2f} GiB free); reduce max_num_batched_tokens or max_num_seqs ({error})"
         ) from error
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     return before, peak - before + SLACK + graph_bytes(runner, peak - before)
 
 
-def graph_bytes(runner: ModelRunner, step: int) -> int:
-    """Of the graphs' pool, which no eager step can use: what the largest mixed graph takes, as its part of the largest
-    step's bytes, and the largest decode graph's logits. With tensor parallelism there are a rank's part of these, all
-    parts, and these in order.
+def graph_bytes(runner: Runner, step: int) -> int:
+    """Bytes of the graphs' pool, which eager steps cannot use.
+
+    That is the share of the largest step's bytes for the largest mixed graph, plus the logits of the largest decode
+    graph. With tensor parallelism these logits exist three times: this rank's shard, all shards, and sorted.
     """
     config = runner.config
     if config.enforce_eager:

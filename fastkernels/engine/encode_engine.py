@@ -1,0 +1,93 @@
+"""The engine of encoders: whole sequences in, one forward pass, vectors out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastkernels.engine.engine import Engine
+from fastkernels.engine.execution.encode import EncodeInput
+from fastkernels.engine.scheduling.encoding import EncodeOutput, EncodeRequest, EncodeScheduler, PoolingParams
+
+
+class EncodeEngine(Engine):
+    """See Engine. Each step encodes as many waiting sequences as max_num_seqs and max_num_batched_tokens allow."""
+
+    kind = "Encode"
+    scheduler: EncodeScheduler
+    requests: dict[str, EncodeRequest]
+
+    def _start(self) -> None:
+        config = self.config
+        self.scheduler = EncodeScheduler(
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
+        )
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        priority: int = 0,
+    ) -> EncodeRequest:
+        """See Engine. params: default PoolingParams()."""
+        if params is not None and not isinstance(params, PoolingParams):
+            raise ValueError(f"an encoder takes PoolingParams, got {type(params).__name__}")
+        text, ids = self.token_ids_of(prompt)
+        if len(ids) > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and the maximum input length is {self.max_model_len} tokens"
+            )
+        return EncodeRequest(request_id, text, ids, params or PoolingParams(), priority)
+
+    def check_room(self, requests: Sequence[EncodeRequest]) -> None:
+        self.scheduler.check_room(len(requests))
+
+    def has_room(self, request: EncodeRequest) -> bool:
+        return self.scheduler.num_waiting < self.config.max_waiting
+
+    def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0) -> None:
+        if request_id in self.requests:
+            raise ValueError(f"there is already a request {request_id!r}")
+        if not isinstance(prompt, EncodeRequest):
+            prompt = self.make_request(request_id, prompt, params, priority)
+        self.scheduler.add(prompt)
+        self.requests[request_id] = prompt
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[EncodeOutput]:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.scheduler.remove([self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests])
+        return []
+
+    def abort_all(self) -> None:
+        self.scheduler.remove_all()
+        self.requests.clear()
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self.scheduler) > 0
+
+    def step(self) -> list[EncodeOutput]:
+        batch = list(self.scheduler.schedule())
+        if not batch:
+            return []
+        step = EncodeInput(
+            np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
+            np.array([len(r.prompt_token_ids) for r in batch], np.int32),
+            [r.params.task == "embed" for r in batch],
+        )
+        try:
+            found = self.executor.launch(step).result()
+        except BaseException:
+            self.abort_all()
+            raise
+        self.scheduler.remove(batch)
+        for request in batch:
+            del self.requests[request.request_id]
+        self.stats.prompt_tokens += int(step.query_lens.sum())
+        self.stats.encoded += batch
+        return [
+            EncodeOutput(r.request_id, r.prompt, r.prompt_token_ids, data)
+            for r, data in zip(batch, found, strict=True)
+        ]

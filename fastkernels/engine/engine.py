@@ -1,0 +1,196 @@
+"""What every engine has: a checkpoint, a tokenizer, an executor, checked requests, and one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastkernels.engine import tokenizer
+from fastkernels.engine.cache.blocks import BlockManager
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.executor import make_executor
+from fastkernels.engine.execution.startup import Phases
+from fastkernels.engine.runners import RUNNERS, runner_name
+from fastkernels.engine.scheduling.encoding import EncodeRequest
+from fastkernels.engine.scheduling.request import Request
+from fastkernels.models.common import build, registry, weights
+from fastkernels.patch import patch_from_environment
+
+log = logging.getLogger("fastkernels")
+
+
+@dataclass
+class StepStats:
+    """Metrics since the last take_stats(). Times in seconds. `encoded` are finished requests of an encoder."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    ttft: list[float] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+    encoded: list[EncodeRequest] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A resolved checkpoint with its config. runner: the key of RUNNERS that the model file names."""
+
+    folder: Path
+    hf_config: Any
+    runner: str
+    phases: Phases
+
+    @staticmethod
+    def open(config: EngineConfig) -> Checkpoint:
+        """Resolve config.model and read its config. Raises CheckpointError, UnknownName."""
+        phases = Phases()
+        folder = weights.resolve(config.model)
+        hf_config = build.load_config(folder)
+        phases.mark("config")
+        return Checkpoint(folder, hf_config, runner_name(hf_config, folder), phases)
+
+
+class Engine(ABC):
+    """Builds a model from an EngineConfig and runs requests. Not thread-safe: one thread owns it.
+
+    kind      the key of RUNNERS whose models it runs
+    requests  unfinished requests by id
+    blocks    the KV cache's blocks; None without a cache
+
+    Raises CheckpointError, UnknownName or ValueError for a model or an option that is not supported.
+    """
+
+    kind: ClassVar[str]
+    requests: dict[str, Any]
+    scheduler: Any
+    blocks: BlockManager | None = None
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None):
+        opened = checkpoint or Checkpoint.open(config)
+        if opened.runner != self.kind:
+            raise ValueError(f"{config.model} cannot be used here: it is for {RUNNERS[opened.runner].use}")
+        self.config, self.hf_config, self.phases = config, opened.hf_config, opened.phases
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = tokenizer.load(config.tokenizer or opened.folder)
+        self.folder = opened.folder
+        self.phases.mark("tokenizer")
+        with self.phases.counting():
+            self.executor = make_executor(config, opened.folder, self.hf_config, self.phases)
+        self.max_model_len: int = self.executor.limits.max_model_len
+        self.requests = {}
+        self.stats = StepStats()
+        self._start()
+        self.patched: Any = None  # the patch of an integration, which sets it
+        patch_from_environment(self)
+        self.phases.mark("rest")
+        log.info("%s", self.phases.line())
+
+    @property
+    def runner(self) -> Any:
+        """The Runner of this process."""
+        return self.executor.runner
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Make the scheduler and the engine's own state."""
+
+    @abstractmethod
+    def make_request(self, request_id: str, prompt: Any, params: Any, priority: int = 0) -> Any:
+        """Check a request without queuing it. Safe in any thread. Raises ValueError for an unsupported request."""
+
+    @abstractmethod
+    def check_room(self, requests: Sequence[Any]) -> None:
+        """Raise QueueFull if these requests do not fit into the waiting queue."""
+
+    @abstractmethod
+    def has_room(self, request: Any) -> bool:
+        """Whether add_request would accept it now. An empty queue accepts every checked request."""
+
+    @abstractmethod
+    def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0) -> None:
+        """Queue a request: a prompt, or what make_request returned. Raises ValueError, QueueFull."""
+
+    @abstractmethod
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[Any]:
+        """Stop requests, ignoring unknown ids. Returns their last outputs."""
+
+    @abstractmethod
+    def abort_all(self) -> None:
+        """Stop all requests without outputs, and forget what is cached."""
+
+    @abstractmethod
+    def has_unfinished_requests(self) -> bool:
+        """Whether there is anything to step."""
+
+    @abstractmethod
+    def step(self) -> list[Any]:
+        """Run one step and return an output for each request with news. After an exception no request is left."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, e.g. after the model's code has changed. Running requests go on."""
+        if self.blocks is not None:
+            self.blocks.reset_cache()
+
+    def take_stats(self) -> StepStats:
+        """The metrics since the last call. They grow until taken, so the caller of `step` must take them."""
+        stats, self.stats = self.stats, StepStats()
+        return stats
+
+    def shutdown(self) -> None:
+        """End the processes of other ranks. An engine with such processes cannot be used afterwards."""
+        self.executor.shutdown()
+
+    def token_ids_of(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        """(text, token ids) of a prompt; text is None for token ids. Raises ValueError."""
+        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, _token_ids(prompt))
+        vocab = self.hf_config.vocab_size
+        if not ids:
+            raise ValueError("the prompt is empty")
+        if min(ids) < 0 or max(ids) >= vocab:
+            wrong = next(i for i in ids if not 0 <= i < vocab)
+            raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary (0 to {vocab - 1})")
+        return text, ids
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer, which skip_tokenizer_init left out")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
+        return list(self.tokenizer(text).input_ids)
+
+
+def make_engine(config: EngineConfig) -> Engine:
+    """The engine for this model, as its model file names it. Raises what Engine raises."""
+    opened = Checkpoint.open(config)
+    return registry.load(RUNNERS[opened.runner].engine)(config, opened)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Token ids as Python integers, from any kind of integer. Raises ValueError."""
+    if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
+        raise ValueError(f"the prompt must be text or token ids, got {reprlib.repr(prompt)}")
+    ids = list(prompt)
+    if set(map(type, ids)) <= {int}:
+        return ids
+    for token in ids:
+        if not is_integer(token):
+            raise ValueError(f"prompt token id {reprlib.repr(token)} is not an integer")
+    return [operator.index(token) for token in ids]
+
+
+def is_integer(value: Any) -> bool:
+    """Whether the value is an integer of any kind, including numpy's, but not a bool."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)

@@ -1,0 +1,213 @@
+"""The runner of language models: turns a StepInput into tokens with a KV cache, CUDA graphs and a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.engine.cache import kv_cache
+from fastkernels.engine.execution.attention import AttentionBackend, make_backend
+from fastkernels.engine.execution.graphs import Graphs, Outputs
+from fastkernels.engine.execution.input_batch import InputBatch, Inputs
+from fastkernels.engine.execution.memory_profile import activation_bytes
+from fastkernels.engine.execution.runner import Runner
+from fastkernels.engine.execution.step import PromptTargets, StepInput, StepOutput, TokenLogprobs
+from fastkernels.engine.execution.step_kernels import begin, finish
+from fastkernels.engine.execution.warm_up import warm_up
+from fastkernels.engine.sampling.sampler import Sampler
+from fastkernels.engine.sampling.sampler_state import LogprobsTensors
+from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.overrides.sampling.sampling import sampling
+
+PROMPT_LOGITS = 1 << 26  # logits that prompt_logprobs computes at once
+
+
+class Generate(Runner):
+    """Runs a language model: tokens in, sampled tokens out. All ranks run the same launches on their own shards."""
+
+    backend: AttentionBackend
+    batch: InputBatch
+    graphs: Graphs | None
+
+    def _prepare(self, folder: Path) -> None:
+        self.cache_dtype = kv_cache.cache_dtype(self.config.kv_cache_dtype, self.dtype)
+        self.max_model_len = kv_cache.wanted_model_len(self.config, self.hf_config)
+
+    def _loaded(self) -> None:
+        self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
+        self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
+        self.sampler = Sampler(self.device, self.hf_config.vocab_size, self.config.max_num_seqs)
+
+    def num_fitting_blocks(self) -> int:
+        """See Runner. On CUDA, run the largest step to measure its memory. Raises ValueError for too few blocks."""
+        config, each = self.config, self.block_bytes()
+        if config.num_blocks is not None:
+            return config.num_blocks
+        if config.kv_cache_memory is not None:
+            return config.kv_cache_memory // each
+        if self.device.type == "cpu":
+            return kv_cache.CPU_CACHE // each
+        self._bind(2, min(self.max_model_len, config.max_num_batched_tokens))
+        weights, activations = activation_bytes(self)
+        self._mark("largest step")
+        del self.backend  # and its workspaces
+        kv_cache.unbind(self.layers)
+        budget = kv_cache.cuda_budget(config)
+        blocks = (budget - weights - activations) // each
+        least = -(-(config.max_model_len or 1) // config.block_size) + 1
+        if blocks < least:
+            length = config.max_model_len or config.block_size
+            raise kv_cache.too_large(weights, activations, least * each, length, budget, config)
+        return blocks
+
+    def bind(self, num_blocks: int) -> None:
+        """Allocate the KV cache, capture graphs, and warm up. Raises ValueError for too few blocks."""
+        self.limits = kv_cache.limits(self.config, self.max_model_len, num_blocks)
+        self._bind(num_blocks, self.limits.max_model_len)
+        self._mark("KV cache")
+        self.capture()
+        self._mark("graphs")
+        if self.device.type == "cuda":
+            warm_up(self)
+            self._mark("warm-up")
+
+    def capture(self) -> None:
+        """See Runner. Does nothing on the CPU."""
+        if self.device.type != "cuda" or self.config.enforce_eager:
+            return
+        old, self.graphs = (
+            self.graphs,
+            None,
+        )  # the old graphs' memory must outlive the capture of the new ones
+        self.graphs = Graphs(
+            self._captured, self.backend, self.batch, self.device, self.config.max_num_seqs,
+            self.limits.max_model_len, self.config.max_num_batched_tokens,
+        )  # fmt: skip
+        del old
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> GenerateStep:
+        """Start a step without waiting for the device. At most two steps may be in flight."""
+        if step.new_rows:
+            self.sampler.set_rows(step.new_rows)
+        plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0))
+        self.batch.update(step.block_updates)
+        inputs, outputs = self._run(step)
+        rows = inputs.num_rows
+        hidden, logits, drawn = outputs
+        if logits is None:
+            last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
+            logits = self.model.compute_logits(last)
+        drawn = drawn[:rows] if drawn is not None and plan.from_raw else None
+        tokens, logprobs = self.sampler(
+            logits[:rows], inputs.sample_slots[:rows], inputs.offsets[:rows], plan, drawn
+        )
+        if drawn is None:
+            self.batch.keep(tokens, inputs)
+        prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
+        return GenerateStep(
+            self.batch.sampled[inputs.host_turn, :rows], logprobs, prompt, self._events[inputs.host_turn]
+        )
+
+    def _run(self, step: StepInput) -> tuple[Inputs, Outputs]:
+        """Run the step, as a CUDA graph where one fits. A graph of a decode batch also samples."""
+        found = self.graphs.run(step) if self.graphs is not None else None
+        if found is not None:
+            return found
+        inputs = self.batch.load(step)
+        metadata = self.backend.plan(inputs, self.batch.rows_table(inputs))
+        return inputs, Outputs(self._forward(self.batch.known_ids(inputs), inputs, metadata))
+
+    def _captured(self, inputs: Inputs, metadata: AttentionMetadata) -> Outputs:
+        """The function that a graph captures.
+
+        For a decode batch it includes sampling from the raw logits, which is right for most requests; `launch` samples
+        again for the others. For a mixed batch it ends at the hidden states: few rows are at the end of their prompt,
+        and the LM head would run for all of them.
+        """
+        ids, drawing = begin(inputs, metadata.block_table, self.batch, self.sampler)
+        hidden = self._forward(ids, inputs, metadata)
+        if not inputs.decode_only:
+            return Outputs(hidden)
+        logits = self.model.compute_logits(hidden)
+        tokens = sampling(logits, *drawing, inputs.offsets)
+        finish(tokens, inputs, self.batch)
+        return Outputs(hidden, logits, tokens)
+
+    def _forward(self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
+        """Hidden states [T, H]."""
+        with forward_context(metadata):
+            return self.model(ids, inputs.positions)
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, step: StepInput, wanted: PromptTargets
+    ) -> list[LogprobsTensors]:
+        """Computed in slices, so that a long prompt needs bounded memory."""
+        start = int(step.query_lens[: wanted.row].sum())
+        n, size = len(wanted.targets), max(1, PROMPT_LOGITS // self.hf_config.vocab_size)
+        targets = torch.from_numpy(np.ascontiguousarray(wanted.targets, dtype=np.int64))
+        if self.device.type == "cuda":
+            targets = targets.pin_memory().to(self.device, non_blocking=True)
+        return [
+            self.sampler.prompt_logprobs(
+                self.model.compute_logits(hidden[start + i : start + min(i + size, n)]),
+                targets[i : i + size],
+                wanted.num_logprobs,
+            )
+            for i in range(0, n, size)
+        ]
+
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        return kv_cache.block_bytes(self.layers, self.config.block_size, self.cache_dtype)
+
+    def _bind(self, num_blocks: int, max_model_len: int) -> None:
+        config = self.config
+        kv_cache.bind(self.layers, num_blocks, config.block_size, self.cache_dtype, self.device)
+        self.batch = InputBatch(self.device, config.max_num_seqs, max_model_len, config.block_size)
+        self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
+
+
+class GenerateStep:
+    """A launched step (step.Pending), whose results are being copied to pinned memory.
+
+    The step after the next one reuses `tokens` and `event`.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        logprobs: LogprobsTensors | None,
+        prompt: Mapping[int, list[LogprobsTensors]],
+        event: torch.cuda.Event | None,
+    ):
+        self._tokens, self._event = tokens, event
+        self._logprobs = None if logprobs is None else _parts_to_host(logprobs)
+        self._prompt = {row: [_parts_to_host(p) for p in parts] for row, parts in prompt.items()}
+        if event is not None:
+            event.record()
+
+    def result(self) -> StepOutput:
+        """Wait for this step only, not for later launches."""
+        if self._event is not None:
+            self._event.synchronize()
+        prompt = {}
+        for row, parts in self._prompt.items():
+            joined = (np.concatenate([p[i].numpy() for p in parts]) for i in range(3))
+            prompt[row] = TokenLogprobs(*joined)
+        logprobs = None if self._logprobs is None else TokenLogprobs(*(t.numpy() for t in self._logprobs))
+        return StepOutput(self._tokens.numpy().copy(), logprobs, prompt)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _parts_to_host(parts: LogprobsTensors) -> tuple[torch.Tensor, ...]:
+    return tuple(_to_host(t) for t in (parts.token_ids, parts.logprobs, parts.ranks))

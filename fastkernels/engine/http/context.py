@@ -1,0 +1,41 @@
+"""What the handlers of all routes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastkernels.engine.async_llm import AsyncLLM
+from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.metrics import Metrics
+from fastkernels.engine.http.prompts import Prompts
+from fastkernels.engine.scheduling.scheduler import QueueFull
+from fastkernels.engine.stream import OutputStream
+
+
+@dataclass(frozen=True)
+class Context:
+    """One server's engine and its surroundings. model_name: what clients call the model."""
+
+    config: ServerConfig
+    llm: AsyncLLM
+    model_name: str
+    metrics: Metrics
+    prompts: Prompts
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for another model than this server's."""
+        if name not in (None, "", self.model_name, self.llm.config.model):
+            raise ApiError(
+                404, f"the model {name!r} does not exist; this server has {self.model_name!r}", "model"
+            )
+
+    async def open(self, requests: Sequence[Any]) -> OutputStream:
+        """Queue requests, all or none. Raises QueueFull, which counts as a refused request."""
+        try:
+            return await self.llm.open(requests)
+        except QueueFull:
+            self.metrics.refused += 1
+            raise

@@ -1,0 +1,72 @@
+"""Routes of encoders: OpenAI's embeddings."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from typing import Any
+
+import numpy as np
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic_core import to_json
+
+from fastkernels.engine.http import schema
+from fastkernels.engine.http.context import Context
+from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.protocol import EmbeddingRequest
+from fastkernels.engine.http.streaming import unless_gone
+from fastkernels.engine.scheduling.encoding import PoolingParams
+
+
+class Embeddings:
+    """PATHS: (path, method, schema) of the routes."""
+
+    PATHS = (("/v1/embeddings", "embeddings", schema.EMBEDDINGS),)
+
+    def __init__(self, context: Context):
+        self.context = context
+
+    async def embeddings(self, body: EmbeddingRequest, raw: Request) -> Response:
+        """One vector for each input."""
+        self.context.check_model(body.model)
+        requests, own = [], uuid.uuid4().hex
+        inputs = body.inputs
+        if len(inputs) > self.context.llm.config.max_waiting:
+            raise ApiError(400, f"{len(inputs)} inputs are more than the queue holds", "input")
+        for i, given in enumerate(inputs):
+            special = body.add_special_tokens is not False
+            ids = (
+                given if isinstance(given, list) else await self.context.prompts.text(given, special, "input")
+            )
+            try:
+                request = self.context.llm.make_request(
+                    f"{own}-{i}", ids, PoolingParams(), body.priority or 0
+                )
+            except ValueError as error:
+                raise ApiError(400, str(error).replace("the prompt", f"input {i}", 1), "input") from error
+            requests.append(request)
+        outputs = await self.context.open(requests)
+        try:
+            found = await unless_gone(raw, outputs.rest())
+        finally:
+            outputs.close()
+        if found is None:
+            return Response(status_code=499)
+        answer = self._answer([output for _, output in sorted(found, key=lambda item: item[0])], body)
+        return Response(to_json(answer), media_type="application/json")
+
+    def _answer(self, outputs: list[Any], body: EmbeddingRequest) -> dict[str, Any]:
+        as_text = body.encoding_format == "base64"
+        tokens = sum(len(o.prompt_token_ids) for o in outputs)
+        data = [
+            {"object": "embedding", "index": i, "embedding": _base64(o.data) if as_text else o.embedding}
+            for i, o in enumerate(outputs)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": self.context.model_name, "usage": usage}
+
+
+def _base64(vector: np.ndarray) -> str:
+    """OpenAI's form: little-endian float32."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,48 @@
+"""The runners that a model file may name: the class that runs the model on a rank, and the engine that feeds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastkernels.models.common import build, registry
+
+
+@dataclass(frozen=True)
+class RunnerKind:
+    """runner: a Runner (execution/runner.py); engine: an Engine (engine.py). Both as "module:Class".
+
+    use: how to call a model of this kind, for error messages.
+    """
+
+    runner: str
+    engine: str
+    use: str
+
+
+RUNNERS = {
+    "Generate": RunnerKind(
+        "fastkernels.engine.execution.generate:Generate",
+        "fastkernels.engine.llm_engine:LLMEngine",
+        "LLM.generate, /v1/completions and /v1/chat/completions",
+    ),
+    "Encode": RunnerKind(
+        "fastkernels.engine.execution.encode:Encode",
+        "fastkernels.engine.encode_engine:EncodeEngine",
+        "LLM.embed and /v1/embeddings",
+    ),
+}
+
+
+def runner_name(hf_config: Any, folder: Path) -> str:
+    """The key of RUNNERS that the model file of this config names. Raises CheckpointError, UnknownName."""
+    name = registry.find(build.architecture_of(hf_config, folder)).arch.runner
+    if name not in RUNNERS:
+        raise registry.UnknownName("runner", name, RUNNERS)
+    return name
+
+
+def runner_class(hf_config: Any, folder: Path) -> Any:
+    """The Runner subclass for this config."""
+    return registry.load(RUNNERS[runner_name(hf_config, folder)].runner)

@@ -1,0 +1,114 @@
+"""Requests of an encoder, and which of them run in the next step: whole sequences, as many as the budget allows."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastkernels.engine.scheduling.request import Status
+from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
+
+TASKS = ("embed", "token_embed")
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """What an encoder returns. task: 'embed' (one vector) or 'token_embed' (one vector for each token)."""
+
+    task: str = "embed"
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task {self.task!r} is not one of {', '.join(TASKS)}")
+
+
+@dataclass(eq=False)
+class EncodeRequest:
+    """One sequence to encode. A lower priority number goes first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: PoolingParams
+    priority: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    status: Status = Status.WAITING
+    scheduled_time: float | None = None
+    streams_deltas = False  # one output, at the end
+
+
+@dataclass
+class EncodeOutput:
+    """The result of a request. data: float32 [H] for task 'embed', [tokens, H] for 'token_embed'."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    data: np.ndarray
+    finished: bool = True
+
+    @property
+    def embedding(self) -> list[float]:
+        """`data` as Python floats."""
+        return self.data.tolist()
+
+
+class EncodeScheduler:
+    """Orders requests by arrival and priority, as Scheduler does. A sequence is computed in one step."""
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int):
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_waiting = max_waiting
+        self.num_waiting = 0
+        self.running: list[EncodeRequest] = []
+        self._waiting: list[
+            tuple[float, int, EncodeRequest]
+        ] = []  # a heap; removed requests stay until popped
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self.num_waiting + len(self.running)
+
+    def check_room(self, num: int = 1) -> None:
+        """Raise QueueFull if `num` more requests may not wait."""
+        if self.num_waiting + num > self.max_waiting:
+            raise QueueFull(f"{self.num_waiting} requests are waiting; the limit is {self.max_waiting}")
+
+    def add(self, request: EncodeRequest) -> None:
+        """Queue a request. Raises QueueFull."""
+        self.check_room()
+        self._count += 1  # equal keys keep their order
+        heapq.heappush(self._waiting, (request.arrival + request.priority * AGING, self._count, request))
+        self.num_waiting += 1
+
+    def schedule(self) -> list[EncodeRequest]:
+        """The requests of the next step, which are running from here on."""
+        budget = self.max_num_batched_tokens
+        while self._waiting and len(self.running) < self.max_num_seqs:
+            request = self._waiting[0][2]
+            if request.status is Status.WAITING:
+                if len(request.prompt_token_ids) > budget:
+                    break
+                budget -= len(request.prompt_token_ids)
+                request.status, request.scheduled_time = Status.RUNNING, time.monotonic()
+                self.running.append(request)
+                self.num_waiting -= 1
+            heapq.heappop(self._waiting)
+        return self.running
+
+    def remove(self, requests: Iterable[EncodeRequest]) -> None:
+        """Take requests out, finished or not."""
+        for request in requests:
+            if request.status is Status.WAITING:
+                self.num_waiting -= 1
+            request.status = Status.FINISHED
+        self.running = [r for r in self.running if r.status is Status.RUNNING]
+
+    def remove_all(self) -> None:
+        """Take all requests out."""
+        self.remove([*self.running, *(r for _, _, r in self._waiting if r.status is Status.WAITING)])
+        self._waiting.clear()

@@ -1,0 +1,46 @@
+"""The declaration that ends every model file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the registry knows of a model without importing it. All values in a model file are literals.
+
+    names           `architectures` in config.json, e.g. ("LlamaForCausalLM",)
+    category        the folder of the model file
+    model           class in the same file, or "module:Class"
+    runner          how the engine runs the model: a key of fastkernels.engine.runners.RUNNERS
+    model_type      `model_type` in config.json
+    layers          level-3 ops that the model is built of
+    packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order
+    experts         "module:function" that maps a config to vLLM's expert mapping (weights.expert_parts)
+    renamed         {prefix of a checkpoint key: prefix of our parameter}
+    unused          patterns (fnmatch) of checkpoint keys that the model does not need
+    tied            {key that tie_word_embeddings makes unused: key that it copies}
+    config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
+                    always read by transformers
+    config_defaults values of fields that config.json may leave out
+    fast_tokenizer  AutoTokenizer selects the generic fast tokenizer class for this model type
+    public          {hub id: config fields} of public checkpoints, for estimates without a download
+    """
+
+    names: tuple[str, ...]
+    category: str
+    model: str
+    runner: str
+    model_type: str
+    layers: tuple[str, ...] = ()
+    packed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    experts: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    config_fields: tuple[str, ...] | None = None
+    config_defaults: Mapping[str, Any] = field(default_factory=dict)
+    fast_tokenizer: bool = False
+    public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

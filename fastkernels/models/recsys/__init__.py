@@ -1,0 +1,1 @@
+"""Recommendation and specialized models, text embedders among them."""

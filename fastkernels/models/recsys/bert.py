@@ -1,0 +1,176 @@
+"""BERT (Devlin et al., arXiv 1810.04805) as a text encoder: MiniLM, BGE, E5 and other sentence embedders.
+
+Every encoder has this interface: model(input_ids [T], positions [T]) returns hidden states [T, H]. The sequences'
+bounds come from fastkernels.core.forward_context; the engine pools.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastkernels.core import parallel
+from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
+from fastkernels.models.common.architecture import Architecture
+from fastkernels.overrides.activation.vllm import VllmGELU, VllmGELUTanh
+from fastkernels.overrides.embedding.embedding import embedding
+from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
+from fastkernels.overrides.linear.vllm import (
+    VllmColumnParallelLinear,
+    VllmQKVParallelLinear,
+    VllmRowParallelLinear,
+)
+from fastkernels.overrides.norm.vllm import VllmLayerNorm
+
+ACTIVATIONS = {"gelu": VllmGELU, "gelu_new": VllmGELUTanh, "gelu_pytorch_tanh": VllmGELUTanh, "relu": nn.ReLU}
+
+
+class BertEmbeddings(nn.Module):
+    """Sum of word, position and token type embeddings, normalized. All tokens have type 0."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.word_embeddings = VllmVocabParallelEmbedding(config.vocab_size, hidden)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, hidden)
+        self.LayerNorm = VllmLayerNorm(hidden, config.layer_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        words = self.word_embeddings(input_ids)
+        places = embedding(positions, self.position_embeddings.weight)
+        return self.LayerNorm(words + places + self.token_type_embeddings.weight[0])
+
+
+class BertSelfAttention(nn.Module):
+    """Bidirectional attention within each sequence: hidden [T, H] to this rank's heads [T, heads * head_size]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        heads = config.num_attention_heads
+        if config.hidden_size % heads:
+            raise ValueError(f"hidden_size {config.hidden_size} is not a multiple of {heads} heads")
+        self.head_size = config.hidden_size // heads
+        self.num_heads = parallel.divide(heads, parallel.get_tp_size(), "num_attention_heads")
+        self.qkv_proj = VllmQKVParallelLinear(config.hidden_size, self.head_size, heads, return_bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        metadata = get_forward_context()
+        qkv = self.qkv_proj(hidden).view(-1, 3, self.num_heads, self.head_size)
+        return attention_varlen(qkv, metadata).reshape(len(hidden), -1)
+
+
+def attention_varlen(qkv: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    """Non-causal attention of B sequences. qkv: [T, 3, heads, D]; returns [T, heads, D].
+
+    attention_prefill is causal and paged; here PyTorch attends to padded rows [B, longest].
+    """
+    starts, lens = metadata.cu_seqlens_q.long(), metadata.seq_lens.long()
+    rows, longest = len(lens), metadata.max_seqlen_q
+    if rows * longest == len(qkv):  # all of one length: no padding
+        q, k, v = qkv.view(rows, longest, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(len(qkv), *qkv.shape[2:])
+    row = torch.repeat_interleave(torch.arange(rows, device=qkv.device), lens, output_size=len(qkv))
+    column = torch.arange(len(qkv), device=qkv.device) - starts.index_select(0, row)
+    padded = qkv.new_zeros(rows, longest, *qkv.shape[1:])
+    padded[row, column] = qkv
+    q, k, v = padded.permute(2, 0, 3, 1, 4)
+    inside = torch.arange(longest, device=qkv.device) < lens[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=inside[:, None, None, :])
+    return out.transpose(1, 2)[row, column]
+
+
+class BertOutput(nn.Module):
+    """Projection back to the hidden size, plus residual, normalized."""
+
+    def __init__(self, input_size: int, config: Any) -> None:
+        super().__init__()
+        self.dense = VllmRowParallelLinear(input_size, config.hidden_size, return_bias=False)
+        self.LayerNorm = VllmLayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.LayerNorm(self.dense(hidden) + residual)
+
+
+class BertAttention(nn.Module):
+    """Self-attention and its output. The module is called `self` as in the checkpoints."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self = BertSelfAttention(config)
+        self.output = BertOutput(config.hidden_size, config)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.output(self.self(hidden), hidden)
+
+
+class BertIntermediate(nn.Module):
+    """Up projection and activation."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        if config.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
+        self.dense = VllmColumnParallelLinear(config.hidden_size, config.intermediate_size, return_bias=False)
+        self.act = ACTIVATIONS[config.hidden_act]()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.act(self.dense(hidden))
+
+
+class BertLayer(nn.Module):
+    """One encoder layer with post-normalization: hidden [T, H] to the same."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.attention = BertAttention(config)
+        self.intermediate = BertIntermediate(config)
+        self.output = BertOutput(config.intermediate_size, config)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.attention(hidden)
+        return self.output(self.intermediate(hidden), hidden)
+
+
+class BertEncoder(nn.Module):
+    """The layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            hidden = layer(hidden)
+        return hidden
+
+
+class BertModel(nn.Module):
+    """config: transformers.BertConfig. Raises ValueError for relative positions and for decoders."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        kind = getattr(config, "position_embedding_type", "absolute")
+        if kind != "absolute" or config.is_decoder:
+            raise ValueError(f"BertModel: position_embedding_type {kind!r} or is_decoder is not supported")
+        self.config = config
+        self.embeddings = BertEmbeddings(config)
+        self.encoder = BertEncoder(config)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.embeddings(input_ids, positions))
+
+
+ARCH = Architecture(
+    names=("BertModel",),
+    category="recsys",
+    model="BertModel",
+    runner="Encode",
+    model_type="bert",
+    packed={"qkv_proj": ["query", "key", "value"]},
+    renamed={"bert.": ""},
+    unused=("pooler.*", "cls.*", "embeddings.position_ids"),
+)
