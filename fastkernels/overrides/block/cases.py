@@ -13,7 +13,7 @@ import torch
 from fastkernels.core import assemble
 from fastkernels.core.forward_context import forward_context
 from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor, Tolerance, fan_in
 from fastkernels.overrides.attention import attention
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.norm import rms_norm
@@ -23,11 +23,6 @@ from fastkernels.overrides.rope.rope_tables import cos_sin_table, inverse_freque
 # Four sums of thousands of products follow each other in float32; bfloat16 is rounded nine times.
 TOLERANCE = {"float32": Tolerance(1e-4, 1e-4), "bfloat16": Tolerance(6e-2, 6e-2)}
 MAX_POSITIONS, ROPE_THETA = 8192, 500000.0
-
-
-def fan_in(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Tensor.values: a weight [..., K] with variance 1 / K."""
-    return call.normal(shape, dtype, 0.0, shape[-1] ** -0.5)
 
 
 def _rope_table(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

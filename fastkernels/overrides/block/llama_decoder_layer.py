@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.spec import OpSpec, Tensor
+from fastkernels.core.spec import OpSpec, Tensor, fan_in
 from fastkernels.overrides.block import cases, gated_mlp
 from fastkernels.overrides.block.cases import layer_reference
 
@@ -55,8 +55,8 @@ def build(cls: type, args: list[Any]) -> Callable[[], Any]:
 
 ARGUMENTS = (
     *cases.ARGUMENTS,
-    Tensor("gate_up_proj", "2*intermediate hidden", values=cases.fan_in),
-    Tensor("down_proj", "hidden intermediate", values=cases.fan_in),
+    Tensor("gate_up_proj", "2*intermediate hidden", values=fan_in),
+    Tensor("down_proj", "hidden intermediate", values=fan_in),
 )
 FLOPS = f"{cases.FLOPS} + 6 * attended * hidden * intermediate"
 

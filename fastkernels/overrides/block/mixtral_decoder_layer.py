@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.block import cases
 from fastkernels.overrides.block.cases import layer_reference
 from fastkernels.overrides.moe import sparse_moe
@@ -100,9 +100,9 @@ SPEC: OpSpec = OpSpec(
     arguments=(
         *cases.ARGUMENTS,
         # Counted like fused_experts: the routing instead of the gate.
-        Tensor("gate", "experts hidden", values=cases.fan_in, bytes="8 * attended * topk"),
-        Tensor("w1", "experts 2*intermediate hidden", values=cases.fan_in, bytes=f"2 * {_EXPERTS_READ}"),
-        Tensor("w2", "experts hidden intermediate", values=cases.fan_in, bytes=_EXPERTS_READ),
+        Tensor("gate", "experts hidden", values=fan_in, bytes="8 * attended * topk"),
+        Tensor("w1", "experts 2*intermediate hidden", values=fan_in, bytes=f"2 * {_EXPERTS_READ}"),
+        Tensor("w2", "experts hidden intermediate", values=fan_in, bytes=_EXPERTS_READ),
         Scalar("top_k", "topk"),
     ),
     outputs=cases.OUTPUTS,
