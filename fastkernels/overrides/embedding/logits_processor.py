@@ -147,9 +147,8 @@ logits_processor = define(
     " bool scale_first=False, bool float32=False) -> Tensor",
     fake=_fake,
     providers=(
-        Provider(
-            "linear", _with(gemm.linear.run), devices=("cuda",)
-        ),  # the provider that linear picks, or its candidate
+        # The provider that linear picks, or its candidate.
+        Provider("linear", _with(gemm.linear.run), devices=("cuda",)),
         Provider("cublas", _with(F.linear), devices=("cuda",)),
         Provider("onednn", _onednn, devices=("cpu",)),
         Provider("triton", _with(gemm.linear_triton), devices=("cuda",), supports=_supports_triton),
