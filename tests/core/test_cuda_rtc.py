@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fastkernels.core import compile_cache, cuda_rtc
+from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.linear import skinny_linear_cuda as skinny
 
 NO_NVRTC = cuda_rtc.unavailable()
@@ -292,7 +293,7 @@ def test_provider_without_nvrtc_gives_the_reason() -> None:
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
 def test_real_compiler() -> None:
     told = ("--gpu-architecture=sm_90a", *skinny.options(skinny.PARAMS[0], 1, 4096, True, True))
-    assert cuda_rtc.cubin(skinny.text(skinny.SOURCE), told)[:4] == b"\x7fELF"
+    assert cuda_rtc.cubin(text(skinny.SOURCE), told)[:4] == b"\x7fELF"
     with pytest.raises(cuda_rtc.CompileError, match="expected a"):
         cuda_rtc.nvrtc_compile("int f(", ("--gpu-architecture=sm_90a",))
 
