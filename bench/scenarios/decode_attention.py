@@ -57,7 +57,7 @@ from graph_clock import Compiles, Run, finish, rounds
 from fastkernels.core.spec import Case
 from fastkernels.overrides.attention import attention_decode_cuda as cuda
 from fastkernels.overrides.attention import attention_decode_split as split
-from fastkernels.overrides.attention import flashinfer as _flashinfer
+from fastkernels.overrides.attention import flashinfer
 from fastkernels.overrides.kit.launch import tickets
 
 COMPILE_S = 100
@@ -215,7 +215,7 @@ def compile_all(command: list[str], of: int, layouts: int, few: bool) -> None:
 def xqa(q: torch.Tensor, *args: Any) -> torch.Tensor:
     """FlashInfer as a host calls it: all of these sequences have keys."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _flashinfer.xqa(out, q, *args[:7])
+    flashinfer.xqa(out, q, *args[:7])
     return out
 
 

@@ -36,11 +36,11 @@ from fastkernels.core import registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.spec import Case
 from fastkernels.overrides.kit.fp8 import quantize_rows
-from fastkernels.overrides.moe import fused_experts_calls as production
+from fastkernels.overrides.moe import expert_libraries as production
 from fastkernels.overrides.moe import grouped_gemm as _grouped_gemm
-from fastkernels.overrides.moe.fused_experts_scales import check, scales
+from fastkernels.overrides.moe.cases import MIXTRAL, QWEN3_30B
+from fastkernels.overrides.moe.fused_experts_fp8 import check_scales, scales
 from fastkernels.overrides.moe.grouped_gemm import Sorted, grouped_gemm, sort_pairs
-from fastkernels.overrides.moe.moe_cases import MIXTRAL, QWEN3_30B
 from fastkernels.overrides.moe.moe_tiles import parsed, tiles, tiles_fp8, wide
 
 COMPILE_S, CHECKED, TURNS = 60, 64, 4
@@ -120,7 +120,7 @@ def sets_for(model: Model, tokens: int, is_wide: bool) -> list[str]:
 
 def quantized(model: Model, a: torch.Tensor, at: int) -> tuple[torch.Tensor, _grouped_gemm.Scales]:
     """Activations before product `at` in float8, and where all scales lie."""
-    kind, w = check(*model.args[1:5], *model.args[7:12]), model.args[1 + at]
+    kind, w = check_scales(*model.args[1:5], *model.args[7:12]), model.args[1 + at]
     if a.is_meta:
         groups = {1: 1, 128: a.shape[1] // 128}.get(kind.activations, 0)
         q = torch.empty(a.shape, dtype=w.dtype, device="meta")

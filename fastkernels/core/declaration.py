@@ -30,8 +30,8 @@ class Axis:
     """A name in a case's dims: a size, an option, or a dtype. Made by per_call, count, width, option, dtype, counted.
 
     default  value in cases without it: a constant, an Expr, or a function of the other axes (a Sizes)
-    draw     draw(value, rng) -> another value for held-out cases; None: the value stays
-    varies   between calls of one model; other axes are constants of a model
+    draw     draw(value, rng) -> another value for held-out cases of a case that names it; None: the value stays
+    varies   between calls of one model; other axes are constants of a model. Held-out cases draw it in any case
     stated   dims_of always gives it; otherwise, only where it differs from its default
     read     read(args) -> its value, from the arguments by name, if shapes and scalars do not give it; None: unknown
     is_count  `read` counts values, such as the experts that have a token: it makes costs exact, `inputs` ignores it
@@ -496,7 +496,7 @@ class Declaration:
         for _ in range(ATTEMPTS):
             new: dict[str, Any] = {}
             for name, axis in self.axes.items():
-                if name not in dims:
+                if name not in dims and not (axis.varies and axis.draw is not None):
                     continue
                 computed = callable(axis.default)
                 usual = computed and self.sizes({k: v for k, v in dims.items() if k != name}, dtype)[name]

@@ -168,7 +168,7 @@ class OpSpec:
     stands_for: tuple[str, ...] = ()
     baseline: str = "reference"
     batch_invariant: bool = False
-    activations: tuple[int | str, ...] = (0,)
+    activations: tuple[Any, ...] = (0,)
     tie_sensitive: bool = False
     permutable: Callable[..., Permutable] | None = None
     extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)

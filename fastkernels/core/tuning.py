@@ -233,6 +233,11 @@ def slug(chip: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
 
 
+def shipped_entries(op: str) -> list[Entry]:
+    """The entries for an op in the shipped tables of all chips. Raises TableError for a file that cannot be used."""
+    return [e for path in sorted(SHIPPED.glob("*.json")) for e in read(path).entries if e.op == op]
+
+
 def entries(op: str, chip: str) -> list[Entry]:
     """All entries for an op on a chip: those of FASTKERNELS_TUNED, and the shipped ones of other shapes.
 

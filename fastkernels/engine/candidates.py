@@ -211,8 +211,8 @@ def rows(runner: ModelRunner, names: tuple[str, ...] | None = None, put: Sequenc
     model: nn.Module = runner.model
     for module in model.modules():
         for cls in type(module).__mro__:
-            where = cls.__module__.rpartition(".")[2]
-            if registry.op_modules().get(where) == cls.__module__ and cls.__name__.startswith("Vllm"):
+            where = registry.op_of_class(cls)
+            if where is not None and cls.__name__.startswith("Vllm"):
                 kinds.setdefault(where, []).append(cls)
                 break
     labels = {p.op: p.label for p in put if p.kinds}

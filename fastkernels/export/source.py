@@ -1,4 +1,4 @@
-"""Reading this package's own source for export: its top-level statements, and what each use of a name means."""
+"""Read this package's own source for export: top-level statements, and the definition that each name refers to."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from functools import cache
 from pathlib import Path
 
 from fastkernels.core import registry
+from fastkernels.export.simplify import simplified
 
 PACKAGE = __name__.partition(".")[0]
 ROOT = Path(__file__).resolve().parents[1]
+PLAIN = {  # modules whose short version goes into an exported file
+    f"{PACKAGE}.core.dispatch": "dispatch.py",
+    f"{PACKAGE}.core.cuda_rtc": "cuda_rtc.py",
+    f"{PACKAGE}.overrides.kit.overlap": "overlap.py",
+    f"{PACKAGE}.overrides.kit.launch": "launch.py",
+    f"{PACKAGE}.overrides.kit.rows": "rows.py",
+    f"{PACKAGE}.overrides.rope.rope_rounding": "rope_rounding.py",
+}
 Key = tuple[str, str]  # (module, name at its top level)
 
 
 class ExportError(ValueError):
-    """There is nothing to export for this op and host, or it cannot stand alone; the message says why."""
+    """The op cannot be exported for this host; the message gives the reason."""
 
 
 @dataclass
 class Statement:
-    """A top-level statement of a module: the names it binds, and its bytes in the source with comments above it."""
+    """A top-level statement: the names that it binds, and its byte range, comments above it included."""
 
     node: ast.stmt
     names: tuple[str, ...]
@@ -30,7 +39,7 @@ class Statement:
 
 @dataclass
 class Source:
-    """One of our modules, read but not imported."""
+    """One of our modules, parsed but not imported."""
 
     name: str
     raw: bytes
@@ -59,10 +68,13 @@ def _file(module: str) -> Path | None:
 
 @cache
 def read(module: str) -> Source:
+    """The module as it goes into an exported file. Raises ExportError for a module that does not exist."""
     file = _file(module)
     if file is None:
         raise ExportError(f"there is no module {module}")
-    raw = file.read_bytes()
+    if module in PLAIN:
+        file = Path(__file__).with_name("plain") / PLAIN[module]
+    raw = simplified(module, file.read_text()).encode()
     pieces = raw.split(b"\n")
     lines = [0]
     for piece in pieces:
@@ -133,16 +145,16 @@ def _imports(
 
 @dataclass
 class Use:
-    """A place in a statement that means something outside it: which bytes, and what they mean."""
+    """A byte range of a statement that refers to a definition outside it."""
 
     start: int
     end: int
-    key: Key | None  # None: an import of this package, which goes
+    key: Key | None  # None: an import of this package inside a function, which becomes `pass`
     eager: bool = True  # the module that it names must come before
 
 
 class Uses(ast.NodeVisitor):
-    """The uses of global names in a statement, with Python's scoping: a parameter or local hides a global."""
+    """Collect the global names that a statement uses, by Python's scoping rules."""
 
     def __init__(self, source: Source):
         self.source = source
@@ -178,7 +190,7 @@ class Uses(ast.NodeVisitor):
             self.external.add(node.id)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        key = self._module_attribute(node)
+        key = self._module_attribute(node) or self._run_of_an_op(node)
         if key is not None:
             self.add(node, key)
             return
@@ -199,11 +211,19 @@ class Uses(ast.NodeVisitor):
             return None
         called = self._called(value.func)
         op = str(value.args[0].value)
-        if called == (f"{PACKAGE}.registry", "op_module"):
+        if called == (f"{PACKAGE}.core.registry", "op_module"):
             return registry.op_modules()[op], node.attr
-        if called == (f"{PACKAGE}.registry", "get") and node.attr in ("op", "reference"):
+        if called == (f"{PACKAGE}.core.registry", "get") and node.attr in ("op", "reference"):
             return registry.op_modules()[op], op if node.attr == "op" else "reference"
         return None
+
+    def _run_of_an_op(self, node: ast.Attribute) -> Key | None:
+        """`op.run` as the function that runs the op without torch's dispatcher."""
+        key = self.meaning(node.value.id) if isinstance(node.value, ast.Name) else None
+        if key is None or node.attr != "run" or not key[1]:
+            return None
+        module, name = origin(*key)
+        return (module, f"_run_{name}") if f"_run_{name}" in read(module).bound else None
 
     def _called(self, node: ast.expr) -> Key | None:
         if isinstance(node, ast.Name):

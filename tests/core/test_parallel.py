@@ -9,14 +9,15 @@ import torch
 import torch.multiprocessing as mp
 
 from fastkernels.core import parallel
-from fastkernels.overrides.block.gated_mlp import SGLangLlamaMLP, VllmLlamaMLP
-from fastkernels.overrides.embedding.embedding import (
-    SGLangVocabParallelEmbedding,
+from fastkernels.overrides.block.sglang import SGLangLlamaMLP
+from fastkernels.overrides.block.vllm import VllmLlamaMLP
+from fastkernels.overrides.embedding.sglang import SGLangVocabParallelEmbedding
+from fastkernels.overrides.embedding.vllm import (
+    VllmLogitsProcessor,
     VllmParallelLMHead,
     VllmVocabParallelEmbedding,
 )
-from fastkernels.overrides.embedding.logits_processor import VllmLogitsProcessor
-from fastkernels.overrides.linear.parallel_linear import (
+from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmQKVParallelLinear,
     VllmRowParallelLinear,

@@ -23,10 +23,10 @@ CASES = [(name, case) for name in NAMES for case in registry.get(name).cases if 
 IDS = [f"{name}-{case.name}" for name, case in CASES]
 # Classes that no arguments of the op can be given to, and what they say.
 NEVER = {
-    "VllmParallelLMHead_0_26": "looks nothing up",
-    "VllmParallelLMHead_0_32": "looks nothing up",
-    "VllmParallelLMHead": "looks nothing up",
-    "SGLangParallelLMHead": "looks nothing up",
+    "VllmParallelLMHead_0_26": "has no lookup",
+    "VllmParallelLMHead_0_32": "has no lookup",
+    "VllmParallelLMHead": "has no lookup",
+    "SGLangParallelLMHead": "has no lookup",
     "VllmTopKTopPSampler": "draws its seeds from torch's generators",
     "SGLangLlamaDecoderLayer": "carries hidden states and residual as one sum",
     "SGLangMixtralDecoderLayer": "carries hidden states and residual as one sum",

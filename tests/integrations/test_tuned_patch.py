@@ -18,11 +18,11 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.tuning import Entry, Table
-from fastkernels.overrides.linear.linear import VllmUnquantizedLinearMethod
+from fastkernels.overrides.linear.vllm import VllmUnquantizedLinearMethod
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.patch import PatchError, Request
 
-PATH = "fastkernels.overrides.linear.linear:VllmUnquantizedLinearMethod"
+PATH = "fastkernels.overrides.linear.vllm:VllmUnquantizedLinearMethod"
 WEIGHTS = {"fast": (8, 16), "slow": (24, 16), "new": (8, 8)}  # name: (N, K)
 
 

@@ -18,6 +18,8 @@ from fastkernels.models.common.build import build, load_config
 from fastkernels.models.common.weights import CheckpointError
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.moe import sparse_moe
+from fastkernels.overrides.moe.sglang import SGLangMixtralMoE
+from fastkernels.overrides.moe.vllm import VllmMixtralMoE
 
 PROMPT = list(range(10, 73))
 
@@ -95,7 +97,7 @@ def worker(rank: int, port: int) -> None:
     gate, w1, w2 = randn(e, h, seed=1), randn(e, 2 * i, h, seed=2), randn(e, h, i, seed=3)
     x = randn(7, h, seed=4)
     want = sparse_moe.reference(x, gate, w1, w2, 2)
-    for cls, layer in ((sparse_moe.VllmMixtralMoE, ()), (sparse_moe.SGLangMixtralMoE, (0,))):
+    for cls, layer in ((VllmMixtralMoE, ()), (SGLangMixtralMoE, (0,))):
         moe = cls(e, 2, h, i, *layer)
         assert moe.experts.w13_weight.shape == (e, i, h) and moe.experts.w2_weight.shape == (e, h, i // 2)
         w13, down = moe.experts.w13_weight, moe.experts.w2_weight
@@ -113,10 +115,10 @@ def worker(rank: int, port: int) -> None:
             parameter.data.zero_()
             parameter.weight_loader(parameter, whole)
             assert torch.equal(parameter, before)
-    alone = sparse_moe.VllmMixtralMoE(e, 2, h, i, tp_size=1)
+    alone = VllmMixtralMoE(e, 2, h, i, tp_size=1)
     assert alone.experts.w2_weight.shape == (e, h, i)
     with pytest.raises(ValueError, match="intermediate size 15 cannot be divided over 2 ranks"):
-        sparse_moe.VllmMixtralMoE(e, 2, h, 15)
+        VllmMixtralMoE(e, 2, h, 15)
     torch.distributed.destroy_process_group()
 
 

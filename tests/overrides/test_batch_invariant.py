@@ -1,4 +1,4 @@
-"""Ops that claim it give a token the same result, bit for bit, whatever else is in the batch."""
+"""Batch-invariant ops give a token the same result, bit for bit, in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN, HEAD = 1128, 64
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """Positions are a function of the token, not of its place in the batch."""
+    """Rotate queries; positions are a function of the token, not of its place in the batch."""
     q = x[:, : 2 * HEAD].clone()
     table = torch.linspace(-1, 1, 100 * HEAD, device=x.device).view(100, HEAD)
     rotary_emb((x[:, 0].abs() * 20).long().clamp(max=99), q, None, HEAD, table.to(x.dtype), True)
@@ -33,7 +33,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(x: torch.Tensor) -> torch.Tensor:
-    """Queries and keys as they are behind it; each token has a block of its own."""
+    """Return rotated queries and stored keys and values; each token has a block of its own."""
     q, k, v = (x[:, i * 2 * HEAD : (i + 1) * 2 * HEAD].reshape(-1, 2, HEAD).clone() for i in range(3))
     table = torch.linspace(-1, 1, 100 * HEAD, device=x.device).view(100, HEAD).to(x.dtype)
     caches = [torch.zeros(len(x), 1, 2, HEAD, dtype=x.dtype, device=x.device) for _ in range(2)]
@@ -66,23 +66,23 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """On the CPU, threads cut a row in two, and PyTorch computes exp by another code at the cut."""
+    """On a CPU, threads split rows, and PyTorch computes exp with other code at the split."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def test_every_op_that_claims_it_is_here() -> None:
+def test_all_batch_invariant_ops_are_tested() -> None:
     claimed = {name for name in registry.op_names() if registry.get(name).batch_invariant}
-    assert claimed - {"embedding", "store_kvcache"} == set(RUNS)  # those two copy
+    assert claimed - {"embedding", "store_kvcache"} == set(RUNS)  # both only copy
     assert not claimed & {"linear", "attention", "attention_decode", "attention_prefill", "logits_processor"}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_token_alone_and_in_a_batch(name: str, dtype: torch.dtype, device: str) -> None:
+def test_token_result_is_independent_of_batch(name: str, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(131, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     together = RUNS[name](x)
     for rows in (slice(0, 1), slice(77, 78), slice(5, 68)):

@@ -1,4 +1,4 @@
-"""launch_kernel finds the compiled kernel that Triton would have found: kernels are compiled for an H200, none runs."""
+"""Tests of launch_kernel: it finds the same compiled kernel as Triton. Kernels are compiled for an H200, none runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.kernels.made_up_chip import MadeUp
+from support.kernels.fake_driver import FakeDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -33,14 +33,14 @@ def _kernel(
 
 
 @pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeUp]:
-    made_up = MadeUp()
-    monkeypatch.setattr(driver, "_active", made_up)
+def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "_active", fake)
     monkeypatch.setattr(_overlap, "_quick", True)
     monkeypatch.setattr(_overlap, "_compiled", {})
     monkeypatch.setattr(_overlap, "overlaps", lambda device: True)
     _kernel.device_caches.clear()
-    yield made_up
+    yield fake
     _kernel.device_caches.clear()
 
 
@@ -63,10 +63,8 @@ def launch(grid: tuple[int, ...] = (3, 2), **change: Any) -> None:
     launch_kernel(_kernel, grid, *args.values(), **constants)
 
 
-def test_the_same_kernel_with_the_same_arguments_as_triton(
-    chip: MadeUp, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each call three times: by Triton itself, the first time, and from what was kept of that."""
+def test_same_kernel_and_arguments_as_triton(chip: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call runs three times: through Triton, for the first time, and from the cache."""
     calls = [{}, *OTHERS, {"block": 32}, {"num_warps": 8}, {"grid": (5000,)}]
     for change in calls:
         monkeypatch.setattr(_overlap, "_quick", False)
@@ -79,7 +77,7 @@ def test_the_same_kernel_with_the_same_arguments_as_triton(
     by_triton, first, kept = (chip.launched[i * count : (i + 1) * count] for i in range(3))
     for change, want, *found in zip(calls, by_triton, first, kept, strict=True):
         for args in found:
-            # grid, stream, function, packed metadata; then Triton's metadata and hooks, which nobody asked for
+            # grid, stream, function, packed metadata; then Triton's metadata and hooks, which are unused
             assert args[:6] == want[:6], change
             assert len(args) == len(want), change
             for ours, theirs in zip(args[9:], want[9:], strict=True):
@@ -88,7 +86,7 @@ def test_the_same_kernel_with_the_same_arguments_as_triton(
     assert len(functions) == chip.loaded > 10
 
 
-def test_a_kernel_is_found_without_triton(chip: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_launch_does_not_call_triton(chip: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     launch()
     monkeypatch.setattr(JITFunction, "run", None)
     launch()
@@ -99,7 +97,7 @@ def test_a_kernel_is_found_without_triton(chip: MadeUp, monkeypatch: pytest.Monk
         launch()
 
 
-def test_who_watches_launches_sees_all_of_them(chip: MadeUp) -> None:
+def test_launch_hooks_see_every_launch(chip: FakeDriver) -> None:
     seen: list[Any] = []
     hook = _overlap.knobs.runtime.launch_enter_hook
     launch()
@@ -113,7 +111,7 @@ def test_who_watches_launches_sees_all_of_them(chip: MadeUp) -> None:
     assert chip.launched[-1][7] is None
 
 
-def test_an_argument_that_it_does_not_know_is_tritons(chip: MadeUp) -> None:
+def test_unknown_argument_types_are_left_to_triton(chip: FakeDriver) -> None:
     launch(flag=(1, 2))
     launch(flag=(1, 2))
     assert not _overlap._compiled and len(chip.launched) == 2

@@ -1,4 +1,4 @@
-"""How small kernels are laid over their tensors: what was measured or counted on the chip must not come undone."""
+"""Tests of launch parameters of small kernels that were tuned on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORMS = (rms_norm, gemma_rms_norm, layer_norm, t5_layer_norm)
 
 
 def line(kernel: ast.FunctionDef, name: str, pick: Any) -> int:
-    """The first or last line (pick is min or max) on which the kernel calls tl.<name>, but for what it reads twice."""
+    """Return the first or last line (pick is min or max) of the first pass on which the kernel calls tl.<name>."""
     again = [n for n in ast.walk(kernel) if isinstance(n, ast.If) and ast.unparse(n.test) == "TWICE"]
     left_out = {id(inner) for n in again for inner in ast.walk(n)}
     return pick(
@@ -28,15 +28,15 @@ def line(kernel: ast.FunctionDef, name: str, pick: Any) -> int:
 
 
 @pytest.mark.parametrize("module", NORMS, ids=lambda m: m.__name__.rpartition(".")[2])
-def test_all_of_a_norm_is_on_its_way_before_the_first_wait(module: Any) -> None:
-    """No compiler moves the load of a weight over the sum's barriers, and a decode step waits for memory twice."""
+def test_norms_issue_all_loads_before_the_sum(module: Any) -> None:
+    """A compiler does not move a load across the barriers of a sum; a late load makes a decode step wait twice."""
     tree = ast.parse(Path(module.__file__).read_text())
     (kernel,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.endswith("_kernel"))
     assert line(kernel, "load", max) < line(kernel, "sum", min)
 
 
 class Launches:
-    """Stands for a kernel that no CPU can launch: keeps the grid and the arguments of each launch."""
+    """Replace a kernel that a CPU cannot launch, and record the grid and arguments of each launch."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
@@ -45,8 +45,8 @@ class Launches:
         return lambda *args, **options: self.seen.append((grid, args, options))
 
 
-def test_rows_of_a_contiguous_tensor_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every thread divides 64-bit numbers to find its rows."""
+def test_l2_norm_merges_contiguous_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every thread divides 64-bit integers to find its rows."""
     kernel = Launches()
     monkeypatch.setattr(l2_norm, "_l2_norm_kernel", kernel)
     l2_norm._triton(torch.randn(63, 3, 100))
@@ -60,10 +60,10 @@ def test_rows_of_a_contiguous_tensor_are_one_run(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("hidden", "warps", "unit"), [(1024, 2, 8), (1000, 2, 8), (1001, 8, 1), (4096, 8, 8), (300, 4, 4)]
 )
-def test_rows_that_begin_anywhere_have_more_threads(
+def test_rms_norm_warps_depend_on_alignment(
     hidden: int, warps: int, unit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes are in units that they are divided by: with 8 of them Triton knows that rows begin at 16 bytes."""
+    """Sizes are passed in units: with a unit of 8, Triton knows that rows are aligned to 16 bytes."""
     kernel = Launches()
     monkeypatch.setattr(rms_norm, "_rms_norm_kernel", kernel)
     rms_norm._triton(torch.randn(2, hidden), torch.ones(hidden), 1e-5)
@@ -75,7 +75,7 @@ def test_rows_that_begin_anywhere_have_more_threads(
 @pytest.mark.parametrize(
     ("rows", "d", "at_once", "warps"), [(189, 100, 1, 1), (8192, 100, 4, 1), (45, 65, 1, 1), (189, 96, 8, 4)]
 )
-def test_heads_that_begin_anywhere_have_a_warp_of_their_own(
+def test_l2_norm_gives_unaligned_heads_one_warp_each(
     rows: int, d: int, at_once: int, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Launches()
@@ -87,10 +87,10 @@ def test_heads_that_begin_anywhere_have_a_warp_of_their_own(
 
 @pytest.mark.parametrize(("hidden", "rows"), [(128, 8), (64, 16), (100, 8), (256, 4)])
 @pytest.mark.parametrize("tokens", [1, 256])
-def test_heads_are_several_a_program_at_any_number_of_tokens(
+def test_rms_norm_rows_per_program_are_independent_of_tokens(
     tokens: int, hidden: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One at a time they were 8192 programs of 32 threads at 256 tokens; another order of sums would be other bits."""
+    """One head per program gives 8192 programs of 32 threads at 256 tokens. The order of sums must not change."""
     kernel = Launches()
     monkeypatch.setattr(_rms_norm_heads, "_rms_norm_heads_kernel", kernel)
     rms_norm._triton(torch.randn(tokens, 48, hidden)[:, :32], torch.ones(hidden), 1e-5)
@@ -102,7 +102,7 @@ def test_heads_are_several_a_program_at_any_number_of_tokens(
 @pytest.mark.parametrize(
     ("tokens", "how", "block"), [(32, "none", 512), (32, "tanh", 1024), (8192, "none", 1024)]
 )
-def test_few_programs_of_erf_are_smaller(
+def test_gelu_and_mul_uses_small_blocks_for_few_tokens(
     tokens: int, how: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Launches()

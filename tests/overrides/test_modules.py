@@ -1,4 +1,4 @@
-"""Modules of levels 1 to 3 against plain float32 PyTorch: values on odd sizes, state-dict names, loaders, errors."""
+"""Tests of modules against plain float32 PyTorch: values at odd sizes, state-dict names, loaders, errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import forward_context
-from fastkernels.overrides.attention import attention
+from fastkernels.overrides.attention.sglang import SGLangRadixAttention
+from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.block import gated_mlp
-from fastkernels.overrides.embedding import embedding, logits_processor
-from fastkernels.overrides.linear import linear, parallel_linear
+from fastkernels.overrides.block.transformers import TransformersLlamaMLP
+from fastkernels.overrides.block.vllm import VllmLlamaMLP
+from fastkernels.overrides.embedding import sglang, vllm
+from fastkernels.overrides.linear import sglang as sglang_linear
+from fastkernels.overrides.linear import vllm as vllm_linear
 
 pytestmark = pytest.mark.timeout(120)
 OWN = (
@@ -64,8 +68,8 @@ LINEARS = sorted({(t.cls, t.path.partition(":")[2], t.host) for t in registry.ge
 @pytest.mark.parametrize(("cls", "host_name", "host"), LINEARS, ids=lambda v: str(v))
 @pytest.mark.parametrize("skip_bias_add", [False, True])
 @torch.inference_mode()
-def test_linear_family(cls: str, host_name: str, host: str, skip_bias_add: bool) -> None:
-    module = getattr(parallel_linear, cls)(*CONSTRUCTOR[host_name], skip_bias_add=skip_bias_add)
+def test_linear_classes_equal_torch(cls: str, host_name: str, host: str, skip_bias_add: bool) -> None:
+    module = registry.op_class("parallel_linear", cls)(*CONSTRUCTOR[host_name], skip_bias_add=skip_bias_add)
     state = fill(module)
     assert list(state) == ["weight", "bias"]
     x = randn(3, state["weight"].shape[1], seed=9)
@@ -78,8 +82,8 @@ def test_linear_family(cls: str, host_name: str, host: str, skip_bias_add: bool)
 
 
 @torch.inference_mode()
-def test_linear_loaders() -> None:
-    merged = parallel_linear.VllmMergedColumnParallelLinear(5, [7, 3, 2], bias=False)
+def test_linear_loaders_place_shards() -> None:
+    merged = vllm_linear.VllmMergedColumnParallelLinear(5, [7, 3, 2], bias=False)
     parts = [randn(n, 5, seed=n) for n in (7, 3, 2)]
     merged.weight_loader(merged.weight, torch.cat(parts[1:]), (1, 2))
     merged.weight_loader(merged.weight, parts[0], 0)
@@ -91,40 +95,40 @@ def test_linear_loaders() -> None:
         merged.weight_loader(merged.weight, parts[0], 3)
     with pytest.raises(ValueError, match=r"7 \+ 3 \+ 2 rows"):
         merged.weight_loader(merged.weight, parts[0])
-    qkv = parallel_linear.SGLangQKVParallelLinear(12, 4, 6, 2, prefix="qkv_proj")
+    qkv = sglang_linear.SGLangQKVParallelLinear(12, 4, 6, 2, prefix="qkv_proj")
     with pytest.raises(ValueError, match="shard id 'x' is not 'q', 'k' or 'v'"):
         qkv.weight_loader(qkv.weight, randn(8, 12), "x")
     with pytest.raises(ValueError, match=r"qkv_proj: weight of shape \(9, 12\)"):
         qkv.weight_loader(qkv.weight, randn(9, 12), "k")
     with pytest.raises(ValueError, match="quantized"):
-        parallel_linear.VllmReplicatedLinear(5, 7, quant_config="fp8")
+        vllm_linear.VllmReplicatedLinear(5, 7, quant_config="fp8")
     with pytest.raises(ValueError, match="parallel_group 'other'"):
-        parallel_linear.SGLangColumnParallelLinear(5, 7, parallel_group="other")
-    row = parallel_linear.SGLangRowParallelLinear(5, 7, bias=False)
+        sglang_linear.SGLangColumnParallelLinear(5, 7, parallel_group="other")
+    row = sglang_linear.SGLangRowParallelLinear(5, 7, bias=False)
     fill(row)
     x, out = randn(2, 5), torch.empty(2, 7)
     assert row(x, output_tensor=out)[0] is out
     close(out, x @ row.weight.t())
 
 
-def test_linear_method_supports() -> None:
-    module = parallel_linear.VllmReplicatedLinear(5, 7)
-    method = linear.VllmUnquantizedLinearMethod
+def test_quant_methods_reject_unsupported_modules() -> None:
+    module = vllm_linear.VllmReplicatedLinear(5, 7)
+    method = vllm_linear.VllmUnquantizedLinearMethod
     assert method.supports(module) is None
     module.use_intel_amx_backend = True
     assert "AMX" in (method.supports(module) or "")
-    freed = parallel_linear.VllmReplicatedLinear(5, 7)
+    freed = vllm_linear.VllmReplicatedLinear(5, 7)
     freed.weight = nn.Parameter(torch.empty(0))
     assert "packed or freed" in (method.supports(freed) or "")
     plain = nn.Linear(5, 7)
     assert "quant_method is builtins.NoneType" in (method.supports(plain) or "")
-    lookup = embedding.VllmUnquantizedEmbeddingMethod
-    assert lookup.supports(embedding.VllmVocabParallelEmbedding(130, 9)) is None
+    lookup = vllm.VllmUnquantizedEmbeddingMethod
+    assert lookup.supports(vllm.VllmVocabParallelEmbedding(130, 9)) is None
 
 
 @torch.inference_mode()
-def test_vocabulary() -> None:
-    embed = embedding.VllmVocabParallelEmbedding(130, 9)
+def test_embeddings_equal_rows_of_the_table() -> None:
+    embed = vllm.VllmVocabParallelEmbedding(130, 9)
     assert embed.weight.shape == (192, 9)
     table = randn(130, 9)
     embed.weight.weight_loader(embed.weight, table)
@@ -133,29 +137,27 @@ def test_vocabulary() -> None:
     assert torch.equal(embed(ids), table[ids]) and torch.equal(embed(ids.int()), table[ids])
     with pytest.raises(ValueError, match=r"\(129, 9\) does not fit, expected \(130, 9\)"):
         embed.weight_loader(embed.weight, table[:129])
-    wide = embedding.SGLangVocabParallelEmbedding(130, 9, output_dtype=torch.float64)
+    wide = sglang.SGLangVocabParallelEmbedding(130, 9, output_dtype=torch.float64)
     wide.weight_loader(wide.weight, table)
     assert wide(ids).dtype == torch.float64
     with pytest.raises(RuntimeError, match="LogitsProcessor"):
-        embedding.VllmParallelLMHead(130, 9)(ids)
+        vllm.VllmParallelLMHead(130, 9)(ids)
 
 
 @torch.inference_mode()
-def test_logits_processors() -> None:
-    head = embedding.VllmParallelLMHead(130, 9)
+def test_logits_processors_equal_torch() -> None:
+    head = vllm.VllmParallelLMHead(130, 9)
     head.weight_loader(head.weight, randn(130, 9))
     hidden = randn(6, 9, seed=2)
     logits = hidden @ randn(130, 9).t()
-    close(logits_processor.VllmLogitsProcessor(130)(head, hidden), logits)
+    close(vllm.VllmLogitsProcessor(130)(head, hidden), logits)
     close(
-        logits_processor.VllmLogitsProcessor_0_26(130, scale=2.0, soft_cap=1.5)(head, hidden),
+        vllm.VllmLogitsProcessor_0_26(130, scale=2.0, soft_cap=1.5)(head, hidden),
         3 * torch.tanh(logits / 1.5),
     )
-    close(
-        logits_processor.VllmLogitsProcessor(130, scale=2.0, logits_as_input=True)(head, logits), 2 * logits
-    )
+    close(vllm.VllmLogitsProcessor(130, scale=2.0, logits_as_input=True)(head, logits), 2 * logits)
     config = SimpleNamespace(vocab_size=130, final_logit_softcapping=1.5)
-    ours = logits_processor.SGLangLogitsProcessor(config, logit_scale=2.0)
+    ours = sglang.SGLangLogitsProcessor(config, logit_scale=2.0)
     expected = 1.5 * torch.tanh(2 * logits / 1.5)
     close(ours(None, hidden, head, SimpleNamespace(extend_seq_lens=None)).next_token_logits, expected)
     prefill = SimpleNamespace(extend_seq_lens=torch.tensor([2, 1, 3]))
@@ -165,7 +167,7 @@ def test_logits_processors() -> None:
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q [Tq, H, D], k, v [Tk, Hkv, D]: the last Tq of Tk positions attend."""
+    """Attend from the last Tq of Tk positions: q [Tq, H, D], k and v [Tk, Hkv, D]."""
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k, v))
     mask = torch.ones(q.shape[0], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[0])
@@ -175,11 +177,11 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 
 @pytest.mark.parametrize("host", ["vllm", "sglang"])
 @torch.inference_mode()
-def test_attention_prefill_then_decode(host: str) -> None:
+def test_attention_prefill_then_decode_equals_torch(host: str) -> None:
     heads, kv_heads, size, lens = 6, 2, 12, [5, 1, 9]
     make = {
-        "vllm": lambda: attention.VllmAttention(heads, size, 0.3, kv_heads),
-        "sglang": lambda: attention.SGLangRadixAttention(heads, size, 0.3, kv_heads, 0),
+        "vllm": lambda: VllmAttention(heads, size, 0.3, kv_heads),
+        "sglang": lambda: SGLangRadixAttention(heads, size, 0.3, kv_heads, 0),
     }[host]
     module = make()
     call = (lambda *t: module(*t, None)) if host == "sglang" else module
@@ -201,20 +203,21 @@ def test_attention_prefill_then_decode(host: str) -> None:
         close(second[i], expected[-1])
 
 
-def test_attention_refuses() -> None:
+def test_attention_rejects_unsupported_arguments() -> None:
     with pytest.raises(ValueError, match="alibi_slopes"):
-        attention.VllmAttention(6, 12, 0.3, alibi_slopes=[0.1])
+        VllmAttention(6, 12, 0.3, alibi_slopes=[0.1])
     with pytest.raises(ValueError, match="is_cross_attention=True"):
-        attention.SGLangRadixAttention(6, 12, 0.3, 2, 0, is_cross_attention=True)
+        SGLangRadixAttention(6, 12, 0.3, 2, 0, is_cross_attention=True)
     with pytest.raises(ValueError, match="6 query heads cannot share 4"):
-        attention.VllmAttention(6, 12, 0.3, 4)
+        VllmAttention(6, 12, 0.3, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cls", ["VllmLlamaMLP", "SGLangLlamaMLP_0_5_16", "SGLangLlamaMLP"])
 @torch.inference_mode()
-def test_gated_mlp(cls: str, dtype: torch.dtype) -> None:
-    mlp = getattr(gated_mlp, cls)(63, 50, "silu")
+def test_gated_mlp_equals_reference(cls: str, dtype: torch.dtype) -> None:
+    kind = registry.op_class("gated_mlp", cls)
+    mlp = kind(63, 50, "silu")
     state = fill(mlp)
     assert sorted(state) == ["down_proj.weight", "gate_up_proj.weight"]
     x = randn(5, 63, seed=8).to(dtype)
@@ -222,40 +225,40 @@ def test_gated_mlp(cls: str, dtype: torch.dtype) -> None:
     gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
     expected = gated_mlp.reference(x.double(), gate_up.double(), down.double())
     close(mlp(x).double(), expected, 1e-5 if dtype == torch.float32 else 1.6e-2)
-    assert getattr(gated_mlp, cls).supports(mlp) is None
+    assert kind.supports(mlp) is None
     mlp.act_fn = nn.GELU()
-    assert "not SiluAndMul" in getattr(gated_mlp, cls).supports(mlp)
+    assert "not SiluAndMul" in kind.supports(mlp)
     with pytest.raises(ValueError, match="hidden_act 'gelu'"):
-        getattr(gated_mlp, cls)(63, 50, "gelu")
+        kind(63, 50, "gelu")
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2"])
 @torch.inference_mode()
-def test_gated_mlp_of_transformers(model: str) -> None:
+def test_gated_mlp_equals_transformers(model: str) -> None:
     target = next(t for t in registry.get("gated_mlp").targets if f".{model}." in t.path)
     module, _, name = target.path.partition(":")
     host = getattr(importlib.import_module(module), name)(CONFIG)
-    ours = gated_mlp.TransformersLlamaMLP(CONFIG)
+    ours = TransformersLlamaMLP(CONFIG)
     ours.load_state_dict(fill(host))
-    assert gated_mlp.TransformersLlamaMLP.supports(host) is None
+    assert TransformersLlamaMLP.supports(host) is None
     x = randn(2, 3, 72, seed=4)
     before = OPS["silu_and_mul"].calls
-    close(gated_mlp.TransformersLlamaMLP.forward(host, x), host(x))
+    close(TransformersLlamaMLP.forward(host, x), host(x))
     close(ours(x), host(x))
     with torch.inference_mode(False), torch.enable_grad():
         close(ours(x.clone()), host(x))
     assert OPS["silu_and_mul"].calls == before + 3
     host.up_proj = nn.Identity()
-    assert "up_proj is Identity" in (gated_mlp.TransformersLlamaMLP.supports(host) or "")
+    assert "up_proj is Identity" in (TransformersLlamaMLP.supports(host) or "")
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: gated_mlp.TransformersLlamaMLP(CONFIG), lambda: gated_mlp.VllmLlamaMLP(72, 100, "silu")],
+    [lambda: TransformersLlamaMLP(CONFIG), lambda: VllmLlamaMLP(72, 100, "silu")],
     ids=["transformers", "vllm"],
 )
 @torch.inference_mode()
-def test_gated_mlp_compiles_whole(make: Any) -> None:
+def test_gated_mlp_compiles_as_one_graph(make: Any) -> None:
     mlp = make()
     fill(mlp)
     compiled = torch.compile(mlp, fullgraph=True, dynamic=True)

@@ -20,7 +20,7 @@ from fastkernels.core import registry
 from fastkernels.core.dispatch import Op
 from fastkernels.core.spec import Case, OpSpec
 from fastkernels.overrides.rope.rope_tables import cos_sin_table, inverse_frequencies, llama3_frequencies
-from fastkernels.overrides.rope.rotary_emb import get_rope
+from fastkernels.overrides.rope.vllm import get_rope
 
 CASES = odd_cases()
 IDS = [f"{name}-{case.name}" for name, case in CASES]

@@ -1,4 +1,4 @@
-"""Kernels that may start early wait first: of every kernel that is launched so, and on a GPU what comes out of it."""
+"""Tests of overlapped launches: kernels that start early wait for the previous kernel before they read memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ FILES = sorted(Path(fastkernels.overrides.__file__).parent.rglob("*.py"))
 
 
 def kernels(tree: ast.Module) -> dict[str, ast.FunctionDef]:
-    """{name: function} of those with triton.jit."""
+    """Return {name: function} of the functions with triton.jit."""
     found = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
     return {n.name: n for n in found if any("jit" in ast.unparse(d) for d in n.decorator_list)}
 
 
 def launched_early(tree: ast.Module) -> set[str]:
-    """Kernels of `launch_kernel(name, ...)`, `name[grid](..., **overlap(device))`, `_elementwise.launch(name, ...)`."""
+    """Return kernels of `launch_kernel(name)`, `name[grid](**overlap(device))` and `elementwise.launch(name)`."""
     names = set()
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
         starred = [ast.unparse(k.value) for k in call.keywords if k.arg is None]
         if any(s.startswith("overlap(") for s in starred) and isinstance(call.func, ast.Subscript):
             names.add(ast.unparse(call.func.value))
-        if ast.unparse(call.func) in ("_elementwise.launch", "launch_kernel"):
+        if ast.unparse(call.func) in ("_elementwise.launch", "elementwise.launch", "launch_kernel"):
             names.add(ast.unparse(call.args[0]))
     return names - {"kernel"}
 
 
-def test_every_kernel_that_starts_early_waits_first() -> None:
+def test_every_early_kernel_waits_first() -> None:
     count = 0
     for path in FILES:
         tree = ast.parse(path.read_text())
@@ -49,8 +49,8 @@ def test_every_kernel_that_starts_early_waits_first() -> None:
     assert count > 20
 
 
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule alone: the chip is made up."""
+def test_overlap_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the rule with a fake device capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for value, early in (("0", False), ("1", True), ("", True)):
         monkeypatch.setenv("FASTKERNELS_OVERLAP", value)
@@ -67,8 +67,8 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_chain_has_the_bits_of_calls_one_by_one() -> None:
-    """Kernels that read what the one before has just written, in a graph, many times: nothing is read too early."""
+def test_overlapped_chain_equals_sequential_calls() -> None:
+    """In a graph, each kernel reads the output of the previous one and never reads too early."""
     from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
     from fastkernels.overrides.norm.rms_norm import rms_norm
 

@@ -1,4 +1,4 @@
-"""What tests of modules share: a small config, values for their parameters, a batch over a paged KV cache."""
+"""Helpers of module tests: a small config, parameter values, a batch over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5)
 
 
 def fill(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Give every parameter values of its own; returns the state dict."""
+    """Fill every parameter with distinct values and return the state dict."""
     for i, p in enumerate(module.parameters()):
         with torch.no_grad():
             p.copy_(randn(*p.shape, seed=i) / (p.shape[-1] ** 0.5 if p.dim() > 1 else 4) + (p.dim() == 1))
@@ -34,7 +34,7 @@ def fill(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def metadata(q_lens: list[int], seq_lens: list[int], block_size: int) -> AttentionMetadata:
-    """Sequence i has the blocks 1 + i * n, ... so that no two share a block."""
+    """Return the metadata of a batch; sequence i has the blocks 1 + i * n and following, so no two share a block."""
     per = -(-max(seq_lens) // block_size)
     table = torch.arange(1, 1 + per * len(seq_lens), dtype=torch.int32).view(len(seq_lens), per)
     slots = [

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fastkernels.core import registry
-from fastkernels.export.file import ExportError, export
+from fastkernels.export.exporter import ExportError, export
 from fk_bench.core.output import fail
 
 

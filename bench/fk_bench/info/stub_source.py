@@ -139,10 +139,17 @@ class Stub:
 
     def cls(self, ours: type) -> str:
         """A subclass of our class, with its weights and loaders; what it computes is here."""
-        self.imports["ours"] = _import_module(self.module.__name__, "ours")
+        base = self._base(ours)
         doc = _docstring((inspect.getdoc(ours) or ours.__name__).splitlines(), "    ")
         methods = [self._constructor(ours), *(self._method(ours, name) for name in _calls(ours))]
-        return f"class {ours.__name__}(ours.{ours.__name__}):\n{doc}\n\n" + "\n\n".join(filter(None, methods))
+        return f"class {ours.__name__}({base}):\n{doc}\n\n" + "\n\n".join(filter(None, methods))
+
+    def _base(self, ours: type) -> str:
+        """Our class as the file names it: `ours` is the op's module, `ours_vllm` the family's classes for vLLM."""
+        host = ours.__module__.rpartition(".")[2]
+        alias = "ours" if ours.__module__ == self.module.__name__ else f"ours_{host}"
+        self.imports[alias] = _import_module(ours.__module__, alias)
+        return f"{alias}.{ours.__name__}"
 
     def _constructor(self, ours: type) -> str:
         owner = _owner(ours, "__init__")
@@ -162,7 +169,7 @@ class Stub:
         source = _Source(function)
         if function.__code__.co_freevars:  # super(), which a subclass would not reach as it stands
             self._bind(source.signature_names(), function)
-            call = fold(f"return ours.{ours.__name__}.{name}(", source.passed(), ")", "        ")
+            call = fold(f"return {self._base(ours)}.{name}(", source.passed(), ")", "        ")
             return f"{textwrap.indent(source.head, '    ')}\n{call}"
         self._bind(source.names(), function)
         return textwrap.indent(self._own(source.text), "    ")
@@ -181,7 +188,7 @@ class Stub:
             if name not in function.__globals__ or name in self.helpers:
                 continue
             value = function.__globals__[name]
-            own = function.__module__ == self.module.__name__ and self.spec.op is not None
+            own = self._in_op(function) and self.spec.op is not None
             if isinstance(value, Op) and value is self.spec.op:
                 continue
             if own and isinstance(value, (int, float, str, GenericAlias)):
@@ -197,12 +204,19 @@ class Stub:
             else:
                 self.imports[name] = _import_line(name, value, function.__module__)
 
+    def _in_op(self, function: FunctionType) -> bool:
+        """Whether a function is of the op's file, or of a host file of the op's family."""
+        name = function.__module__
+        return name == self.module.__name__ or name in registry.host_modules().get(
+            registry.family(self.spec.name), ()
+        )
+
     def _is_own(self, function: FunctionType) -> bool:
         """Whether a function has to be in the file: it calls the op by name, or is a part of its file."""
         if self.spec.op is None:
             return False
         calls = any(function.__globals__.get(name) is self.spec.op for name in function.__code__.co_names)
-        return calls or function.__module__ == self.module.__name__
+        return calls or self._in_op(function)
 
     def _imports(self, parts: list[str]) -> str:
         used = {node.id for node in ast.walk(ast.parse("\n\n".join(parts))) if isinstance(node, ast.Name)}

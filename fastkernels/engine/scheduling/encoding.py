@@ -1,4 +1,4 @@
-"""Requests of an encoder, and which of them run in the next step: whole sequences, as many as the budget allows."""
+"""Requests of an encoder, and the scheduler that fills each step with whole sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TASKS = ("embed", "token_embed")
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What an encoder returns. task: 'embed' (one vector) or 'token_embed' (one vector for each token)."""
+    """Parameters of an encoder's request. task: 'embed' (one vector) or 'token_embed' (one vector per token)."""
 
     task: str = "embed"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,28 +32,12 @@ def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return build.skeleton(Path(), config, dtype)
 
 
-def _ops_of_class(cls: type) -> set[str]:
-    """The op whose file defines the class, and the ops that list it as the class of a target."""
-    ops = {op for op, module in registry.op_modules().items() if module == cls.__module__}
-    return ops | _classes().get(cls, set())
-
-
-@cache
-def _classes() -> dict[Any, set[str]]:
-    """{class of a target: its ops}."""
-    found: dict[Any, set[str]] = {}
-    for op in registry.op_names():
-        for target in registry.get(op).targets:
-            found.setdefault(registry.target_class(target), set()).add(op)
-    return found
-
-
 def ops_of_model(model: str) -> list[str]:
     """The ops of the model with one layer, sorted by level and name. model: as in `one_layer`."""
     skeleton = one_layer(model)
     parts = [*skeleton.modules(), *(getattr(m, "quant_method", None) for m in skeleton.modules())]
     bases = {base for part in parts for base in type(part).__mro__}
-    todo = [op for base in bases for op in _ops_of_class(base)]
+    todo = [op for op in map(registry.op_of_class, bases) if op is not None]
     found: set[str] = set()
     while todo:
         name = todo.pop()

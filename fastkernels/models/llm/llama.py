@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.overrides.block.llama_decoder_layer import VllmLlamaDecoderLayer
-from fastkernels.overrides.embedding.embedding import VllmParallelLMHead, VllmVocabParallelEmbedding
-from fastkernels.overrides.embedding.logits_processor import VllmLogitsProcessor
+from fastkernels.overrides.block.vllm import VllmLlamaDecoderLayer
+from fastkernels.overrides.embedding.vllm import (
+    VllmLogitsProcessor,
+    VllmParallelLMHead,
+    VllmVocabParallelEmbedding,
+)
 from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 

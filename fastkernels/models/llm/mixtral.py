@@ -8,7 +8,7 @@ from torch import nn
 
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.llm.llama import LlamaForCausalLM
-from fastkernels.overrides.block.mixtral_decoder_layer import VllmMixtralDecoderLayer
+from fastkernels.overrides.block.vllm import VllmMixtralDecoderLayer
 from fastkernels.overrides.moe.sparse_moe import expert_mapping
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.llm.llama import LlamaForCausalLM
-from fastkernels.overrides.block.qwen3_decoder_layer import VllmQwen3DecoderLayer
+from fastkernels.overrides.block.vllm import VllmQwen3DecoderLayer
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

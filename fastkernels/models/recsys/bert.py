@@ -16,8 +16,9 @@ from fastkernels.core import parallel
 from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.overrides.activation.vllm import VllmGELU, VllmGELUTanh
-from fastkernels.overrides.embedding.embedding import VllmVocabParallelEmbedding, embedding
-from fastkernels.overrides.linear.parallel_linear import (
+from fastkernels.overrides.embedding.embedding import embedding
+from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
+from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmQKVParallelLinear,
     VllmRowParallelLinear,

@@ -11,21 +11,15 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.shapes import optional, unless
-from fastkernels.core.spec import Case, OpSpec
-from fastkernels.overrides.attention import attention_calls as calls
-from fastkernels.overrides.attention import attention_decode_cuda as cuda
-from fastkernels.overrides.attention import attention_decode_split as split
-from fastkernels.overrides.attention import flashinfer as _flashinfer
-from fastkernels.overrides.attention.attention_prefill import (
-    FA3_MODULES,
-    FP8_TOLERANCE,
-    check,
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.overrides.attention import (
+    attention_decode_cuda,
+    attention_decode_split,
+    cases,
     fa3,
-    memory,
-    supports_fa3,
-    supports_triton,
-    take_blocks,
+    flashinfer,
 )
+from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, overlap
 
@@ -245,7 +239,7 @@ def _fa3(
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return fa3(
+    return fa3.attend(
         q, key_cache, value_cache, _starts(q.shape[0], q.device), seq_lens, block_table, 1, max_seqlen_k, scale,
         window_left, softcap, k_scale, v_scale, memory("attention_decode", q, out),
     )  # fmt: skip
@@ -292,23 +286,23 @@ attention_decode = define(
         # Faster than FA3 and XQA, or level, at every batch and context that was measured; they take what it refuses.
         Provider(
             "cuda-split",
-            cuda.decode_cuda,
-            supports=cuda.supports_cuda,
-            params=cuda.PARAMS,
-            fits=cuda.fits,
+            attention_decode_cuda.decode_cuda,
+            supports=attention_decode_cuda.supports_cuda,
+            params=attention_decode_cuda.PARAMS,
+            fits=attention_decode_cuda.fits,
             out=True,
         ),
-        Provider("fa3", _fa3, module=FA3_MODULES, supports=supports_fa3, out=True),
+        Provider("fa3", _fa3, module=fa3.MODULES, supports=fa3.supports, out=True),
         Provider("triton", _triton, supports=supports_triton, out=True),
         Provider(
             "triton-split",
-            split.decode_split,
-            supports=split.supports_split,
-            params=split.PARAMS,
-            fits=split.fits,
+            attention_decode_split.decode_split,
+            supports=attention_decode_split.supports_split,
+            params=attention_decode_split.PARAMS,
+            fits=attention_decode_split.fits,
             out=True,
         ),
-        Provider("flashinfer", _flashinfer.decode, module="flashinfer", supports=_flashinfer.supports_decode),
+        Provider("flashinfer", flashinfer.decode, module="flashinfer", supports=flashinfer.supports_decode),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
     key=Key(
@@ -318,29 +312,6 @@ attention_decode = define(
         dims=_key_dims,
     ),
 )
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    longest = case.dims.get("max_seqlen_k", max(case.dims["seq_lens"], default=0))
-    return [*calls.make_batch(case, device, generator), longest, *calls.scalars(case)]
-
-
-def _dims(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> dict[str, Any]:
-    dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
-    dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
-    return {**dims, "max_seqlen_k": max_seqlen_k}
 
 
 def _case(
@@ -370,14 +341,21 @@ SPEC = OpSpec(
         _case("graph", [600, 63, 1], "odd", "float32", max_seqlen_k=4096, **_SMALL),
         _case("fp8", [5, 17, 600], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
-    inputs=_inputs,
-    bytes_moved=calls.bytes_moved,
-    flops=calls.flops,
-    dims_of=_dims,
-    vary=calls.vary,
-    extremes={**calls.EXTREMES, "one_key": lambda args: args[3].fill_(1)},
-    activations=(2,),  # of values, which the result is linear in
-    dtype_arg=1,  # the cache's
-    tolerance=FP8_TOLERANCE,
+    arguments=(
+        Tensor("q", "sequences heads head_size", "queries"),
+        *cases.CACHE,
+        cases.SEQ_LENS,
+        cases.BLOCK_TABLE,
+        Scalar("max_seqlen_k"),
+        *cases.SCALARS,
+    ),
+    outputs=(Tensor("out", "sequences heads head_size", "queries"),),
+    axes=cases.AXES,
+    constraints=("heads % kv_heads == 0", "max_seqlen_k >= max(seq_lens)"),
+    values=cases.values,
+    flops=cases.FLOPS,
+    extremes={**cases.EXTREMES, "one_key": lambda args: args[3].fill_(1)},
+    activations=("value_cache",),  # the result is linear in the values
+    tolerance=cases.TOLERANCE,
     baseline="fa3",
 )

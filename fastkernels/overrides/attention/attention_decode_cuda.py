@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
-from fastkernels.overrides.attention.attention_prefill import check, memory
+from fastkernels.overrides.attention.paged_cache import check, memory
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear.skinny_linear_cuda import no_hopper, text

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
+import random
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fastkernels.core.assemble import filled
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import optional
-from fastkernels.core.spec import TOLERANCE, Case, OpSpec, Tolerance
-from fastkernels.overrides.attention import attention_calls as calls
-from fastkernels.overrides.attention import flashinfer as _flashinfer
-from fastkernels.overrides.attention import vllm_flash_attn as _vllm_flash_attn
-from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+from fastkernels.core.shapes import varied
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.overrides.attention import cases, fa3, flashinfer
+from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 
 
@@ -70,13 +66,6 @@ def reference(
         weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).nan_to_num(0.0)
         out[rows] = torch.einsum("hgnk,khd->nhgd", weights, values).reshape(n, *q.shape[1:]).to(q.dtype)
     return out
-
-
-def take_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """cache[blocks]; through bytes where the cache is fp8, which PyTorch does not index on every device."""
-    if cache.dtype != torch.float8_e4m3fn:
-        return cache[blocks]
-    return cache.view(torch.uint8)[blocks].view(cache.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -141,55 +130,10 @@ def _attention_prefill_kernel(
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def check(name: str, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """ValueError if q [T, Hq, D] and the caches [blocks, block_size, Hkv, D] do not go together."""
-    if q.dim() != 3 or key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
-        raise ValueError(
-            f"{name}: q must be [T, Hq, D] and both caches [blocks, block_size, Hkv, D], got {tuple(q.shape)},"
-            f" {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
-        )
-    if q.shape[2] != key_cache.shape[3] or q.shape[1] % key_cache.shape[2]:
-        raise ValueError(
-            f"{name}: {q.shape[1]} query heads of {q.shape[2]} do not fit {key_cache.shape[2]} key heads of"
-            f" {key_cache.shape[3]}"
-        )
-
-
-def memory(name: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """`out`, or new memory, for a result of q's shape and dtype. ValueError if it cannot hold that."""
-    if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"{name}: out must be {tuple(q.shape)} {q.dtype}, contiguous; it is {tuple(out.shape)} {out.dtype} with"
-            f" strides {out.stride()}"
-        )
-    return out
-
-
 def _without_padding(q: torch.Tensor, out: torch.Tensor | None, padded: bool) -> torch.Tensor:
     """`out`, or new memory, with zeros where rows of padding, which are no sequence's, may be."""
     out = memory("attention_prefill", q, out)
     return out.zero_() if padded else out
-
-
-def supports_triton(
-    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any
-) -> str | None:
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"dtype {q.dtype} is not float16, bfloat16 or float32"
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 matrices as integers"
-    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
-        return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
-    if key_cache.dtype == torch.float8_e4m3fn and (reason := fp8_refusal(q.device)) is not None:
-        return reason
-    if q.shape[-1] > 256:
-        return f"head size {q.shape[-1]} is over 256"
-    for name, t in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
-        if t.stride(-1) != 1:
-            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
-    return None
 
 
 def _triton(
@@ -226,86 +170,13 @@ def _triton(
     return out
 
 
-FA3_MODULES = ("vllm.vllm_flash_attn", "flash_attn_interface")
-
-
-@cache
-def _fa3() -> tuple[Any, bool]:
-    """FlashAttention-3's entry and whether it is vLLM's build of it."""
-    try:
-        return _vllm_flash_attn.load(FA3_MODULES[0]).flash_attn_varlen_func, True
-    except ImportError:
-        return importlib.import_module(FA3_MODULES[1]).flash_attn_with_kvcache, False
-
-
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def supports_fa3(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any) -> str | None:
-    if _capability(q.device.index or 0)[0] != 9:
-        return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
-    if key_cache.dtype == torch.float8_e4m3fn:
-        return "FlashAttention-3 reads fp8 caches with fp8 queries only, which are less exact"
-    if q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
-        return f"FlashAttention-3 needs float16 or bfloat16, got q {q.dtype} and cache {key_cache.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        return (
-            f"FlashAttention-3 needs a head size that is a multiple of 8 and at most 256, got {q.shape[-1]}"
-        )
-    if key_cache.shape[1] % 16:
-        return f"FlashAttention-3 is used with block sizes that are multiples of 16, got {key_cache.shape[1]}"
-    return supports_triton(q, key_cache, value_cache)
-
-
-def fa3(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The arguments of `reference`. Rows of padding are not defined, unless `out` (made here if None) has zeros there.
-
-    FA3 itself writes zeros for a sequence with queries and without keys; behind the last sequence it writes nothing.
-    """
-    check("attention", q, key_cache, value_cache)
-    if out is None:
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    entry, is_vllm = _fa3()
-    window = (window_left, 0 if window_left >= 0 else -1)
-    scale *= k_scale
-    if is_vllm:
-        entry(
-            q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
-            softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
-            out=out, fa_version=3,
-        )  # fmt: skip
-    else:
-        out = entry(
-            q, key_cache, value_cache, cache_seqlens=seq_lens, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, softmax_scale=scale, causal=True, window_size=window, softcap=softcap,
-        )  # fmt: skip
-    return out if v_scale == 1.0 else out * v_scale
-
-
 def _fa3_prefill(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
     window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    return fa3(
+    return fa3.attend(
         q, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,
         window_left, softcap, k_scale, v_scale, _without_padding(q, out, padded),
     )  # fmt: skip
@@ -317,38 +188,12 @@ attention_prefill = define(
     " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
-        Provider("fa3", _fa3_prefill, module=FA3_MODULES, supports=supports_fa3, out=True),
+        Provider("fa3", _fa3_prefill, module=fa3.MODULES, supports=fa3.supports, out=True),
         Provider("triton", _triton, supports=supports_triton, out=True),
-        Provider(
-            "flashinfer", _flashinfer.prefill, module="flashinfer", supports=_flashinfer.supports_prefill
-        ),
+        Provider("flashinfer", flashinfer.prefill, module="flashinfer", supports=flashinfer.supports_prefill),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    q, key_cache, value_cache, seq_lens, table = calls.make_batch(case, device, generator)
-    starts = torch.tensor([0, *d["q_lens"]], device=device).cumsum(0).to(torch.int32)
-    longest = [
-        d.get(f"max_{name}", max(d[lens], default=0))
-        for name, lens in (("seqlen_q", "q_lens"), ("seqlen_k", "seq_lens"))
-    ]
-    args = [q, key_cache, value_cache, starts, seq_lens, table, *longest, *calls.scalars(case)]
-    return [*filled(args, 13, -1, 0.0, 1.0, 1.0), "padding" in d]
-
-
-def _dims(
-    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
-    window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    q_lens = cu_seqlens_q.diff().tolist()
-    dims = calls.cache_dims(q.shape[1], q.dtype, key_cache, seq_lens, block_table)
-    dims |= calls.scalar_dims(q.shape[2], scale, window_left, softcap, k_scale, v_scale)
-    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return {"q_lens": q_lens, **dims, **longest, **optional(padding=q.shape[0] - sum(q_lens) or None)}
 
 
 def _case(
@@ -359,8 +204,13 @@ def _case(
 
 
 _SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
-# q and out are float16, the cache is given
-FP8_TOLERANCE = {**TOLERANCE, "float8_e4m3fn": Tolerance(2e-3, 2e-3)}
+_ATTENDED = "attended * heads * head_size * itemsize(queries)"
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: cases.draw_batch(case, rng), SPEC.bytes_moved, SPEC.flops)
+
+
 SPEC = OpSpec(
     name="attention_prefill",
     level=1,
@@ -379,14 +229,24 @@ SPEC = OpSpec(
         _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
-    inputs=_inputs,
-    bytes_moved=calls.bytes_moved,
-    flops=calls.flops,
-    dims_of=_dims,
-    vary=calls.vary,
-    extremes={**calls.EXTREMES, "nothing_cached": lambda args: args[4].copy_(args[3].diff())},
-    activations=(2,),  # of values, which the result is linear in
-    dtype_arg=1,  # the cache's
-    tolerance=FP8_TOLERANCE,
+    arguments=(
+        Tensor("q", "tokens heads head_size", "queries", bytes=_ATTENDED),
+        *cases.CACHE,
+        Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
+        cases.SEQ_LENS,
+        cases.BLOCK_TABLE,
+        Scalar("max_seqlen_q"),
+        Scalar("max_seqlen_k"),
+        *cases.SCALARS,
+        Scalar("padded", value="padding > 0"),
+    ),
+    outputs=(Tensor("out", "tokens heads head_size", "queries", bytes=_ATTENDED),),
+    axes={**cases.AXES, **cases.RAGGED},
+    values=cases.values,
+    flops=cases.FLOPS,
+    vary=_vary,
+    extremes={**cases.EXTREMES, "nothing_cached": lambda args: args[4].copy_(args[3].diff())},
+    activations=("value_cache",),  # the result is linear in the values
+    tolerance=cases.TOLERANCE,
     baseline="fa3",
 )

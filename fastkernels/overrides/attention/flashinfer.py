@@ -18,7 +18,7 @@ _seen: set[tuple[Any, ...]] = set()  # shapes that decode has run
 
 
 @cache
-def _workspace(device: torch.device, user: str) -> torch.Tensor:
+def workspace(device: torch.device, user: str) -> torch.Tensor:
     """Scratch memory of one user ('decode', 'prefill'): the calls of a stream follow each other."""
     return torch.zeros(_SEMAPHORES + _SCRATCH, dtype=torch.uint8, device=device)
 
@@ -113,7 +113,7 @@ def xqa(
 
     # It reads q, table and lengths through bare pointers, rows one after the other.
     xqa_batch_decode_with_kv_cache(
-        q.contiguous(), (key_cache, value_cache), _workspace(q.device, "decode"), block_table.contiguous(),
+        q.contiguous(), (key_cache, value_cache), workspace(q.device, "decode"), block_table.contiguous(),
         seq_lens.contiguous(), max_seqlen_k, bmm1_scale=scale, bmm2_scale=1.0, window_left=window_left, out=out,
         kv_layout="NHD",
     )  # fmt: skip
@@ -178,7 +178,7 @@ class Plans:
 def _plans(device: torch.device, **layer: Any) -> Plans:
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-    return Plans(BatchPrefillWithPagedKVCacheWrapper(_workspace(device, "prefill"), "NHD"), layer)
+    return Plans(BatchPrefillWithPagedKVCacheWrapper(workspace(device, "prefill"), "NHD"), layer)
 
 
 def prefill(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance, uniform
 from fastkernels.overrides.kit.fp8 import FP8, fp8_inverse, quantized, to_fp8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -217,69 +215,6 @@ merge_state = define(
 )
 
 
-def vllm_merge_attn_states(
-    output: torch.Tensor,
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    output_lse: torch.Tensor | None = None,
-    prefill_tokens_with_context: int | None = None,
-    output_scale: torch.Tensor | None = None,
-) -> None:
-    """vllm.v1.attention.ops.merge_attn_states.merge_attn_states: outputs [T, Q, D], lse [Q, T].
-
-    Unlike the host's, outputs may have any strides, and a side that saw no key may hold NaN.
-    """
-    new_lse = None if output_lse is None else output_lse.t()
-    merge_state(
-        prefix_output, prefix_lse.t(), suffix_output, suffix_lse.t(), output, new_lse, prefill_tokens_with_context,
-        output_scale,
-    )  # fmt: skip
-
-
-def sglang_merge_state(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    output: torch.Tensor | None = None,
-    output_lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """sglang.srt.layers.attention.merge_state.merge_state: outputs [T, Q, D], lse [T, Q]; returns (output, lse).
-
-    Where neither side saw a key, the output is 0 and the lse -inf; the host's are NaN.
-    """
-    output = torch.empty_like(prefix_output) if output is None else output
-    output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
-    merge_state(prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse)
-    return output, output_lse
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    tokens, heads, size = d["tokens"], d["heads"], d["head_size"]
-    dtype = getattr(torch, case.dtype)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    def values() -> torch.Tensor:
-        return randn(tokens, heads, size + d.get("pad", 0)).to(dtype)[..., :size]
-
-    def lse() -> torch.Tensor:
-        return 3 * (randn(heads, tokens).t() if d.get("heads_first") else randn(tokens, heads)) + 5
-
-    args: list[Any] = [values(), lse(), values(), lse(), values(), None if d.get("no_lse") else lse()]
-    if d.get("empty"):
-        _no_key(args)
-    if not d.get("fp8"):
-        return [*args, d.get("context"), None]
-    args[4] = args[4].to(FP8)
-    scale = torch.rand(1, generator=generator, device=device) * 0.02 + 0.005
-    return [*args, d.get("context"), scale]
-
-
 def _no_key(args: list[Any]) -> None:
     """Some tokens saw no key on the one side, on the other, or on both; what those sides hold is garbage."""
     for side, tokens in (
@@ -299,48 +234,24 @@ def _far_apart(args: list[Any]) -> None:
     args[3][1::2] = 1e4
 
 
-def _dims_of(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    output: torch.Tensor,
-    output_lse: torch.Tensor | None = None,
-    tokens_with_context: int | None = None,
-    output_scale: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    dims: dict[str, Any] = dict(zip(("tokens", "heads", "head_size"), prefix_output.shape, strict=True))
-    flags = optional(no_lse=output_lse is None, fp8=output_scale is not None)
-    return {**dims, **flags, **({} if tokens_with_context is None else {"context": tokens_with_context})}
+def _lse(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return 3 * (call.randn(*reversed(shape)).t() if call["heads_first"] else call.randn(*shape)) + 5
 
 
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "heads"), ("head_size",))
-        return {**new, **({"context": rng.randint(0, new["tokens"])} if "context" in case.dims else {})}
-
-    return varied(case, draw, _bytes, _flops)
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    rows = d["tokens"] * d["heads"]
-    merged = min(d.get("context", d["tokens"]), d["tokens"]) * d["heads"]
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    lse = 4 * (merged + rows + (0 if d.get("no_lse") else rows))
-    return d["head_size"] * ((merged + rows) * size + rows * (1 if d.get("fp8") else size)) + lse
-
-
-def _flops(case: Case) -> int:
-    return 3 * case.dims["tokens"] * case.dims["heads"] * case.dims["head_size"]
+def _values(call: Call) -> dict[str, torch.Tensor]:
+    if not call["empty"]:
+        return {}
+    names = "prefix_output", "prefix_lse", "suffix_output", "suffix_lse"
+    sides = [call.tensor(name) for name in names]
+    _no_key(sides)
+    return dict(zip(names, sides, strict=True))
 
 
 def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
     return Case(name, dims, dtype, weight, (tag,))
 
 
-_NOTE = "the hosts' attention backends bind the function when they are imported: for forks and for our engine"
-
+_SHAPE, _ELEMENTS = "tokens heads head_size", "tokens * heads * head_size"
 SPEC = OpSpec(
     name="merge_state",
     level=1,
@@ -363,33 +274,44 @@ SPEC = OpSpec(
         _case("strided", "odd", "float16", tokens=5, heads=2, head_size=48, pad=3, empty=True),
         _case("no_token", "odd", tokens=0, heads=4, head_size=64),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=_flops,
+    arguments=(
+        Tensor("prefix_output", _SHAPE, pad="pad", bytes="merged * heads * head_size * itemsize(dtype)"),
+        Tensor("prefix_lse", "tokens heads", "float32", values=_lse, bytes="4 * merged * heads"),
+        Tensor("suffix_output", _SHAPE, pad="pad"),
+        Tensor("suffix_lse", "tokens heads", "float32", values=_lse),
+        # Written, not read
+        Tensor("output", _SHAPE, "stored", mutated=True, pad="pad", bytes=f"{_ELEMENTS} * itemsize(stored)"),
+        Tensor(
+            "output_lse",
+            "tokens heads",
+            "float32",
+            when="not no_lse",
+            mutated=True,
+            values=_lse,
+            bytes="0 if no_lse else 4 * tokens * heads",
+        ),
+        Scalar("tokens_with_context", "context", default=None),
+        Tensor("output_scale", "1", "float32", when="fp8", values=uniform(0.005, 0.025), bytes="0"),
+    ),
+    axes={
+        "tokens": Axis.per_call(),
+        "heads": Axis.count(),
+        "head_size": Axis.width(),
+        "context": Axis.per_call(None),
+        "merged": Axis(Expr("tokens if context is None else min(context, tokens)"), varies=True),
+        "stored": Axis.dtype(Expr("'float8_e4m3fn' if fp8 else dtype")),
+        "heads_first": Axis.option(False),  # of the lse in memory
+        "empty": Axis.option(False),  # some tokens saw no key
+    },
+    constraints=("(context or 0) <= tokens",),
+    values=_values,
+    flops="3 * tokens * heads * head_size",
     tolerance={
         "float32": Tolerance(1e-5, 1e-5),
         "float16": Tolerance(2e-3, 2e-3),
         "bfloat16": Tolerance(1.6e-2, 1.6e-2),
         "float8_e4m3fn": Tolerance(0.98e-3, 0.0626),  # half a step
     },
-    dims_of=_dims_of,
-    vary=_vary,
-    activations=(0, 2),
+    activations=("prefix_output", "suffix_output"),
     extremes={"no_key": _no_key, "far_apart": _far_apart},
-    targets=(
-        Target(
-            "vllm",
-            "vllm.v1.attention.ops.merge_attn_states:merge_attn_states",
-            "vllm_merge_attn_states",
-            "function",
-            note=_NOTE,
-        ),
-        Target(
-            "sglang",
-            "sglang.srt.layers.attention.merge_state:merge_state",
-            "sglang_merge_state",
-            "function",
-            note=_NOTE,
-        ),
-    ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, inductor, same
-from fastkernels.overrides.attention import flashinfer as _flashinfer
+from fastkernels.overrides.attention import fa3, flashinfer
 from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_sgl_kernel, from_vllm, vllm_ops
 
 
@@ -74,11 +74,9 @@ def _fa3_prefill() -> Function:
 def _no_fa3_decode(
     q: T, key_cache: T, value_cache: T, seq_lens: T, table: T, longest: int, *rest: Any
 ) -> str | None:
-    from fastkernels.overrides.attention.attention_prefill import supports_fa3
-
     if any(scale != 1.0 for scale in rest[3:5]):
         return f"FlashAttention-3 is used without scales of the cache, got {rest[3:5]}"
-    return supports_fa3(q, key_cache, value_cache) or filled(q)
+    return fa3.supports(q, key_cache, value_cache) or filled(q)
 
 
 def _no_fa3_prefill(
@@ -123,7 +121,7 @@ def _decode() -> Function:
         window_left: int = -1, *_: Any,
     ) -> T:  # fmt: skip
         return xqa(
-            q, (key_cache, value_cache), _flashinfer._workspace(q.device, "decode"), block_table, seq_lens, longest,
+            q, (key_cache, value_cache), flashinfer.workspace(q.device, "decode"), block_table, seq_lens, longest,
             bmm1_scale=scale, bmm2_scale=1.0, window_left=window_left,
             out=torch.empty(q.shape, dtype=q.dtype, device=q.device), kv_layout="NHD",
         )  # fmt: skip
@@ -133,7 +131,7 @@ def _decode() -> Function:
 
 def _no_decode(q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, *rest: Any) -> str | None:
     empty = "does not write rows without keys" if bool((seq_lens == 0).any()) else None
-    refused = _flashinfer.supports_decode(q, key_cache, value_cache, seq_lens, block_table, *rest)
+    refused = flashinfer.supports_decode(q, key_cache, value_cache, seq_lens, block_table, *rest)
     return first(refused, dense(q, seq_lens, block_table), filled(q), empty)
 
 
@@ -144,7 +142,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     ),
     "attention_prefill": (
         Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),
-        from_flashinfer(lambda: _flashinfer.prefill, _flashinfer.supports_prefill, graph=False),
+        from_flashinfer(lambda: flashinfer.prefill, flashinfer.supports_prefill, graph=False),
     ),
     "merge_state": (
         from_vllm(_vllm_merge_state, _vllm_no_merge),

@@ -1,0 +1,1 @@
+"""Blocks of transformer layers: MLPs, attention blocks and decoder layers."""

@@ -1,6 +1,6 @@
-"""What decoder layers of one shape share: norm, attention, norm, MLP, with the residual beside the hidden states.
+"""Forward passes of decoder layers: norm, attention, norm, MLP, with a separate residual.
 
-The functions take the layer's parts from it by name, so that they serve a live host's layer as well as ours.
+The functions find the parts of a layer by name, so they serve a live host's layers as well as ours.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.overrides.block.gated_mlp import SGLangLlamaMLP, VllmLlamaMLP
 from fastkernels.overrides.norm.rms_norm import rms_norm
-from fastkernels.overrides.norm.sglang import SGLangRMSNorm
-from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 
 def unsupported_norm(norm: Any) -> str | None:
-    """None if a norm's attributes say all that it does: weight, variance_epsilon and SGLang's order of rounding."""
+    """Return why `apply_norm` does not compute this norm, or None."""
     if not type(norm).__name__.endswith("RMSNorm") and "RMSNorm_" not in type(norm).__name__:
         return f"a norm is {type(norm).__name__}, not RMSNorm"
     for name, off in (
@@ -30,8 +27,8 @@ def unsupported_norm(norm: Any) -> str | None:
 
 
 def apply_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Normalize x + residual (None: x); residual becomes the sum."""
-    # SGLang's norms carry a flag; vLLM's round once in compiled code, and before the product with the weight in eager.
+    """Return the norm of x + residual, and store the sum in residual; without a residual, return the norm of x."""
+    # SGLang's norms have a flag. vLLM's round once in compiled code; in eager code also before the weight is applied.
     cast_first = getattr(norm, "cast_x_before_out_mul", not torch.compiler.is_compiling())
     return rms_norm(x, norm.weight, norm.variance_epsilon, residual, None, cast_first)
 
@@ -39,9 +36,9 @@ def apply_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tor
 def run_layer(
     layer: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hidden states, residual) behind the layer; inputs: what its self_attn takes beside the hidden states.
+    """Return (hidden states, residual) after the layer; inputs: other arguments of its self_attn.
 
-    The memory of the residual, or of hidden_states where that is None, is overwritten with the sum.
+    The sum overwrites the memory of residual, or of hidden_states if residual is None.
     """
     hidden = apply_norm(layer.input_layernorm, hidden_states, residual)
     residual = hidden_states if residual is None else residual
@@ -51,12 +48,18 @@ def run_layer(
 
 
 def check_causal(config: Any) -> None:
+    """Raise ValueError for a config with bidirectional attention."""
     if not getattr(config, "is_causal", True):
         raise ValueError("config.is_causal=False (bidirectional attention) is not supported")
 
 
+def attention_bias(config: Any) -> bool:
+    """Return whether the attention projections of a Llama config have biases."""
+    return getattr(config, "attention_bias", False) or getattr(config, "bias", False)
+
+
 class DecoderLayer(nn.Module):
-    """What the hosts' layers share. hidden_states, residual: [T, H]; residual is None in the first layer."""
+    """Base of the hosts' dense layers. hidden_states, residual: [T, H]; residual is None in the first layer."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -65,51 +68,32 @@ class DecoderLayer(nn.Module):
 
     @staticmethod
     def supports(module: nn.Module) -> str | None:
-        """None if our forward serves this module (ours or the host's), else the reason."""
+        """Return why our forward does not support this module (ours or the host's), or None."""
         for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"):
             if not hasattr(module, name):
                 return f"it has no {name}"
         return unsupported_norm(module.input_layernorm) or unsupported_norm(module.post_attention_layernorm)
 
 
-class VllmDecoderLayer(DecoderLayer):
-    """vLLM's; the residual's memory is overwritten with the sum."""
+class SparseDecoderLayer(nn.Module):
+    """Base of the hosts' Mixtral layers. hidden_states, residual: [T, H]; residual is None in the first layer.
 
-    def _build_around(self, attention: nn.Module, config: Any, quant_config: Any, prefix: str) -> None:
-        self.hidden_size = config.hidden_size
-        self.self_attn = attention
-        self.mlp = VllmLlamaMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, quant_config=quant_config,
-            bias=getattr(config, "mlp_bias", False), prefix=f"{prefix}.mlp",
-        )  # fmt: skip
-        self.input_layernorm = VllmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = VllmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    The sum overwrites the residual's memory.
+    """
 
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    self_attn: nn.Module
+    block_sparse_moe: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def _run(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, **inputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return run_layer(self, hidden_states, residual, positions=positions)
-
-
-class SGLangDecoderLayer(DecoderLayer):
-    """SGLang's; their forwards differ by version."""
-
-    def _build_around(self, attention: nn.Module, config: Any, quant_config: Any, prefix: str) -> None:
-        self.hidden_size = config.hidden_size
-        self.self_attn = attention
-        self.mlp = SGLangLlamaMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, quant_config, f"{prefix}.mlp"
-        )
-        self.input_layernorm = SGLangRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = SGLangRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
-def run_on_stream(
-    layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any, capture_output: Any
-) -> torch.Tensor:
-    """SGLang from 0.5.23 on: hidden_states [T, H] is the residual stream, and so is the result."""
-    if capture_output is not None:
-        raise ValueError("capture_output needs SGLang's own layer boundaries")
-    inputs = {"positions": positions, "forward_batch": forward_batch}
-    hidden, stream = run_layer(layer, hidden_states.clone(), None, **inputs)
-    return hidden + stream
+        """inputs: other arguments of self_attn."""
+        if residual is None:
+            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states=hidden_states, **inputs)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.block_sparse_moe(hidden_states), residual

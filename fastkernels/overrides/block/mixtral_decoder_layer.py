@@ -1,16 +1,14 @@
-"""One layer of a Mixtral model: norm, attention, norm, sparse experts, with the residual carried beside."""
+"""One layer of a Mixtral model: norm, attention, norm and sparse experts, with a separate residual."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.block.layer_calls import (
+from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.block.cases import (
     MUTATES,
     TOLERANCE,
     build_layer,
@@ -22,11 +20,7 @@ from fastkernels.overrides.block.layer_calls import (
     layer_reference,
     vary_layer,
 )
-from fastkernels.overrides.block.llama_attention import LlamaAttention, SGLangLlamaAttention
 from fastkernels.overrides.moe import sparse_moe
-from fastkernels.overrides.moe.sparse_moe import SGLangMixtralMoE, VllmMixtralMoE
-from fastkernels.overrides.norm.sglang import SGLangRMSNorm
-from fastkernels.overrides.norm.vllm import VllmRMSNorm
 
 
 def reference(
@@ -63,117 +57,6 @@ def reference(
         post_attention_layernorm, qkv_proj, o_proj, q_norm, k_norm, cos_sin_cache, eps, key_cache, value_cache,
         slot_mapping, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
-
-
-def _check(config: Any) -> None:
-    act = getattr(config, "hidden_act", "silu")
-    if act != "silu":
-        raise ValueError(f"hidden_act {act!r} is not supported, only 'silu'")
-
-
-class _DecoderLayer(nn.Module):
-    """What the hosts' layers share. hidden_states, residual: [T, H]; residual is None in the first layer.
-
-    The residual's memory is overwritten with the sum.
-    """
-
-    self_attn: nn.Module
-    block_sparse_moe: nn.Module
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
-
-    def _run(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, **inputs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """inputs: what self_attn takes beside the hidden states."""
-        if residual is None:
-            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(hidden_states=hidden_states, **inputs)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.block_sparse_moe(hidden_states), residual
-
-
-class VllmMixtralDecoderLayer(_DecoderLayer):
-    """vllm.model_executor.models.mixtral.MixtralDecoderLayer; config: a Hugging Face MixtralConfig.
-
-    Without a cache_config that says otherwise the layer attends to config.sliding_window tokens, where that is set.
-    Raises ValueError for enable_eplb and for an activation that is not silu.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        cache_config: Any = None,
-        quant_config: Any = None,
-        prefix: str = "",
-        enable_eplb: bool = False,
-    ) -> None:
-        super().__init__()
-        _check(config)
-        self.hidden_size = config.hidden_size
-        # vLLM takes the window from its cache_config, which took it from the model's config.
-        cache_config = cache_config or SimpleNamespace(sliding_window=getattr(config, "sliding_window", None))
-        self.self_attn = LlamaAttention(
-            config, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
-            config.max_position_embeddings, quant_config, cache_config=cache_config, prefix=f"{prefix}.self_attn",
-        )  # fmt: skip
-        self.block_sparse_moe = VllmMixtralMoE(
-            config.num_local_experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size,
-            quant_config=quant_config, prefix=f"{prefix}.block_sparse_moe", enable_eplb=enable_eplb,
-        )  # fmt: skip
-        self.input_layernorm = VllmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = VllmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._run(hidden_states, residual, positions=positions)
-
-
-class _SGLangDecoderLayer(_DecoderLayer):
-    """As in the host, config.sliding_window is not read."""
-
-    def __init__(self, config: Any, layer_id: int = 0, quant_config: Any = None, prefix: str = "") -> None:
-        super().__init__()
-        _check(config)
-        self.hidden_size = config.hidden_size
-        self.self_attn = SGLangLlamaAttention(config, layer_id, quant_config, f"{prefix}.self_attn")
-        self.block_sparse_moe = SGLangMixtralMoE(
-            config.num_local_experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size,
-            layer_id, quant_config=quant_config, prefix=f"{prefix}.block_sparse_moe",
-        )  # fmt: skip
-        self.input_layernorm = SGLangRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = SGLangRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
-class SGLangMixtralDecoderLayer_0_5_17(_SGLangDecoderLayer):
-    """sglang.srt.models.mixtral.MixtralDecoderLayer before 0.5.23; see _SGLangDecoderLayer."""
-
-    def forward(
-        self,
-        positions: torch.Tensor,
-        hidden_states: torch.Tensor,
-        forward_batch: Any,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._run(hidden_states, residual, positions=positions, forward_batch=forward_batch)
-
-
-class SGLangMixtralDecoderLayer(_SGLangDecoderLayer):
-    """sglang.srt.models.mixtral.MixtralDecoderLayer: hidden_states [T, H] is the residual stream, and so is the result.
-
-    In SGLang the stream is carried by the layers' boundaries, which also gather and reduce.
-    """
-
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any
-    ) -> torch.Tensor:
-        hidden, stream = self._run(
-            hidden_states.clone(), None, positions=positions, forward_batch=forward_batch
-        )
-        return hidden + stream
 
 
 _MLP = ("experts", "topk", "hidden", "intermediate", "experts_hit", "pairs")
@@ -240,10 +123,6 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     )
 
 
-_VLLM = "vllm.model_executor.models.mixtral:MixtralDecoderLayer"
-_SGLANG = "sglang.srt.models.mixtral:MixtralDecoderLayer"
-_NOTE = "it only calls its parts, which are patched one by one"
-
 SPEC = OpSpec(
     name="mixtral_decoder_layer",
     level=3,
@@ -280,9 +159,4 @@ SPEC = OpSpec(
     mutates=MUTATES,
     calls=("rms_norm", "linear", "topk_softmax", "fused_experts"),
     parts=("attention", "parallel_linear", "rotary_emb", "sparse_moe", "rope_store_kvcache"),
-    targets=(
-        Target("vllm", _VLLM, "VllmMixtralDecoderLayer", "standalone", note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangMixtralDecoderLayer_0_5_17", "standalone", "<0.5.23", note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangMixtralDecoderLayer", "standalone", ">=0.5.23", note=_NOTE),
-    ),
 )

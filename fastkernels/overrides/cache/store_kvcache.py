@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 from typing import Any
 
@@ -11,8 +10,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, dtype_name, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -33,12 +31,12 @@ def reference(
     Returns new (key_cache, value_cache).
     """
     key_cache, value_cache = key_cache.clone(), value_cache.clone()
-    _reference(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    store_in_place(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return key_cache, value_cache
 
 
 @triton.jit
-def _round_e4m3(x):
+def round_e4m3(x):
     # To the nearest e4m3 value, ties to even, in float32: the cast is exact then, on a GPU and in the interpreter,
     # whose own rounding loses the carry into the exponent.
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -65,14 +63,14 @@ def _store_kvcache_kernel(
         k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + dims, mask=mask, other=0.0)
         v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + dims, mask=mask, other=0.0)
         if FP8:
-            k, v = _round_e4m3(k.to(tl.float32) / k_scale), _round_e4m3(v.to(tl.float32) / v_scale)
+            k, v = round_e4m3(k.to(tl.float32) / k_scale), round_e4m3(v.to(tl.float32) / v_scale)
         kc_at = kc_ptr + block * kc_stride_b + offset * kc_stride_s + heads * kc_stride_h + dims
         vc_at = vc_ptr + block * vc_stride_b + offset * vc_stride_s + heads * vc_stride_h + dims
         tl.store(kc_at, k.to(kc_ptr.dtype.element_ty), mask=mask)
         tl.store(vc_at, v.to(vc_ptr.dtype.element_ty), mask=mask)
 
 
-def _check(
+def check(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -135,7 +133,7 @@ def _triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    _check(key, value, key_cache, value_cache, slot_mapping)
+    check(key, value, key_cache, value_cache, slot_mapping)
     tokens, heads, d = key.shape
     if key.numel() == 0:
         return
@@ -150,7 +148,7 @@ def _triton(
     )  # fmt: skip
 
 
-def _reference(
+def store_in_place(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -159,7 +157,7 @@ def _reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    _check(key, value, key_cache, value_cache, slot_mapping)
+    check(key, value, key_cache, value_cache, slot_mapping)
     used = slot_mapping >= 0
     slots = slot_mapping[used].long()
     block_size = key_cache.shape[1]
@@ -179,66 +177,48 @@ store_kvcache = define(
     fake=lambda *args, **kwargs: None,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
-        Provider("reference", _reference, devices=("cuda", "cpu")),
+        Provider("reference", store_in_place, devices=("cuda", "cpu")),
     ),
 )
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d, dtype = case.dims, getattr(torch, case.dtype)
-    cache_dtype, dtype = dtype, torch.float16 if dtype == torch.float8_e4m3fn else dtype
-    tokens, heads, size, block_size = d["tokens"], d["kv_heads"], d["head_size"], d["block_size"]
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-    kv = randn(tokens, 2 * heads * size)  # key and value are slices of one packed tensor, as in the models
-    key, value = (t.view(tokens, heads, size) for t in kv.split(heads * size, dim=-1))
-    blocks = d.get("blocks", -(-tokens // block_size) + 3)
-    slots = torch.randperm(blocks * block_size, generator=generator, device=device)[:tokens]
-    slots = slots.to(getattr(torch, d.get("slots", "int64")))
-    if d.get("padded"):
-        slots[:: d["padded"]] = -1
-    caches = [randn(blocks, block_size, heads, size).to(cache_dtype) for _ in range(2)]
-    return [key, value, *caches, slots, *d.get("scales", ())]
+CACHE_SHAPE = "blocks block_size kv_heads head_size"
+# The axes of a step's keys, values and slots, and of the paged cache that they are written to
+CACHE_AXES: dict[str, Axis] = {
+    "kv_heads": Axis.count(),
+    "block_size": Axis.option(choices=(1, 5, 16, 32, 64)),
+    "blocks": Axis(Expr("cdiv(tokens, block_size) + 3"), stated=True),
+    "kv_dtype": Axis.dtype(Expr("'float16' if dtype == 'float8_e4m3fn' else dtype")),
+    "slots": Axis.dtype("int64"),
+    "padded": Axis.option(0, read=lambda a: _padded(a.slot_mapping)),  # every so many tokens one is padding
+    "stored": Axis.counted(
+        lambda a: int((a.slot_mapping >= 0).sum()), Expr("tokens - (cdiv(tokens, padded) if padded else 0)")
+    ),
+    "scales": Axis.option((1.0, 1.0)),
+}
+_STORED = "stored * kv_heads * head_size"
 
 
-def _dims(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> dict[str, Any]:
-    blocks, block_size, heads, size = key_cache.shape
-    stored = int((slot_mapping >= 0).sum())
-    missing = key.shape[0] - stored
-    return {
-        "tokens": key.shape[0], "kv_heads": heads, "head_size": size, "block_size": block_size, "blocks": blocks,
-        "stored": stored,
-        **optional(
-            padded=-(-key.shape[0] // missing) if missing else None,
-            slots=unless(dtype_name(slot_mapping.dtype), "int64"), scales=unless((k_scale, v_scale), (1.0, 1.0)),
-        ),
-    }  # fmt: skip
+def _padded(slots: torch.Tensor) -> int | None:
+    missing = int((slots < 0).sum())
+    return -(-len(slots) // missing) if missing else None
 
 
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = getattr(torch, case.dtype).itemsize
-    read = max(size, 2)  # keys and values are not fp8 where the cache is
-    stored = d.get("stored", d["tokens"] - (-(-d["tokens"] // d["padded"]) if d.get("padded") else 0))
-    return stored * 2 * d["kv_heads"] * d["head_size"] * (size + read) + 8 * d["tokens"]
+def random_slots(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a slot of its own for each token, and -1 for padding."""
+    count = call["blocks"] * call["block_size"]
+    slots = torch.randperm(count, generator=call.generator, device=call.device)[: shape[0]].to(dtype)
+    if call["padded"]:
+        slots[:: call["padded"]] = -1
+    return slots
 
 
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        new = drawn(case, rng, ("tokens", "kv_heads"), ("head_size",))
-        return {**new, "block_size": rng.choice((1, 5, 16, 32, 64)), "blocks": None, "stored": None}
-
-    return varied(case, draw, SPEC.bytes_moved, SPEC.flops)
+def _values(call: Call) -> dict[str, torch.Tensor]:
+    """Slice key and value from one packed tensor, as models do."""
+    heads, size = call["kv_heads"], call["head_size"]
+    kv = call.randn(call["tokens"], 2 * heads * size).to(getattr(torch, call["kv_dtype"]))
+    key, value = (t.view(-1, heads, size) for t in kv.split(heads * size, dim=-1))
+    return {"key": key, "value": value}
 
 
 def _large(args: list[Any], factor: float = 64.0) -> None:
@@ -309,14 +289,20 @@ SPEC = OpSpec(
             tags=("odd",),
         ),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
+    arguments=(
+        Tensor("key", "tokens kv_heads head_size", "kv_dtype", bytes=f"{_STORED} * itemsize(kv_dtype)"),
+        Tensor("value", "tokens kv_heads head_size", "kv_dtype", bytes=f"{_STORED} * itemsize(kv_dtype)"),
+        Tensor("key_cache", CACHE_SHAPE, mutated=True, bytes=f"{_STORED} * itemsize(dtype)"),
+        Tensor("value_cache", CACHE_SHAPE, mutated=True, bytes=f"{_STORED} * itemsize(dtype)"),
+        Tensor("slot_mapping", "tokens", "slots", bytes="8 * tokens", values=random_slots),
+        Scalar("k_scale", dim="scales", index=0),
+        Scalar("v_scale", dim="scales", index=1),
+    ),
+    axes={"tokens": Axis.per_call(), "head_size": Axis.width(), **CACHE_AXES},
+    values=_values,
     extremes={"all_padding": _all_padding, "one_token": _one_token, "large": _large, "outlier": _outlier},
-    activations=(0, 1),
-    dtype_arg=2,  # the cache's
-    bytes_moved=_bytes,
-    flops=lambda case: 0,
+    activations=("key", "value"),
+    flops="0",
     # e4m3 has three bits of fraction, and steps of 2^-9 near zero.
     tolerance={
         "float32": _EXACT,

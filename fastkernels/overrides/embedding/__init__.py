@@ -1,0 +1,1 @@
+"""Vocabulary-parallel embeddings and the logits of language-model heads."""

@@ -1,29 +1,23 @@
-"""Rows of a vocabulary-parallel embedding: the ids of this rank's shard, zeros for all others."""
+"""Embedding lookup in a vocabulary shard: rows for the ids of the shard, zeros for all other ids."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import nn
 
-from fastkernels.core import parallel
+from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.embedding import embedding_calls as _embedding_calls
-from fastkernels.overrides.embedding.vocab import (
-    Head,
-    SGLangUnquantizedEmbeddingMethod,
-    VllmUnquantizedEmbeddingMethod,
-    VocabParallel,
-    sglang_partition,
-)
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-
-DEFAULT_VOCAB_PADDING_SIZE = 64
 
 
 def reference(
@@ -37,8 +31,8 @@ def reference(
 ) -> torch.Tensor:
     """input_ids: [...] int; weight: [rows, D]. Returns [..., D].
 
-    Without a range (org_end < 0) the id is the row. With it, the weight holds the rows of the ids org_start ..
-    org_end - 1, then num_org_padding rows, then those of added_start .. added_end - 1; other ids give zeros.
+    Without a range (org_end < 0) the id is the row. With a range, the weight holds the rows of the ids org_start ..
+    org_end - 1, then num_org_padding unused rows, then the rows of added_start .. added_end - 1; other ids give zeros.
     """
     if org_end < 0:
         return F.embedding(input_ids, weight)
@@ -64,7 +58,7 @@ def _embedding_kernel(
         org = (row >= org_start) & (row < org_end)
         added = (row >= added_start) & (row < added_end)
         row = tl.where(org, row - org_start, tl.where(added, row - added_start + first_added, -1))
-    # An id that has no row gives zeros instead of a read outside of the weight.
+    # An id without a row gives zeros instead of an out-of-bounds read.
     here = (row >= 0) & (row < rows) & (cols < D)
     tl.store(
         out_ptr + token * D + cols,
@@ -115,236 +109,58 @@ embedding = define(
     fake=_fake,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
-        # For a plain lookup this is F.embedding, which is what the hosts call.
+        # Without a shard this is F.embedding, as in the hosts.
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
 
 
-class VllmVocabParallelEmbedding_0_26(VocabParallel):
-    """vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding of 0.26: ids [...] to [..., D]."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-    ) -> None:
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            parallel.get_tp_rank(), parallel.get_tp_size(), VllmUnquantizedEmbeddingMethod(),
-        )  # fmt: skip
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        return self._lookup(input_)
+WHOLE = (0, -1, 0, 0, 0)  # the weight holds the rows of all ids
+_SHARD_ROWS = "shard[1] - shard[0] + shard[2] + shard[4] - shard[3]"
 
 
-class VllmVocabParallelEmbedding(VocabParallel):
-    """vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding: ids [...] to [..., D].
-
-    parallel_group: an object with rank_in_group, world_size and all_reduce(t) instead of the bound group.
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        *,
-        disable_tp: bool = False,
-        reduce_results: bool = True,
-        quant_method: Any = None,
-        parallel_group: Any = None,
-    ) -> None:
-        rank, size = (0, 1) if disable_tp else (parallel.get_tp_rank(), parallel.get_tp_size())
-        if parallel_group is not None and not disable_tp:
-            rank, size = parallel_group.rank_in_group, parallel_group.world_size
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, quant_method or VllmUnquantizedEmbeddingMethod(), reduce_results=reduce_results,
-        )  # fmt: skip
-        self.disable_tp, self.parallel_group = disable_tp, parallel_group
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        return self._lookup(input_)
+def _ids(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(call["vocab"], shape, generator=call.generator, device=call.device).to(dtype)
 
 
-class VllmParallelLMHead_0_26(Head):
-    """vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead of 0.26; see Head."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-    ) -> None:
-        rank, size = parallel.get_tp_rank(), parallel.get_tp_size()
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, VllmUnquantizedEmbeddingMethod(), bias,
-        )  # fmt: skip
+def _distinct(args: SimpleNamespace) -> int:
+    """Count the rows of the weight that are read."""
+    ids = args.input_ids
+    if args.org_end >= 0:
+        org = (ids >= args.org_start) & (ids < args.org_end)
+        ids = ids[org | ((ids >= args.added_start) & (ids < args.added_end))]
+    return ids.unique().numel()
 
 
-class VllmParallelLMHead_0_32(Head):
-    """vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead of 0.32; see Head."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        *,
-        disable_tp: bool = False,
-    ) -> None:
-        rank, size = (0, 1) if disable_tp else (parallel.get_tp_rank(), parallel.get_tp_size())
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, VllmUnquantizedEmbeddingMethod(), bias,
-        )  # fmt: skip
+def _vocab(args: SimpleNamespace) -> int | None:
+    return max(args.org_end, args.added_end) if args.org_end >= 0 else None
 
 
-class VllmParallelLMHead(Head):
-    """vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead; see Head."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        *,
-        disable_tp: bool = False,
-        quant_method: Any = None,
-    ) -> None:
-        rank, size = (0, 1) if disable_tp else (parallel.get_tp_rank(), parallel.get_tp_size())
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, quant_method or VllmUnquantizedEmbeddingMethod(), bias,
-        )  # fmt: skip
-
-
-class SGLangVocabParallelEmbedding_0_5_16(VocabParallel):
-    """sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding before 0.5.23: ids [...] to [..., D]."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        enable_tp: bool = True,
-        use_attn_tp_group: bool = False,
-        use_presharded_weights: bool = False,
-    ) -> None:
-        rank, size, padding_size = sglang_partition(
-            org_num_embeddings or num_embeddings, padding_size, enable_tp, use_attn_tp_group
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    input_ids, weight, *shard = args
+    if tuple(shard) not in ((), WHOLE):
+        raise ValueError(
+            f"{cls.__name__} takes its shard from the group of ranks and cannot look up {tuple(shard)}"
         )
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, SGLangUnquantizedEmbeddingMethod(), None, use_presharded_weights,
-        )  # fmt: skip
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        return self._lookup(input_)
-
-
-class SGLangVocabParallelEmbedding(VocabParallel):
-    """sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding: ids [...] to [..., D]."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        params_dtype: torch.dtype | None = None,
-        output_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        enable_tp: bool = True,
-        use_attn_tp_group: bool = False,
-        use_presharded_weights: bool = False,
-    ) -> None:
-        rank, size, padding_size = sglang_partition(
-            org_num_embeddings or num_embeddings, padding_size, enable_tp, use_attn_tp_group
-        )
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, SGLangUnquantizedEmbeddingMethod(), None, use_presharded_weights,
-        )  # fmt: skip
-        self.output_dtype = output_dtype
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        out = self._lookup(input_)
-        return out if self.output_dtype is None else out.to(self.output_dtype)
+    if not issubclass(cls, nn.Module):  # a method object
+        layer = nn.Module()
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        method: Any = cls()
+        return partial(method.embedding, layer, input_ids)
+    if assemble.takes(cls, "bias"):
+        raise ValueError(f"{cls.__name__} has no lookup: the logits processor reads its weight")
+    module = assemble.make(cls, weight, *weight.shape, padding_size=1)
+    return partial(assemble.load(module, {"weight": weight}), input_ids)
 
 
-class SGLangParallelLMHead(Head):
-    """sglang.srt.layers.vocab_parallel_embedding.ParallelLMHead; see Head."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
-        prefix: str = "",
-        enable_tp: bool = True,
-        use_attn_tp_group: bool = False,
-        use_presharded_weights: bool = False,
-    ) -> None:
-        rank, size, padding_size = sglang_partition(
-            org_num_embeddings or num_embeddings, padding_size, enable_tp, use_attn_tp_group
-        )
-        self._build(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix,
-            rank, size, SGLangUnquantizedEmbeddingMethod(), bias, use_presharded_weights,
-        )  # fmt: skip
+def _repeated(args: list[Any]) -> None:
+    args[0].copy_(args[0].flatten()[:1].expand(args[0].numel()).view(args[0].shape))
 
 
-_VLLM = "vllm.model_executor.layers.vocab_parallel_embedding"
-_SGLANG = "sglang.srt.layers.vocab_parallel_embedding"
-_NOTE = "live, the host's module stays and its quant_method's lookup is replaced"
+def _ends(args: list[Any]) -> None:
+    args[0].zero_()
+    args[0].view(-1)[::2] = args[1].shape[0] - 1
 
-
-def _standalone(host: str, name: str, cls: str, versions: str) -> Target:
-    module = _VLLM if host == "vllm" else _SGLANG
-    return Target(host, f"{module}:{name}", cls, "standalone", versions, note=_NOTE)
-
-
-_VLLM_METHOD = f"{_VLLM}:UnquantizedEmbeddingMethod"
-_SGLANG_METHOD = "sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod"
 
 SPEC = OpSpec(
     name="embedding",
@@ -368,25 +184,28 @@ SPEC = OpSpec(
         Case("wide", {"tokens": (5,), "rows": 9, "dim": 3000}, dtype="float32", tags=("odd",)),
         Case("empty", {"tokens": (0,), "rows": 9, "dim": 64}, tags=("odd",)),
     ),
-    inputs=_embedding_calls.inputs,
-    bytes_moved=_embedding_calls.bytes_moved,
-    flops=lambda case: 0,
-    dims_of=_embedding_calls.dims_of,
-    vary=_embedding_calls.vary,
-    extremes=_embedding_calls.EXTREMES,
-    activations=(1,),
-    build=_embedding_calls.build,
-    targets=(
-        Target("vllm", _VLLM_METHOD, "VllmUnquantizedEmbeddingMethod", "quant_method"),
-        Target("sglang", _SGLANG_METHOD, "SGLangUnquantizedEmbeddingMethod", "quant_method"),
-        _standalone("vllm", "VocabParallelEmbedding", "VllmVocabParallelEmbedding_0_26", "<0.32"),
-        _standalone("vllm", "VocabParallelEmbedding", "VllmVocabParallelEmbedding", ">=0.32"),
-        _standalone("vllm", "ParallelLMHead", "VllmParallelLMHead_0_26", "<0.32"),
-        _standalone("vllm", "ParallelLMHead", "VllmParallelLMHead_0_32", ">=0.32,<0.33"),
-        _standalone("vllm", "ParallelLMHead", "VllmParallelLMHead", ">=0.33"),
-        _standalone("sglang", "VocabParallelEmbedding", "SGLangVocabParallelEmbedding_0_5_16", "<0.5.23"),
-        _standalone("sglang", "VocabParallelEmbedding", "SGLangVocabParallelEmbedding", ">=0.5.23"),
-        _standalone("sglang", "ParallelLMHead", "SGLangParallelLMHead", ""),
+    arguments=(
+        Tensor("input_ids", "*tokens", "ids", values=_ids),
+        Tensor("weight", "rows dim", bytes="itemsize(dtype) * distinct * dim"),
+        *(
+            Scalar(name, "shard", index=index)
+            for index, name in enumerate(("org_start", "org_end", "num_org_padding", "added_start", "added_end"))
+        ),
     ),
+    outputs=(Tensor("out", "*tokens dim"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "rows": Axis.count(Expr(_SHARD_ROWS), stated=True),
+        "dim": Axis.width(),
+        "ids": Axis.dtype("int64"),
+        "shard": Axis(WHOLE),
+        "vocab": Axis(Expr("rows"), read=_vocab),
+        "distinct": Axis.counted(_distinct, Expr("min(prod(tokens), rows)")),
+    },
+    constraints=(f"rows >= {_SHARD_ROWS}",),
+    flops="0",
+    extremes={"repeated": _repeated, "first_and_last": _ends},
+    activations=("weight",),
+    build=_build,
     batch_invariant=True,  # a copy
 )  # fmt: skip

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from fastkernels.core import assemble, parallel
+from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, OpSpec, Target
-from fastkernels.overrides.embedding.vocab import VllmUnquantizedEmbeddingMethod
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
+from fastkernels.overrides.embedding.vocab_parallel import UnquantizedEmbedding
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.linear import linear as gemm
@@ -35,20 +31,21 @@ def reference(
     scale_first: bool = False,
     float32: bool = False,
 ) -> torch.Tensor:
-    """hidden: [..., D]; weight: [V, D]; bias: [V]. Returns [..., V] in hidden's dtype, then as float32 where asked for.
+    """hidden: [..., D]; weight: [V, D]; bias: [V]. Returns [..., V], rounded to hidden's dtype.
 
-    scale_first: scale, then cap (SGLang); otherwise cap, then scale (vLLM).
+    scale_first: scale, then cap (SGLang); otherwise cap, then scale (vLLM). float32: return the rounded values as
+    float32.
     """
     acc = torch.promote_types(hidden.dtype, torch.float32)
     y = hidden.to(acc) @ weight.to(acc).t()
     if bias is not None:
         y = y + bias.to(acc)
-    y = _cap_and_scale(y, scale, soft_cap, scale_first)
-    y = y.to(hidden.dtype)  # both hosts' products are rounded, also where logits are wanted as float32
+    y = cap_and_scale(y, scale, soft_cap, scale_first)
+    y = y.to(hidden.dtype)  # both hosts round the product, even if the logits are returned as float32
     return y.to(acc) if float32 else y
 
 
-def _cap_and_scale(y: torch.Tensor, scale: float, soft_cap: float | None, scale_first: bool) -> torch.Tensor:
+def cap_and_scale(y: torch.Tensor, scale: float, soft_cap: float | None, scale_first: bool) -> torch.Tensor:
     if scale_first:
         y = y * scale
     if soft_cap is not None:
@@ -73,16 +70,17 @@ def _cap_kernel(
     tl.store(out_ptr + at, (y * scale_after).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-def _finish_triton(
+def finish_triton(
     y: torch.Tensor, scale: float, soft_cap: float | None, scale_first: bool, float32: bool
 ) -> torch.Tensor:
+    """Scale and cap the product y in place if its dtype allows it."""
     dtype = torch.float32 if float32 else y.dtype
     if scale == 1.0 and soft_cap is None:
         return y.to(dtype)
     out = y if y.dtype == dtype else torch.empty(y.shape, dtype=dtype, device=y.device)
     n = y.numel()
     if n:
-        block = 1024 if n > SMALL else 256  # few numbers: more programs, each of which is through earlier
+        block = 1024 if n > SMALL else 256  # with few logits, more and shorter programs
         launch_kernel(
             _cap_kernel, (cdiv(n, block),),
             y, out, n, scale if scale_first else 1.0, 1.0 if scale_first else scale, soft_cap or 1.0,
@@ -98,7 +96,7 @@ def _supports_triton(
 
 
 def _with(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The provider that multiplies by product(hidden, weight, bias)."""
+    """Return a provider that computes the product with product(hidden, weight, bias)."""
 
     def run(
         hidden: torch.Tensor,
@@ -110,7 +108,7 @@ def _with(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         float32: bool = False,
     ) -> torch.Tensor:
         y = product(hidden.to(weight.dtype), weight, bias)
-        return _finish_triton(y, scale, soft_cap, scale_first, float32)
+        return finish_triton(y, scale, soft_cap, scale_first, float32)
 
     return run
 
@@ -128,7 +126,7 @@ def _onednn(
     dtype = torch.float32 if float32 else y.dtype
     if scale == 1.0 and soft_cap is None:
         return y.to(dtype)
-    return _cap_and_scale(y.float(), scale, soft_cap, scale_first).to(dtype)
+    return cap_and_scale(y.float(), scale, soft_cap, scale_first).to(dtype)
 
 
 def _fake(
@@ -149,7 +147,9 @@ logits_processor = define(
     " bool scale_first=False, bool float32=False) -> Tensor",
     fake=_fake,
     providers=(
-        Provider("linear", _with(gemm.linear.run), devices=("cuda",)),  # by its table, or a candidate of it
+        Provider(
+            "linear", _with(gemm.linear.run), devices=("cuda",)
+        ),  # the provider that linear picks, or its candidate
         Provider("cublas", _with(F.linear), devices=("cuda",)),
         Provider("onednn", _onednn, devices=("cpu",)),
         Provider("triton", _with(gemm.linear_triton), devices=("cuda",), supports=_supports_triton),
@@ -158,157 +158,8 @@ logits_processor = define(
 )
 
 
-class _VllmLogitsProcessor(nn.Module):
-    """vLLM's LogitsProcessor, versions apart: the logits of hidden_states [T, D] are [T, org_vocab_size]."""
-
-    def __init__(
-        self,
-        vocab_size: int,
-        org_vocab_size: int | None = None,
-        scale: float = 1.0,
-        logits_as_input: bool = False,
-        soft_cap: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.scale = scale
-        self.vocab_size = vocab_size
-        self.logits_as_input = logits_as_input
-        self.org_vocab_size = org_vocab_size or vocab_size
-        self.soft_cap = soft_cap
-
-    def _logits(
-        self, lm_head: Any, hidden: torch.Tensor, bias: torch.Tensor | None, skip_gather: bool
-    ) -> torch.Tensor:
-        if self.logits_as_input:
-            return _cap_and_scale(hidden, self.scale, self.soft_cap, False)
-        logits = logits_processor(hidden, lm_head.weight, bias, self.scale, self.soft_cap)
-        if skip_gather:
-            return logits
-        if lm_head.tp_size > 1:
-            logits = parallel.all_gather(logits, -1)
-        return logits[..., : self.org_vocab_size]
-
-
-class VllmLogitsProcessor_0_26(_VllmLogitsProcessor):
-    """vllm.model_executor.layers.logits_processor.LogitsProcessor of 0.26; see _VllmLogitsProcessor."""
-
-    def forward(
-        self, lm_head: nn.Module, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        return self._logits(lm_head, hidden_states, embedding_bias, False)
-
-
-class VllmLogitsProcessor(_VllmLogitsProcessor):
-    """vllm.model_executor.layers.logits_processor.LogitsProcessor; see _VllmLogitsProcessor.
-
-    skip_gather: return this rank's shard of the logits, padding included.
-    """
-
-    def forward(
-        self,
-        lm_head: nn.Module,
-        hidden_states: torch.Tensor,
-        embedding_bias: torch.Tensor | None = None,
-        skip_gather: bool = False,
-    ) -> torch.Tensor | None:
-        return self._logits(lm_head, hidden_states, embedding_bias, skip_gather)
-
-
-@dataclass
-class LogitsProcessorOutput:
-    """What SGLang's own returns, as far as we fill it; torch.compile traces it, where it does not a SimpleNamespace."""
-
-    next_token_logits: torch.Tensor
-    hidden_states: torch.Tensor | None = None
-
-
-class SGLangLogitsProcessor(nn.Module):
-    """sglang.srt.layers.logits_processor.LogitsProcessor for what sampling needs: float32 logits of last tokens.
-
-    logits_metadata: SGLang's, or any object with `extend_seq_lens` [B] (None at decode: every row is a last token).
-    Returns an object with `next_token_logits` [B, vocab_size] and `hidden_states` None. Input log-probabilities,
-    captured hidden states and multi-item scoring need the host: they raise ValueError.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        skip_all_gather: bool = False,
-        logit_scale: float | None = None,
-        return_full_logits: bool = False,
-    ) -> None:
-        super().__init__()
-        if return_full_logits:
-            raise ValueError(
-                "return_full_logits=True is for SGLang's diffusion language models: not supported here"
-            )
-        self.config = config
-        self.vocab_size = config.vocab_size
-        self.logit_scale = logit_scale
-        self.do_tensor_parallel_all_gather = not skip_all_gather and parallel.get_tp_size() > 1
-        cap = getattr(config, "final_logit_softcapping", None)
-        self.final_logit_softcapping = cap if cap is not None and cap > 0 else None
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        lm_head: nn.Module,
-        logits_metadata: Any,
-        aux_hidden_states: torch.Tensor | None = None,
-        hidden_states_before_norm: torch.Tensor | None = None,
-    ) -> LogitsProcessorOutput:
-        if getattr(logits_metadata, "extend_return_logprob", False):
-            raise ValueError(
-                "input log-probabilities (extend_return_logprob) need SGLang's own LogitsProcessor"
-            )
-        if aux_hidden_states is not None:
-            raise ValueError("aux_hidden_states are captured by SGLang's own LogitsProcessor only")
-        lengths = getattr(logits_metadata, "extend_seq_lens", None)
-        if lengths is not None:
-            hidden_states = hidden_states[torch.cumsum(lengths, dim=0) - 1]
-        scale = 1.0 if self.logit_scale is None else self.logit_scale
-        logits = logits_processor(
-            hidden_states, lm_head.weight, None, scale, self.final_logit_softcapping, True, True
-        )
-        if self.do_tensor_parallel_all_gather:
-            logits = parallel.all_gather(logits, -1)
-        return LogitsProcessorOutput(logits[..., : self.vocab_size])
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    dtype = getattr(torch, case.dtype)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device)
-
-    weight = (randn(d["vocab"], d["hidden"]) / math.sqrt(d["hidden"])).to(dtype)
-    bias = randn(d["vocab"]).to(dtype) if d.get("bias") else None
-    tail = [d.get("scale", 1.0), d.get("soft_cap"), d.get("scale_first", False), d.get("float32", False)]
-    return [randn(d["tokens"], d["hidden"]).to(dtype), weight, bias, *tail]
-
-
-def _dims(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
-    scale_first: bool = False,
-    float32: bool = False,
-) -> dict[str, Any]:
-    sizes = {"tokens": hidden.shape[:-1].numel(), "hidden": weight.shape[1], "vocab": weight.shape[0]}
-    return {
-        **sizes, "scale": scale,
-        **optional(bias=bias is not None, soft_cap=soft_cap, scale_first=scale_first, float32=float32),
-    }  # fmt: skip
-
-
-def _bytes(case: Case) -> int:
-    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
-    out = 4 if d.get("float32") else size
-    return size * d["hidden"] * (d["tokens"] + d["vocab"]) + out * d["tokens"] * d["vocab"]
+def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return call.normal(shape, dtype, 0.0, shape[-1] ** -0.5)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -317,37 +168,21 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     )
     head: Any = nn.Module()
     head.weight, head.bias = nn.Parameter(weight, requires_grad=False), None
-    head.tp_size, head.quant_method = 1, VllmUnquantizedEmbeddingMethod()
+    head.tp_size, head.quant_method = 1, UnquantizedEmbedding()
     rows = weight.shape[0]
-    either = soft_cap is None or scale == 1.0  # scaled first or last
+    either = soft_cap is None or scale == 1.0  # the order does not matter
     if assemble.takes(cls, "config"):
         if bias is not None or not float32 or not (scale_first or either):
-            raise ValueError(f"{cls.__name__} gives float32, scales first and adds no bias")
+            raise ValueError(f"{cls.__name__} returns float32, scales first and adds no bias")
         config = SimpleNamespace(vocab_size=rows, final_logit_softcapping=soft_cap)
         module = assemble.make(cls, hidden, config, logit_scale=None if scale == 1.0 else scale)
         metadata = SimpleNamespace(extend_seq_lens=None, extend_return_logprob=False)
         return lambda: module(None, hidden, head, metadata).next_token_logits
     if float32 or (scale_first and not either):
-        raise ValueError(f"{cls.__name__} gives the hidden states' dtype and scales last")
+        raise ValueError(f"{cls.__name__} returns the hidden states' dtype and scales last")
     module = assemble.make(cls, hidden, rows, scale=scale, soft_cap=soft_cap)
     return partial(module, head, hidden, bias)
 
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(
-        case, lambda: drawn(case, rng, ("tokens",), ("hidden", "vocab")), SPEC.bytes_moved, SPEC.flops
-    )
-
-
-_VLLM = "vllm.model_executor.layers.logits_processor:LogitsProcessor"
-_SGLANG = "sglang.srt.layers.logits_processor:LogitsProcessor"
-_NOTE = (
-    "live, the host's module stays: it gathers on its own groups, and its product with the head's weight"
-    " is the head's quant_method"
-)
-_SGLANG_NOTE = (
-    _NOTE + "; standalone it serves sampling (no input log-probabilities, no captured hidden states)"
-)
 
 SPEC = OpSpec(
     name="logits_processor",
@@ -372,17 +207,24 @@ SPEC = OpSpec(
         Case("scaled", {"tokens": 9, "hidden": 33, "vocab": 257, "scale": 0.125}, dtype="float16", tags=("odd",)),
         Case("to_float32", {"tokens": 7, "hidden": 64, "vocab": 31, "float32": True}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
-    build=_build,
-    bytes_moved=_bytes,
-    flops=lambda case: 2 * case.dims["tokens"] * case.dims["hidden"] * case.dims["vocab"],
-    tolerance=gemm.SPEC.tolerance,
-    targets=(
-        Target("vllm", _VLLM, "VllmLogitsProcessor_0_26", "standalone", "<0.32", note=_NOTE),
-        Target("vllm", _VLLM, "VllmLogitsProcessor", "standalone", ">=0.32", note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangLogitsProcessor", "standalone", note=_SGLANG_NOTE),
+    arguments=(
+        Tensor("hidden", "tokens hidden"),
+        Tensor("weight", "vocab hidden", values=_weight),
+        Tensor("bias", "vocab", when="bias", bytes="0"),
+        Scalar("scale", default=1.0, stated=True),
+        Scalar("soft_cap", default=None),
+        Scalar("scale_first", default=False),
+        Scalar("float32", default=False),
     ),
+    outputs=(Tensor("logits", "tokens vocab", "logits_dtype"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "hidden": Axis.width(),
+        "vocab": Axis.width(),
+        "logits_dtype": Axis.dtype(Expr("'float32' if float32 else dtype")),
+    },
+    flops="2 * tokens * hidden * vocab",
+    build=_build,
+    tolerance=gemm.SPEC.tolerance,
     baseline="cublas",
 )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,12 +13,9 @@ import triton.language as tl
 from torch import nn
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.shapes import drawn, optional, varied
-from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Axis, Case, OpSpec, Tensor, Tolerance
 from fastkernels.overrides.kit.launch import cdiv
-from fastkernels.overrides.linear import skinny_linear_cuda as _skinny_linear_cuda
-from fastkernels.overrides.linear import skinny_linear_triton as _skinny_linear_triton
-from fastkernels.overrides.linear import wgmma_linear_cuda as _wgmma_linear_cuda
+from fastkernels.overrides.linear import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
 from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
 from fastkernels.overrides.linear.skinny_linear_triton import linear_skinny, supports_skinny
 from fastkernels.overrides.linear.wgmma_linear_cuda import linear_wgmma, supports_wgmma
@@ -41,8 +36,8 @@ def _linear_kernel(
     K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # K is a constant: a model has a handful of them, and the last block needs no mask where BLOCK_K divides K.
-    # Programs that share a column of weight blocks are neighbours, so the weight is read from L2 by all but one.
+    # K is a constexpr: a model has only a few values of K, and where BLOCK_K divides K the last block needs no mask.
+    # Programs that share a column of weight blocks are neighbours: one reads the weight from memory, the rest from L2.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -69,7 +64,7 @@ def supports_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {x.dtype} is not float32, float16 or bfloat16"
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        return "Triton's interpreter takes the bits of bfloat16 for integers in tl.dot"
+        return "Triton's interpreter multiplies bfloat16 matrices as integers"
     if weight.dtype != x.dtype:
         return f"weight is {weight.dtype}, x is {x.dtype}"
     if weight.stride(-1) != 1:
@@ -88,7 +83,7 @@ def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0:
         return out
-    # float32 blocks take twice the shared memory: 64 x 64 x 32 x 2 x 4 B x 3 stages fits any GPU from sm_80 on.
+    # float32 blocks take twice the shared memory: 64 x 64 x 32 x 2 x 4 B x 3 stages fits every GPU from sm_80 on.
     block_m = 16 if m <= 16 else 64 if m <= 64 or x.dtype == torch.float32 else 128
     block_n = 64 if m <= 64 or x.dtype == torch.float32 else 128
     block_k = 32 if x.dtype == torch.float32 else 64
@@ -143,15 +138,15 @@ linear = define(
         Provider("triton", linear_triton, devices=("cuda",), supports=supports_triton),
         Provider(
             "triton-skinny", linear_skinny, devices=("cuda",), supports=supports_skinny,
-            params=_skinny_linear_triton.PARAMS, fits=_fits(_skinny_linear_triton.fits),
+            params=skinny_linear_triton.PARAMS, fits=_fits(skinny_linear_triton.fits),
         ),
         Provider(
             "cuda-skinny", linear_cuda, devices=("cuda",), supports=supports_cuda,
-            params=_skinny_linear_cuda.PARAMS, fits=_fits(_skinny_linear_cuda.fits),
+            params=skinny_linear_cuda.PARAMS, fits=_fits(skinny_linear_cuda.fits),
         ),
         Provider(
             "cuda-wgmma", linear_wgmma, devices=("cuda",), supports=supports_wgmma,
-            params=_wgmma_linear_cuda.PARAMS, fits=_fits(_wgmma_linear_cuda.fits),
+            params=wgmma_linear_cuda.PARAMS, fits=_fits(wgmma_linear_cuda.fits),
         ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
@@ -166,14 +161,17 @@ linear = define(
 
 
 def unsupported_weight(module: nn.Module, method: str) -> str | None:
-    """None if the module's method object is exactly the unquantized `method` and its weight is there to be read."""
+    """Return why the op cannot read the module's weight, None if it can.
+
+    method  path of the host's class that the module's method object must be an instance of (not of a subclass)
+    """
     found = type(getattr(module, "quant_method", None))
     name = f"{found.__module__}.{found.__qualname__}"
     if name != method and not found.__module__.startswith("fastkernels."):
         return f"quant_method is {name}, not {method}"
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor):
-        return "it has no weight tensor"
+        return "the module has no weight tensor"
     if weight.dim() != 2 or weight.numel() == 0:
         return f"weight has shape {tuple(weight.shape)}: the host packed or freed it after loading"
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -184,22 +182,22 @@ def unsupported_weight(module: nn.Module, method: str) -> str | None:
 def register_weight(
     layer: nn.Module, rows: int, columns: int, dtype: torch.dtype, attrs: dict[str, Any]
 ) -> None:
-    """Register layer.weight [rows, columns] (uninitialized) with the attributes that weight loaders read."""
+    """Register layer.weight [rows, columns], uninitialized, with the attributes that weight loaders read."""
     weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
     for name, value in {"input_dim": 1, "output_dim": 0, **attrs}.items():
         setattr(weight, name, value)
     layer.register_parameter("weight", weight)
 
 
-class VllmUnquantizedLinearMethod_0_26:
-    """vllm.model_executor.layers.linear.UnquantizedLinearMethod of 0.26: weight [N, K], applied by the op `linear`."""
+class UnquantizedLinearMethod:
+    """Base of the hosts' method objects for unquantized layers: weight [N, K], applied by the op `linear`."""
 
     live_methods = ("apply",)
-    replaces = "vllm.model_executor.layers.linear.UnquantizedLinearMethod"
+    replaces = ""  # path of the host's class
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:
-        """None if our apply serves this module (ours or the host's), else the reason."""
+        """Return why our apply does not serve this module (ours or the host's), None if it does."""
         return unsupported_weight(module, cls.replaces) or _packed(module)
 
     def create_weights(
@@ -217,7 +215,7 @@ class VllmUnquantizedLinearMethod_0_26:
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: the weight is used as it was loaded."""
+        """Do nothing: the op uses the weight as it was loaded."""
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -225,55 +223,11 @@ class VllmUnquantizedLinearMethod_0_26:
         return linear(x, layer.weight, bias)
 
 
-class VllmUnquantizedLinearMethod(VllmUnquantizedLinearMethod_0_26):
-    """vllm.model_executor.layers.linear.UnquantizedLinearMethod; see VllmUnquantizedLinearMethod_0_26."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-
-class SGLangUnquantizedLinearMethod(VllmUnquantizedLinearMethod_0_26):
-    """sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod: weight [N, K], applied by the op `linear`."""
-
-    replaces = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
-
-
 def _packed(module: nn.Module) -> str | None:
-    # SGLang on a CPU with AMX reorders the weight in place and keeps its shape.
+    # On a CPU with AMX, SGLang reorders the weight in place and keeps its shape.
     if getattr(module, "use_intel_amx_backend", False):
         return "the host packed its weight for AMX"
     return None
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    dtype = getattr(torch, case.dtype)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device)
-
-    # Weights of variance 1 / K: outputs of about 1, as in a model.
-    weight = (randn(d["out"], d["in"]) / math.sqrt(d["in"])).to(dtype)
-    return [
-        randn(*d["tokens"], d["in"]).to(dtype),
-        weight,
-        randn(d["out"]).to(dtype) if d.get("bias") else None,
-    ]
-
-
-def _dims(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> dict[str, Any]:
-    sizes = {"tokens": tuple(x.shape[:-1]), "in": weight.shape[1], "out": weight.shape[0]}
-    return {**sizes, **optional(bias=bias is not None)}
-
-
-def _bytes(case: Case) -> int:
-    d, size = case.dims, torch.finfo(getattr(torch, case.dtype)).bits // 8
-    m = math.prod(d["tokens"])
-    return size * (m * d["in"] + d["in"] * d["out"] + m * d["out"] + (d["out"] if d.get("bias") else 0))
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(case, lambda: drawn(case, rng, ("tokens",), ("in", "out")), SPEC.bytes_moved, SPEC.flops)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -286,9 +240,6 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
 def _model(name: str, m: int, k: int, n: int, weight: float) -> Case:
     return Case(name, {"tokens": (m,), "in": k, "out": n}, weight=weight, tags=("model",))
 
-
-_VLLM = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
-_NOTE = "by default only where a tuned table says that it is faster; elsewhere on CUDA it is the host's own cuBLAS call"
 
 SPEC = OpSpec(
     name="linear",
@@ -310,25 +261,21 @@ SPEC = OpSpec(
         Case("smollm2", {"tokens": (7,), "in": 576, "out": 192}, tags=("odd",)),
         Case("empty", {"tokens": (0,), "in": 64, "out": 33}, tags=("odd",)),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=_vary,
+    arguments=(
+        Tensor("x", "*tokens in_"),
+        # Weights of variance 1 / K give outputs of about 1, as in a model.
+        Tensor("weight", "out in_", values=lambda call, shape, dtype: call.normal(shape, dtype, std=shape[1] ** -0.5)),
+        Tensor("bias", "out", when="bias"),
+    ),
+    outputs=(Tensor("out", "*tokens out"),),
+    axes={"tokens": Axis.per_call(), "in": Axis.width(), "out": Axis.width()},
+    flops="2 * prod(tokens) * in_ * out",
     build=_build,
-    bytes_moved=_bytes,
-    flops=lambda case: 2 * math.prod(case.dims["tokens"]) * case.dims["in"] * case.dims["out"],
     tolerance={
-        # float32 sums of up to 14336 products in another order.
+        # float32 sums of up to 14336 products, in another order
         "float32": Tolerance(2e-5, 2e-5),
         "float16": Tolerance(2e-3, 2e-3),
         "bfloat16": Tolerance(1.6e-2, 1.6e-2),
     },
-    targets=(
-        Target("vllm", _VLLM, "VllmUnquantizedLinearMethod_0_26", "quant_method", "<0.32", False, _NOTE),
-        Target("vllm", _VLLM, "VllmUnquantizedLinearMethod", "quant_method", ">=0.32", False, _NOTE),
-        Target(
-            "sglang", "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
-            "SGLangUnquantizedLinearMethod", "quant_method", "", False, _NOTE,
-        ),
-    ),
     baseline="cublas",
 )  # fmt: skip

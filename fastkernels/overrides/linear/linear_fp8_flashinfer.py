@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.overrides.linear.linear_fp8_calls import supports_deepgemm
+from fastkernels.overrides.linear.linear_fp8_libraries import supports_deepgemm
 
 T = torch.Tensor
 FEW = 32  # tokens, from which on vLLM runs DeepGEMM

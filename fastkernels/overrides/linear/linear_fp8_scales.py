@@ -1,21 +1,23 @@
-"""Where the scales of an FP8 linear layer lie, for all that computes one."""
+"""Shapes and strides of an FP8 linear layer's scales."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 Size = torch.Size
-BLOCK = 128  # columns of x, and rows and columns of the weight, that share a scale where scales are of blocks
-TENSOR, ROW = 0, 1
+BLOCK = 128  # with block scales: columns of x, and rows and columns of the weight, that share a scale
+TENSOR, ROW = 0, 1  # the other granularities: per tensor, per token of x and row of the weight
 
 
 class Strides(NamedTuple):
-    """Numbers from one scale to the next, 0 where all share it: of x by token and by block of K, of the weight by row
-    (ROW) or block of rows (BLOCK), and by block of K."""
+    """Strides of the scales in elements, 0 where one scale is shared.
+
+    x_token, x_block          of x's scales: by token, by block of K
+    weight_row, weight_block  of the weight's scales: by row (ROW) or block of rows (BLOCK), by block of K
+    """
 
     x_token: int
     x_block: int
@@ -30,16 +32,14 @@ def blocks(n: int) -> int:
 def granularity(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor
 ) -> int:
-    """TENSOR: one scale for x and one for the weight; ROW: a scale a token, a row of the weight, or both; BLOCK.
+    """Return TENSOR (one scale for x, one for the weight), ROW (per token, per row of the weight, or both) or BLOCK.
 
-    One scale of two dimensions is that of the only token.
-
-    Raises ValueError for scales that are none of these.
+    A single scale with two dimensions belongs to the only token: ROW. Raises ValueError for other scales.
     """
     return _granularity(x.shape, weight.shape, x_scale.shape, weight_scale.shape)
 
 
-@lru_cache(maxsize=4096)  # a call asks for it several times, and so do all layers of a step
+@lru_cache(maxsize=4096)  # each call needs it several times, for every layer of a step
 def _granularity(x: Size, weight: Size, of_x: Size, of_weight: Size) -> int:
     n, k = weight
     tokens = x.numel() // k if k else 0
@@ -53,8 +53,8 @@ def _granularity(x: Size, weight: Size, of_x: Size, of_weight: Size) -> int:
         return BLOCK
     raise ValueError(
         f"linear_fp8: x {tuple(x)} and weight {(n, k)} with scales {tuple(of_x)} and {tuple(of_weight)}: x_scale"
-        f" must have one value, one a token ({tokens}, 1), or with weight_scale ({blocks(n)}, {groups}) one a token and"
-        f" {BLOCK} columns ({tokens}, {groups}); weight_scale one value or one a row ({n},)"
+        f" must have one value, one per token ({tokens}, 1), or with weight_scale ({blocks(n)}, {groups}) one per token"
+        f" and {BLOCK} columns ({tokens}, {groups}); weight_scale one value or one per row ({n},)"
     )
 
 
@@ -65,7 +65,7 @@ def check(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> int:
-    """The granularity. Raises ValueError for tensors that do not fit each other."""
+    """Return the granularity. Raises ValueError for tensors whose shapes do not match."""
     of_bias = None if bias is None else bias.shape
     return _checked(x.shape, weight.shape, x_scale.shape, weight_scale.shape, of_bias)
 
@@ -80,22 +80,22 @@ def _checked(x: Size, weight: Size, x_scale: Size, weight_scale: Size, bias: Siz
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K], contiguous, as [tokens, K]: itself if it is that, since a view takes the CPU a microsecond."""
+    """Return contiguous x [..., K] as [tokens, K]. A matrix is returned as it is: a view costs 1 us of CPU time."""
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
 def column(scale: torch.Tensor) -> torch.Tensor:
-    """One scale, or one a token or row, as [..., 1] of two dimensions."""
+    """Return a single scale, or scales per token or row, as [n, 1]."""
     return scale if scale.dim() == 2 and scale.shape[1] == 1 else scale.reshape(-1, 1)
 
 
 def shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """y [tokens, N] as [..., N] for the tokens of x [..., K]."""
+    """Return y [tokens, N] as [..., N], with the leading dimensions of x [..., K]."""
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def strides(kind: int, x_scale: torch.Tensor, weight_scale: torch.Tensor) -> tuple[torch.Tensor, Strides]:
-    """(x_scale as one row a token, where the scales lie)."""
+    """Return x_scale with one row per token, and the strides of both scales."""
     groups = x_scale.shape[-1] if kind == BLOCK else 1
     rows = x_scale if kind == BLOCK and x_scale.dim() == 2 else x_scale.reshape(-1, groups)
     x_token = rows.stride(0) if rows.shape[0] > 1 else 0
@@ -106,16 +106,10 @@ def strides(kind: int, x_scale: torch.Tensor, weight_scale: torch.Tensor) -> tup
 
 
 def expanded(scale: torch.Tensor, rows: int, columns: int, kind: int, step: int) -> torch.Tensor:
-    """Scales that broadcast to [rows, columns]; of blocks: a row of them stands for `step` rows."""
+    """Return scales that broadcast to [rows, columns]; a row of block scales covers `step` rows."""
     if kind != BLOCK:
         return scale.reshape(-1, 1)
     return (
         scale.reshape(-1, blocks(columns)).repeat_interleave(step, 0)[:rows]
         .repeat_interleave(BLOCK, 1)[:, :columns]
     )  # fmt: skip
-
-
-def holder_of(module: nn.Module) -> Any:
-    """What holds the kernel object of a host's quantized linear layer, as `fp8_linear`; None for another module."""
-    found = (vars(module).get(name) for name in ("quant_method", "scheme"))
-    return next((holder for holder in found if "fp8_linear" in getattr(holder, "__dict__", ())), None)

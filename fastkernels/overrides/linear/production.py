@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from fastkernels.core.baseline import Baseline, Function, dense, filled, first
 from fastkernels.overrides.kit.libraries import T, from_blas
-from fastkernels.overrides.linear.linear_fp8_calls import (
+from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
+from fastkernels.overrides.linear.linear_fp8_libraries import (
     DEEP_GEMM,
     linear_fp8_cublas,
     linear_fp8_cutlass,
@@ -20,7 +21,6 @@ from fastkernels.overrides.linear.linear_fp8_calls import (
     supports_deepgemm,
     supports_sgl,
 )
-from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, granularity
 
 

@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
-import math
-import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.moe.fused_experts_build import build
-from fastkernels.overrides.moe.fused_experts_calls import for_any_ids, fused_experts_vllm, supports_vllm
-from fastkernels.overrides.moe.fused_experts_sglang import (
-    SGLangMoeRunner,
-    sglang_fused_experts,
-    sglang_fused_experts_0_5_16,
-    sglang_fused_experts_0_5_17,
-)
-from fastkernels.overrides.moe.fused_experts_vllm import MoEActivation, VllmFusedMoEKernel, vllm_fused_experts
-from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
-from fastkernels.overrides.moe.moe_cases import (
-    SHAPE,
-    SIZES,
-    check_sizes,
-    dims_of_key,
-    experts_read,
+from fastkernels.overrides.moe.cases import (
+    AXES,
+    FLOPS,
+    ROUTING_BYTES,
+    build,
     extremes,
-    fits_call,
-    flops,
-    here_of,
-    key_of,
-    local_ids,
+    fan_in,
+    per_expert,
     routing,
-    sizes_of,
-    vary_experts,
 )
-from fastkernels.overrides.moe.moe_tiles import chosen, sets, tiles, wide
+from fastkernels.overrides.moe.expert_libraries import for_any_ids, fused_experts_vllm, supports_vllm
+from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
+from fastkernels.overrides.moe.moe_tiles import chosen, fits, sets, tiles, wide
 
-__all__ = [
-    "SPEC",
-    "MoEActivation",
-    "SGLangMoeRunner",
-    "VllmFusedMoEKernel",
-    "fused_experts",
-    "reference",
-    "sglang_fused_experts",
-    "sglang_fused_experts_0_5_16",
-    "sglang_fused_experts_0_5_17",
-    "vllm_fused_experts",
-]
+# The key of a call in tuned tables; `here` is the number of experts on this rank.
+SHAPE, SIZES = ("experts", "here", "topk", "hidden", "intermediate"), ("tokens",)
+
+
+def check_sizes(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> None:
+    """Raise ValueError for tensors whose shapes do not match."""
+    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] % 2 or w1.shape[::2] != w2.shape[:2]:
+        raise ValueError(f"w1 {tuple(w1.shape)} must be [E, 2 I, H] and w2 {tuple(w2.shape)} [E, H, I]")
+    if w1.shape[1] != 2 * w2.shape[2]:
+        raise ValueError(f"w1 has {w1.shape[1]} rows per expert, not twice the {w2.shape[2]} columns of w2")
+    if x.dim() != 2 or x.shape[1] != w1.shape[2]:
+        raise ValueError(f"hidden_states {tuple(x.shape)} must be [tokens, {w1.shape[2]}], as in w1")
+    if ids.dim() != 2 or weights.shape != ids.shape or len(ids) != len(x):
+        raise ValueError(
+            f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must both be"
+            f" [{x.shape[0]}, experts per token]"
+        )
+
+
+def local_ids(ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Return the local indices of ids [T, K]: -1 for experts on other ranks."""
+    ids = ids.long()
+    if expert_map is None:
+        return ids
+    known = (ids >= 0) & (ids < expert_map.numel())
+    return torch.where(known, expert_map.long()[ids.clamp(0, expert_map.numel() - 1)], -1)
 
 
 def reference(
@@ -63,11 +64,11 @@ def reference(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """hidden_states: [T, H]; w1: [E, 2 I, H], the gates' rows first; w2: [E, H, I]; topk_weights, topk_ids: [T, K].
+    """hidden_states: [T, H]; w1: [E, 2 I, H], gate rows first; w2: [E, H, I]; topk_weights, topk_ids: [T, K].
 
-    Returns [T, H] in hidden_states' dtype. Pairs whose id is not of an expert here count nothing; expert_map
-    [experts of all ranks] gives each one's number here, -1 for those that are elsewhere.
-    apply_router_weight_on_input: the weights multiply the input of the experts, not what comes out of them.
+    Returns [T, H] in hidden_states' dtype. Pairs without an expert on this rank contribute 0. expert_map [experts of
+    all ranks] holds the local index of each expert, -1 for experts on other ranks. With apply_router_weight_on_input
+    the weights multiply the input of the experts instead of their output.
     """
     acc = torch.promote_types(hidden_states.dtype, torch.float32)
     x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
@@ -94,7 +95,7 @@ def _supports_triton(
     if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {hidden_states.dtype} is not float32, float16 or bfloat16"
     if hidden_states.dtype == torch.bfloat16 and hidden_states.device.type == "cpu":
-        return "Triton's interpreter takes the bits of bfloat16 for integers in tl.dot"
+        return "Triton's interpreter computes tl.dot of bfloat16 on its bits as integers"
     for name, w in (("w1", w1), ("w2", w2)):
         if w.dtype != hidden_states.dtype:
             return f"{name} is {w.dtype}, hidden_states {hidden_states.dtype}"
@@ -114,7 +115,7 @@ def _triton(
     gate_up: str | None = None,
     down: str | None = None,
 ) -> torch.Tensor:
-    """gate_up, down: the tiles of the two products, as a tuned table names them; None: the kernel's own choice."""
+    """gate_up, down: tiles of the two products as a tuned table names them; None: the kernel's default."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
     x = hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
     ids, scale = topk_ids.contiguous(), topk_weights.contiguous()
@@ -139,7 +140,7 @@ def _torch(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """One expert after the other, on the rows that are its own. It looks at the ids: on the CPU only."""
+    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
     ids = local_ids(topk_ids, expert_map)
     out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
@@ -181,6 +182,34 @@ def _fake(
     return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
 
 
+def key_of(
+    w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
+) -> tuple[tuple[int, ...], tuple[int]]:
+    """Return the values of SHAPE and SIZES of a call."""
+    here, hidden, intermediate = w2.shape
+    experts = here if expert_map is None else expert_map.numel()
+    tokens, topk = topk_ids.shape
+    return (experts, here, topk, hidden, intermediate), (tokens,)
+
+
+def fits_call(
+    params: Mapping[str, str], shape: tuple[Any, ...], sizes: tuple[int], of_blocks: bool = False
+) -> bool:
+    """Return Provider.fits for the key of a call."""
+    experts, _, topk = shape[:3]
+    return fits(params, sizes[0] * topk // experts, of_blocks)
+
+
+def dims_of_key(
+    experts: int, here: int, topk: int, hidden: int, intermediate: int, tokens: int
+) -> dict[str, Any]:
+    """Return the dims of a case with this key."""
+    elsewhere = {"elsewhere": True, "here": here} if here != experts else {}
+    return {
+        "tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate, **elsewhere,
+    }  # fmt: skip
+
+
 def _key(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -203,7 +232,7 @@ fused_experts = define(
             "triton", _triton, devices=("cuda",), supports=_supports_triton, params=sets(2),
             fits=lambda params, *args: fits_call(params, *_key(*args)),
         ),
-        # where a table names it
+        # only where a tuned table names it
         Provider("vllm", for_any_ids(fused_experts_vllm, 3), module="vllm", supports=supports_vllm),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", _reference, devices=("cuda", "cpu")),
@@ -212,44 +241,6 @@ fused_experts = define(
         shape=(*SHAPE, "dtype"), sizes=SIZES, of=_key, dims=lambda dtype, **sizes: dims_of_key(**sizes),
     ),
 )  # fmt: skip
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    dtype, t, e, h, i = getattr(torch, case.dtype), d["tokens"], d["experts"], d["hidden"], d["intermediate"]
-
-    def randn(*size: int, scale: float = 1.0) -> torch.Tensor:
-        made = torch.empty(size, dtype=dtype, device=device)  # in place: Mixtral's experts are 1.4 G numbers
-        return made.normal_(0.0, scale, generator=generator)
-
-    weights, ids, expert_map = routing(d, device, generator)
-    e = here_of(d)
-    return [
-        randn(t, h), randn(e, 2 * i, h, scale=1 / math.sqrt(h)), randn(e, h, i, scale=1 / math.sqrt(i)),
-        weights, ids, expert_map, d.get("on_input", False),
-    ]  # fmt: skip
-
-
-def _dims(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-) -> dict[str, Any]:
-    return sizes_of(w1, w2, topk_ids, expert_map, apply_router_weight_on_input)
-
-
-def vary(case: Case, rng: random.Random) -> Case:
-    return vary_experts(SPEC, case, rng)
-
-
-def _bytes(case: Case) -> int:
-    d, size = case.dims, getattr(torch, case.dtype).itemsize
-    weights = 3 * experts_read(d) * d["intermediate"]
-    return size * d["hidden"] * (2 * d["tokens"] + weights) + 8 * d["tokens"] * d["topk"]
 
 
 def _case(
@@ -265,12 +256,6 @@ def _case(
     }
     return Case(name, {**dims, **more}, dtype, tags=(tag,))
 
-
-_VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
-_SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
-_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
-_RUNNER = "sglang.srt.layers.moe.moe_runner.runner:MoeRunner"
-_NOTE = "the hosts reach it through objects that bind it when they are built: for forks and for our engine"
 
 SPEC = OpSpec(
     name="fused_experts",
@@ -290,22 +275,33 @@ SPEC = OpSpec(
         _case("all", 70, 2, 2, 65, 33, "odd", "float32"),
         _case("none", 0, 4, 2, 64, 48, "odd", "float32"),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=flops,
-    dims_of=_dims,
-    vary=vary,
+    arguments=(
+        Tensor("hidden_states", "tokens hidden"),
+        Tensor(
+            "w1",
+            per_expert("2*intermediate hidden"),
+            values=fan_in,
+            bytes="itemsize(dtype) * experts_hit * 2 * intermediate * hidden",
+        ),
+        Tensor(
+            "w2",
+            per_expert("hidden intermediate"),
+            values=fan_in,
+            bytes="itemsize(dtype) * experts_hit * hidden * intermediate",
+        ),
+        Tensor("topk_weights", "tokens topk", "float32"),
+        Tensor("topk_ids", "tokens topk", "ids", bytes=ROUTING_BYTES),
+        Tensor("expert_map", "experts", "int32", when="elsewhere", bytes="0"),
+        Scalar("apply_router_weight_on_input", "on_input", default=False),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes=AXES,
+    constraints=("topk <= experts",),
+    values=routing,
+    flops=FLOPS,
     extremes=extremes(3),
     activations=(0,),
     calls=("moe_align", "silu_and_mul"),
     by_table=fused_experts,
     build=build,
-    targets=(
-        Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
-        Target("sglang", _RUNNER, "SGLangMoeRunner", "experts", default=False),
-        Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts", "function", ">=0.5.23", note=_NOTE),
-    ),
 )

@@ -1,76 +1,146 @@
-"""Mixture of experts in float8 e4m3 (arXiv 2209.05433): scales of experts, of channels and tokens, or of blocks."""
+"""Mixture of experts in float8 e4m3 (arXiv 2209.05433), with scales per expert, per channel and token, or per block."""
 
 from __future__ import annotations
 
 import math
-import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.shapes import optional
-from fastkernels.core.spec import Case, OpSpec, Target, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tensor, Tolerance, uniform
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.kit.fp8 import FP8, FP8_MAX
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks
+from fastkernels.overrides.kit.fp8 import FP8, FP8_MAX, GROUP_EPS, MIN_ABSMAX, quantize_rows
+from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks, expanded
 from fastkernels.overrides.linear.linear_fp8_triton import unsupported_fp8
-from fastkernels.overrides.moe import fused_experts_calls as calls
-from fastkernels.overrides.moe.fused_experts_build import build_fp8
-from fastkernels.overrides.moe.fused_experts_scales import (
-    FOUND,
-    GIVEN,
-    TOKEN,
-    check,
-    dequantized,
-    kind_of,
-    rounded,
-    scales,
-)
-from fastkernels.overrides.moe.fused_experts_sglang import (
-    SGLangMoeRunner,
-    sglang_fused_experts,
-    sglang_fused_experts_0_5_16,
-    sglang_fused_experts_0_5_17,
-)
-from fastkernels.overrides.moe.fused_experts_vllm import MoEActivation, VllmFusedMoEKernel, vllm_fused_experts
-from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
-from fastkernels.overrides.moe.moe_cases import (
+from fastkernels.overrides.moe import expert_libraries as libraries
+from fastkernels.overrides.moe.cases import (
+    AXES,
+    FLOPS,
     MIXTRAL,
     QWEN3_30B,
+    ROUTING_BYTES,
+    build_fp8,
+    extremes,
+    per_expert,
+    routing,
+)
+from fastkernels.overrides.moe.fused_experts import (
     SHAPE,
     SIZES,
     check_sizes,
     dims_of_key,
-    experts_read,
-    extremes,
     fits_call,
-    flops,
-    here_of,
     key_of,
     local_ids,
-    routing,
-    sizes_of,
-    vary_experts,
 )
+from fastkernels.overrides.moe.grouped_gemm import Scales, grouped_gemm, sort_pairs, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import chosen, sets, tiles_fp8, wide
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
 
-__all__ = [
-    "SPEC",
-    "MoEActivation",
-    "SGLangMoeRunner",
-    "VllmFusedMoEKernel",
-    "fused_experts_fp8",
-    "reference",
-    "sglang_fused_experts",
-    "sglang_fused_experts_0_5_16",
-    "sglang_fused_experts_0_5_17",
-    "vllm_fused_experts",
-]
 T = torch.Tensor
+# Kinds of activation scales, in addition to BLOCK.
+GIVEN, TOKEN, FOUND = 0, 1, 2
+
+
+class Kind(NamedTuple):
+    """The granularity of scales.
+
+    weights      one scale per expert (TENSOR), per row (ROW) or per 128 x 128 weights (BLOCK)
+    activations  one given scale (GIVEN), one per token (TOKEN), one computed for all tokens (FOUND) or one per 128
+                 columns of a token (BLOCK)
+    """
+
+    weights: int
+    activations: int
+
+    @property
+    def group_size(self) -> int:
+        """The argument of quantize_fp8."""
+        return {TOKEN: -1, BLOCK: BLOCK}.get(self.activations, 0)
+
+    @property
+    def min_absmax(self) -> float:
+        return GROUP_EPS if self.activations == BLOCK else MIN_ABSMAX
+
+
+def kind_of(
+    w1: torch.Tensor, w1_scale: torch.Tensor, a1_scale: torch.Tensor | None, per_token: bool,
+    block_shape: list[int] | None,
+) -> Kind:  # fmt: skip
+    """Return the granularity of a call that passed check_scales."""
+    if block_shape is not None:
+        return Kind(BLOCK, BLOCK)
+    weights = TENSOR if w1_scale.numel() == w1.shape[0] else ROW
+    return Kind(weights, TOKEN if per_token else FOUND if a1_scale is None else GIVEN)
+
+
+def check_scales(
+    w1: torch.Tensor, w2: torch.Tensor, w1_scale: torch.Tensor, w2_scale: torch.Tensor, a1_scale: torch.Tensor | None,
+    a2_scale: torch.Tensor | None, per_token: bool, block_shape: list[int] | None, ue8m0: bool,
+) -> Kind:  # fmt: skip
+    """Return the granularity. Raises ValueError for scales that match neither the weights nor each other."""
+    if block_shape is not None and (list(block_shape) != [BLOCK, BLOCK] or per_token):
+        raise ValueError(
+            f"fused_experts_fp8: block_shape {list(block_shape)} and per_act_token_quant {per_token}: blocks are"
+            f" {BLOCK} x {BLOCK}, and activations have one scale per {BLOCK} columns"
+        )
+    if ue8m0 and block_shape is None:
+        raise ValueError("fused_experts_fp8: scale_ue8m0 needs scales of blocks, but block_shape is None")
+    found = []
+    for name, w, scale in (("w1", w1, w1_scale), ("w2", w2, w2_scale)):
+        e, n, k = w.shape
+        if block_shape is not None and k % BLOCK:
+            raise ValueError(
+                f"fused_experts_fp8: {name} has {k} columns, not a multiple of {BLOCK}, the size of activation groups"
+            )
+        shapes: dict[int, list[tuple[int, ...]]] = {BLOCK: [(e, blocks(n), blocks(k))]}
+        if block_shape is None:
+            shapes = {TENSOR: [(e,), (e, 1), (e, 1, 1)], ROW: [(e, n), (e, n, 1)]}
+        kinds = [kind for kind, several in shapes.items() if tuple(scale.shape) in several]
+        if not kinds:
+            allowed = " or ".join(str(shape) for several in shapes.values() for shape in several)
+            raise ValueError(f"fused_experts_fp8: {name}_scale {tuple(scale.shape)} must be {allowed}")
+        found.append(kinds)
+    given = [s for s in (a1_scale, a2_scale) if s is not None]
+    if not set(found[0]) & set(found[1]):
+        raise ValueError(
+            f"fused_experts_fp8: w1_scale {tuple(w1_scale.shape)} and w2_scale {tuple(w2_scale.shape)} must both be"
+            " per expert or both per row"
+        )
+    if len(given) == 1 or any(s.numel() != 1 for s in given) or (given and (per_token or block_shape)):
+        raise ValueError(
+            "fused_experts_fp8: a1_scale and a2_scale must both be None, or both be one value without"
+            " per_act_token_quant and block_shape"
+        )
+    return kind_of(w1, w1_scale, a1_scale, per_token, block_shape)
+
+
+def scales(kind: Kind, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> Scales:
+    """Return the scales of a grouped product: a_scale ([1] or [rows, columns]) of activations, w_scale of weights w."""
+    a_row, a_block = (0, 0) if a_scale.dim() == 1 else a_scale.stride()
+    if kind.weights == BLOCK:
+        return Scales(BLOCK, a_scale, a_row, a_block, w_scale, *w_scale.stride())
+    b_row = w_scale.stride(1) if kind.weights == ROW and w.shape[1] > 1 else 0
+    return Scales(ROW, a_scale, a_row, 0, w_scale, w_scale.stride(0), b_row, 0)
+
+
+def dequantized(w: torch.Tensor, scale: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Return the values of one expert's w [N, K] in the dtype of its scale."""
+    return w.to(scale.dtype) * expanded(scale, w.shape[0], w.shape[1], kind.weights, BLOCK)
+
+
+def rounded(y: torch.Tensor, scale: torch.Tensor | None, kind: Kind, ue8m0: bool) -> torch.Tensor:
+    """Round y [rows, N] to scaled float8 and return the rounded values in at least float32."""
+    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    if not wide.numel():
+        return wide
+    q, s = quantize_rows(wide, scale, kind.group_size, None, kind.min_absmax, ue8m0)
+    groups = s.shape[-1] if s.dim() == y.dim() else 1
+    return (q.to(FP8).to(wide.dtype).unflatten(-1, (groups, -1)) * s.unsqueeze(-1)).flatten(-2)
 
 
 def reference(
@@ -78,27 +148,29 @@ def reference(
     a2_scale: T | None = None, per_act_token_quant: bool = False, block_shape: list[int] | None = None,
     scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
 ) -> T:  # fmt: skip
-    """hidden_states: [T, H]; w1: [E, 2 I, H], the gates' rows first, and w2: [E, H, I] in float8 e4m3; topk_weights,
+    """hidden_states: [T, H]; w1: [E, 2 I, H], gate rows first, and w2: [E, H, I], both float8 e4m3; topk_weights,
     topk_ids: [T, K]. Returns [T, H] in hidden_states' dtype.
 
-    w1_scale, w2_scale  float32: one an expert [E] or [E, 1]; one a row [E, 2 I] and [E, H], or with another 1; with
-                        block_shape [128, 128] of blocks: [E, 2 I / 128, H / 128] and [E, H / 128, I / 128], rounded up
-    a1_scale, a2_scale  one value each, by which hidden_states and what goes into w2 are divided before they are rounded
-                        to float8; None: the largest value becomes 448, of all tokens, of each token
+    w1_scale, w2_scale  float32. Per expert: [E] or [E, 1]; per row: [E, 2 I] and [E, H], optionally with a last
+                        dimension of 1; with block_shape [128, 128] per block: [E, cdiv(2 I, 128), cdiv(H, 128)] and
+                        [E, cdiv(H, 128), cdiv(I, 128)]
+    a1_scale, a2_scale  one value each: the inputs of w1 and of w2 are divided by them and rounded to float8. None: a
+                        scale maps the largest absolute value to 448, of all tokens, of each token
                         (per_act_token_quant) or of each 128 columns (block_shape)
-    scale_ue8m0         with block_shape: those scales are powers of two, the next above
-    expert_map, apply_router_weight_on_input  as of `fused_experts`; so are ids of no expert here, which count nothing
-    Activations are rounded to float8 whatever hidden_states' dtype is; gate, up and their product to that dtype, too.
-    Raises ValueError for tensors and scales that do not fit each other.
+    scale_ue8m0         with block_shape: activation scales are rounded up to powers of two
+    expert_map, apply_router_weight_on_input, topk_ids  as in `fused_experts`
+
+    Activations are rounded to float8; gate, up and their product are rounded to hidden_states' dtype first. Raises
+    ValueError for tensors and scales that do not match.
     """
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
-    kind = check(
+    kind = check_scales(
         w1, w2, w1_scale, w2_scale, a1_scale, a2_scale, per_act_token_quant, block_shape, scale_ue8m0
     )
     acc = torch.promote_types(hidden_states.dtype, torch.float32)
     ids, weights = local_ids(topk_ids, expert_map), topk_weights.to(acc)[..., None]
     x = rounded(hidden_states, a1_scale, kind, scale_ue8m0)
-    gate_up = x.new_zeros((*ids.shape, w1.shape[1]))  # of each pair; zeros where it has no expert
+    gate_up = x.new_zeros((*ids.shape, w1.shape[1]))  # per pair; 0 without a local expert
     for expert in range(w1.shape[0]):
         y = (x @ dequantized(w1[expert], w1_scale[expert].to(acc), kind).t())[:, None]
         gate_up = torch.where((ids == expert)[..., None], y, gate_up)
@@ -137,9 +209,9 @@ def _triton(
     scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
     gate_up: str | None = None, down: str | None = None,
 ) -> T:  # fmt: skip
-    """gate_up, down: the tiles of the two products, as a tuned table names them; None: the kernel's own choice."""
+    """gate_up, down: tiles of the two products as a tuned table names them; None: the kernel's default."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
-    kind = check(
+    kind = check_scales(
         w1, w2, w1_scale, w2_scale, a1_scale, a2_scale, per_act_token_quant, block_shape, scale_ue8m0
     )
     x, ids, weights = hidden_states, topk_ids.contiguous(), topk_weights.contiguous()
@@ -149,12 +221,12 @@ def _triton(
     first, second = chosen(
         tiles_fp8(ids.numel() // experts, block_shape is not None, wide(x.device)), gate_up, down
     )
-    # Scales of groups side by side by token: a tile reads those of its rows for one block of columns.
+    # Group scales are stored column-major: a tile reads the scales of its rows for one block of columns.
     how = (kind.group_size, None, kind.min_absmax, kind.activations == BLOCK)
     q, a_scale = quantize_fp8.run(x, a1_scale, *how, False, scale_ue8m0)
     pairs = sort_pairs(ids, experts, expert_map, first.block_m)
     early, late = (weights, None) if apply_router_weight_on_input else (None, weights)
-    # Rows of no expert are not written, and must not count where all rows have one scale.
+    # Rows without a local expert are not written and must not affect a scale that all rows share.
     make = torch.zeros if kind.activations == FOUND else torch.empty
     both = make((pairs.n_pairs, w1.shape[1]), dtype=x.dtype, device=x.device)
     grouped_gemm(q, w1, pairs, pairs.topk, early, first, scales(kind, a_scale, w1, w1_scale), both)
@@ -187,7 +259,7 @@ def _fits(params: dict[str, str], *args: Any) -> bool:
 
 
 def _dims_of_key(block: int, act: int, dtype: torch.dtype, **sizes: int) -> dict[str, Any]:
-    ue8m0 = {"ue8m0": True} if block == BLOCK else {}  # as vLLM has them
+    ue8m0 = {"ue8m0": True} if block == BLOCK else {}  # as in vLLM
     return {**dims_of_key(**sizes), "block": block, "act": act, **ue8m0}
 
 
@@ -202,77 +274,55 @@ fused_experts_fp8 = define(
             "triton", _triton, devices=("cuda",), supports=_supports_triton, params=sets(1),
             fits=_fits,
         ),
-        # What production runs, for the sizes where a table names it.
+        # The hosts' kernels, only where a tuned table names them.
         Provider(
-            "vllm", calls.for_any_ids(calls.fused_experts_fp8_vllm, 5), module="vllm",
-            supports=calls.supports_vllm_fp8,
+            "vllm", libraries.for_any_ids(libraries.fused_experts_fp8_vllm, 5), module="vllm",
+            supports=libraries.supports_vllm_fp8,
         ),
         Provider(
-            "cutlass", calls.for_any_ids(calls.fused_experts_fp8_cutlass, 5), module="vllm",
-            supports=calls.supports_cutlass,
+            "cutlass", libraries.for_any_ids(libraries.fused_experts_fp8_cutlass, 5), module="vllm",
+            supports=libraries.supports_cutlass,
         ),
         Provider(
-            "deepgemm", calls.for_any_ids(calls.fused_experts_fp8_deepgemm, 5), module="vllm.third_party.deep_gemm",
-            supports=calls.supports_deepgemm,
+            "deepgemm", libraries.for_any_ids(libraries.fused_experts_fp8_deepgemm, 5),
+            module="vllm.third_party.deep_gemm", supports=libraries.supports_deepgemm,
         ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
-    # block: 0 for a scale an expert, 1 for one a channel, 128 for blocks; act: 0 for given scales of activations, 1 for
-    # one a token, 2 for one of all that is found, 128 for groups
+    # block and act are the fields of Kind.
     key=Key(shape=(*SHAPE, "block", "act", "dtype"), sizes=SIZES, of=_key, dims=_dims_of_key),
 )  # fmt: skip
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    h, i, block, act, e = d["hidden"], d["intermediate"], d["block"], d["act"], here_of(d)
-    weights, ids, expert_map = routing(d, device, generator)
-    x = torch.empty((d["tokens"], h), dtype=getattr(torch, case.dtype), device=device)
-    x.normal_(generator=generator)
-
-    def values(*size: int) -> T:  # expert by expert: Mixtral's are 1.4 G numbers
-        made = torch.empty(size, dtype=FP8, device=device)
-        for expert in made:
-            found = torch.randn(size[1:], generator=generator, device=device) * 100
-            expert.copy_(found.clamp_(-FP8_MAX, FP8_MAX))
-        return made
-
-    def scale(n: int, k: int) -> T:  # weights of variance 1 / K
-        shape = {TENSOR: (e,), ROW: (e, n), BLOCK: (e, blocks(n), blocks(k))}[block]
-        return (torch.rand(shape, generator=generator, device=device) + 0.5) * (0.01 / math.sqrt(max(k, 1)))
-
-    def given() -> T | None:  # for values up to about 5
-        return torch.rand(1, generator=generator, device=device) * 0.004 + 0.01 if act == GIVEN else None
-
-    return [
-        x, values(e, 2 * i, h), values(e, h, i), scale(2 * i, h), scale(h, i), weights, ids, given(), given(),
-        act == TOKEN, [BLOCK, BLOCK] if block == BLOCK else None, d.get("ue8m0", False), expert_map,
-        d.get("on_input", False),
-    ]  # fmt: skip
+def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+    made = torch.empty(shape, dtype=dtype, device=call.device)
+    for expert in made:  # one by one: Mixtral has 1.4 G weights
+        expert.copy_((100 * call.randn(*shape[1:])).clamp_(-FP8_MAX, FP8_MAX))
+    return made
 
 
-def _dims(
-    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, a1_scale: T | None = None,
-    a2_scale: T | None = None, per_act_token_quant: bool = False, block_shape: list[int] | None = None,
-    scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    block, act = kind_of(w1, w1_scale, a1_scale, per_act_token_quant, block_shape)
-    return {
-        **sizes_of(w1, w2, topk_ids, expert_map, apply_router_weight_on_input), "block": block, "act": act,
-        **optional(ue8m0=scale_ue8m0),
+def _weight_scale(name: str, axes: str) -> Tensor:
+    """Declare the scales of a weight with `axes` [N, K], which give it a variance of about 1 / K."""
+    n, k = axes.split()
+
+    def values(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+        return (call.rand(*shape) + 0.5) * (0.01 / math.sqrt(max(call[k], 1)))
+
+    rows, columns = f"cdiv({n},{BLOCK})", f"cdiv({k},{BLOCK})"
+    shapes = {
+        **per_expert(n, f"block == {ROW}"), **per_expert(f"{rows} {columns}", f"block == {BLOCK}"), **per_expert(""),
     }  # fmt: skip
+    one = int(name == "w1_scale")  # of two single scales per expert, one is counted
+    counted = f"{n} if block == {ROW} else {rows} * {columns} if block == {BLOCK} else {one}"
+    return Tensor(name, shapes, "float32", values=values, bytes=f"4 * experts_hit * ({counted})")
 
 
-def _bytes(case: Case) -> int:
-    d, size = case.dims, getattr(torch, case.dtype).itemsize
-    h, i, read = d["hidden"], d["intermediate"], experts_read(d)
-    a_block = {TENSOR: 1, ROW: 2 * i + h, BLOCK: blocks(2 * i) * blocks(h) + blocks(h) * blocks(i)}
-    weights = read * (3 * h * i + 4 * a_block[d["block"]])
-    return 2 * size * d["tokens"] * h + weights + 8 * d["tokens"] * d["topk"]
+def _kind(args: SimpleNamespace) -> Kind:
+    return kind_of(args.w1, args.w1_scale, args.a1_scale, args.per_act_token_quant, args.block_shape)
 
 
-def _vary(case: Case, rng: random.Random) -> Case:
-    return vary_experts(SPEC, case, rng)
+def _block_shape(sizes: Sizes) -> list[int] | None:
+    return [BLOCK, BLOCK] if sizes["block"] == BLOCK else None
 
 
 def _models(
@@ -292,19 +342,13 @@ def _odd(
     return Case(name, {"tokens": tokens, **sizes, "block": block, "act": act, **more}, dtype, tags=("odd",))
 
 
-_VLLM = "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts"
-_SGLANG = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:fused_experts"
-_KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl"
-_RUNNER = "sglang.srt.layers.moe.moe_runner.runner:MoeRunner"
-_NOTE = "the hosts reach it through objects that bind it when they are built: for forks"
-
 SPEC = OpSpec(
     name="fused_experts_fp8",
     level=2,
     reference=reference,
     op=fused_experts_fp8,
     cases=(
-        # As checkpoints of Mixtral have them: a scale an expert, given scales of activations.
+        # FP8 checkpoints of Mixtral: one scale per expert, given activation scales.
         *_models(TENSOR, GIVEN, "mixtral", MIXTRAL),
         *_models(ROW, TOKEN, "mixtral_channels", MIXTRAL, (32, 4096)),
         *_models(BLOCK, BLOCK, "qwen3", QWEN3_30B, ue8m0=True),
@@ -323,25 +367,50 @@ SPEC = OpSpec(
         _odd("tokens_of_tensors", 21, 4, 2, 64, 40, TENSOR, TOKEN, "float32"),
         _odd("none", 0, 4, 2, 64, 48, TENSOR, GIVEN, "float32"),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=flops,
-    # What lies between two numbers of float8 goes to the other one, an eighth away, where it was rounded to 16 bits, or
-    # added up, in another order: seen are 0.09 with 128 columns that are added up, and less with more.
+    arguments=(
+        Tensor("hidden_states", "tokens hidden"),
+        Tensor(
+            "w1",
+            per_expert("2*intermediate hidden"),
+            "float8_e4m3fn",
+            values=_weight,
+            bytes="experts_hit * 2 * intermediate * hidden",
+        ),
+        Tensor(
+            "w2",
+            per_expert("hidden intermediate"),
+            "float8_e4m3fn",
+            values=_weight,
+            bytes="experts_hit * hidden * intermediate",
+        ),
+        _weight_scale("w1_scale", "2*intermediate hidden"),
+        _weight_scale("w2_scale", "hidden intermediate"),
+        Tensor("topk_weights", "tokens topk", "float32"),
+        Tensor("topk_ids", "tokens topk", "ids", bytes=ROUTING_BYTES),
+        Tensor("a1_scale", "1", "float32", when=f"act == {GIVEN}", values=uniform(0.01, 0.014), bytes="0"),
+        Tensor("a2_scale", "1", "float32", when=f"act == {GIVEN}", values=uniform(0.01, 0.014), bytes="0"),
+        Scalar("per_act_token_quant", value=f"act == {TOKEN}"),
+        Scalar("block_shape"),
+        Scalar("scale_ue8m0", "ue8m0", default=False),
+        Tensor("expert_map", "experts", "int32", when="elsewhere", bytes="0"),
+        Scalar("apply_router_weight_on_input", "on_input", default=False),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={
+        **AXES,
+        "block": Axis(read=lambda a: _kind(a).weights),
+        "act": Axis(read=lambda a: _kind(a).activations),
+        "block_shape": Axis(_block_shape),
+    },
+    constraints=("topk <= experts", "hidden % max(block, 1) == 0", "intermediate % max(block, 1) == 0"),
+    values=routing,
+    flops=FLOPS,
+    # Another order of summation, or rounding to 16 bits, moves a value between two float8 numbers to the other one, an
+    # eighth away: up to 0.09 was observed with sums of 128 products, less with longer sums.
     tolerance={name: Tolerance(0.12, 6e-2) for name in ("float32", "float16", "bfloat16")},
-    dims_of=_dims,
-    vary=_vary,
     extremes=extremes(5),
     activations=(0,),
     calls=("moe_align", "quantize_fp8", "silu_and_mul", "silu_mul_quant_fp8"),
     by_table=fused_experts_fp8,
     build=build_fp8,
-    targets=(
-        Target("vllm", _KERNEL, "VllmFusedMoEKernel", "experts", default=False),
-        Target("sglang", _RUNNER, "SGLangMoeRunner", "experts", default=False),
-        Target("vllm", _VLLM, "vllm_fused_experts", "function", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_fused_experts", "function", ">=0.5.23", note=_NOTE),
-    ),
 )

@@ -1,4 +1,4 @@
-"""The Triton kernels of the mixtures of experts: each expert's matrix times its own rows, and a sum over a token's."""
+"""Triton kernels for mixtures of experts: the grouped matrix product and the sum over the experts of a token."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fastkernels.overrides.moe.moe_tiles import Tiles
 
 
 class Sorted(NamedTuple):
-    """(token, expert) pairs by expert, in blocks of block_m; see `sort_pairs`.
+    """(token, expert) pairs sorted by expert, in blocks of block_m; `sort_pairs` makes them.
 
-    pairs    int32, a pair's number, `n_pairs` where there is none; None: each block has one pair, that of its number
-    experts  of each block
-    total    int32 [1], entries of `pairs` in use; None: all
-    n_pairs  how many there are
-    topk     pairs of a token
-    blocks   how many blocks there may be
+    pairs    int32 indices of pairs, `n_pairs` for padding; None: block i holds pair i alone
+    experts  the expert of each block
+    total    int32 [1], the used entries of `pairs`; None: all
+    n_pairs  number of pairs
+    topk     pairs per token
+    blocks   upper bound of the number of blocks
     """
 
     pairs: torch.Tensor | None
@@ -35,11 +35,11 @@ class Sorted(NamedTuple):
 
 
 def sort_pairs(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None, block_m: int) -> Sorted:
-    """ids: [T, K], contiguous. Every size depends on shapes only: nothing waits for the GPU, and a CUDA graph serves
-    any routing.
+    """ids: [T, K], contiguous. All sizes depend on shapes alone: the CPU never waits for the GPU, and a captured CUDA
+    graph is valid for any routing.
 
-    So few pairs that most have an expert of their own are not sorted at all, as vLLM does it, unless somebody asked
-    for moe_align by name.
+    With so few pairs that most experts have at most one, pairs are not sorted, as in vLLM, unless moe_align is
+    explicitly requested.
     """
     count, topk = ids.numel(), ids.shape[1]
     if expert_map is None and 4 * count <= experts and not moe_align.asked:
@@ -50,10 +50,12 @@ def sort_pairs(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None,
 
 
 class Scales(NamedTuple):
-    """Of float8 matrices. kind: ROW, a scale a row of each, or one for several (stride 0); BLOCK, also one a 128 of K.
+    """Scales of float8 matrices a and b, with their strides.
 
-    a, a_row, a_block            where they lie for a's rows and blocks of K
-    b, b_expert, b_row, b_block  for the experts, their rows (of blocks: blocks of 128 rows) and blocks of K
+    kind                         ROW: one scale per row, shared by several rows with a stride of 0; BLOCK: one scale per
+                                 128 values along K, and in b per 128 rows
+    a, a_row, a_block            scales of a: strides of a row and of a block of K
+    b, b_expert, b_row, b_block  scales of b: strides of an expert, of a row (BLOCK: 128 rows) and of a block of K
     """
 
     kind: int
@@ -66,7 +68,7 @@ class Scales(NamedTuple):
     b_block: int
 
 
-# Numbers of pairs change from call to call: one kernel for all.
+# The number of pairs changes between calls: one compiled kernel serves all of them.
 @triton.jit(do_not_specialize=["E", "n_pairs", "n_blocks", "as_block"])
 def _grouped_gemm_kernel(
     a_ptr, b_ptr, c_ptr, scale_ptr, pairs_ptr, experts_ptr, total_ptr, as_ptr, bs_ptr, N, E, n_pairs, n_blocks,
@@ -76,7 +78,7 @@ def _grouped_gemm_kernel(
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # GROUP_M blocks of rows are neighbours, column by column: what they share of an expert's matrix comes from L2.
+    # GROUP_M blocks of rows run next to each other, column by column, and share an expert's matrix through L2.
     pid = tl.program_id(0)
     columns = tl.cdiv(N, BLOCK_N)
     first = pid // (GROUP_M * columns) * GROUP_M
@@ -96,7 +98,7 @@ def _grouped_gemm_kernel(
     rows = (tl.where(there, pairs, 0) // TOPK).to(tl.int64)
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    # a is [rows, K] and b [K, cols]; swapped they are [K, rows] and [cols, K], and their product is b a.
+    # a is [rows, K] and b is [K, cols]. With SWAP they are [K, rows] and [cols, K], and the product is b a.
     a_k = ks[:, None] if SWAP else ks[None, :]
     a_there = there[None, :] if SWAP else there[:, None]
     a_at = a_ptr + (rows[None, :] if SWAP else rows[:, None]) * a_stride + a_k
@@ -106,7 +108,7 @@ def _grouped_gemm_kernel(
     b_at += (cols.to(tl.int64)[:, None] if SWAP else cols.to(tl.int64)[None, :]) * b_stride + b_k
     if FP8:
         as_at = as_ptr + rows * as_row
-        # A tile has one block of rows, or several.
+        # The columns of a tile lie in one block of b's rows, or in several.
         of_cols = (col * BLOCK_N // 128 if BLOCK_N <= 128 else cols // 128) if BLOCKS else cols
         bs_at = bs_ptr + expert * bs_expert + of_cols * bs_row
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -129,7 +131,7 @@ def _grouped_gemm_kernel(
                 b_s = tl.load(bs_at + k // 128 * bs_block, mask=cols < N, other=0.0)
                 acc += part * (b_s[:, None] * a_s[None, :] if SWAP else a_s[:, None] * b_s[None, :])
         elif FP8 and BLOCK_M < 128:
-            # Hopper's tensor cores add up FP8 with 14 bits: few products at a time where memory is all the time.
+            # Hopper's tensor cores accumulate FP8 with 14 bits. Short sums are free where memory is the limit.
             acc += tl.dot(b, a) if SWAP else tl.dot(a, b)
         else:
             acc = (
@@ -158,10 +160,10 @@ def grouped_gemm(
     scales: Scales | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a: [pairs / topk, K]; b: [E, N, K]; scale: a number for each pair or None; scales: where a and b are float8 e4m3.
+    """a: [pairs / topk, K]; b: [E, N, K]; scale: one factor per pair, or None; scales: for float8 e4m3 a and b.
 
-    Returns [pairs, N] in a's dtype, or `out`: row i is scale[i] * b[expert of pair i] @ a[i / topk]. Rows of no expert
-    are not written.
+    Returns [pairs, N] in a's dtype, or `out`: row i is scale[i] * b[expert of pair i] @ a[i / topk]. Rows without a
+    local expert are not written.
     """
     n, k = b.shape[1:]
     if out is None:
@@ -203,7 +205,8 @@ def _sum_kernel(
 def sum_over_experts(
     x: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None
 ) -> torch.Tensor:
-    """x: [T * K, H], topk_ids: [T, K]. Returns [T, H], the sum of each token's rows; rows of no expert are not read."""
+    """x: [T * K, H]; topk_ids: [T, K]. Returns [T, H], the sum of each token's rows; rows without a local expert are
+    not read."""
     tokens, topk = topk_ids.shape
     hidden = x.shape[1]
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)

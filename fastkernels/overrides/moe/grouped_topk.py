@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+import triton
+import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, varied
-from fastkernels.core.spec import Case, OpSpec, Permutable, Target, Tolerance
-from fastkernels.overrides.moe.grouped_topk_triton import (
-    Pair,
-    check,
-    empty,
-    grouped_topk_triton,
-    supports_triton,
-)
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Permutable, Scalar, Tensor, Tolerance
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
-LEAST_SUM = 1e-20  # what SGLang adds before it divides: where all weights are 0, they stay so
+MAX_EXPERTS, MAX_TOPK = 1024, 32
+LEAST_SUM = (
+    1e-20  # added to the sum of weights before the division, as in SGLang: weights that are all 0 stay 0
+)
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def reference(
@@ -36,15 +34,15 @@ def reference(
 ) -> Pair:
     """gating_output: [T, E]. Returns (topk_weights [T, K] in at least float32, topk_ids [T, K] int32), best first.
 
-    Experts are ranked by score ('softmax' or 'sigmoid' of the logits) plus e_score_correction_bias [E]. Of the
-    num_expert_group equal groups, the topk_group best ones count: by their best expert or, with a bias, by the sum of
-    their two best. Weights are scores without the bias; renormalize: those of a token add up to 1, before
-    routed_scaling_factor multiplies them. Of equals the lower id or group comes first; a NaN counts as the lowest.
+    Experts are ranked by score ('softmax' or 'sigmoid' of the logits) plus e_score_correction_bias [E]. Experts are
+    chosen from the topk_group best of num_expert_group equal groups; a group's rank is that of its best expert or, with
+    a bias, the sum of its two best. Weights are scores without the bias; with renormalize they add up to 1 for each
+    token. routed_scaling_factor multiplies them last. Among equals the lower id or group wins; NaN ranks lowest.
     """
     acc = torch.promote_types(gating_output.dtype, torch.float32)
     logits = gating_output.to(acc)
     scores = logits.softmax(dim=-1) if scoring_func == "softmax" else logits.sigmoid()
-    # Without a bias scores are in the order of the logits, which no rounding makes equal.
+    # Without a bias, rank by logits: scores have the same order, but rounding can make them equal.
     rank = logits if e_score_correction_bias is None else scores + e_score_correction_bias.to(acc)
     rank = torch.where(rank.isnan(), -math.inf, rank)
     groups = rank.unflatten(-1, (num_expert_group, -1))
@@ -61,6 +59,160 @@ def reference(
     return weights * routed_scaling_factor, ids.to(torch.int32)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _grouped_topk_kernel(
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, stride, factor, T, E, G, S, TOPK: tl.constexpr,
+    TOPK_GROUP: tl.constexpr, SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # A tile is [tokens, groups, experts per group], padded to powers of two.
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
+    expert = group[:, None] * S + member[None, :]
+    exists = (group < G)[:, None] & (member < S)[None, :]
+    inside = (rows < T)[:, None, None] & exists[None, :, :]
+    at = logits_ptr + rows.to(tl.int64)[:, None, None] * stride + expert[None, :, :]
+    x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+    ranked = tl.where(x != x, float("-inf"), x)
+    top = tl.max(tl.max(ranked, axis=2), axis=1)
+    total = tl.sum(tl.sum(tl.where(inside, tl.exp(x - top[:, None, None]), 0.0), axis=2), axis=1)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
+        if SOFTMAX:
+            scores = tl.exp(x - top[:, None, None]) / total[:, None, None]
+        else:
+            scores = 1.0 / (1.0 + tl.exp(-x))
+        ranked = scores + bias[None, :, :]
+        ranked = tl.where((ranked != ranked) | (inside == 0), float("-inf"), ranked)
+    ranked = tl.where(ranked == 0.0, 0.0, ranked)  # -0 is 0
+    best = tl.max(ranked, axis=2)
+    if HAS_BIAS:
+        at_best = ranked == best[:, :, None]
+        second = tl.max(tl.where(at_best, float("-inf"), ranked), axis=2)
+        best += tl.where(tl.sum(at_best.to(tl.int32), axis=2) > 1, best, second)
+    # The rank of a group is the number of groups ahead of it: a higher score, or an equal score and a lower index.
+    ahead = (best[:, None, :] > best[:, :, None]) | (
+        (best[:, None, :] == best[:, :, None]) & (group[None, :] < group[:, None])[None, :, :]
+    )
+    chosen = tl.sum(ahead.to(tl.int32), axis=2) < TOPK_GROUP
+    counts = chosen[:, :, None] & exists[None, :, :]
+    bits = tl.where(counts, ranked, float("-inf")).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers ordered like the floats
+    # One maximum finds the best score and its lowest id: the low half holds the id, counted down, or 0 for padding.
+    low = tl.where(counts, (E - expert)[None, :, :], 0)
+    BLOCK: tl.constexpr = BLOCK_G * BLOCK_S
+    keys = tl.reshape((bits.to(tl.int64) << 32) | low.to(tl.int64), (BLOCK_T, BLOCK))
+    number = tl.reshape(expert, (BLOCK,))
+    choice = tl.arange(0, BLOCK_K)
+    ids = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
+    for k in tl.static_range(TOPK):
+        found = E - (tl.max(keys, axis=1) & 0xFFFFFFFF).to(tl.int32)
+        ids = tl.where(choice[None, :] == k, found[:, None], ids)
+        keys = tl.where(number[None, :] == found[:, None], -0x8000000000000000, keys)
+    mask = (rows < T)[:, None] & (choice < TOPK)[None, :]
+    # Read the chosen logits again: the row is in the cache, and the loop carries no values.
+    weights = tl.load(logits_ptr + rows.to(tl.int64)[:, None] * stride + ids, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    if SOFTMAX:
+        weights = tl.exp(weights - top[:, None]) / total[:, None]
+    else:
+        weights = 1.0 / (1.0 + tl.exp(-weights))
+    if RENORMALIZE:
+        part = tl.sum(tl.where(choice[None, :] < TOPK, weights, 0.0), axis=1)
+        weights = weights / (part + 1e-20)[:, None]
+    to = rows.to(tl.int64)[:, None] * TOPK + choice[None, :]
+    tl.store(weights_ptr + to, weights * factor, mask=mask)
+    tl.store(ids_ptr + to, ids, mask=mask)
+
+
+def _check(
+    gating_output: torch.Tensor,
+    topk: int,
+    groups: int,
+    topk_group: int,
+    scoring_func: str,
+    bias: torch.Tensor | None,
+) -> None:
+    if gating_output.dim() != 2:
+        raise ValueError(f"gating_output must be [tokens, experts], got shape {tuple(gating_output.shape)}")
+    experts = gating_output.shape[1]
+    if groups < 1 or experts % groups:
+        raise ValueError(f"{experts} experts cannot form {groups} equal groups (num_expert_group)")
+    if not 1 <= topk_group <= groups:
+        raise ValueError(f"topk_group {topk_group} is not in 1 .. {groups}, the number of groups")
+    if not 1 <= topk <= topk_group * (experts // groups):
+        raise ValueError(
+            f"topk {topk} is not in 1 .. {topk_group * (experts // groups)}, the experts of the chosen groups"
+        )
+    if scoring_func not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring_func {scoring_func!r} is neither 'softmax' nor 'sigmoid'")
+    if bias is not None and (bias.shape != (experts,) or experts < 2 * groups):
+        raise ValueError(
+            f"e_score_correction_bias {tuple(bias.shape)} must be [{experts}], with two or more experts per group"
+        )
+
+
+def _supports_triton(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int = 1,
+    topk_group: int = 1,
+    scoring_func: str = "softmax",
+    e_score_correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> str | None:
+    if gating_output.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {gating_output.dtype} is not float32, float16 or bfloat16"
+    if gating_output.shape[-1] > MAX_EXPERTS or topk > MAX_TOPK or num_expert_group > 64:
+        return f"{topk} of {gating_output.shape[-1]} experts in {num_expert_group} groups exceed the limits"
+    if gating_output.stride(-1) != 1:
+        return f"gating_output has strides {tuple(gating_output.stride())}: experts must be contiguous"
+    if e_score_correction_bias is not None and not e_score_correction_bias.is_contiguous():
+        return f"e_score_correction_bias has strides {e_score_correction_bias.stride()}, not contiguous"
+    return None
+
+
+def _empty(gating_output: torch.Tensor, topk: int) -> Pair:
+    shape, device = (gating_output.shape[0], topk), gating_output.device
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    return weights, torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def _triton(
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int = 1,
+    topk_group: int = 1,
+    scoring_func: str = "softmax",
+    e_score_correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> Pair:
+    bias = e_score_correction_bias
+    _check(gating_output, topk, num_expert_group, topk_group, scoring_func, bias)
+    tokens, experts = gating_output.shape
+    weights, ids = _empty(gating_output, topk)
+    if tokens == 0:
+        return weights, ids
+    members = experts // num_expert_group
+    block_g, block_s = next_power_of_2(num_expert_group), next_power_of_2(members)
+    # 1024 keys of eight bytes take 16 registers per thread of 4 warps; a decode step has few rows to distribute.
+    block_t = max(1, min(1024 // (block_g * block_s), 8, next_power_of_2(cdiv(tokens, 128))))
+    grid = (cdiv(tokens, block_t),)
+    launch_kernel(
+        _grouped_topk_kernel, grid,
+        gating_output, bias, weights, ids, gating_output.stride(0), routed_scaling_factor, tokens, experts,
+        num_expert_group, members, TOPK=topk, TOPK_GROUP=topk_group, SOFTMAX=scoring_func == "softmax",
+        HAS_BIAS=bias is not None, RENORMALIZE=renormalize, BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
+        BLOCK_K=next_power_of_2(topk), num_warps=4 if block_t * block_g * block_s >= 512 else 1,
+    )  # fmt: skip
+    return weights, ids
+
+
 def _reference(
     gating_output: torch.Tensor,
     topk: int,
@@ -72,7 +224,7 @@ def _reference(
     routed_scaling_factor: float = 1.0,
 ) -> Pair:
     groups = (num_expert_group, topk_group, scoring_func, e_score_correction_bias)
-    check(gating_output, topk, *groups)
+    _check(gating_output, topk, *groups)
     weights, ids = reference(gating_output, topk, renormalize, *groups, routed_scaling_factor)
     return weights.float(), ids
 
@@ -81,158 +233,18 @@ grouped_topk = define(
     "grouped_topk(Tensor gating_output, int topk, bool renormalize, int num_expert_group=1, int topk_group=1,"
     " str scoring_func='softmax', Tensor? e_score_correction_bias=None, float routed_scaling_factor=1.0)"
     " -> (Tensor, Tensor)",
-    fake=lambda gating_output, topk, *_: empty(gating_output, topk),
+    fake=lambda gating_output, topk, *_: _empty(gating_output, topk),
     providers=(
-        Provider("triton", grouped_topk_triton, devices=("cuda",), supports=supports_triton),
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
 
 
-def _check_tokens(hidden_states: torch.Tensor, gating_output: torch.Tensor) -> None:
-    if hidden_states.shape[0] != gating_output.shape[0]:
-        raise ValueError(
-            f"hidden_states has {hidden_states.shape[0]} tokens, gating_output {gating_output.shape[0]}"
-        )
-
-
-def vllm_grouped_topk(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int = 0,
-    topk_group: int = 0,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> Pair:
-    """vllm.model_executor.layers.fused_moe.router.grouped_topk_router.grouped_topk: (weights, ids), each [T, topk]."""
-    _check_tokens(hidden_states, gating_output)
-    return grouped_topk(
-        gating_output, topk, renormalize, num_expert_group, topk_group, scoring_func, e_score_correction_bias,
-        routed_scaling_factor,
-    )  # fmt: skip
-
-
-def vllm_fused_grouped_topk(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    e_score_correction_bias: torch.Tensor,
-    num_expert_group: int = 0,
-    topk_group: int = 0,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-) -> Pair:
-    """vllm.model_executor.layers.fused_moe.router.grouped_topk_router.fused_grouped_topk; see vllm_grouped_topk."""
-    groups = (num_expert_group, topk_group, scoring_func, routed_scaling_factor, e_score_correction_bias)
-    return vllm_grouped_topk(hidden_states, gating_output, topk, renormalize, *groups)
-
-
-class VllmGroupedTopk(nn.Module):
-    """vllm.model_executor.layers.fused_moe.router.grouped_topk_router.GroupedTopk; see vllm_grouped_topk.
-
-    As in the host on NVIDIA's devices, num_fused_shared_experts is not read.
-    """
-
-    def __init__(
-        self,
-        topk: int,
-        renormalize: bool,
-        num_expert_group: int = 0,
-        topk_group: int = 0,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        num_fused_shared_experts: int = 0,
-    ) -> None:
-        super().__init__()
-        self.topk = topk
-        self.renormalize = renormalize
-        self.num_expert_group = num_expert_group
-        self.topk_group = topk_group
-        self.scoring_func = scoring_func
-        self.routed_scaling_factor = routed_scaling_factor
-        self.num_fused_shared_experts = num_fused_shared_experts
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        gating_output: torch.Tensor,
-        e_score_correction_bias: torch.Tensor | None = None,
-    ) -> Pair:
-        return vllm_grouped_topk(
-            hidden_states, gating_output, self.topk, self.renormalize, self.num_expert_group, self.topk_group,
-            self.scoring_func, self.routed_scaling_factor, e_score_correction_bias,
-        )  # fmt: skip
-
-
-def _sglang(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
-    bias: torch.Tensor | None,
-    topk: int,
-    renormalize: bool,
-    groups: int | None,
-    topk_group: int | None,
-    shared: int,
-    factor: float | None,
-    scoring_func: str,
-) -> Pair:
-    _check_tokens(hidden_states, gating_output)
-    if shared:
-        raise ValueError(f"num_fused_shared_experts={shared} is not supported; use the host's own function")
-    return grouped_topk(
-        gating_output, topk, renormalize, groups or 1, topk_group or 1, scoring_func, bias,
-        1.0 if factor is None else factor,
-    )  # fmt: skip
-
-
-def sglang_grouped_topk_gpu(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int | None = None,
-    topk_group: int | None = None,
-    num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float | None = None,
-    apply_routed_scaling_factor_on_output: bool | None = False,
-    scoring_func: str = "softmax",
-) -> Pair:
-    """sglang.srt.layers.moe.topk.grouped_topk_gpu: (weights [T, topk], ids [T, topk] int32).
-
-    routed_scaling_factor counts only with apply_routed_scaling_factor_on_output; before 0.5.23 the host also wants
-    renormalize for it, here all do as 0.5.23 does. Raises ValueError for num_fused_shared_experts.
-    """
-    factor = routed_scaling_factor if apply_routed_scaling_factor_on_output else None
-    groups = (num_expert_group, topk_group, num_fused_shared_experts, factor, scoring_func)
-    return _sglang(hidden_states, gating_output, None, topk, renormalize, *groups)
-
-
-def sglang_biased_grouped_topk_gpu(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
-    correction_bias: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int | None = None,
-    topk_group: int | None = None,
-    num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float | None = None,
-    apply_routed_scaling_factor_on_output: bool | None = False,
-) -> Pair:
-    """sglang.srt.layers.moe.topk.biased_grouped_topk_gpu, sigmoid scores; see sglang_grouped_topk_gpu."""
-    factor = routed_scaling_factor if apply_routed_scaling_factor_on_output else None
-    groups = (num_expert_group, topk_group, num_fused_shared_experts, factor, "sigmoid")
-    return _sglang(hidden_states, gating_output, correction_bias, topk, renormalize, *groups)
-
-
 def _margin(
     logits: torch.Tensor, topk: int, groups: int, topk_group: int, scoring_func: str, bias: torch.Tensor
 ) -> torch.Tensor:
-    """[T]: by how much the scores that decide a token's ids differ; float32 cannot tell less than 1e-7 apart."""
+    """Return [T]: the smallest score difference that decides a token's ids; float32 resolves about 1e-7."""
     scores = logits.double().softmax(-1) if scoring_func == "softmax" else logits.double().sigmoid()
     rank = (scores + bias.double()).unflatten(-1, (groups, -1))
     best = rank.topk(2, dim=-1).values.sum(dim=-1).sort(dim=-1, descending=True)
@@ -243,58 +255,17 @@ def _margin(
     return gap.minimum(kept[:, : topk + 1].diff(dim=-1).abs().amin(dim=-1))
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    tokens, experts, topk = d["tokens"], d["experts"], d["topk"]
-    groups, topk_group = d.get("groups", 1), d.get("topk_group", 1)
-    scoring_func, dtype = d.get("scoring", "softmax"), getattr(torch, case.dtype)
-
-    def logits() -> torch.Tensor:
-        wide = torch.randn(tokens, experts + d.get("pad", 0), generator=generator, device=device)
-        return (2 * wide).to(dtype)[:, :experts]
-
-    x, bias = logits(), None
-    if d.get("bias"):
-        spread = 0.2 if scoring_func == "sigmoid" else 0.02
-        bias = spread * (torch.rand(experts, generator=generator, device=device) - 0.5)
-        for _ in range(20):  # no token so near to a tie that rounding decides
-            near = _margin(x, topk, groups, topk_group, scoring_func, bias) < 2e-6
-            if not bool(near.any()):
-                break
-            x[near] = logits()[near]
-    factor = d.get("factor", 1.0)
-    return [x, topk, d.get("renormalize", True), groups, topk_group, scoring_func, bias, factor]
-
-
-def _dims_of(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int = 1,
-    topk_group: int = 1,
-    scoring_func: str = "softmax",
-    e_score_correction_bias: torch.Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-) -> dict[str, Any]:
-    dims = {"tokens": gating_output.shape[0], "experts": gating_output.shape[1], "topk": topk}
-    more = {
-        "groups": num_expert_group,
-        "topk_group": topk_group,
-        "scoring": scoring_func,
-        "renormalize": renormalize,
-    }
-    return {**dims, **more, "bias": e_score_correction_bias is not None, "factor": routed_scaling_factor}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    def draw() -> dict[str, Any]:
-        groups, members = rng.choice((1, 2, 4, 6, 8)), rng.randint(4, 32)
-        topk_group = rng.randint(1, groups)
-        topk = rng.randint(1, min(topk_group * members, 12))
-        sizes = {"experts": groups * members, "topk": topk, "groups": groups, "topk_group": topk_group}
-        return {**drawn(case, rng, ("tokens",)), **sizes}
-
-    return varied(case, draw, _bytes, _flops)
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    logits = call.tensor("gating_output")
+    if not call["bias"]:
+        return {"gating_output": logits}
+    bias = (0.2 if call["scoring"] == "sigmoid" else 0.02) * (call.rand(call["experts"]) - 0.5)
+    for _ in range(20):  # redraw tokens whose choice depends on rounding
+        near = _margin(logits, call["topk"], call["groups"], call["topk_group"], call["scoring"], bias) < 2e-6
+        if not bool(near.any()):
+            break
+        logits[near] = call.tensor("gating_output")[near]
+    return {"gating_output": logits, "e_score_correction_bias": bias}
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -304,25 +275,15 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
 
 
 def _one_expert(args: list[Any]) -> None:
-    """All other logits are -inf."""
+    """One finite logit per token."""
     if args[6] is None:
         args[0].fill_(-math.inf)
         args[0][:, -1] = 1.0
 
 
 def _equal_logits(args: list[Any]) -> None:
-    """Ids alone decide, or the bias."""
+    """Equal logits: ids decide, or the bias."""
     args[0].fill_(0.5)
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    return d["tokens"] * (d["experts"] * size + d["topk"] * 8) + (4 * d["experts"] if d.get("bias") else 0)
-
-
-def _flops(case: Case) -> int:
-    return 8 * case.dims["tokens"] * case.dims["experts"]
 
 
 def _case(
@@ -335,10 +296,6 @@ def _deepseek(name: str, tokens: int) -> Case:
     v3: dict[str, Any] = {"groups": 8, "topk_group": 4, "scoring": "sigmoid", "bias": True, "factor": 2.5}
     return _case(name, "model", tokens, 256, 8, **v3)
 
-
-_NOTE = "the hosts' routers bind the function, or make the module where no instance is found: for forks and our engine"
-_VLLM = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:"
-_SGLANG = "sglang.srt.layers.moe.topk:"
 
 SPEC = OpSpec(
     name="grouped_topk",
@@ -361,27 +318,36 @@ SPEC = OpSpec(
         _case("strided", "odd", 5, 32, 4, "float16", groups=4, topk_group=2, pad=3),
         _case("no_token", "odd", 0, 16, 2, groups=4, topk_group=2),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=_flops,
-    # In any dtype of the logits the weights are float32, and the ids exact.
+    arguments=(
+        Tensor("gating_output", "tokens experts", std=2.0, pad="pad"),
+        Scalar("topk"),
+        Scalar("renormalize", default=True, stated=True),
+        Scalar("num_expert_group", "groups"),
+        Scalar("topk_group"),
+        Scalar("scoring_func", "scoring", default="softmax", stated=True),
+        Tensor("e_score_correction_bias", "experts", "float32", when="bias"),
+        Scalar("routed_scaling_factor", "factor", default=1.0, stated=True),
+    ),
+    outputs=(Tensor("topk_weights", "tokens topk", "float32"), Tensor("topk_ids", "tokens topk", "int32")),
+    axes={
+        "tokens": Axis.per_call(),
+        "experts": Axis.count(),
+        "topk": Axis.count(),
+        "groups": Axis.option(1, choices=(1, 2, 4, 6, 8), stated=True),
+        "topk_group": Axis.count(1, stated=True),
+        "bias": Axis.option(False, stated=True),
+    },
+    constraints=(
+        "experts % groups == 0",
+        "experts >= 2 * groups or not bias",
+        "topk_group <= groups",
+        "topk <= topk_group * (experts // groups)",
+    ),
+    values=_values,
+    flops="8 * tokens * experts",
+    # Weights are float32 and ids are exact for every dtype of the logits.
     tolerance=dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(1e-6, 1e-5)),
-    dims_of=_dims_of,
-    vary=_vary,
     permutable=lambda x, topk, renormalize, groups, *more: Permutable((0,), (0, 6), x.shape[1] // groups),
     extremes={"one_expert": _one_expert, "equal_logits": _equal_logits},
     build=_build,
-    targets=(
-        Target("vllm", _VLLM + "GroupedTopk", "VllmGroupedTopk", "standalone", note=_NOTE),
-        Target("vllm", _VLLM + "grouped_topk", "vllm_grouped_topk", "function", note=_NOTE),
-        Target("vllm", _VLLM + "fused_grouped_topk", "vllm_fused_grouped_topk", "function", note=_NOTE),
-        Target("sglang", _SGLANG + "grouped_topk_gpu", "sglang_grouped_topk_gpu", "function", note=_NOTE),
-        Target(
-            "sglang",
-            _SGLANG + "biased_grouped_topk_gpu",
-            "sglang_biased_grouped_topk_gpu",
-            "function",
-            note=_NOTE,
-        ),
-    ),
 )

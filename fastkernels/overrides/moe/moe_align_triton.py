@@ -1,7 +1,7 @@
-"""The Triton kernels of `moe_align`: one launch with a program an expert, or two with a program a chunk of pairs.
+"""Triton kernels of `moe_align`: one launch with one program per expert, or two launches with one program per chunk.
 
-With few pairs a launch costs more than anything in it. With many, each expert's program reading all of them is what
-takes the time: on an H200 1.7 us and about 0.019 ns x pairs x (experts + 32). The second launch costs 1 to 2 us.
+With few pairs the launch dominates. With many, the one-launch kernel is limited by every expert's program reading all
+pairs: on an H200 it takes 1.7 us plus about 0.019 ns x pairs x (experts + 32). A second launch costs 1 to 2 us.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import triton.language as tl
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
-CHUNKED = 1 << 16  # pairs x (experts + 32)
+CHUNKED = 1 << 16  # pairs x (experts + 32), from which two launches are faster
 FILL = 256
 
 
 @triton.jit
 def _buckets(ids_ptr, map_ptr, at, N, E, HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr):
-    """The bucket of each pair and whether it is kept: its expert; with INVALID_FIRST one more, and 0 for no expert."""
+    """The bucket of each pair and whether it is kept. A bucket is an expert; with INVALID_FIRST it is the expert plus
+    1, and 0 for pairs without an expert."""
     ids = tl.load(ids_ptr + at, mask=at < N, other=-1)
     kept = (ids >= 0) & (ids < E)
     bucket = tl.where(kept, ids, 0).to(tl.int32)
@@ -40,8 +41,8 @@ def _expert_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a bucket, no program waits for another: each counts all pairs, then places those of its own bucket
-    # in order. That reads the ids once more for each expert, from L2, and needs one launch and no scratch memory.
+    # One program per bucket, and no program waits for another: each counts all pairs, then places the pairs of its own
+    # bucket in order. Every program reads all ids from L2; in return there is one launch and no scratch memory.
     mine = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lanes = tl.arange(0, CHUNK)
@@ -69,7 +70,7 @@ def _expert_kernel(
     for at in range(start // block_size, end // block_size, FILL):
         inside = (at + few < end // block_size) & (at + few < n_blocks)
         tl.store(experts_ptr + at + few, mine - INVALID_FIRST + 0 * few, mask=inside)
-    # What is behind the last block is shared out among the programs.
+    # The programs share the padding behind the last block.
     step = tl.num_programs(0) * FILL
     for at in range(total + mine * FILL, capacity, step):
         tl.store(sorted_ptr + at + few, N + 0 * few, mask=at + few < capacity)
@@ -84,7 +85,7 @@ def _count_kernel(
     FILL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # How many pairs of each bucket a chunk has. The results are filled with what stands where no pair does.
+    # Count the pairs of each bucket in a chunk, and fill the results with padding.
     mine = tl.program_id(0)
     counts = tl.zeros((BINS,), dtype=tl.int32)
     for at in range(0, CHUNK, PIECE):
@@ -107,7 +108,7 @@ def _place_kernel(
     ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # A chunk's pairs come behind those of the chunks before it, in their own order. Every program adds up all counts.
+    # The pairs of a chunk follow those of earlier chunks, in order. Every program adds up all counts.
     mine = tl.program_id(0)
     programs = tl.num_programs(0)
     bins = tl.arange(0, BINS)
@@ -124,7 +125,7 @@ def _place_kernel(
     place = first * block_size + tl.sum(earlier, axis=0)
     if mine == 0:
         tl.store(total_ptr, tl.sum(blocks, axis=0) * block_size)
-    # The first, second ... block of all buckets is one program's; none has more than all pairs would fill.
+    # Program i writes block i of every bucket, then block i + programs, and so on.
     for nth in range(mine, tl.cdiv(N, block_size), programs):
         block = first + nth
         tl.store(experts_ptr + block, bins - INVALID_FIRST, mask=(nth < blocks) & (block < n_blocks))
@@ -146,13 +147,13 @@ Outs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def align(
     ids: torch.Tensor, expert_map: torch.Tensor | None, outs: Outs, num_experts: int, block_size: int, first: bool
 ) -> None:  # fmt: skip
-    """Fill outs, sorted_token_ids, expert_ids and num_tokens_post_padded; ids is contiguous, first: invalid_first."""
+    """Fill outs: sorted_token_ids, expert_ids and num_tokens_post_padded. ids is contiguous; first: invalid_first."""
     way = by_chunks if in_chunks(ids.numel(), num_experts) else by_experts
     way(ids, expert_map, outs, num_experts, block_size, first)
 
 
 def in_chunks(pairs: int, num_experts: int) -> bool:
-    """Whether two launches take less time than one."""
+    """Return whether two launches are faster than one."""
     return pairs * (num_experts + 32) >= CHUNKED
 
 
@@ -163,7 +164,7 @@ def bins(num_experts: int, invalid_first: bool) -> int:
 def by_experts(
     ids: torch.Tensor, expert_map: torch.Tensor | None, outs: Outs, num_experts: int, block_size: int, first: bool
 ) -> None:  # fmt: skip
-    """One launch, see `align`."""
+    """Run the one-launch kernel; see `align`."""
     chunk = min(max(next_power_of_2(ids.numel()), 128), 4096)
     launch_kernel(
         _expert_kernel, (num_experts + first,),
@@ -174,7 +175,7 @@ def by_experts(
 
 
 def chunk_size(pairs: int, buckets: int) -> int:
-    """Pairs of a program: a chunk's are compared with each other, and its program reads the counts of all chunks."""
+    """Return the pairs per program, which are compared with each other; each program reads the counts of all chunks."""
     most = min(max(32768 // buckets, 16), 128)
     return max(next_power_of_2(cdiv(pairs, most)), 64)
 
@@ -182,13 +183,13 @@ def chunk_size(pairs: int, buckets: int) -> int:
 def by_chunks(
     ids: torch.Tensor, expert_map: torch.Tensor | None, outs: Outs, num_experts: int, block_size: int, first: bool
 ) -> None:  # fmt: skip
-    """Two launches, see `align`."""
+    """Run the two kernels over chunks; see `align`."""
     buckets = bins(num_experts, first)
     chunk = chunk_size(ids.numel(), buckets)
     programs = max(cdiv(ids.numel(), chunk), 1)
     counts = torch.empty(programs, buckets, dtype=torch.int32, device=ids.device)
     sizes = (ids.numel(), num_experts, outs[0].numel(), outs[1].numel())
-    # A histogram of fewer numbers than the program has threads is not what Triton was made for.
+    # Triton's histogram needs at least one value per thread.
     launch_kernel(
         _count_kernel, (programs,),
         ids, expert_map, counts, *outs[:2], *sizes, HAS_MAP=expert_map is not None, INVALID_FIRST=first, CHUNK=chunk,

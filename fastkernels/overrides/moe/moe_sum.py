@@ -1,8 +1,9 @@
-"""Sum over a token's experts of what they computed, with the router's weights (Shazeer et al., arXiv 1701.06538)."""
+"""Sum of the expert outputs of each token, weighted by the router (Shazeer et al., arXiv 1701.06538)."""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.shapes import drawn, optional, unless, varied
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
@@ -25,11 +25,11 @@ def reference(
     expert_map: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> torch.Tensor:
-    """input: [T, K, H]. Returns output's new value [T, H]: the sum over K in at least float32, in output's dtype.
+    """input: [T, K, H]. Returns the new value of output [T, H]: the sum over K in at least float32, in output's dtype.
 
-    topk_weights  [T, K]: what each part is multiplied by, else 1; the sum is multiplied by routed_scaling_factor
-    topk_ids      [T, K]: parts whose id is negative do not count, whatever they hold
-    expert_map    [experts]: nor do those of experts that are elsewhere (-1 in the map); needs topk_ids
+    topk_weights  [T, K]: factor of each part, by default 1; routed_scaling_factor multiplies the sum
+    topk_ids      [T, K]: parts with a negative id are skipped, whatever they contain
+    expert_map    [experts]: parts of experts on other ranks (-1 in the map) are skipped; needs topk_ids
     """
     parts = input.to(torch.promote_types(input.dtype, torch.float32))
     if topk_weights is not None:
@@ -49,7 +49,7 @@ def _moe_sum_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (token, block of columns); the loop over experts is unrolled, so that all loads are in flight.
+    # One program per (token, block of columns). The unrolled loop over experts keeps all loads in flight.
     token = (tl.program_id(0) // n_blocks).to(tl.int64)
     cols = (tl.program_id(0) % n_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < H
@@ -87,7 +87,9 @@ def _check(
         )
     for name, t in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
         if t is not None and t.shape != input.shape[:2]:
-            raise ValueError(f"moe_sum: {name} {tuple(t.shape)} must be {tuple(input.shape[:2])}, as input's")
+            raise ValueError(
+                f"moe_sum: {name} {tuple(t.shape)} must be {tuple(input.shape[:2])}, as in input"
+            )
     if expert_map is not None and topk_ids is None:
         raise ValueError("moe_sum: expert_map needs topk_ids")
 
@@ -110,7 +112,7 @@ def _supports_triton(
         if part is not None and not part.is_contiguous():
             return f"{name} has strides {part.stride()}: it must be contiguous"
     if input.dim() == 3 and input.shape[1] > 32:
-        return f"{input.shape[1]} experts a token are more than 32"
+        return f"{input.shape[1]} experts per token exceed the limit of 32"
     return None
 
 
@@ -126,7 +128,7 @@ def _triton(
     if output.numel() == 0:
         return
     tokens, k, hidden = input.shape
-    # Eight bytes a thread and expert at 128 threads or more; small batches are cut finer, to use all processors.
+    # Eight bytes per thread and expert with 128 threads or more; small batches use smaller blocks to fill the GPU.
     block = 2048 if tokens * hidden >= 2048 * 512 else 512
     block = min(block, next_power_of_2(hidden))
     n_blocks = cdiv(hidden, block)
@@ -162,121 +164,42 @@ moe_sum = define(
 )
 
 
-def vllm_moe_sum(
-    input: torch.Tensor,
-    output: torch.Tensor,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> None:
-    """vllm._custom_ops.moe_sum: output [T, H] becomes the sum over K of input [T, K, H]."""
-    moe_sum(input, output, None, topk_ids, expert_map)
+def _weights(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    weights = call.rand(*shape)
+    return weights / weights.sum(dim=-1, keepdim=True)
 
 
-def vllm_moe_fused_mul_sum_0_26(
-    inputs: torch.Tensor,
-    topk_weights: torch.Tensor,
-    outputs: torch.Tensor | None = None,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """vllm.model_executor.layers.fused_moe.moe_fused_mul_sum.moe_fused_mul_sum of 0.26: the weighted sum [T, H]."""
-    if outputs is None:
-        outputs = torch.empty((inputs.shape[0], inputs.shape[2]), dtype=inputs.dtype, device=inputs.device)
-    moe_sum(inputs, outputs, topk_weights, topk_ids, expert_map)
-    return outputs
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    """Every fifth pair has no expert and every second expert is on another rank; their parts hold garbage."""
+    if not call["absent"]:
+        return {}
+    parts, experts, size = call.tensor("input"), call["experts"], (call["tokens"], call["topk"])
+    ids = torch.randint(0, experts, size, generator=call.generator, device=call.device, dtype=torch.int32)
+    ids.view(-1)[::5] = -1
+    parts[(ids < 0) | (ids % 2 == 1)] = 3e4
+    number = torch.arange(experts, dtype=torch.int32, device=call.device)
+    return {"input": parts, "topk_ids": ids, "expert_map": torch.where(number % 2 == 0, number // 2, -1)}
 
 
-def vllm_moe_fused_mul_sum(
-    inputs: torch.Tensor,
-    topk_weights: torch.Tensor,
-    outputs: torch.Tensor | None = None,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    num_valid_tokens: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """vllm.model_executor.layers.fused_moe.moe_fused_mul_sum.moe_fused_mul_sum from 0.32 on: the weighted sum [T, H].
-
-    A token none of whose ids counts becomes 0, where the host leaves its memory alone. Raises ValueError for
-    num_valid_tokens.
-    """
-    if num_valid_tokens is not None:
-        raise ValueError("moe_fused_mul_sum: num_valid_tokens is not supported; use the host's own function")
-    return vllm_moe_fused_mul_sum_0_26(inputs, topk_weights, outputs, topk_ids, expert_map)
-
-
-def sglang_moe_sum_reduce_triton(
-    input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float
-) -> None:
-    """sglang.kernels.ops.moe.fused_moe_triton_kernels.moe_sum_reduce_triton: output [T, H] from input [T, K, H]."""
-    moe_sum(input, output, None, None, None, routed_scaling_factor)
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    d = case.dims
-    tokens, k, hidden, pad = d["tokens"], d["topk"], d["hidden"], d.get("pad", 0)
-    dtype = getattr(torch, case.dtype)
-    x = torch.randn(tokens, k, hidden + pad, generator=generator, device=device).to(dtype)[..., :hidden]
-    output = torch.randn(tokens, hidden + pad, generator=generator, device=device).to(dtype)[:, :hidden]
-    weights = ids = expert_map = None
-    if d.get("weighted"):
-        weights = torch.rand(tokens, k, generator=generator, device=device)
-        weights /= weights.sum(dim=-1, keepdim=True)
-    if d.get(
-        "absent"
-    ):  # every fifth pair has no expert, every second expert is elsewhere; their parts are garbage
-        experts = d.get("experts", 64)
-        ids = torch.randint(0, experts, (tokens, k), generator=generator, device=device, dtype=torch.int32)
-        ids.view(-1)[::5] = -1
-        number = torch.arange(experts, dtype=torch.int32, device=device)
-        expert_map = torch.where(number % 2 == 0, number // 2, -1)
-        x[(ids < 0) | (ids % 2 == 1)] = 3e4
-    return [x, output, weights, ids, expert_map, d.get("factor", 1.0)]
-
-
-def _dims_of(
-    input: torch.Tensor,
-    output: torch.Tensor,
-    topk_weights: torch.Tensor | None = None,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-) -> dict[str, Any]:
-    dims: dict[str, Any] = dict(zip(("tokens", "topk", "hidden"), input.shape, strict=True))
-    if topk_ids is not None:
-        here = topk_ids >= 0
-        if expert_map is not None:
-            here = here & (expert_map[topk_ids.clamp(min=0).long()] >= 0)
-            dims["experts"] = expert_map.shape[0]
-        dims |= {"absent": True, "pairs": int(here.sum())}
-    factor = unless(routed_scaling_factor, 1.0)
-    return {**dims, **optional(weighted=topk_weights is not None, factor=factor)}
-
-
-def _vary(case: Case, rng: random.Random) -> Case:
-    return varied(case, lambda: drawn(case, rng, ("tokens", "topk"), ("hidden",)), _bytes, _flops)
-
-
-def _bytes(case: Case) -> int:
-    d = case.dims
-    size = torch.finfo(getattr(torch, case.dtype)).bits // 8
-    pairs = d["tokens"] * d["topk"]
-    small = (4 * pairs if d.get("weighted") else 0) + (4 * pairs if d.get("absent") else 0)
-    return (d.get("pairs", pairs) + d["tokens"]) * d["hidden"] * size + small
-
-
-def _flops(case: Case) -> int:
-    return 2 * case.dims.get("pairs", case.dims["tokens"] * case.dims["topk"]) * case.dims["hidden"]
+def _pairs(args: SimpleNamespace) -> int | None:
+    """Count the pairs whose expert is here."""
+    if args.topk_ids is None:
+        return None
+    here = args.topk_ids >= 0
+    if args.expert_map is not None:
+        here = here & (args.expert_map[args.topk_ids.clamp(min=0).long()] >= 0)
+    return int(here.sum())
 
 
 def _one_expert(args: list[Any]) -> None:
-    """All but a token's first part cancel out."""
+    """All parts of a token but the first cancel out."""
     args[0][:, 1:] = 0
     args[0][:, 1::2] = 3.0
     args[0][:, 2::2] = -3.0
 
 
-def _nobody(args: list[Any]) -> None:
-    """No expert is here."""
+def _none_here(args: list[Any]) -> None:
+    """Every expert is on another rank."""
     if args[3] is not None:
         args[3].fill_(-1)
 
@@ -284,12 +207,6 @@ def _nobody(args: list[Any]) -> None:
 def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **dims: Any) -> Case:
     return Case(name, dims, dtype, weight, (tag,))
 
-
-_NOTE = (
-    "the hosts' MoE kernels bind the function by name when they are imported: for forks and for our engine"
-)
-_FUSED = "vllm.model_executor.layers.fused_moe.moe_fused_mul_sum:moe_fused_mul_sum"
-_SGLANG = "sglang.kernels.ops.moe.fused_moe_triton_kernels:moe_sum_reduce_triton"
 
 SPEC = OpSpec(
     name="moe_sum",
@@ -312,16 +229,22 @@ SPEC = OpSpec(
         _case("strided", "odd", "float16", tokens=5, topk=2, hidden=96, pad=9),
         _case("no_token", "odd", tokens=0, topk=2, hidden=64),
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=_flops,
-    dims_of=_dims_of,
-    vary=_vary,
-    extremes={"one_expert": _one_expert, "nobody": _nobody},
-    targets=(
-        Target("vllm", "vllm._custom_ops:moe_sum", "vllm_moe_sum", "function", note=_NOTE),
-        Target("vllm", _FUSED, "vllm_moe_fused_mul_sum_0_26", "function", "<0.32", note=_NOTE),
-        Target("vllm", _FUSED, "vllm_moe_fused_mul_sum", "function", ">=0.32", note=_NOTE),
-        Target("sglang", _SGLANG, "sglang_moe_sum_reduce_triton", "function", note=_NOTE),
+    arguments=(
+        Tensor("input", "tokens topk hidden", pad="pad", bytes="itemsize(dtype) * pairs * hidden"),
+        Tensor("output", "tokens hidden", mutated=True, pad="pad", bytes="itemsize(dtype) * tokens * hidden"),
+        Tensor("topk_weights", "tokens topk", "float32", when="weighted", values=_weights),
+        Tensor("topk_ids", "tokens topk", "int32", when="absent"),
+        Tensor("expert_map", "experts", "int32", when="absent", bytes="0"),
+        Scalar("routed_scaling_factor", "factor", default=1.0),
     ),
+    axes={
+        "tokens": Axis.per_call(),
+        "topk": Axis.count(),
+        "hidden": Axis.width(),
+        "experts": Axis(64, stated=True),
+        "pairs": Axis.counted(_pairs, Expr("tokens * topk")),
+    },
+    values=_values,
+    flops="2 * pairs * hidden",
+    extremes={"one_expert": _one_expert, "none_here": _none_here},
 )

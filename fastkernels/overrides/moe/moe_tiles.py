@@ -1,4 +1,4 @@
-"""Sizes of the programs of a mixture of experts' products: the kernel's own choice, and what tables may name."""
+"""Tile sizes of the grouped matrix product: the kernel's default choice and the sets that a tuned table may name."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-SHARED = 227 * 1024  # bytes of shared memory that a program of Hopper may have
+SHARED = 227 * 1024  # bytes of shared memory per program on Hopper
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of one program's part of a product. block_m is also the block_size of moe_align.
+    """Tile sizes of one program. block_m is also the block_size of moe_align.
 
-    swap   the weight is the left matrix: tensor cores of Hopper take 64 of its rows and no more tokens than there are,
-           where x on the left would be padded to 64, or go through the older instructions, which have no float8 there
-    early  the kernel starts while the one before still runs (_overlap.py)
+    swap   the weight is the left operand: Hopper's tensor cores take 64 rows of the left operand and any multiple of 8
+           columns of the right one, so few tokens on the right need no padding to 64
+    early  the kernel starts while the previous one still runs (kit/overlap.py)
     """
 
     block_m: int
@@ -31,19 +31,19 @@ class Tiles:
     early: bool = False
 
     def __str__(self) -> str:
-        """As tables have it: 16/64/128/1/4/4, swap and early as a last part of s and e."""
+        """Return the form of tables: 16/64/128/1/4/4, with a last part s, e or se for swap and early."""
         *sizes, swap, early = astuple(self)
         flags = "s" * swap + "e" * early
         return "/".join([*map(str, sizes), *([flags] if flags else [])])
 
     def shared(self, itemsize: int) -> int:
-        """Bytes of shared memory that the tiles on their way take."""
+        """Return the bytes of shared memory that the pipelined tiles take."""
         return (self.block_m + self.block_n) * self.block_k * itemsize * self.num_stages
 
 
 @lru_cache(maxsize=256)
 def parsed(text: str) -> Tiles:
-    """The tiles of a table's '16/64/128/1/4/4/s'. Raises ValueError for anything else."""
+    """Parse the tiles of a table, such as '16/64/128/1/4/4/s'. Raises ValueError for malformed text."""
     sizes, flags = text.split("/"), ""
     if len(sizes) == 7:
         flags = sizes.pop()
@@ -53,7 +53,7 @@ def parsed(text: str) -> Tiles:
         or flags not in ("", "s", "e", "se")
     ):
         raise ValueError(
-            f"tiles {text!r} must be block_m/block_n/block_k/group_m/num_warps/num_stages, and perhaps /s, /e or /se"
+            f"tiles {text!r}: want block_m/block_n/block_k/group_m/num_warps/num_stages, then /s, /e, /se or nothing"
         )
     m, n, k, group, warps, stages = map(int, sizes)
     return Tiles(m, n, k, group, warps, stages, "s" in flags, "e" in flags)
@@ -61,21 +61,21 @@ def parsed(text: str) -> Tiles:
 
 @lru_cache
 def wide(device: torch.device) -> bool:
-    """Whether the device has the shared memory of Hopper and later (3 stages of 128 x 256 x 64 are 144 KiB)."""
+    """Return whether the device has the shared memory of Hopper or later (3 stages of 128 x 256 x 64 take 144 KiB)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
 
 
 def tiles(rows: int, dtype: torch.dtype, wide: bool) -> Tiles:
-    """The sizes for so many rows an expert on average; wide: there is shared memory for Hopper's largest.
+    """Return the default tiles for an average number of rows per expert; wide: use Hopper's shared memory.
 
-    A block is larger than the average, for most experts of a router have more rows or fewer, and one of two blocks
-    reads its weights twice: blocks of 32 took 1.29 to 1.36 times as long as those of 64 for 32 rows of Mixtral-8x7B.
+    Blocks are larger than the average: routing is uneven, and an expert whose rows need two blocks reads its weights
+    twice. For 32 rows per expert of Mixtral-8x7B, blocks of 32 took 1.29 to 1.36 times as long as blocks of 64.
     """
     block_m = 16 if rows <= 16 else 64 if rows <= 128 else 128
-    if dtype == torch.float32:  # twice the shared memory, and no tensor cores to feed
+    if dtype == torch.float32:  # twice the shared memory per value, and no tensor cores
         return Tiles(min(block_m, 64), 64, 32, 8, 4, 3)
     if block_m == 16:
-        # The weights are read once and that is all the time: many small programs, deep pipelines.
+        # Reading the weights takes all the time: many small programs with deep pipelines.
         return Tiles(16, 64, 128, 1, 4, 4)
     if block_m == 64:
         return Tiles(64, 128, 64, 8, 4, 3)
@@ -83,9 +83,9 @@ def tiles(rows: int, dtype: torch.dtype, wide: bool) -> Tiles:
 
 
 def tiles_fp8(rows: int, of_blocks: bool, wide: bool) -> Tiles:
-    """The same for float8 e4m3, by what vLLM's tuned files for an H200 have; of_blocks: scales of 128 x 128 numbers.
+    """Return the default tiles for float8 e4m3, after vLLM's tuned configurations for an H200.
 
-    With those, 256 columns of 128 rows have no registers for a second sum.
+    of_blocks: one scale per 128 x 128 weights, whose second accumulator does not fit the registers of 128 x 256 tiles.
     """
     if rows <= 16:
         return Tiles(16, 64, 128, 1, 4, 4, swap=wide)
@@ -94,7 +94,7 @@ def tiles_fp8(rows: int, of_blocks: bool, wide: bool) -> Tiles:
     return Tiles(64, 128, 128, 1, 4, 3) if rows <= 32 else Tiles(128, 256, 128, 16, 8, 4)
 
 
-# What may be chosen beside that: any set is right for any shape. block_m, block_n, block_k, group_m, warps, stages.
+# Sets that a tuned table may name, by bytes per weight. Every set is correct for every shape.
 _SETS: Mapping[int, tuple[str, ...]] = {
     2: (
         "16/64/128/1/4/4", "16/64/128/1/4/4/e", "16/64/64/1/4/5", "16/128/128/1/4/3", "16/128/128/16/4/5",
@@ -113,15 +113,15 @@ _SETS: Mapping[int, tuple[str, ...]] = {
 
 
 def sets(itemsize: int) -> tuple[dict[str, str], ...]:
-    """`Provider.params` for weights of so many bytes a number: the tiles of both products, the same ones.
+    """Return `Provider.params` for weights of this many bytes per value: one set for both products.
 
-    A table may also name different ones for the two, of one block_m.
+    A table may also name different sets for the two products if their block_m is equal.
     """
     return tuple({"gate_up": text, "down": text} for text in _SETS[itemsize])
 
 
 def fits(params: Mapping[str, Any], rows: int, of_blocks: bool = False) -> bool:
-    """Whether these sizes are meant for so many rows an expert on average; of_blocks: see tiles_fp8."""
+    """Return whether the tiles are worth trying for an average number of rows per expert; of_blocks: see tiles_fp8."""
     least, most = (16, 16) if rows <= 4 else (16, 64) if rows <= 32 else (64, 128)
     several = [parsed(text) for text in params.values()]
     if of_blocks and any(t.block_k > 128 or t.block_m * t.block_n > 128 * 128 for t in several):
@@ -130,9 +130,9 @@ def fits(params: Mapping[str, Any], rows: int, of_blocks: bool = False) -> bool:
 
 
 def chosen(own: Tiles, gate_up: str | None, down: str | None) -> tuple[Tiles, Tiles]:
-    """The tiles of both products: those that are named, else the kernel's own.
+    """Return the tiles of both products: the named ones, else `own`.
 
-    Raises ValueError for two with another block_m: both read what one moe_align has sorted.
+    Raises ValueError unless both have the same block_m: both products read the result of one moe_align.
     """
     first = own if gate_up is None else parsed(gate_up)
     second = first if down is None else parsed(down)

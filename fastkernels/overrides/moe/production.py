@@ -8,8 +8,8 @@ import torch
 
 from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, half, inductor, same
 from fastkernels.overrides.kit.libraries import from_vllm, vllm_ops
-from fastkernels.overrides.linear.linear_fp8_calls import DEEP_GEMM
-from fastkernels.overrides.moe.fused_experts_calls import (
+from fastkernels.overrides.linear.linear_fp8_libraries import DEEP_GEMM
+from fastkernels.overrides.moe.expert_libraries import (
     fused_experts_fp8_cutlass,
     fused_experts_fp8_deepgemm,
     fused_experts_fp8_vllm,

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastkernels.core import assemble, parallel
-from fastkernels.core.spec import Case, OpSpec, Permutable, Target
-from fastkernels.overrides.linear.parallel_linear import SGLangReplicatedLinear, VllmReplicatedLinear
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Axis, Scalar, Tensor
+from fastkernels.core.expressions import Expr
+from fastkernels.core.spec import Call, OpSpec, Permutable
 from fastkernels.overrides.moe import fused_experts as experts
-from fastkernels.overrides.moe.topk_softmax import reference as topk_softmax_reference
-from fastkernels.overrides.moe.topk_softmax import topk_softmax
+from fastkernels.overrides.moe import topk_softmax as router
+from fastkernels.overrides.moe.cases import fan_in
 
-SHARDS = ("w1", "w2", "w3")  # gate, down and up projection, as Mixtral's checkpoints and vLLM call them
+SHARDS = ("w1", "w2", "w3")  # gate, down and up projection in Mixtral's checkpoints and in vLLM
 
 
 def reference(
@@ -25,13 +28,14 @@ def reference(
 ) -> torch.Tensor:
     """x: [T, H]; gate: [E, H]; w1: [E, 2 I, H]; w2: [E, H, I]. Returns [T, H] in x's dtype."""
     acc = torch.promote_types(x.dtype, torch.float32)
-    weights, ids, _ = topk_softmax_reference(x.to(acc) @ gate.to(acc).t(), top_k, True)
+    weights, ids, _ = router.reference(x.to(acc) @ gate.to(acc).t(), top_k, True)
     return experts.reference(x, w1, w2, weights, ids)
 
 
 def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
-    """vLLM's expert_params_mapping for checkpoints of Mixtral's kind: (parameter, key, expert_id, shard_id), where
-    a key that has the second part belongs into the parameter that has the first in its place.
+    """Return vLLM's expert_params_mapping for Mixtral's checkpoints: (parameter, key, expert_id, shard_id).
+
+    A checkpoint key that contains `key` belongs to the parameter with `parameter` in its place.
     """
     return [
         ("experts.w2_" if name == "w2" else "experts.w13_", f"experts.{expert}.{name}.", expert, name)
@@ -41,10 +45,10 @@ def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
 
 
 class Experts(nn.Module):
-    """The stacked weights of all experts: this rank's part of the intermediate size.
+    """The stacked weights of all experts, with this rank's shard of the intermediate size.
 
-    w13_weight [E, 2 I / tp_size, H], the gates' rows first; w2_weight [E, H, I / tp_size]. Raises ValueError for
-    quantized weights and sizes that cannot be divided.
+    w13_weight: [E, 2 I / tp_size, H], gate rows first; w2_weight: [E, H, I / tp_size]. Raises ValueError for quantized
+    weights and for sizes that tp_size does not divide.
     """
 
     def __init__(
@@ -86,10 +90,10 @@ class Experts(nn.Module):
         expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
-        """Copy this rank's part of one expert's 'w1', 'w2' or 'w3'; without ids, of the whole stacked parameter.
+        """Copy this rank's shard of one expert's 'w1', 'w2' or 'w3', or without ids of the whole stacked parameter.
 
-        loaded_weight: [I, H] for w1 and w3, [H, I] for w2; or [E, 2 I, H], [E, H, I]. Raises ValueError for another
-        id or shape.
+        loaded_weight: [I, H] for w1 and w3, [H, I] for w2; without ids [E, 2 I, H] or [E, H, I]. Raises ValueError for
+        unknown ids and other shapes.
         """
         if shard_id is None:
             parts = loaded_weight.chunk(2, dim=1) if param is self.w13_weight else (loaded_weight,)
@@ -98,7 +102,7 @@ class Experts(nn.Module):
                 self._copy(mine, whole, 1 if param is self.w13_weight else 2)
         else:
             if shard_id not in SHARDS or (shard_id == "w2") != (param is self.w2_weight):
-                raise ValueError(f"{self.prefix}: shard id {shard_id!r} is not of this parameter")
+                raise ValueError(f"{self.prefix}: shard id {shard_id!r} does not belong to this parameter")
             if expert_id is None or not 0 <= expert_id < param.shape[0]:
                 raise ValueError(f"{self.prefix}: expert {expert_id} is not in 0 .. {param.shape[0] - 1}")
             mine = param.data[expert_id]
@@ -108,7 +112,7 @@ class Experts(nn.Module):
         return True if return_success else None
 
     def _copy(self, into: torch.Tensor, loaded: torch.Tensor, dim: int) -> None:
-        """Copy the rank's part of `loaded` along `dim`."""
+        """Copy this rank's shard of `loaded` along `dim`."""
         expected = list(into.shape)
         expected[dim] *= self.tp_size
         if list(loaded.shape) != expected:
@@ -127,8 +131,8 @@ class Experts(nn.Module):
         return parallel.all_reduce(out) if self.tp_size > 1 else out
 
 
-class _MixtralMoE(nn.Module):
-    """MixtralMoE of vLLM and SGLang: hidden_states [..., hidden_size] to the same shape, summed over the ranks."""
+class SparseMoE(nn.Module):
+    """Router and experts: maps hidden_states [..., hidden_size] to the same shape, summed over the ranks."""
 
     hidden_size: int
     top_k: int
@@ -138,97 +142,16 @@ class _MixtralMoE(nn.Module):
     def _forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states.view(-1, self.hidden_size)
         router_logits, _ = self.gate(x)
-        weights, ids, _ = topk_softmax(router_logits, self.top_k, True)
+        weights, ids, _ = router.topk_softmax(router_logits, self.top_k, True)
         return self.experts(x, weights, ids).view(hidden_states.shape)
 
 
-class VllmMixtralMoE(_MixtralMoE):
-    """vllm.model_executor.models.mixtral.MixtralMoE; see _MixtralMoE.
-
-    Raises ValueError for dp_size over 1 and enable_eplb, which need vLLM's own expert parallelism.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        params_dtype: torch.dtype | None = None,
-        quant_config: Any = None,
-        tp_size: int | None = None,
-        dp_size: int | None = None,
-        prefix: str = "",
-        enable_eplb: bool = False,
-    ) -> None:
-        super().__init__()
-        if dp_size not in (None, 1) or enable_eplb:
-            raise ValueError(f"{prefix}: dp_size={dp_size} and enable_eplb={enable_eplb} are not supported")
-        self.hidden_size, self.top_k = hidden_size, top_k
-        self.gate = VllmReplicatedLinear(
-            hidden_size, num_experts, bias=False, params_dtype=params_dtype, prefix=f"{prefix}.gate"
-        )
-        self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, params_dtype, quant_config, tp_size, f"{prefix}.experts"
-        )  # fmt: skip
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._forward(hidden_states)
-
-
-class SGLangMixtralMoE_0_5_17(_MixtralMoE):
-    """sglang.srt.models.mixtral.MixtralMoE before 0.5.23; see _MixtralMoE. As in the host, tp_size is not read."""
-
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        layer_id: int,
-        params_dtype: torch.dtype | None = None,
-        quant_config: Any = None,
-        tp_size: int | None = None,
-        prefix: str = "",
-    ) -> None:
-        super().__init__()
-        self.hidden_size, self.top_k = hidden_size, top_k
-        self.gate = SGLangReplicatedLinear(
-            hidden_size, num_experts, bias=False, params_dtype=params_dtype, prefix=f"{prefix}.gate"
-        )
-        self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, params_dtype, quant_config, None, f"{prefix}.experts"
-        )  # fmt: skip
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._forward(hidden_states)
-
-
-class SGLangMixtralMoE(SGLangMixtralMoE_0_5_17):
-    """sglang.srt.models.mixtral.MixtralMoE from 0.5.23 on; see _MixtralMoE."""
-
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        layer_id: int,
-        params_dtype: torch.dtype | None = None,
-        quant_config: Any = None,
-        prefix: str = "",
-    ) -> None:
-        super().__init__(
-            num_experts, top_k, hidden_size, intermediate_size, layer_id, params_dtype, quant_config, None, prefix
-        )  # fmt: skip
-
-
 def _decide(x: torch.Tensor, gate: torch.Tensor, top_k: int, generator: torch.Generator) -> None:
-    """Draw tokens anew whose last expert and the first one left out are so close that rounding decides between them.
+    """Redraw tokens whose last chosen and first unchosen expert are so close that rounding decides between them.
 
-    Whichever such a token goes to, it is right, and its output is another one. Logits of 16 bits are off by up to
-    1 / 256 of themselves, and those of tokens and gates that the judge scaled and rounded anew by more: each of their
-    products by so much of itself, however little is left of the sum.
+    Either choice is correct, but the outputs differ. Logits in 16 bits are off by up to 1 / 256 of their size. Tokens
+    and gates that the judge scales and rounds again are off by more: the error is relative to each product, not to
+    their sum.
     """
     if top_k >= gate.shape[0]:
         return
@@ -242,23 +165,17 @@ def _decide(x: torch.Tensor, gate: torch.Tensor, top_k: int, generator: torch.Ge
         x[close] = torch.randn(found, x.shape[1], generator=generator, device=x.device).to(x.dtype)
 
 
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    x, w1, w2 = experts.SPEC.inputs(case, device, generator)[:3]
-    gate = torch.randn(w1.shape[0], x.shape[1], generator=generator, device=device) / math.sqrt(x.shape[1])
-    gate = gate.to(x.dtype)
-    _decide(x, gate, case.dims["topk"], generator)
-    return [x, gate, w1, w2, case.dims["topk"]]
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    x, gate = call.tensor("x"), call.tensor("gate")
+    _decide(x, gate, call["topk"], call.generator)
+    return {"x": x, "gate": gate}
 
 
-def _dims(
-    x: torch.Tensor, gate: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, top_k: int
-) -> dict[str, Any]:
-    sizes = {"tokens": x.shape[0], "experts": gate.shape[0], "topk": top_k}
-    sizes |= {"hidden": w2.shape[1], "intermediate": w2.shape[2]}
-    if x.is_meta:
-        return sizes
-    ids = topk_softmax_reference(x.float() @ gate.float().t(), top_k, True)[1]
-    return {**sizes, "experts_hit": ids.unique().numel()}
+def _experts_hit(args: SimpleNamespace) -> int | None:
+    if args.x.is_meta:
+        return None
+    ids = router.reference(args.x.float() @ args.gate.float().t(), args.top_k, True)[1]
+    return ids.unique().numel()
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -290,9 +207,6 @@ def _case(
     return Case(name, dims, dtype, tags=(tag,))
 
 
-_VLLM, _SGLANG = "vllm.model_executor.models.mixtral:MixtralMoE", "sglang.srt.models.mixtral:MixtralMoE"
-_NOTE = "in a live host the experts are the host's own layer, which keeps its weights in its kernel's layout"
-
 SPEC = OpSpec(
     name="sparse_moe",
     level=2,
@@ -308,18 +222,38 @@ SPEC = OpSpec(
         _case("none", 0, 4, 2, 64, 48, "odd"),
         _case("rounded", 200, 8, 2, 256, 64, "odd", "bfloat16"),
     ),
-    inputs=_inputs,
-    dims_of=_dims,
-    vary=experts.vary,
+    arguments=(
+        Tensor("x", "tokens hidden"),
+        # Counted like fused_experts: the routing instead of the gate.
+        Tensor("gate", "experts hidden", values=fan_in, bytes="8 * tokens * topk"),
+        Tensor(
+            "w1",
+            "experts 2*intermediate hidden",
+            values=fan_in,
+            bytes="itemsize(dtype) * experts_hit * 2 * intermediate * hidden",
+        ),
+        Tensor(
+            "w2",
+            "experts hidden intermediate",
+            values=fan_in,
+            bytes="itemsize(dtype) * experts_hit * hidden * intermediate",
+        ),
+        Scalar("top_k", "topk"),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "experts": Axis.count(),
+        "topk": Axis.count(),
+        "hidden": Axis.width(),
+        "intermediate": Axis.width(),
+        "experts_hit": Axis.counted(_experts_hit, Expr("min(experts, tokens * topk)")),
+    },
+    constraints=("topk <= experts",),
+    values=_values,
+    flops="6 * tokens * topk * hidden * intermediate",
     tie_sensitive=True,
     permutable=lambda *args: Permutable(rows=(0,), columns=(0, 1)),
     build=_build,
-    bytes_moved=experts.SPEC.bytes_moved,
-    flops=experts.SPEC.flops,
     calls=("linear", "topk_softmax", "fused_experts"),
-    targets=(
-        Target("vllm", _VLLM, "VllmMixtralMoE", "standalone", note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangMixtralMoE_0_5_17", "standalone", "<0.5.23", note=_NOTE),
-        Target("sglang", _SGLANG, "SGLangMixtralMoE", "standalone", ">=0.5.23", note=_NOTE),
-    ),
 )

@@ -11,14 +11,20 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import TOLERANCE, Case, OpSpec, Tolerance
+from fastkernels.core.spec import TOLERANCE, Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
 from fastkernels.overrides.cache import store_kvcache
-from fastkernels.overrides.cache.store_kvcache import _round_e4m3, fp8_refusal
+from fastkernels.overrides.cache.store_kvcache import (
+    CACHE_AXES,
+    CACHE_SHAPE,
+    fp8_refusal,
+    random_slots,
+    round_e4m3,
+)
+from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.norm import rms_norm
-from fastkernels.overrides.rope import rope_store_calls as calls
-from fastkernels.overrides.rope import rotary_emb
+from fastkernels.overrides.rope import cases, rotary_emb
 
 
 def reference(
@@ -79,7 +85,7 @@ def _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, REST: tl
 def _stored(x, scale, FP8: tl.constexpr):
     # What store_kvcache writes for x, which has the dtype.
     if FP8:
-        x = _round_e4m3(x.to(tl.float32) / scale)
+        x = round_e4m3(x.to(tl.float32) / scale)
     return x
 
 
@@ -220,8 +226,8 @@ def _check(
         )
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_store_kvcache: q_weight and k_weight are given both or not at all")
-    store_kvcache._check(key, value, key_cache, value_cache, slot_mapping)
-    rotary_emb._check(positions, query, query.shape[2], cos_sin_cache)
+    store_kvcache.check(key, value, key_cache, value_cache, slot_mapping)
+    rotary_emb.check(positions, query, query.shape[2], cos_sin_cache)
 
 
 def _triton(
@@ -283,8 +289,8 @@ def _reference(
     )
     query.copy_(_normed(query, q_weight, eps))
     turned = _normed(key, k_weight, eps).clone()
-    rotary_emb._reference(positions, query, turned, query.shape[-1], cos_sin_cache, is_neox_style)
-    store_kvcache._reference(turned, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    rotary_emb.rotate_in_place(positions, query, turned, query.shape[-1], cos_sin_cache, is_neox_style)
+    store_kvcache.store_in_place(turned, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 rope_store_kvcache = define(
@@ -297,6 +303,36 @@ rope_store_kvcache = define(
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
+
+
+def _values(call: Call) -> dict[str, torch.Tensor]:
+    """Slice query, key and value from one packed tensor, as models do."""
+    sizes = [call["heads"], call["kv_heads"], call["kv_heads"]]
+    qkv = call.normal((call["tokens"], sum(sizes), call["head_size"]), getattr(torch, call["kv_dtype"]))
+    return dict(zip(("query", "key", "value"), qkv.split(sizes, dim=1), strict=True))
+
+
+_STORED = "stored * kv_heads * head_size"
+
+
+def _large(args: list[Any], factor: float = 64.0) -> None:
+    """Not beyond what an fp8 cache holds: the reference in float64 would not know where that ends."""
+    fp8 = args[4].dtype == FP8
+    for t in args[1:4]:
+        t.mul_(min(factor, 32.0) if fp8 else factor)
+
+
+def _outlier(args: list[Any]) -> None:
+    for t in args[1:4]:
+        t[-1, -1, -1] = 100.0 if args[4].dtype == FP8 else 1000.0
+
+
+def _all_padding(args: list[Any]) -> None:
+    args[6].fill_(-1)
+
+
+def _last_position(args: list[Any]) -> None:
+    args[0].fill_(args[7].shape[0] - 1)
 
 
 def _odd(name: str, dtype: str = "bfloat16", **dims: Any) -> Case:
@@ -324,15 +360,37 @@ SPEC = OpSpec(
         _odd("neox_partial", tokens=7, kv_heads=4, head_size=96, rotary_dim=24, block_size=32),
         _odd("fp8", "float8_e4m3fn", tokens=9, head_size=80, scales=(0.5, 0.75)),
     ),
-    inputs=calls.inputs,
-    bytes_moved=calls.bytes_moved,
-    flops=calls.flops,
-    dims_of=calls.dims_of,
-    vary=calls.vary,
-    extremes=calls.EXTREMES,
-    activations=(1, 2, 3),
+    arguments=(
+        Tensor("positions", "tokens", "positions", values=cases.random_positions),
+        Tensor("query", "tokens heads head_size", "kv_dtype", mutated=True,
+               bytes="2 * tokens * heads * changed * itemsize(kv_dtype)"),
+        Tensor("key", "tokens kv_heads head_size", "kv_dtype", bytes=f"{_STORED} * itemsize(kv_dtype)"),
+        Tensor("value", "tokens kv_heads head_size", "kv_dtype", bytes=f"{_STORED} * itemsize(kv_dtype)"),
+        Tensor("key_cache", CACHE_SHAPE, mutated=True, bytes=f"{_STORED} * itemsize(dtype)"),
+        Tensor("value_cache", CACHE_SHAPE, mutated=True, bytes=f"{_STORED} * itemsize(dtype)"),
+        Tensor("slot_mapping", "tokens", "slots", values=random_slots),
+        Tensor("cos_sin_cache", "max_positions rotary_dim", "cache", values=cases.table, bytes=cases.TABLE_BYTES),
+        Scalar("is_neox_style", "neox"),
+        Tensor("q_weight", "head_size", "kv_dtype", when="norms", mean=1, std=0.1, bytes="0"),
+        Tensor("k_weight", "head_size", "kv_dtype", when="norms", mean=1, std=0.1, bytes="0"),
+        Scalar("eps", default=1e-6),
+        Scalar("k_scale", dim="scales", index=0),
+        Scalar("v_scale", dim="scales", index=1),
+    ),
+    axes={
+        **cases.AXES,
+        **CACHE_AXES,
+        "cache": Axis.dtype(Expr("kv_dtype")),
+        "changed": Axis(Expr("head_size if norms else rotary_dim")),  # channels of a query
+    },
+    constraints=cases.CONSTRAINTS,
+    values=_values,
+    flops="tokens * (heads + kv_heads) * (3 * rotary_dim + (4 * head_size if norms else 0))",
+    extremes={
+        "all_padding": _all_padding, "last_position": _last_position, "large": _large, "outlier": _outlier
+    },
+    activations=("query", "key", "value"),
     stands_for=("rotary_emb", "store_kvcache"),
-    dtype_arg=4,  # the cache's
     # e4m3 has three bits of fraction: half a step, and keys that were rounded before.
     tolerance={**TOLERANCE, "float8_e4m3fn": Tolerance(2**-9, 0.066)},
     batch_invariant=True,  # a program a token and a block of heads, whose size follows from the heads

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 
+from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define, functional
-from fastkernels.core.spec import Case, OpSpec, Target
+from fastkernels.core.shapes import near
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.rope import rotary_calls as _rotary_calls
-from fastkernels.overrides.rope.rope_rounding import host_truncates, truncate
-from fastkernels.overrides.rope.rope_tables import Llama3, RopeModule, rotate
+from fastkernels.overrides.rope import cases
 
 
 def reference(
@@ -66,6 +66,33 @@ def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Te
         half = x.shape[-1] // 2
         return x[..., :half], x[..., half:]
     return x[..., ::2], x[..., 1::2]
+
+
+def host_truncates() -> bool:
+    """Whether this process has vLLM's CPU kernel in a build that drops the low bits of a bfloat16 result.
+
+    Its builds without AVX512-BF16 instructions do, for neox style only; beside it we do the same, so that outputs
+    agree. False where the kernel is not loaded.
+    """
+    kernel = getattr(torch.ops._C, "rotary_embedding", None)
+    return kernel is not None and _truncates(kernel)
+
+
+@cache
+def _truncates(kernel: Any) -> bool:
+    # 1.75 * (1 + 2^-7) is three quarters of the way from the bfloat16 value 1.7578125 to the next.
+    query = torch.full((1, 32), 1.75, dtype=torch.bfloat16)
+    table = torch.tensor([1.0078125] * 16 + [0.0] * 16, dtype=torch.bfloat16)[None]
+    try:
+        kernel(torch.zeros(1, dtype=torch.int64), query, None, 32, table, True)
+    except (RuntimeError, TypeError):  # another vLLM's arguments, or a build without a CPU kernel
+        return False
+    return bool((query == 1.7578125).all())
+
+
+def truncate(x: torch.Tensor) -> torch.Tensor:
+    """float32 to bfloat16 by dropping the low 16 bits."""
+    return (x.view(torch.int32) & -65536).view(torch.float32).bfloat16()
 
 
 @triton.jit
@@ -138,7 +165,7 @@ def _supports_triton(
     return None
 
 
-def _check(positions: torch.Tensor, x: torch.Tensor, head_size: int, cos_sin_cache: torch.Tensor) -> None:
+def check(positions: torch.Tensor, x: torch.Tensor, head_size: int, cos_sin_cache: torch.Tensor) -> None:
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim > head_size or rotary_dim % 2:
         raise ValueError(
@@ -161,7 +188,7 @@ def _triton(
     round_products: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    _check(positions, query, head_size, cos_sin_cache)
+    check(positions, query, head_size, cos_sin_cache)
     tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
     if out is not None and key is not None and 2 * half < head_size:  # the other channels, too
         query, key = (new.copy_(x) for new, x in zip(out, (query, key), strict=True))
@@ -183,7 +210,7 @@ def _triton(
     )  # fmt: skip
 
 
-def _reference(
+def rotate_in_place(
     positions: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor | None,
@@ -193,7 +220,7 @@ def _reference(
     cast_cache: bool = True,
     round_products: bool = False,
 ) -> None:
-    _check(positions, query, head_size, cos_sin_cache)
+    check(positions, query, head_size, cos_sin_cache)
     truncates = query.dtype == torch.bfloat16 and is_neox_style and not round_products and not query.is_cuda
     flags = (is_neox_style, cast_cache, round_products, truncates and host_truncates())
     new_query, new_key = reference(positions, query, key, head_size, cos_sin_cache, *flags)
@@ -208,7 +235,7 @@ rotary_emb = define(
     fake=lambda *args, **kwargs: None,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton, out=True),
-        Provider("reference", _reference, devices=("cuda", "cpu")),
+        Provider("reference", rotate_in_place, devices=("cuda", "cpu")),
     ),
 )
 
@@ -235,122 +262,44 @@ rotary_emb.functional = functional(
 )
 
 
-class VllmRotaryEmbedding(RopeModule):
-    """vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding: the cache is kept in `dtype`.
-
-    forward: positions [T]; query, key as in `reference`, key may be None. Returns (query, key), changed in place, or
-    under torch.compile new ones.
-    """
-
-    def __init__(
-        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
-        dtype: torch.dtype, init_cache: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
-        if init_cache:
-            self._make_cache(dtype)
-
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        how = (self.head_size, self.cos_sin_cache, self.is_neox_style, True, False)
-        return rotate(rotary_emb, positions, query, key, *how)
+def _values(call: Call) -> dict[str, torch.Tensor]:
+    """Slice query and key from one packed tensor, as models do, unless the case is not packed."""
+    heads, kv_heads, size = call["heads"], call["kv_heads"], call["head_size"]
+    qkv = call.normal((call["tokens"], (heads + 2 * kv_heads) * size), getattr(torch, call["dtype"]))
+    found = {"query": qkv[:, : heads * size]}
+    if kv_heads:
+        found["key"] = qkv[:, heads * size : -kv_heads * size]
+    if not call["packed"]:
+        found = {name: t.clone() for name, t in found.items()}
+    return {name: t.unflatten(-1, (-1, size)) for name, t in found.items()} if call["by_head"] else found
 
 
-class VllmLlama3RotaryEmbedding(Llama3, VllmRotaryEmbedding):
-    """vllm.model_executor.layers.rotary_embedding.llama3_rope.Llama3RotaryEmbedding; see VllmRotaryEmbedding."""
-
-
-class SGLangRotaryEmbedding_0_5_16(RopeModule):
-    """sglang.srt.layers.rotary_embedding.base.RotaryEmbedding before 0.5.21: float32 cache on CUDA, else in `dtype`.
-
-    forward: positions [T]; query, key as in `reference`. Returns (query, key), changed in place. With
-    fused_set_kv_buffer_arg a live module uses the host's own kernel; standalone that is a ValueError.
-    """
-
-    def __init__(
-        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: int, is_neox_style: bool,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
-        self._make_cache(torch.float32 if torch.cuda.is_available() else dtype)
-
-    @staticmethod
-    def supports(module: nn.Module) -> str | None:
-        """None if our forward serves this module (ours or the host's), else the reason."""
-        if getattr(module, "_force_native", False):
-            return "rl_on_policy_target asks for the host's own native kernel"
-        return None
-
-    def forward(
-        self,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        offsets: torch.Tensor | None = None,
-        fused_set_kv_buffer_arg: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if fused_set_kv_buffer_arg is not None:
-            host = getattr(self, f"forward_{query.device.type}", None)
-            if host is None:
-                raise ValueError(
-                    "fused_set_kv_buffer_arg is not supported: store key and value with store_kvcache"
-                )
-            rotary_emb.note("fused_set_kv_buffer_arg: the host's own kernel stores key and value too")
-            return host(positions, query, key, offsets, fused_set_kv_buffer_arg)
-        if offsets is not None:
-            positions = positions + offsets
-        native = query.device.type == "cpu"  # the host rounds there after every operation
-        rotary_emb(
-            positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, native, native
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    positions, query, key, head_size, table, neox, cast_cache, round_products = assemble.filled(
+        args, 8, True, False
+    )
+    # vLLM rounds the table and not the products; SGLang does both on the CPU and neither on a GPU.
+    sglang = assemble.takes(cls.forward, "offsets")  # type: ignore[attr-defined]
+    casts, rounds = (query.device.type == "cpu",) * 2 if sglang else (True, False)
+    exact = query.dtype == torch.float32  # which the products are in anyway
+    if (casts != cast_cache and table.dtype != query.dtype) or (rounds != round_products and not exact):
+        raise ValueError(
+            f"{cls.__name__} has cast_cache={casts}, round_products={rounds} on {query.device.type}, not"
+            f" {cast_cache}, {round_products}"
         )
-        return query, key
+    scaling = (8.0, 1.0, 4.0, 64) if assemble.takes(cls, "scaling_factor") else ()  # the table is given
+    sizes = head_size, table.shape[1], table.shape[0], 10000
+    module = assemble.make(cls, table, *sizes, neox, query.dtype, *scaling)
+    assemble.load(module, {"cos_sin_cache": table})
+    return partial(module, positions, query, key)
 
 
-class SGLangRotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
-    """sglang.srt.layers.rotary_embedding.base.RotaryEmbedding, with the first cached position; see its base."""
-
-    def __init__(
-        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: int, is_neox_style: bool,
-        dtype: torch.dtype, position_start: int = 0,
-    ) -> None:  # fmt: skip
-        nn.Module.__init__(self)
-        self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
-        self.position_start = position_start
-        self._make_cache(torch.float32 if torch.cuda.is_available() else dtype, position_start)
+def _first(args: list[Any]) -> None:
+    args[0].zero_()
 
 
-class SGLangLlama3RotaryEmbedding(Llama3, SGLangRotaryEmbedding_0_5_16):
-    """sglang.srt.layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding; see SGLangRotaryEmbedding_0_5_16."""
-
-
-def get_rope(
-    head_size: int,
-    max_position: int,
-    is_neox_style: bool = True,
-    rope_parameters: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
-) -> VllmRotaryEmbedding:
-    """The module for a Hugging Face config's rope_parameters (rope_theta, rope_type, partial_rotary_factor, ...).
-
-    Raises ValueError for a rope_type other than 'default' and 'llama3', or a parameter that is missing.
-    """
-    p = dict(rope_parameters or {})
-    kind = p.get("rope_type", p.get("type", "default"))
-    rotary_dim = int(head_size * p.get("partial_rotary_factor", 1.0))
-    args = (head_size, rotary_dim, max_position, float(p.get("rope_theta", 10000.0)), is_neox_style)
-    dtype = dtype or torch.get_default_dtype()
-    if kind == "default":
-        return VllmRotaryEmbedding(*args, dtype)
-    if kind != "llama3":
-        raise ValueError(f"rope_type {kind!r} is not supported; known: default, llama3")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [n for n in names if n not in p]
-    if missing:
-        raise ValueError(f"rope_type 'llama3' needs {', '.join(missing)} in rope_parameters")
-    return VllmLlama3RotaryEmbedding(*args, dtype, *(p[n] for n in names))
+def _last(args: list[Any]) -> None:
+    args[0].fill_(args[4].shape[0] - 1)
 
 
 def _odd(name: str, dtype: str = "bfloat16", **dims: Any) -> Case:
@@ -358,9 +307,6 @@ def _odd(name: str, dtype: str = "bfloat16", **dims: Any) -> Case:
 
 
 _LLAMA = {"heads": 32, "kv_heads": 8, "head_size": 128}
-_SGLANG_BASE = "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding"
-_SGLANG_LLAMA3 = "sglang.srt.layers.rotary_embedding.rope_variant:Llama3RotaryEmbedding"
-_VLLM_ROPE = "vllm.model_executor.layers.rotary_embedding."
 SPEC = OpSpec(
     name="rotary_emb",
     level=1,
@@ -380,20 +326,46 @@ SPEC = OpSpec(
         _odd("float32_cache", tokens=9, cache="float32", cast_cache=False),
         _odd("round_products", tokens=9, round_products=True, packed=False),
     ),
-    inputs=_rotary_calls.inputs,
-    bytes_moved=_rotary_calls.bytes_moved,
-    flops=_rotary_calls.flops,
-    dims_of=_rotary_calls.dims_of,
-    vary=_rotary_calls.vary,
-    extremes=_rotary_calls.EXTREMES,
-    activations=(1, 2),
-    build=_rotary_calls.build,
-    targets=(
-        Target("vllm", _VLLM_ROPE + "base:RotaryEmbedding", "VllmRotaryEmbedding", "leaf"),
-        Target("vllm", _VLLM_ROPE + "llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding", "leaf"),
-        Target("sglang", _SGLANG_BASE, "SGLangRotaryEmbedding_0_5_16", "leaf", "<0.5.21"),
-        Target("sglang", _SGLANG_BASE, "SGLangRotaryEmbedding", "leaf", ">=0.5.21"),
-        Target("sglang", _SGLANG_LLAMA3, "SGLangLlama3RotaryEmbedding", "leaf"),
+    arguments=(
+        Tensor("positions", "tokens", "positions", values=cases.random_positions),
+        Tensor(
+            "query",
+            {"by_head": "tokens heads head_size", "": "tokens heads*head_size"},
+            mutated=True,
+            bytes="2 * tokens * heads * rotary_dim * itemsize(dtype)",
+        ),
+        Tensor(
+            "key",
+            {"by_head": "tokens kv_heads head_size", "": "tokens kv_heads*head_size"},
+            when="kv_heads > 0",
+            mutated=True,
+            bytes="2 * tokens * kv_heads * rotary_dim * itemsize(dtype)",
+        ),
+        Scalar("head_size"),
+        Tensor(
+            "cos_sin_cache", "max_positions rotary_dim", "cache", values=cases.table, bytes=cases.TABLE_BYTES
+        ),
+        Scalar("is_neox_style", "neox"),
+        Scalar("cast_cache", default=True, stated=True),
+        Scalar("round_products", default=False),
     ),
+    axes={
+        **cases.AXES,
+        "kv_heads": Axis.count(
+            read=lambda a: 0 if a.key is None else None, draw=lambda n, rng: near(n, rng) if n else 0
+        ),
+        "cache": Axis.dtype(Expr("dtype")),
+        "by_head": Axis.option(False),
+        # query and key are slices of one packed tensor
+        "packed": Axis.option(
+            True, stated=True, read=lambda a: a.query.stride(0) != a.query.shape[1:].numel()
+        ),
+    },
+    constraints=cases.CONSTRAINTS,
+    values=_values,
+    flops="3 * tokens * (heads + kv_heads) * rotary_dim",
+    extremes={"first_position": _first, "last_position": _last},
+    activations=("query", "key"),
+    build=_build,
     batch_invariant=True,  # elementwise
 )

@@ -1,0 +1,1 @@
+"""Sampling of next tokens from logits."""

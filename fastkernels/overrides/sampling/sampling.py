@@ -1,21 +1,22 @@
-"""Next tokens from logits, each row by its own temperature, top_k, top_p and min_p, with counter-based noise.
+"""Next tokens from logits, with temperature, top_k, top_p and min_p per row and counter-based noise.
 
-A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in logarithms), whose noise is Philox of
-(seed, offset, token id): the draw of a row depends on nothing else, not on the batch, the step or the device.
+A token is drawn by an exponential race (argmax of p / e with e ~ Exp(1), in logarithms). Its noise is Philox of (seed,
+offset, token id), so the draw of a row is independent of the batch, the step and the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
+from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Case, OpSpec, Permutable, Target, Tolerance
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Permutable, Tensor, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.philox import exponential
-from fastkernels.overrides.sampling import sampling_calls as _sampling_calls
 from fastkernels.overrides.sampling.sampling_triton import (
     LANES,
     RACE,
@@ -24,20 +25,20 @@ from fastkernels.overrides.sampling.sampling_triton import (
     threshold_kernel,
 )
 
-GREEDY = 1e-5  # below this temperature the most likely token is taken, as in vLLM
-_PROGRAMS = 1024  # of the race: several on each of an H200's 132 multiprocessors
-_CPU_LOGITS = 1 << 18  # at a time: larger temporary tensors cost a CPU page faults and cache misses
-_NARROW = 1024  # most likely tokens that are looked at before a whole row is sorted
+GREEDY = 1e-5  # below this temperature the most likely token is chosen, as in vLLM
+_PROGRAMS = 1024  # of the race: several per multiprocessor of an H200, which has 132
+_CPU_LOGITS = 1 << 18  # per chunk: larger temporary tensors cause page faults and cache misses on a CPU
+_NARROW = 1024  # most likely tokens that are sorted before a whole row is
 
 
 def threshold(
     x: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The smallest logit that stays, [B, 1], of x [B, V] without NaN; the others are [B]. Equal logits stay together.
+    """Return the smallest kept logit [B, 1] of x [B, V], which has no NaN; the other arguments are [B].
 
-    In vLLM's order: min_p keeps tokens with at least min_p times the largest probability; top_k those of which fewer
-    than k are more likely; top_p those of which the more likely ones have less than top_p of the mass that is left.
-    So a tie at a boundary stays whole, and the most likely token always stays.
+    Filters apply in vLLM's order. min_p keeps tokens with at least min_p times the largest probability. top_k keeps
+    tokens with fewer than k more likely ones. top_p keeps tokens whose more likely ones have less than top_p of the
+    remaining mass. Equal logits are kept or dropped together, and the most likely token is always kept.
     """
     vocab = x.shape[-1]
     t, p = temperature[:, None].to(x.dtype), top_p[:, None].double()
@@ -45,7 +46,7 @@ def threshold(
     top = x.amax(dim=-1, keepdim=True)
     low = top + t * min_p[:, None].to(x.dtype).log()
     width = vocab
-    if x.device.type == "cpu":  # where looking at the values stalls nothing
+    if x.device.type == "cpu":  # reading values does not stall a device
         if not bool(((k < vocab) | (p < 1.0)).any()):
             return low
         width = min(vocab, max(_NARROW, int(torch.where(k < vocab, k, 0).max())))
@@ -74,7 +75,7 @@ def _race(
     seeds: torch.Tensor,
     offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """The tokens of rows that are not greedy."""
+    """Draw the tokens of rows that are not greedy."""
     noise = exponential(seeds, offsets, x.shape[-1]).to(x.dtype)
     score = (x / temperature[:, None].to(x.dtype)).sub_(noise.log_())
     filters = (temperature, top_k, top_p, min_p)
@@ -97,14 +98,14 @@ def reference(
     seeds: torch.Tensor,
     offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """logits: [B, V]; all else [B]. Returns token ids [B] int64.
+    """logits: [B, V]; all other arguments: [B]. Returns token ids [B] int64.
 
-    temperature   float; 0: the most likely token, of equals the lowest id
-    top_k         int; V, more, or <= 0: all tokens
+    temperature   float; 0: the most likely token, the lowest id among equals
+    top_k         int; <= 0 or >= V: all tokens
     top_p, min_p  float; 1 and 0: all tokens
-    seeds, offsets  int64; the offset is the number of the token in its sequence
+    seeds, offsets  int64; the offset is the position of the token in its sequence
 
-    NaN counts as -inf, which never wins, +inf as the largest number. A row without any number gives token 0.
+    NaN counts as -inf and +inf as the largest finite number. -inf never wins; a row of -inf gives token 0.
     """
     args = (logits, temperature, top_k, top_p, min_p, seeds, offsets)
     step = max(_CPU_LOGITS // logits.shape[1], 1)
@@ -145,7 +146,7 @@ def _supports_triton(logits: torch.Tensor, *rest: torch.Tensor) -> str | None:
     if logits.stride(-1) != 1:
         return f"logits has strides {tuple(logits.stride())}: the last dimension must be contiguous"
     if logits.shape[-1] > 1 << 18:
-        return f"vocabulary {logits.shape[-1]} is over 262144"
+        return f"vocabulary {logits.shape[-1]} exceeds the limit of 262144"
     for name, t in zip(_NAMES, rest, strict=True):
         if not t.is_contiguous():
             return f"{name} has strides {tuple(t.stride())}, not contiguous"
@@ -210,121 +211,86 @@ sampling = define(
 )
 
 
-class VllmTopKTopPSampler(nn.Module):
-    """vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler: tokens of logits [B, V] that are already divided by the
-    temperature. k [B] int, p [B] float, or None for all tokens.
-
-    Returns (token ids [B] int64, None, or what logprobs_mode 'processed_logits' or 'processed_logprobs' asks for).
-    A row's seed comes from its generator, of the others from torch's. The noise is float32 with steps of 2^-32 near 0,
-    with use_fp64_gumbel too.
-    """
-
-    def __init__(self, logprobs_mode: str = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
-        super().__init__()
-        self.logprobs_mode = logprobs_mode
-        self.use_fp64_gumbel = use_fp64_gumbel
-
-    def forward(
-        self,
-        logits: torch.Tensor,
-        generators: dict[int, torch.Generator],
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = len(logits)
-        seeds = torch.randint(1 << 62, (rows,), device=logits.device)
-        for row, generator in generators.items():
-            seeds[row] = torch.randint(1 << 62, (), generator=generator, device=generator.device)
-        ones = torch.ones(rows, device=logits.device)
-        top_k = torch.zeros_like(seeds) if k is None else k
-        args = (ones, top_k.int(), ones if p is None else p.float(), torch.zeros_like(ones))
-        ids = sampling(logits, *args, seeds, torch.zeros_like(seeds))
-        if self.logprobs_mode not in ("processed_logits", "processed_logprobs"):
-            return ids, None
-        if k is not None or p is not None:
-            logits = logits.masked_fill(logits.float() < threshold(logits.float(), *args), -torch.inf)
-        if self.logprobs_mode == "processed_logits":
-            return ids, logits
-        return ids, logits.log_softmax(dim=-1, dtype=torch.float32)
+_DEFAULTS: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-class SGLangSampler_0_5_16(nn.Module):
-    """sglang.srt.layers.sampler.Sampler before 0.5.23: token ids [B] of logits_output.next_token_logits [B, V].
-
-    Of sampling_info it reads is_all_greedy, temperatures [B, 1], top_ks, top_ps, min_ps [B] and sampling_seed ([B] or
-    None: torch's generator chooses). Log-probabilities and custom logit processors raise ValueError.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(
-        self,
-        logits_output: Any,
-        sampling_info: Any,
-        return_logprob: bool,
-        top_logprobs_nums: list[int],
-        token_ids_logprobs: list[list[int]],
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
-
-    def _sample(
-        self, logits: torch.Tensor, info: Any, return_logprob: bool, positions: torch.Tensor
-    ) -> torch.Tensor:
-        if return_logprob or getattr(info, "has_custom_logit_processor", False):
-            raise ValueError("log-probabilities and custom logit processors need SGLang's own Sampler")
-        seeds = info.sampling_seed
-        if seeds is None:
-            seeds = torch.randint(1 << 62, (len(logits),), device=logits.device)
-        temperature = torch.zeros_like(info.top_ps) if info.is_all_greedy else info.temperatures.view(-1)
-        ids = sampling(
-            logits,
-            temperature.float(),
-            info.top_ks.int(),
-            info.top_ps,
-            info.min_ps,
-            seeds.long(),
-            positions.long(),
-        )
-        return ids if info.is_all_greedy else ids.int()
+_STATED_ROWS = 32  # rows whose values the dims of a call state
 
 
-class SGLangSampler(SGLangSampler_0_5_16):
-    """sglang.srt.layers.sampler.Sampler from 0.5.23 on; see SGLangSampler_0_5_16.
+def _read(name: str) -> Callable[[SimpleNamespace], Any]:
+    """Axis.read of an argument [B]: the values of the first rows, or the value that all rows share."""
 
-    logprob_logits is for log-probabilities only.
-    """
+    def read(args: SimpleNamespace) -> Any:
+        values = getattr(args, name)
+        found = [] if values.is_meta else values[:_STATED_ROWS].tolist()
+        if not found:
+            return None
+        return found[0] if len(set(found)) == 1 else tuple(found)
 
-    def forward(
-        self,
-        logits_output: Any,
-        sampling_info: Any,
-        return_logprob: bool,
-        top_logprobs_nums: list[int],
-        token_ids_logprobs: list[list[int]],
-        positions: torch.Tensor,
-        *,
-        logprob_logits: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._sample(logits_output.next_token_logits, sampling_info, return_logprob, positions)
+    return read
 
+
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    rows = torch.arange(call["rows"], device=call.device)
+    logits = call.normal((call["rows"], call["vocab"]), torch.float32, 0.0, call["scale"])
+    if call["banned"]:
+        logits[:, ::3] = -torch.inf
+
+    def each(name: str) -> torch.Tensor:
+        """One value for all rows, or a tuple whose values the rows take in turn."""
+        values = call[name] if isinstance(call[name], (tuple, list)) else (call[name],)
+        dtype = torch.int32 if name == "top_k" else torch.float32
+        return torch.tensor(values, dtype=dtype, device=call.device)[rows % len(values)]
+
+    return {
+        "logits": logits.to(getattr(torch, call["dtype"])), **{name: each(name) for name in _DEFAULTS},
+        "seeds": rows * 0x9E3779B97F + 7, "offsets": rows * 3 + call["offset"],
+    }  # fmt: skip
+
+
+def _first_offset(args: SimpleNamespace) -> int | None:
+    return int(args.offsets[0]) if args.offsets.numel() else None
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    logits, temperature, top_k, top_p, min_p, seeds, offsets = args
+    if not assemble.takes(cls.forward, "sampling_info"):  # type: ignore[attr-defined]
+        raise ValueError(f"{cls.__name__} draws its seeds from torch's generators and takes none")
+    info = SimpleNamespace(
+        is_all_greedy=False, temperatures=temperature[:, None], top_ks=top_k, top_ps=top_p, min_ps=min_p,
+        sampling_seed=seeds, has_custom_logit_processor=False,
+    )  # fmt: skip
+    output, module = SimpleNamespace(next_token_logits=logits), assemble.make(cls, logits)
+    return lambda: module(output, info, False, [], [], offsets).long()
+
+
+def _equal(args: list[Any]) -> None:
+    args[0].fill_(1.0)
+
+
+def _masked(args: list[Any]) -> None:
+    logits = args[0]
+    row = torch.arange(len(logits), device=logits.device)
+    logits.fill_(-torch.inf)
+    logits[row, (7 * row + 3) % logits.shape[1]] = 0.5
+
+
+def _cold(args: list[Any]) -> None:
+    args[1].fill_(0.01)
+
+
+def _greedy(args: list[Any]) -> None:
+    args[1].fill_(1e-6)
+
+
+# Colder temperatures leave float32 too few bits for the noise, which decides between equal logits.
+_EXTREMES = {"equal_logits": _equal, "one_allowed": _masked, "cold": _cold, "nearly_greedy": _greedy}
 
 _LLAMA = 128256
 _MIXED = {
     "temperature": (1.0, 0.7, 0.0), "top_k": (40, 0), "top_p": (0.9, 0.5, 1.0), "min_p": (0.0, 0.05),
 }  # fmt: skip
 
-_VLLM = "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler"
-_VLLM_NOTE = (
-    "live, the host's own stays: it belongs to the model runner, not to the model, its forward is bound on the"
-    " instance, and a seeded request would draw other tokens from its generator than before"
-)
-_SGLANG = "sglang.srt.layers.sampler:Sampler"
-_SGLANG_NOTE = (
-    "live, the host's own stays: it belongs to the model runner, not to the model, and also computes log-probabilities;"
-    " ours applies min_p first and top_p to what top_k leaves, the host top_p to all and min_p last"
-)
 
 SPEC = OpSpec(
     name="sampling",
@@ -345,18 +311,28 @@ SPEC = OpSpec(
         Case("flat_top_p", {"rows": 1, "vocab": 5000, "top_p": 0.97, "scale": 0.1}, dtype="float32", tags=("odd",)),
         Case("banned", {"rows": 2, "vocab": 4097, "banned": True, **_MIXED}, tags=("odd",)),
     ),
-    inputs=_sampling_calls.inputs,
-    bytes_moved=_sampling_calls.bytes_moved,
-    dims_of=_sampling_calls.dims_of,
-    vary=_sampling_calls.vary,
-    permutable=lambda *args: Permutable(rows=tuple(range(7)), columns=(0,)),
-    extremes=_sampling_calls.EXTREMES,
-    build=_sampling_calls.build,
-    flops=_sampling_calls.flops,
-    tolerance={name: Tolerance(0.0, 0.0) for name in ("float32", "float16", "bfloat16")},
-    targets=(
-        Target("vllm", _VLLM, "VllmTopKTopPSampler", "standalone", note=_VLLM_NOTE),
-        Target("sglang", _SGLANG, "SGLangSampler_0_5_16", "standalone", "<0.5.23", note=_SGLANG_NOTE),
-        Target("sglang", _SGLANG, "SGLangSampler", "standalone", ">=0.5.23", note=_SGLANG_NOTE),
+    arguments=(
+        Tensor("logits", "rows vocab"),
+        Tensor("temperature", "rows", "float32"),
+        Tensor("top_k", "rows", "int32"),
+        Tensor("top_p", "rows", "float32"),
+        Tensor("min_p", "rows", "float32"),
+        Tensor("seeds", "rows", "int64"),
+        Tensor("offsets", "rows", "int64"),
     ),
+    outputs=(Tensor("token_ids", "rows", "int64"),),
+    axes={
+        "rows": Axis.per_call(),
+        "vocab": Axis.count(),
+        **{name: Axis(default, read=_read(name), stated=True) for name, default in _DEFAULTS.items()},
+        "offset": Axis.per_call(0, read=_first_offset, draw=lambda _, rng: rng.randrange(1 << 40)),
+        "scale": Axis(4.0),
+        "banned": Axis(False),
+    },
+    values=_values,
+    flops="8 * rows * vocab",
+    permutable=lambda *args: Permutable(rows=tuple(range(7)), columns=(0,)),
+    extremes=_EXTREMES,
+    build=_build,
+    tolerance={name: Tolerance(0.0, 0.0) for name in ("float32", "float16", "bfloat16")},
 )  # fmt: skip

@@ -1,10 +1,10 @@
-"""The kernels of `sampling`: the smallest logit that stays, then an exponential race over the vocabulary.
+"""Triton kernels of `sampling`: the smallest kept logit, then an exponential race over the vocabulary.
 
 The threshold is exact and needs no sort. A first pass keeps the largest logit of each of 4096 lanes (token id modulo
-4096). The k-th largest lane is at most the k-th largest logit, and hardly less: the few tokens above it are copied
-to a scratch row, on which the threshold is found by bisection of the float's bits. (For top_p alone the lanes' mass
-bounds it in the same way.) Where too many tokens are above the bound, bisection runs over the whole row.
-Masses are summed as integers, so that no order of summation changes a token.
+4096). The k-th largest lane is a lower bound of the k-th largest logit, and a tight one. The few tokens above the bound
+are copied to a scratch row, where bisection over the bits of floats finds the threshold. For top_p alone, the mass of
+the lanes gives the bound. If too many tokens are above the bound, bisection runs over the whole row. Masses are integer
+sums, so the order of summation does not affect a token.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import triton.language as tl
 from fastkernels.overrides.kit.philox import exponential_block
 
 LANES = 4096
-RACE = 1024  # tokens at a time in the race
+RACE = 1024  # tokens per iteration of the race
 _GREEDY = tl.constexpr(1e-5)
-_UNIT = tl.constexpr(1099511627776.0)  # 2^40: the integer mass of the most likely token; 2^18 of them fit
+_UNIT = tl.constexpr(
+    1099511627776.0
+)  # 2^40: the integer mass of the most likely token; a sum of 2^18 of them fits
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def _load(ptr, cols, mask):
 
 @triton.jit
 def _key(x):
-    """Integers in the order of the floats; _value turns them back."""
+    """Map floats to integers of the same order; _value is the inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -42,7 +44,7 @@ def _value(key):
 
 @triton.jit
 def _count_from(x, ptr, V, value, ROW: tl.constexpr, LANES: tl.constexpr):
-    """How many logits are at least `value`: of the vector x alone, or of the row that x begins."""
+    """Count the logits that are at least `value`, in the vector x or, with ROW, in the row that begins with x."""
     hits = (x >= value).to(tl.int32)
     if ROW:
         for start in tl.range(LANES, V, LANES, loop_unroll_factor=4):
@@ -53,7 +55,7 @@ def _count_from(x, ptr, V, value, ROW: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _mass_from(x, ptr, V, value, top, t, ROW: tl.constexpr, LANES: tl.constexpr):
-    """The mass of logits that are at least `value`: of the vector x alone, or of the row that x begins."""
+    """Sum the mass of logits that are at least `value`, in the vector x or, with ROW, in the row that begins with x."""
     mass = tl.where(x >= value, (tl.exp((x - top) / t) * _UNIT).to(tl.int64), 0)
     if ROW:
         for start in tl.range(LANES, V, LANES, loop_unroll_factor=4):
@@ -65,7 +67,7 @@ def _mass_from(x, ptr, V, value, top, t, ROW: tl.constexpr, LANES: tl.constexpr)
 
 @triton.jit
 def _kth(x, ptr, V, k, low, top, ROW: tl.constexpr, LANES: tl.constexpr):
-    """The k-th largest logit, or `low` if fewer than k logits are larger than that; `top` is the largest."""
+    """The k-th largest logit, or `low` if fewer than k logits are larger; `top` is the largest logit."""
     yes, no = _key(low), _key(top) + 1
     while no - yes > 1:
         middle = (yes + no) >> 1
@@ -78,7 +80,7 @@ def _kth(x, ptr, V, k, low, top, ROW: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _nucleus(x, ptr, V, wanted, low, top, t, ROW: tl.constexpr, LANES: tl.constexpr):
-    """The smallest value, from `low` on, above which there is less than the mass `wanted`."""
+    """The smallest value that is at least `low` and has less than the mass `wanted` above it."""
     no, yes = _key(low) - 1, _key(top)
     while yes - no > 1:
         middle = (yes + no) >> 1
@@ -91,13 +93,13 @@ def _nucleus(x, ptr, V, wanted, low, top, t, ROW: tl.constexpr, LANES: tl.conste
 
 @triton.jit
 def _share(mass, p):
-    """The integers below it are those below p * mass."""
+    """The smallest integer that is not below p * mass."""
     return tl.ceil(mass.to(tl.float64) * p.to(tl.float64)).to(tl.int64)
 
 
 @triton.jit
 def _exact(x, ptr, V, k, p, by_k, by_p, wanted, kept, low, top, t, ROW: tl.constexpr, LANES: tl.constexpr):
-    """The smallest logit that stays, from the logits that are at least `low`."""
+    """The smallest kept logit, found among the logits that are at least `low`."""
     if by_k:
         kept = tl.maximum(kept, _kth(x, ptr, V, k, low, top, ROW, LANES))
     if by_p:
@@ -111,7 +113,7 @@ def _exact(x, ptr, V, k, p, by_k, by_p, wanted, kept, low, top, t, ROW: tl.const
 def threshold_kernel(
     x_ptr, t_ptr, k_ptr, p_ptr, min_p_ptr, spill_ptr, count_ptr, out_ptr, stride, V, LANES: tl.constexpr,
 ):  # fmt: skip
-    # One program a row. out: [B] the smallest logit that stays, -inf where the row takes all.
+    # One program per row. out: [B], the smallest kept logit, -inf for rows that keep all.
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(t_ptr + row).to(tl.float32)
     k = tl.load(k_ptr + row).to(tl.int32)
@@ -139,7 +141,7 @@ def threshold_kernel(
                 if _mass_from(best, ptr, V, kept, top, t, False, LANES) >= wanted:
                     low = tl.maximum(low, _nucleus(best, ptr, V, wanted, low, top, t, False, LANES))
             if by_k | by_p:
-                # Copy what may stay, in any order: counts and integer masses do not depend on it.
+                # Copy the candidates in any order: counts and integer masses do not depend on it.
                 tl.atomic_xchg(count_ptr + row, 0)
                 tl.debug_barrier()
                 if low > float("-inf"):
@@ -162,7 +164,7 @@ def threshold_kernel(
 def race_kernel(
     x_ptr, t_ptr, seed_ptr, offset_ptr, low_ptr, score_ptr, id_ptr, stride, V, SPAN, RACE: tl.constexpr,
 ):  # fmt: skip
-    # Program (row, part): the best token of SPAN tokens. score, id: [B, parts]. Of equal scores the lowest id.
+    # Program (row, part): the best of SPAN tokens. score, id: [B, parts]. The lowest id wins among equal scores.
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     t = tl.load(t_ptr + row).to(tl.float32)
@@ -182,7 +184,7 @@ def race_kernel(
         seed, offset = tl.load(seed_ptr + row), tl.load(offset_ptr + row)
         for start in range(begin, end, RACE):
             x = _load(ptr, start + lane, start + lane < V)
-            if tl.max(x, axis=0) >= low:  # few blocks have a token that stays: most noise need not be made
+            if tl.max(x, axis=0) >= low:  # few blocks have a kept token: skip the noise of the others
                 noise = exponential_block(seed, offset, start, RACE // 4)
                 score = tl.where(x >= low, tl.div_rn(x, t) - tl.log(noise), float("-inf"))
                 ids = tl.where(score > best, start + lane, ids)
@@ -196,7 +198,7 @@ def race_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def pick_kernel(score_ptr, id_ptr, out_ptr, parts, PARTS: tl.constexpr):
-    # One program a row: the best of its parts.
+    # One program per row: the best of its parts.
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     score = tl.load(score_ptr + row * parts + part, mask=part < parts, other=float("-inf"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fk_integrations.core import versions as compat
 
 if TYPE_CHECKING:

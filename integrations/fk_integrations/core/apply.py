@@ -16,7 +16,7 @@ from fastkernels.core import candidate as candidates_module
 from fastkernels.core import registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.patch import PatchError, Request, Row
 from fk_integrations.core.adapter import Adapter, Journal, live_class
 from fk_integrations.seams.expert_layers import in_float8

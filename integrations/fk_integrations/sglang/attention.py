@@ -201,7 +201,7 @@ def _implementation(
     host_class: Any, step_of: Callable[[Any, Any], Step | str], by_table: bool = False
 ) -> type:
     """A subclass of the backend's class for one patch; `fastkernels_layers` are the layers that it serves."""
-    from fastkernels.overrides.attention.attention import asked_for
+    from fastkernels.overrides.attention.attention import explicitly_requested
     from fastkernels.overrides.attention.attention_decode import attention_decode
     from fastkernels.overrides.attention.attention_prefill import attention_prefill
     from fastkernels.overrides.cache.store_kvcache import store_kvcache
@@ -241,7 +241,7 @@ def _implementation(
             host = getattr(host_class, name)
             if layer not in layers:
                 return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
-            choosy = by_table and not asked_for()
+            choosy = by_table and not explicitly_requested()
             reason = _unsupported_step(q, forward_batch, self.token_to_kv_pool, extra)
             if reason is None and choosy and forward_batch.forward_mode.name != "DECODE":
                 reason = NO_DECODE

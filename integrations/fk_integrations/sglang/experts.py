@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any
 
 from fastkernels.core import registry
-from fastkernels.overrides.moe.fused_experts_scales import check
-from fastkernels.overrides.moe.fused_experts_sglang import quant_of, refuse, refuse_config
+from fastkernels.overrides.moe.arguments import refuse
+from fastkernels.overrides.moe.fused_experts_fp8 import check_scales
+from fastkernels.overrides.moe.sglang import quant_of, refuse_config
 from fk_integrations.core import versions as compat
 from fk_integrations.core.adapter import Journal
 from fk_integrations.seams.expert_layers import in_float8, method_of, path_of, unusual
@@ -87,10 +88,10 @@ def unsupported_call(dispatch_output: Any, quant_info: Any, lora_info: Any) -> s
     if not hasattr(dispatch_output.topk_output, "topk_ids"):
         return f"a router's choice in the form of {type(dispatch_output.topk_output).__name__}"
     try:
-        refuse(lora_info=lora_info, hidden_states_scale=dispatch_output.hidden_states_scale)
+        refuse("fused_experts", lora_info=lora_info, hidden_states_scale=dispatch_output.hidden_states_scale)
         fp8, quant = quant_of(quant_info)
         if fp8:
-            check(
+            check_scales(
                 quant_info.w13_weight, quant_info.w2_weight, quant["w1_scale"], quant["w2_scale"], quant["a1_scale"],
                 quant["a2_scale"], quant["per_channel_quant"], quant["block_shape"], False,
             )  # fmt: skip

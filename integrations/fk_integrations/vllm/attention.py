@@ -69,7 +69,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
     as the host's, and of less time at every size. A launch from Python takes longer than either, and the host's is one
     call in C++. FASTKERNELS_DISABLE=store_kvcache leaves all steps to the host.
     """
-    from fastkernels.overrides.attention.attention import asked_for
+    from fastkernels.overrides.attention.attention import explicitly_requested
     from fastkernels.overrides.attention.attention_decode import attention_decode
     from fastkernels.overrides.attention.attention_prefill import attention_prefill
     from fastkernels.overrides.cache.store_kvcache import store_kvcache
@@ -116,7 +116,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         stock = (self, layer, query, key, value, kv_cache, m, output, output_scale, output_block_scale)
         if m is None:
             return host_class.forward(*stock)
-        choosy = by_table and not asked_for()
+        choosy = by_table and not explicitly_requested()
         if choosy and m.max_query_len != 1:  # a prompt's layers wait for this code: no more of it than needed
             attention_decode.leave(NO_DECODE)
             return host_class.forward(*stock)

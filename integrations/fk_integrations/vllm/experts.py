@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 
 from fastkernels.core import registry
-from fastkernels.overrides.moe.fused_experts_scales import check, kind_of
-from fastkernels.overrides.moe.fused_experts_vllm import call_of, refuse_activation, refuse_quant
+from fastkernels.overrides.moe.fused_experts_fp8 import check_scales, kind_of
+from fastkernels.overrides.moe.vllm import call_of, refuse_activation, refuse_quant
 from fk_integrations.core import versions as compat
 from fk_integrations.core.adapter import Journal
 from fk_integrations.seams.expert_layers import in_float8, method_of, path_of, unusual
@@ -89,7 +89,7 @@ def unsupported(module: Any) -> str | None:
         refuse_activation(module.activation)
         fp8 = refuse_quant(config)
         if fp8:
-            check(
+            check_scales(
                 module.w13_weight, module.w2_weight, config.w1_scale, config.w2_scale, config.a1_scale,
                 config.a2_scale, config.per_act_token_quant, config.block_shape, False,
             )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 
 ALL_REDUCE = "vLLM adds it to the all-reduce before it, which an op of ours would prevent"

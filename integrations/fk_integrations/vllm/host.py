@@ -16,7 +16,7 @@ from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.env import Environment
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import call_recording as recording
 from fk_integrations.core import reports

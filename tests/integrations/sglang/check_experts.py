@@ -17,7 +17,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch import nn
 
 from fastkernels.overrides.moe import fused_experts, fused_experts_fp8
-from fastkernels.overrides.moe.fused_experts_sglang import SGLangMoeRunner
+from fastkernels.overrides.moe.sglang import SGLangMoeRunner
 from fastkernels.patch import PatchError, Request
 
 E, K, H, INNER, T = 4, 2, 128, 96, 9

@@ -11,7 +11,7 @@ from fk_integrations.sglang.scheduler import SglangAdapter
 from fastkernels.core import tuning as tuned
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.tuning import Entry, Table
-from fastkernels.overrides.moe import grouped_topk
+from fastkernels.overrides.moe.sglang import sglang_biased_grouped_topk_gpu, sglang_grouped_topk_gpu
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.patch import Request
 
@@ -31,7 +31,7 @@ def test_grouped_topk_is_the_hosts(biased, renormalize, apply):
     bias = [randn(64, seed=2) / 20] if biased else []
     theirs = topk.biased_grouped_topk_impl if biased else topk.grouped_topk_gpu
     theirs = getattr(theirs, "_torchdynamo_orig_callable", theirs)
-    ours = grouped_topk.sglang_biased_grouped_topk_gpu if biased else grouped_topk.sglang_grouped_topk_gpu
+    ours = sglang_biased_grouped_topk_gpu if biased else sglang_grouped_topk_gpu
     arguments = (randn(50, 8), 2 * randn(50, 64, seed=1), *bias, 6, renormalize, 8, 3, 0, 2.5, apply)
     weights, ids = theirs(*arguments)
     found, found_ids = ours(*arguments)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from fastkernels.overrides.moe.grouped_topk import VllmGroupedTopk
+from fastkernels.overrides.moe.vllm import VllmGroupedTopk
 from fastkernels.overrides.quant.vllm import VllmQuantFP8
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 from fk_bench.core.rows import Status, read
-from support.kernels.made_up_chip import MadeUp
+from support.kernels.fake_driver import FakeDriver
 from support.kernels.op_cases import make_args, mismatch, oracle
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -130,7 +130,7 @@ def test_as_many_programs_fit_as_it_says(
     params: dict[str, int], batch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Compiled for an H200: shared memory and registers of a multiprocessor, and hardly any in memory instead."""
-    monkeypatch.setattr(driver, "_active", MadeUp())
+    monkeypatch.setattr(driver, "_active", FakeDriver())
     compiled: list[Any] = []
     for name in ("_decode_split_kernel", "_decode_even_kernel"):
         kernel = getattr(split, name)

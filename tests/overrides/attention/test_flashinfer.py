@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastkernels.overrides.attention import flashinfer as _flashinfer
+from fastkernels.overrides.attention import flashinfer
 
 
 class Recorder:
@@ -28,7 +28,7 @@ def batch() -> tuple[torch.Tensor, ...]:
 
 def test_a_plan_lists_the_blocks_that_are_used() -> None:
     wrapper = Recorder()
-    plans = _flashinfer.Plans(wrapper, {"page_size": 16})
+    plans = flashinfer.Plans(wrapper, {"page_size": 16})
     assert plans.planned(*batch()) == (wrapper, 6)
     args, kwargs = wrapper.plans[0]
     assert args == [[0, 4, 4, 6], [0, 2, 2, 5], [7, 8, 3, 5, 9], [4, 0, 1]]
@@ -37,7 +37,7 @@ def test_a_plan_lists_the_blocks_that_are_used() -> None:
 
 def test_a_plan_is_kept_for_the_same_unwritten_tensors_only() -> None:
     wrapper = Recorder()
-    plans, tensors = _flashinfer.Plans(wrapper, {"page_size": 16}), batch()
+    plans, tensors = flashinfer.Plans(wrapper, {"page_size": 16}), batch()
     for _ in range(3):
         plans.planned(*tensors)
     assert len(wrapper.plans) == 1
@@ -62,7 +62,7 @@ def test_a_plan_is_kept_for_the_same_unwritten_tensors_only() -> None:
 def test_decode_refuses_with_a_reason(change: dict[str, Any], reason: str) -> None:
     cache = torch.zeros(3, change.get("block_size", 16), 2, 64, dtype=torch.bfloat16)
     q, _, table = torch.zeros(3, change.get("heads", 4), 64, dtype=torch.bfloat16), *batch()[1:]
-    found = _flashinfer.supports_decode(
+    found = flashinfer.supports_decode(
         q, cache, cache, batch()[1], table, 33, 0.1, -1, change.get("softcap", 0.0)
     )
     assert found is not None and reason in found
@@ -70,6 +70,4 @@ def test_decode_refuses_with_a_reason(change: dict[str, Any], reason: str) -> No
 
 def test_prefill_refuses_other_head_sizes() -> None:
     cache = torch.zeros(3, 16, 2, 80)
-    assert "80" in str(
-        _flashinfer.supports_prefill(torch.zeros(6, 2, 80), cache, cache, *batch(), 4, 33, 0.1)
-    )
+    assert "80" in str(flashinfer.supports_prefill(torch.zeros(6, 2, 80), cache, cache, *batch(), 4, 33, 0.1))

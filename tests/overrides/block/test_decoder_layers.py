@@ -1,4 +1,4 @@
-"""Decoder layers against transformers', in float32, and how they carry the residual."""
+"""Tests of decoder layers against transformers in float32, and of the residual."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import forward_context
-from fastkernels.overrides.block import llama_decoder_layer as layers
-from fastkernels.overrides.block import qwen3_decoder_layer
+from fastkernels.overrides.block import sglang, vllm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -35,7 +34,7 @@ def hf_layer(kind: str = "Llama") -> tuple[nn.Module, nn.Module, Any]:
 
 
 def load_layer(ours: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """A transformers layer's weights, by the loaders of our parameters."""
+    """Load the weights of a transformers layer through the loaders of our parameters."""
     params = dict(ours.named_parameters())
     for name, value in state.items():
         for part, packed, shard in (
@@ -61,7 +60,7 @@ LAYERS = [
 @pytest.mark.parametrize(("spec", "target"), LAYERS, ids=[t.cls for _, t in LAYERS])
 @torch.inference_mode()
 def test_decoder_layer_equals_transformers(spec: Any, target: Any) -> None:
-    llama = spec.name == layers.SPEC.name
+    llama = spec.name == "llama_decoder_layer"
     reference, rotary, config = hf_layer("Llama" if llama else "Qwen3")
     kind = registry.target_class(target)
     ours = kind(None, "model.layers.0", config) if llama and target.host == "vllm" else kind(config)
@@ -81,9 +80,9 @@ def test_decoder_layer_equals_transformers(spec: Any, target: Any) -> None:
     close(out if stream else out[0] + out[1], expected, 1e-4)
 
 
-def test_qwen3_layer_adds_after_the_residual_and_refuses() -> None:
-    old = qwen3_decoder_layer.SGLangQwen3DecoderLayer_0_5_16(CONFIG)
-    new = qwen3_decoder_layer.SGLangQwen3DecoderLayer(CONFIG)
+def test_qwen3_layer_adds_to_residual_and_rejects_others() -> None:
+    old = sglang.SGLangQwen3DecoderLayer_0_5_16(CONFIG)
+    new = sglang.SGLangQwen3DecoderLayer(CONFIG)
     new.load_state_dict(fill(old))
     bind_cache(old, 8, 4)
     bind_cache(new, 8, 4)
@@ -97,15 +96,15 @@ def test_qwen3_layer_adds_after_the_residual_and_refuses() -> None:
     for field in ("dual_chunk_attention_config", "is_causal"):
         config = SimpleNamespace(**{**vars(CONFIG), field: field != "is_causal"})
         with pytest.raises(ValueError, match=field):
-            qwen3_decoder_layer.VllmQwen3DecoderLayer(config)
-    windowed = qwen3_decoder_layer.VllmQwen3DecoderLayer(CONFIG, per_layer_sliding_window=4)
+            vllm.VllmQwen3DecoderLayer(config)
+    windowed = vllm.VllmQwen3DecoderLayer(CONFIG, per_layer_sliding_window=4)
     assert windowed.self_attn.attn.window_left == 3
 
 
 @torch.inference_mode()
-def test_llama_decoder_layer_carries_the_residual() -> None:
+def test_llama_layer_with_residual_equals_sum() -> None:
     reference, _, config = hf_layer()
-    ours = layers.VllmLlamaDecoderLayer(None, "model.layers.0", config)
+    ours = vllm.VllmLlamaDecoderLayer(None, "model.layers.0", config)
     load_layer(ours, reference.state_dict())
     bind_cache(ours, 8, 4)
     x, residual = randn(7, config.hidden_size, seed=1), randn(7, config.hidden_size, seed=2)

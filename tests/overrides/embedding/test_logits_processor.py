@@ -1,4 +1,4 @@
-"""logits_processor's product is the op linear's, so what a table or a candidate says of the head's shape counts."""
+"""Tests of logits_processor: its product is the op linear, with linear's tuned table and candidates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastkernels.overrides.linear.linear import linear
 PROVIDERS = {p.name: p for p in module.logits_processor.providers}
 
 
-def test_the_head_is_a_linear_layer() -> None:
+def test_product_is_the_op_linear() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*size, generator=generator) for size in ((3, 40), (65, 40)))
     run, before = PROVIDERS["linear"].fn, linear.calls
@@ -24,6 +24,6 @@ def test_the_head_is_a_linear_layer() -> None:
         linear.set_candidate(None)
 
 
-def test_a_gpu_asks_linear_first() -> None:
+def test_linear_is_first_provider_on_gpu() -> None:
     assert module.logits_processor.providers[0].name == "linear"
     assert PROVIDERS["linear"].devices == ("cuda",) and PROVIDERS["onednn"].devices == ("cpu",)

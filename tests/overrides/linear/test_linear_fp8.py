@@ -19,8 +19,8 @@ from support.kernels.linear_fp8 import FP8, args, randn
 
 from fastkernels.core import cuda_rtc
 from fastkernels.core import tuning as tuned
-from fastkernels.overrides.linear import linear_fp8_calls as calls
 from fastkernels.overrides.linear import linear_fp8_flashinfer as flashinfer
+from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import linear_fp8_scales as scales
 from fastkernels.overrides.linear import skinny_linear_cuda as skinny
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma16
@@ -84,10 +84,10 @@ def test_what_does_not_fit_is_said() -> None:
     for wrong, said in (
         (
             (x, weight, torch.rand(31, 1), ws),
-            r"x_scale must have one value, one a token \(32, 1\), or with weight_scale",
+            r"x_scale must have one value, one per token \(32, 1\), or with weight_scale",
         ),
         ((x, weight, torch.rand(32, 2), ws), r"with scales \(32, 2\) and \(48,\)"),
-        ((x, weight, xs, torch.rand(47)), r"weight_scale one value or one a row \(48,\)"),
+        ((x, weight, xs, torch.rand(47)), r"weight_scale one value or one per row \(48,\)"),
         ((x, weight[:, :-16], xs, ws), r"x \(32, 144\) must be \[..., K\] and weight \(48, 128\) \[N, K\]"),
         ((x, weight, xs, ws, torch.zeros(47)), r"bias \(47,\) must be \[48\]"),
     ):
@@ -128,15 +128,15 @@ def test_the_shipped_table_has_the_measured_sets() -> None:
 @pytest.mark.parametrize("there", [True, False])
 def test_over_32_tokens_scales_of_blocks_are_deepgemms(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(calls, "installed", lambda name: there and name == calls.DEEP_GEMM[1])
-    calls._has_deep_gemm.cache_clear()
+    monkeypatch.setattr(libraries, "installed", lambda name: there and name == libraries.DEEP_GEMM[1])
+    libraries._has_deep_gemm.cache_clear()
     try:
-        left = calls.left_to_deepgemm(*args(33, 64, 256, scales.BLOCK))
+        left = libraries.left_to_deepgemm(*args(33, 64, 256, scales.BLOCK))
         assert (left is not None and "33 tokens" in left) if there else left is None
         for ours in (args(32, 64, 256, scales.BLOCK), args(33, 64, 256), args(33, 60, 256, scales.BLOCK)):
-            assert calls.left_to_deepgemm(*ours) is None
+            assert libraries.left_to_deepgemm(*ours) is None
     finally:
-        calls._has_deep_gemm.cache_clear()
+        libraries._has_deep_gemm.cache_clear()
 
 
 def test_what_flashinfer_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""FP8 mixtures of experts beyond their cases: by hand, tiles and tables, the hosts' functions, what is refused."""
+"""Tests of fused_experts_fp8: a naive loop, tiles and tables, host functions, errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ import torch.nn.functional as F
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
-from fastkernels.overrides.moe import fused_experts_calls as calls
-from fastkernels.overrides.moe import fused_experts_fp8
-from fastkernels.overrides.moe import moe_tiles as _moe_tiles
+from fastkernels.overrides.moe import expert_libraries, fused_experts_fp8, moe_tiles
 from fastkernels.overrides.moe.fused_experts_fp8 import SPEC
+from fastkernels.overrides.moe.vllm import vllm_fused_experts
 
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "moe_sets.py"
 FP8 = torch.float8_e4m3fn
@@ -38,7 +37,7 @@ def arguments(kind: str, tokens: int = 9, seed: int = 0, **more: Any) -> list[An
 
 
 def float8(x: torch.Tensor, size: int, given: torch.Tensor | None, powers: bool) -> torch.Tensor:
-    """x [N] as float8 and back; size: numbers that share a scale."""
+    """Round x [N] to scaled float8; size: values that share a scale."""
     out = []
     for part in x.split(size):
         scale = given if given is not None else part.abs().max() / 448
@@ -49,7 +48,7 @@ def float8(x: torch.Tensor, size: int, given: torch.Tensor | None, powers: bool)
 
 
 def weight(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """w [N, K] of one expert."""
+    """Return the values of one expert's w [N, K]."""
     if scale.dim() < 2:
         return w.float() * (scale[:, None] if scale.numel() > 1 else scale)
     n, k = w.shape
@@ -57,7 +56,7 @@ def weight(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(kind: str, args: list[Any]) -> torch.Tensor:
-    """Pair by pair; not for scales of all tokens."""
+    """Compute pair by pair; not for one scale of all tokens."""
     x, w1, w2, s1, s2, weights, ids, a1, a2 = args[:9]
     size, powers = (128 if kind in ("block", "powers") else 1 << 20), kind == "powers"
     out = torch.zeros_like(x)
@@ -75,7 +74,7 @@ def rms(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "found"])
-def test_it_is_what_it_says(kind: str) -> None:
+def test_experts_equal_naive_loop(kind: str) -> None:
     args = arguments(kind)
     args[6][3] = torch.tensor([-1, 7])  # a padded token
     found = fused_experts_fp8.fused_experts_fp8(*args)
@@ -83,7 +82,7 @@ def test_it_is_what_it_says(kind: str) -> None:
     assert not found[3].any()
 
 
-def test_one_scale_for_all_is_found_among_those_that_are_here() -> None:
+def test_shared_scale_ignores_absent_experts() -> None:
     args = arguments("found")
     want = fused_experts_fp8.reference(*args)
     one = [*args[:7], *(torch.tensor([1.0]) for _ in range(2)), *args[9:]]
@@ -104,7 +103,7 @@ def test_one_scale_for_all_is_found_among_those_that_are_here() -> None:
     assert rms(found[:4], fused_experts_fp8.reference(*alone)) < 2e-3
 
 
-def test_experts_of_other_ranks_add_up() -> None:
+def test_expert_parallel_parts_add_up() -> None:
     args = arguments("channel")
     args[1:5] = [t[:4] for t in args[1:5]]
     args[6] %= 4
@@ -120,17 +119,17 @@ def test_experts_of_other_ranks_add_up() -> None:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
-    """A process of its own: kernels are made when they are imported."""
+    """Run the script in its own process: Triton interprets kernels from import on."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
 
 
-def test_every_set_of_tiles_is_right(interpreted: dict[str, str | None]) -> None:
+def test_every_tile_set_is_correct(interpreted: dict[str, str | None]) -> None:
     found = {k: v for k, v in interpreted.items() if k.endswith((" sorted", " few"))}
     assert {k: v for k, v in found.items() if v} == {}
-    assert len(found) == 2 * (len(_moe_tiles.sets(2)) + 3 * len(_moe_tiles.sets(1)))
+    assert len(found) == 2 * (len(moe_tiles.sets(2)) + 3 * len(moe_tiles.sets(1)))
 
 
 @pytest.mark.parametrize("case", ["other tiles", "ids of no expert", "by table"])
@@ -138,41 +137,39 @@ def test_tiles_tables_and_providers(case: str, interpreted: dict[str, str | None
     assert interpreted[case] is None
 
 
-def test_tiles_by_name() -> None:
+def test_tile_names_are_parsed() -> None:
     for text in ("16/64/128/1/4/4", "32/128/64/8/8/3/s", "64/64/64/1/4/5/e", "16/64/128/1/4/4/se"):
-        assert str(_moe_tiles.parsed(text)) == text
+        assert str(moe_tiles.parsed(text)) == text
     for text in ("16/64/128/1/4", "16/64/128/1/4/4/x", "16/64/-1/1/4/4", "a"):
-        with pytest.raises(ValueError, match="must be block_m/block_n"):
-            _moe_tiles.parsed(text)
-    own = _moe_tiles.tiles_fp8(8, True, True)
-    assert _moe_tiles.chosen(own, None, None) == (own, own)
+        with pytest.raises(ValueError, match="want block_m/block_n"):
+            moe_tiles.parsed(text)
+    own = moe_tiles.tiles_fp8(8, True, True)
+    assert moe_tiles.chosen(own, None, None) == (own, own)
     with pytest.raises(ValueError, match="must have one block_m"):
-        _moe_tiles.chosen(own, "32/64/128/1/4/4", "64/64/128/1/4/4")
+        moe_tiles.chosen(own, "32/64/128/1/4/4", "64/64/128/1/4/4")
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])
-def test_every_set_has_room_and_calls_that_it_is_for(itemsize: int) -> None:
-    for params in _moe_tiles.sets(itemsize):
-        tiles = _moe_tiles.parsed(params["gate_up"])
-        assert tiles.shared(itemsize) <= _moe_tiles.SHARED
-        assert any(_moe_tiles.fits(params, rows) for rows in (1, 8, 32, 64, 1024)), str(tiles)
+def test_tile_sets_fit_shared_memory_and_some_call(itemsize: int) -> None:
+    for params in moe_tiles.sets(itemsize):
+        tiles = moe_tiles.parsed(params["gate_up"])
+        assert tiles.shared(itemsize) <= moe_tiles.SHARED
+        assert any(moe_tiles.fits(params, rows) for rows in (1, 8, 32, 64, 1024)), str(tiles)
     for rows in (0, 1, 8, 32, 64, 1024):
         for blocks in (False, True):
-            own = _moe_tiles.tiles_fp8(rows, blocks, True)
-            assert own.shared(1) <= _moe_tiles.SHARED
-            found = [p for p in _moe_tiles.sets(1) if _moe_tiles.fits(p, rows, blocks)]
+            own = moe_tiles.tiles_fp8(rows, blocks, True)
+            assert own.shared(1) <= moe_tiles.SHARED
+            found = [p for p in moe_tiles.sets(1) if moe_tiles.fits(p, rows, blocks)]
             assert len(found) >= 4
             assert not blocks or all("/256/" not in p["gate_up"][7:] for p in found)
 
 
-def test_the_hosts_functions() -> None:
+def test_host_functions_equal_reference() -> None:
     args = arguments("channel")
     x, w1, w2, s1, s2, weights, ids = args[:7]
     want = fused_experts_fp8.reference(*args)
     config = SimpleNamespace(use_fp8_w8a8=True, w1_scale=s1, w2_scale=s2, per_act_token_quant=True)
-    assert (
-        rms(fused_experts_fp8.vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config), want) < 2e-3
-    )
+    assert rms(vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config), want) < 2e-3
     runner = SimpleNamespace(inplace=False)
     for name in (
         t.cls
@@ -186,32 +183,32 @@ def test_the_hosts_functions() -> None:
         assert rms(found, want) < 2e-3
     x, w1, w2, s1, s2, weights, ids = (args := arguments("block"))[:7]
     config = SimpleNamespace(use_fp8_w8a8=True, w1_scale=s1, w2_scale=s2, block_shape=[128, 128])
-    found = fused_experts_fp8.vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config)
+    found = vllm_fused_experts(x, w1, w2, weights, ids, quant_config=config)
     assert rms(found, fused_experts_fp8.reference(*args)) < 2e-3
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "says"),
+    ("kind", "change", "message"),
     [
         ("tensor", {3: torch.ones(4)}, r"w1_scale \(4,\) must be \(5,\) or \(5, 1\)"),
-        ("channel", {4: torch.ones(5)}, "must both be of experts or both of rows"),
+        ("channel", {4: torch.ones(5)}, "must both be per expert or both per row"),
         ("block", {3: torch.ones(5, 2, 1)}, r"w1_scale \(5, 2, 1\) must be \(5, 2, 2\)"),
         ("block", {10: [64, 128]}, r"block_shape \[64, 128\]"),
         ("block", {9: True}, "per_act_token_quant True: blocks are 128 x 128"),
-        ("tensor", {8: None}, "a1_scale and a2_scale must both be one value"),
-        ("tensor", {7: torch.ones(2)}, "a1_scale and a2_scale must both be one value"),
+        ("tensor", {8: None}, "a1_scale and a2_scale must both be None, or both"),
+        ("tensor", {7: torch.ones(2)}, "a1_scale and a2_scale must both be None, or both"),
         ("channel", {7: torch.ones(1), 8: torch.ones(1)}, "without per_act_token_quant"),
-        ("channel", {11: True}, "scale_ue8m0 is for scales of blocks"),
+        ("channel", {11: True}, "scale_ue8m0 needs scales of blocks"),
         ("tensor", {0: torch.zeros(9, 255)}, r"hidden_states \(9, 255\) must be \[tokens, 256\]"),
     ],
 )
-def test_what_does_not_fit_is_said(kind: str, change: dict[int, Any], says: str) -> None:
+def test_mismatched_scales_are_rejected(kind: str, change: dict[int, Any], message: str) -> None:
     args = [change.get(i, a) for i, a in enumerate(arguments(kind))]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         fused_experts_fp8.fused_experts_fp8(*args)
 
 
-def test_groups_need_whole_blocks_of_columns() -> None:
+def test_groups_need_whole_blocks() -> None:
     with pytest.raises(ValueError, match="w2 has 64 columns, not a multiple of 128"):
         fused_experts_fp8.fused_experts_fp8(*arguments("block", intermediate=64))
 
@@ -222,25 +219,25 @@ def half(kind: str, tokens: int = 9, **more: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("supports", "args", "says"),
+    ("supports", "args", "message"),
     [
-        (calls.supports_vllm_fp8, half("token"), "scales of tokens and of channels, or neither"),
-        (calls.supports_vllm_fp8, arguments("channel"), "float16 or bfloat16, got torch.float32"),
-        (calls.supports_vllm_fp8, half("channel", elsewhere=True), "without an expert_map"),
-        (calls.supports_vllm_fp8, half("channel"), "as on Hopper"),
-        (calls.supports_vllm_fp8, half("tensor", 0), "an empty tensor"),
-        (calls.supports_cutlass, half("block"), "have no scales of blocks"),
-        (calls.supports_cutlass, half("channel", on_input=True), "the router's weights at the end"),
-        (calls.supports_deepgemm, half("channel"), "scales are of blocks"),
-        (calls.supports_deepgemm, half("block"), "for 128 tokens or more"),
-        (calls.supports_deepgemm, half("block", 128, intermediate=640), "as on Hopper"),
+        (expert_libraries.supports_vllm_fp8, half("token"), "scales per token and per channel, or neither"),
+        (expert_libraries.supports_vllm_fp8, arguments("channel"), "float16 or bfloat16, got torch.float32"),
+        (expert_libraries.supports_vllm_fp8, half("channel", elsewhere=True), "without an expert_map"),
+        (expert_libraries.supports_vllm_fp8, half("channel"), "for Hopper GPUs"),
+        (expert_libraries.supports_vllm_fp8, half("tensor", 0), "an empty tensor"),
+        (expert_libraries.supports_cutlass, half("block"), "do not support scales of blocks"),
+        (expert_libraries.supports_cutlass, half("channel", on_input=True), "the router's weights to the output"),
+        (expert_libraries.supports_deepgemm, half("channel"), "needs scales of blocks"),
+        (expert_libraries.supports_deepgemm, half("block"), "at least 128 tokens"),
+        (expert_libraries.supports_deepgemm, half("block", 128, intermediate=640), "for Hopper GPUs"),
     ],
 )  # fmt: skip
-def test_what_production_does_not_take(supports: Any, args: list[Any], says: str) -> None:
-    assert says in supports(*args)
+def test_libraries_reject_unsupported_calls(supports: Any, args: list[Any], message: str) -> None:
+    assert message in supports(*args)
 
 
-def test_weights_of_another_type_are_not_productions() -> None:
+def test_libraries_reject_other_weight_dtypes() -> None:
     args = half("tensor")
     args[1] = args[1].float()
-    assert "not float8_e4m3fn" in calls.supports_vllm_fp8(*args)
+    assert "not float8_e4m3fn" in expert_libraries.supports_vllm_fp8(*args)

@@ -1,4 +1,4 @@
-"""fused_experts, the MoE block and its layer beyond their cases: the hosts' functions, ties, what they refuse."""
+"""Tests of fused_experts, sparse_moe and Mixtral's layer: host functions, ties, errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from support.modules import randn
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.block import layer_calls as _layer_calls
+from fastkernels.overrides.block import cases as block_cases
 from fastkernels.overrides.block import mixtral_decoder_layer
-from fastkernels.overrides.moe import fused_experts, sparse_moe
-from fastkernels.overrides.moe import moe_tiles as _moe_tiles
+from fastkernels.overrides.moe import fused_experts, moe_tiles, sparse_moe
+from fastkernels.overrides.moe.vllm import VllmMixtralMoE, vllm_fused_experts
 
 
 def experts(tokens: int = 9, e: int = 4, k: int = 2, h: int = 24, i: int = 14) -> list[torch.Tensor]:
-    """hidden_states, w1, w2, topk_weights, topk_ids."""
+    """Return hidden_states, w1, w2, topk_weights, topk_ids."""
     weights, ids = randn(tokens, e, seed=1).softmax(-1).topk(k)
     return [randn(tokens, h), randn(e, 2 * i, h, seed=2), randn(e, h, i, seed=3), weights, ids.int()]
 
@@ -44,34 +44,34 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-5)
 
 
-def test_experts_are_what_they_say() -> None:
+def test_experts_equal_naive_loop() -> None:
     args = experts()
     args[4][3] = torch.tensor([-1, 7])  # a padded token
     want = by_hand(*args)
     close(fused_experts.fused_experts(*args), want)
     close(fused_experts.reference(*args), want)
-    close(fused_experts.vllm_fused_experts(*args), want)
+    close(vllm_fused_experts(*args), want)
 
 
-def test_experts_of_other_ranks_add_up() -> None:
+def test_expert_parallel_parts_add_up() -> None:
     x, w1, w2, weights, ids = experts()
     parts = torch.zeros_like(x)
     for rank in range(2):
         here = torch.full((4,), -1, dtype=torch.int32)
         here[2 * rank : 2 * rank + 2] = torch.arange(2, dtype=torch.int32)
         mine = slice(2 * rank, 2 * rank + 2)
-        parts += fused_experts.vllm_fused_experts(
+        parts += vllm_fused_experts(
             x, w1[mine], w2[mine], weights, ids, global_num_experts=4, expert_map=here
         )
     close(parts, by_hand(x, w1, w2, weights, ids))
 
 
-def test_weight_on_the_input() -> None:
+def test_router_weight_on_input() -> None:
     x, w1, w2, _, ids = experts(k=1)
     scale = torch.rand(9, 1) + 0.5
     want = by_hand(x * scale, w1, w2, torch.ones(9, 1), ids)
     close(
-        fused_experts.vllm_fused_experts(x, w1, w2, scale, ids, apply_router_weight_on_input=True),
+        vllm_fused_experts(x, w1, w2, scale, ids, apply_router_weight_on_input=True),
         want,
     )
 
@@ -82,20 +82,20 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_sglang_experts(name: str) -> None:
-    call, (x, w1, w2, weights, ids) = getattr(fused_experts, name), experts()
+def test_sglang_functions_equal_naive_loop(name: str) -> None:
+    call, (x, w1, w2, weights, ids) = registry.op_class("fused_experts", name), experts()
     want, before = by_hand(x, w1, w2, weights, ids), x.clone()
     out = call(x, w1, w2, (weights, ids, None), SimpleNamespace(inplace=False, routed_scaling_factor=0.5))
     close(out, want / 2)
     assert torch.equal(x, before)
     assert call(x, w1, w2, (weights, ids, None), SimpleNamespace(inplace=True)) is x
     close(x, want)
-    for config, says in (
+    for config, message in (
         ({"activation": "gelu"}, "moe_runner_config.activation='gelu'"),
         ({"is_gated": False}, "moe_runner_config.is_gated=False"),
         ({"gemm1_alpha": 1.7}, r"moe_runner_config.gemm1_alpha=1\.7"),
     ):
-        with pytest.raises(ValueError, match=f"{says} is not supported"):
+        with pytest.raises(ValueError, match=f"{message} is not supported"):
             call(x, w1, w2, (weights, ids, None), SimpleNamespace(**config))
     for given in ({"use_int8_w8a8": True}, {"block_shape": [128, 128]}, {"per_channel_quant": True}):
         with pytest.raises(ValueError, match=f"{next(iter(given))}=.* is not supported"):
@@ -103,7 +103,7 @@ def test_sglang_experts(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"activation": "gelu"}, "activation='gelu' is not supported"),
         ({"quant_config": SimpleNamespace(use_int8_w8a8=True)}, "quant_config.use_int8_w8a8=True is not"),
@@ -112,28 +112,28 @@ def test_sglang_experts(name: str) -> None:
         ({"expert_map": torch.zeros(4), "global_num_experts": 8}, "4 entries for 8 experts"),
     ],
 )
-def test_vllm_experts_refuse(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        fused_experts.vllm_fused_experts(*experts(), **given)
+def test_vllm_function_rejects_unsupported_arguments(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vllm_fused_experts(*experts(), **given)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({0: randn(9, 23)}, r"hidden_states \(9, 23\) must be \[tokens, 24\]"),
         ({1: randn(4, 27, 24)}, r"w1 \(4, 27, 24\) must be"),
-        ({2: randn(4, 24, 13)}, "w1 has 28 rows an expert, w2 13 columns"),
+        ({2: randn(4, 24, 13)}, "w1 has 28 rows per expert, not twice the 13 columns of w2"),
         ({3: randn(9, 3)}, r"topk_weights \(9, 3\) and topk_ids \(9, 2\)"),
     ],
 )
-def test_shapes_that_do_not_fit_are_said(change: dict[int, torch.Tensor], says: str) -> None:
+def test_mismatched_shapes_are_rejected(change: dict[int, torch.Tensor], message: str) -> None:
     args = [change.get(i, a) for i, a in enumerate(experts())]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         fused_experts.fused_experts(*args)
 
 
-def test_a_better_activation_is_used_at_once() -> None:
-    """The experts call other ops by name: a candidate for silu_and_mul counts inside them."""
+def test_candidate_of_inner_op_is_used() -> None:
+    """The experts call silu_and_mul by name, so a candidate for it runs inside them."""
     args = experts()
     try:
         silu_and_mul.set_candidate(lambda x: torch.zeros(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype))
@@ -144,7 +144,7 @@ def test_a_better_activation_is_used_at_once() -> None:
 
 
 @pytest.mark.parametrize("target", registry.get("sparse_moe").targets, ids=lambda t: t.cls)
-def test_block_is_its_reference(target: Any) -> None:
+def test_block_equals_reference(target: Any) -> None:
     e, h, i = 5, 24, 14
     layer = () if target.host == "vllm" else (0,)
     moe = registry.target_class(target)(e, 2, h, i, *layer, params_dtype=torch.float32, prefix="m")
@@ -171,7 +171,7 @@ class Negative(torch.nn.Module):
 
 
 @pytest.mark.parametrize("target", registry.get("mixtral_decoder_layer").targets, ids=lambda t: t.cls)
-def test_layer_is_its_reference(target: Any) -> None:
+def test_layer_equals_reference(target: Any) -> None:
     config = SimpleNamespace(
         hidden_size=24, intermediate_size=14, num_attention_heads=2, num_key_value_heads=1, head_dim=12,
         max_position_embeddings=64, rms_norm_eps=1e-5, num_local_experts=5, num_experts_per_tok=2, hidden_act="silu",
@@ -188,7 +188,7 @@ def test_layer_is_its_reference(target: Any) -> None:
     weights = moe.gate.weight, moe.experts.w13_weight, moe.experts.w2_weight
 
     def around(before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return _layer_calls.around(
+        return block_cases.around(
             x, before, norms, torch.neg, lambda h: sparse_moe.reference(h, *weights, 2), 1e-5
         )
 
@@ -205,15 +205,15 @@ def test_layer_is_its_reference(target: Any) -> None:
             close(got, wanted)
 
 
-def test_no_token_of_a_case_is_between_two_experts() -> None:
-    """Else a right router of another rounding gives another output, and is called wrong."""
+def test_inputs_of_block_have_no_ties() -> None:
+    """With a tie, a correct router that rounds differently would give another output."""
     case = Case("c", {"tokens": 600, "experts": 60, "topk": 8, "hidden": 64, "intermediate": 8}, "bfloat16")
     x, gate, *_ = sparse_moe.SPEC.inputs(case, "cpu", torch.Generator().manual_seed(3))
     same_experts(x, gate, 8)
 
 
 @pytest.mark.parametrize("seed,factor", [(6, 1.031), (7, 1.9), (8, 1.13), (14, 0.97)])
-def test_nor_is_one_that_the_judge_has_scaled(seed: int, factor: float) -> None:
+def test_scaled_inputs_have_no_ties(seed: int, factor: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, gate = (torch.randn(n, 4096, generator=generator).bfloat16() for n in (4096, 8))
     gate /= 64
@@ -226,38 +226,38 @@ def same_experts(x: torch.Tensor, gate: torch.Tensor, top_k: int) -> None:
     assert torch.equal(exact, (x @ gate.t()).topk(top_k).indices.sort().values)
 
 
-def test_block_says_what_is_wrong() -> None:
-    moe = sparse_moe.VllmMixtralMoE(3, 2, 8, 6, prefix="m")
+def test_block_rejects_invalid_arguments() -> None:
+    moe = VllmMixtralMoE(3, 2, 8, 6, prefix="m")
     w13 = moe.experts.w13_weight
     assert w13.weight_loader(w13, randn(6, 8), "", "w1", 0, True) is True
-    for args, says in (
-        (("w2", 0), "shard id 'w2' is not of this parameter"),
+    for args, message in (
+        (("w2", 0), "shard id 'w2' does not belong to this parameter"),
         (("w1", 3), r"expert 3 is not in 0 \.\. 2"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             w13.weight_loader(w13, randn(6, 8), "", *args)
     with pytest.raises(ValueError, match="quantized weights"):
-        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, quant_config=object())
+        VllmMixtralMoE(3, 2, 8, 6, quant_config=object())
     with pytest.raises(ValueError, match="dp_size=2"):
-        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, dp_size=2)
+        VllmMixtralMoE(3, 2, 8, 6, dp_size=2)
     with pytest.raises(ValueError, match="tp_size 4 is neither 1 nor the group's 1"):
-        sparse_moe.VllmMixtralMoE(3, 2, 8, 6, tp_size=4)
+        VllmMixtralMoE(3, 2, 8, 6, tp_size=4)
 
 
 @pytest.mark.parametrize(
     ("rows", "block"), [(0, 16), (8, 16), (16, 16), (17, 64), (32, 64), (128, 64), (129, 128)]
 )
-def test_blocks_hold_more_than_the_average_expert_has(rows: int, block: int) -> None:
-    """Where weights are all the time: with a second block they are read again (docs/routing.md)."""
-    now = _moe_tiles.tiles(rows, torch.bfloat16, True)
+def test_block_size_exceeds_average_rows(rows: int, block: int) -> None:
+    """An expert with a second block reads its weights twice (docs/routing.md)."""
+    now = moe_tiles.tiles(rows, torch.bfloat16, True)
     assert now.block_m == block
-    other = _moe_tiles.tiles(routing_time.larger(now), torch.bfloat16, True)
+    other = moe_tiles.tiles(routing_time.larger(now), torch.bfloat16, True)
     assert other.block_m != block
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.93, 0.81])
-def test_no_token_of_a_layer_is_between_two_experts(factor: float) -> None:
-    """Nor where the judge has scaled all there is, which changes attention, too."""
+def test_inputs_of_layer_have_no_ties(factor: float) -> None:
+    """The judge scales all inputs, which also changes attention."""
     spec = mixtral_decoder_layer.SPEC
     sizes = {
         "hidden": 512,
@@ -276,7 +276,7 @@ def test_no_token_of_a_layer_is_between_two_experts(factor: float) -> None:
         floats = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in args]
         args = [(a * factor).to(dtype) if f else a for a, f in zip(args, floats, strict=True)]
         gate, seen = args[-4], []
-        _layer_calls.layer_reference(lambda h, seen=seen: seen.append(h) or h, *args[:-4])
+        block_cases.layer_reference(lambda h, seen=seen: seen.append(h) or h, *args[:-4])
         chosen.append((seen[0] @ gate.t()).topk(2).indices.sort().values)
     assert torch.equal(*chosen)
     assert (torch.bincount(chosen[0].flatten(), minlength=8) > 150).all()

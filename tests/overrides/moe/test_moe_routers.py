@@ -1,4 +1,4 @@
-"""Before and after the experts: topk_softmax, grouped_topk and the hosts' routers, moe_sum."""
+"""Tests of topk_softmax, grouped_topk, the hosts' routers and moe_sum."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.modules import close, randn
 
-from fastkernels.overrides.moe import grouped_topk, moe_sum, topk_softmax
+from fastkernels.overrides.moe import grouped_topk, sglang, topk_softmax, vllm
 
 INF, NAN = math.inf, math.nan
 
 
-def test_topk_is_torch() -> None:
+def test_topk_softmax_equals_torch() -> None:
     logits = randn(33, 60)
     weights, ids, pairs = topk_softmax.topk_softmax(logits, 6, False)
     want = logits.softmax(-1).topk(6)
@@ -27,8 +27,8 @@ def test_topk_is_torch() -> None:
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_ties_infinities_and_nan(renormalize: bool) -> None:
-    """The lowest id wins; ids are always distinct and of experts, whatever the logits are."""
+def test_topk_softmax_handles_ties_infinities_and_nan(renormalize: bool) -> None:
+    """The lowest id wins; ids are distinct and valid for any logits."""
     rows = [[1.0, 3, 3, 1, 3], [0.0, -0.0, 0, 0, 0], [-INF, -INF, 5, -INF, -INF], [NAN, 2, 1, 3, -INF]]
     rows += [[-3e38, 3e38, 0, 1, 2], [NAN] * 5]
     weights, ids, _ = topk_softmax.topk_softmax(torch.tensor(rows), 3, renormalize)
@@ -37,25 +37,25 @@ def test_ties_infinities_and_nan(renormalize: bool) -> None:
     assert weights[2].tolist() == weights[4].tolist() == [1, 0, 0]
 
 
-def test_topk_says_what_is_wrong() -> None:
+def test_topk_softmax_rejects_invalid_arguments() -> None:
     with pytest.raises(ValueError, match=r"topk 9 is not in 1 \.\. 8"):
         topk_softmax.topk_softmax(randn(2, 8), 9)
     with pytest.raises(ValueError, match="hidden_states has 3 tokens, gating_output 2"):
-        topk_softmax.vllm_fused_topk(randn(3, 4), randn(2, 8), 2, True)
-    for call in (topk_softmax.vllm_fused_topk, topk_softmax.sglang_fused_topk):
+        vllm.vllm_fused_topk(randn(3, 4), randn(2, 8), 2, True)
+    for call in (vllm.vllm_fused_topk, sglang.sglang_fused_topk):
         with pytest.raises(ValueError, match="scoring_func='sigmoid' is not supported"):
             call(randn(2, 4), randn(2, 8), 2, True, scoring_func="sigmoid")
 
 
-def test_vllm_ids_in_the_type_that_is_asked_for() -> None:
-    _, ids, _ = topk_softmax.vllm_fused_topk(randn(2, 4), randn(2, 8), 2, True, torch.int64)
+def test_vllm_ids_have_requested_dtype() -> None:
+    _, ids, _ = vllm.vllm_fused_topk(randn(2, 4), randn(2, 8), 2, True, torch.int64)
     assert ids.dtype == torch.int64
 
 
-def groups_by_hand(
+def naive_grouped_ids(
     logits: torch.Tensor, k: int, groups: int, best: int, scoring: str, bias: torch.Tensor | None
 ) -> list[list[int]]:
-    """The ids, in Python's own sorting of (score, id)."""
+    """Return the ids by sorting (score, id) in Python."""
     found = []
     for row in logits.double():
         scores = row.softmax(-1) if scoring == "softmax" else row.sigmoid()
@@ -71,11 +71,11 @@ def groups_by_hand(
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_experts_of_the_best_groups(biased: bool, scoring: str) -> None:
+def test_grouped_topk_equals_naive_sort(biased: bool, scoring: str) -> None:
     logits, bias = randn(40, 24), randn(24, seed=1) / 10 if biased else None
     args = (logits, 5, False, 4, 2, scoring, bias)
     weights, ids = grouped_topk.grouped_topk(*args)
-    assert ids.tolist() == groups_by_hand(logits, 5, 4, 2, scoring, bias) and ids.dtype == torch.int32
+    assert ids.tolist() == naive_grouped_ids(logits, 5, 4, 2, scoring, bias) and ids.dtype == torch.int32
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     torch.testing.assert_close(weights, scores.gather(1, ids.long()))
     normal, again = grouped_topk.grouped_topk(*args[:2], True, *args[3:], 2.5)
@@ -83,8 +83,8 @@ def test_experts_of_the_best_groups(biased: bool, scoring: str) -> None:
     assert torch.equal(ids, again)
 
 
-def test_groups_of_equals_and_of_nothing() -> None:
-    """The lowest id and group win; masked experts come last but are distinct; weights of 0 stay 0."""
+def test_grouped_topk_handles_ties_masks_and_zeros() -> None:
+    """The lowest id and group win, masked experts come last but are distinct, and weights of 0 stay 0."""
     rows = torch.tensor([[1.0] * 8, [-INF] * 6 + [3.0, -INF], [NAN, 0, 0, 0, 5, NAN, 1, -INF], [0.0] * 8])
     _, ids = grouped_topk.grouped_topk(rows, 3, True, 4, 2, "sigmoid")
     assert ids.tolist() == [[0, 1, 2], [6, 0, 1], [4, 6, 5], [0, 1, 2]]
@@ -95,61 +95,61 @@ def test_groups_of_equals_and_of_nothing() -> None:
     assert weights.tolist() == [[0, 0]]
 
 
-def test_one_group_is_topk_softmax() -> None:
+def test_one_group_equals_topk_softmax() -> None:
     logits = randn(9, 40)
     found = grouped_topk.grouped_topk(logits, 6, True)
     for a, b in zip(found, topk_softmax.topk_softmax(logits, 6, True), strict=False):
         torch.testing.assert_close(a, b)
 
 
-def test_the_hosts_routers() -> None:
+def test_host_routers_equal_grouped_topk() -> None:
     x, logits, bias = randn(7, 4), randn(7, 16), randn(16, seed=1) / 10
-    module = grouped_topk.VllmGroupedTopk(3, True, 4, 2, "sigmoid", 2.5)
+    module = vllm.VllmGroupedTopk(3, True, 4, 2, "sigmoid", 2.5)
     want = grouped_topk.grouped_topk(logits, 3, True, 4, 2, "sigmoid", bias, 2.5)
-    fused = grouped_topk.vllm_fused_grouped_topk(x, logits, 3, True, bias, 4, 2, "sigmoid", 2.5)
-    sglang = grouped_topk.sglang_biased_grouped_topk_gpu
-    for found in (module(x, logits, bias), fused, sglang(x, logits, bias, 3, True, 4, 2, 0, 2.5, True)):
+    fused = vllm.vllm_fused_grouped_topk(x, logits, 3, True, bias, 4, 2, "sigmoid", 2.5)
+    biased = sglang.sglang_biased_grouped_topk_gpu
+    for found in (module(x, logits, bias), fused, biased(x, logits, bias, 3, True, 4, 2, 0, 2.5, True)):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-    torch.testing.assert_close(sglang(x, logits, bias, 3, True, 4, 2, 0, 2.5)[0] * 2.5, want[0])
-    for call, says in (
-        (lambda: grouped_topk.grouped_topk(logits, 3, True, 5, 2), "16 experts cannot be 5 equal groups"),
+    torch.testing.assert_close(biased(x, logits, bias, 3, True, 4, 2, 0, 2.5)[0] * 2.5, want[0])
+    for call, message in (
+        (lambda: grouped_topk.grouped_topk(logits, 3, True, 5, 2), "16 experts cannot form 5 equal groups"),
         (lambda: grouped_topk.grouped_topk(logits, 3, True, 4, 5), r"topk_group 5 is not in 1 \.\. 4"),
         (lambda: grouped_topk.grouped_topk(logits, 9, True, 4, 2), r"topk 9 is not in 1 \.\. 8"),
         (lambda: grouped_topk.grouped_topk(logits, 3, True, 4, 2, "tanh"), "scoring_func 'tanh' is neither"),
         (
             lambda: grouped_topk.grouped_topk(logits, 3, True, 16, 4, "sigmoid", bias),
-            "of two or more a group",
+            "two or more experts per group",
         ),
         (lambda: module(x[:3], logits), "hidden_states has 3 tokens, gating_output 7"),
-        (lambda: sglang(x, logits, bias, 3, True, 4, 2, 1), "num_fused_shared_experts=1 is not supported"),
+        (lambda: biased(x, logits, bias, 3, True, 4, 2, 1), "num_fused_shared_experts=1 is not supported"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             call()
 
 
-def test_sum_of_the_experts_that_are_here() -> None:
+def test_moe_sum_skips_absent_experts() -> None:
     parts, weights = randn(3, 4, 10), randn(3, 4, seed=1)
     ids, here = torch.tensor([[0, 1, 2, 3], [3, -1, 1, 0], [-1, 1, 3, -1]]), torch.tensor([0, -1, 1, -1])
     out = torch.full((3, 10), NAN)
-    moe_sum.sglang_moe_sum_reduce_triton(parts, out, 2.5)
+    sglang.sglang_moe_sum_reduce_triton(parts, out, 2.5)
     close(out, 2.5 * parts.sum(1))
-    moe_sum.vllm_moe_sum(parts, out)
+    vllm.vllm_moe_sum(parts, out)
     close(out, parts.sum(1))
-    close(moe_sum.vllm_moe_fused_mul_sum(parts, weights), (parts * weights[..., None]).sum(1))
+    close(vllm.vllm_moe_fused_mul_sum(parts, weights), (parts * weights[..., None]).sum(1))
     parts[(ids < 0) | (here[ids.clamp(min=0)] < 0)] = NAN
-    moe_sum.vllm_moe_sum(parts, out, ids, here)
+    vllm.vllm_moe_sum(parts, out, ids, here)
     close(out, torch.stack((parts[0, 0] + parts[0, 2], parts[1, 3], torch.zeros(10))))
-    found = moe_sum.vllm_moe_fused_mul_sum(parts, weights, out, ids, here)
+    found = vllm.vllm_moe_fused_mul_sum(parts, weights, out, ids, here)
     assert found is out
     close(out[1], parts[1, 3] * weights[1, 3])
-    for call, says in (
-        (lambda: moe_sum.vllm_moe_sum(parts, out[:2]), r"got \(3, 4, 10\) and \(2, 10\)"),
-        (lambda: moe_sum.vllm_moe_sum(parts, out, ids[:2]), r"topk_ids \(2, 4\) must be \(3, 4\)"),
-        (lambda: moe_sum.vllm_moe_sum(parts, out, None, here), "expert_map needs topk_ids"),
+    for call, message in (
+        (lambda: vllm.vllm_moe_sum(parts, out[:2]), r"got \(3, 4, 10\) and \(2, 10\)"),
+        (lambda: vllm.vllm_moe_sum(parts, out, ids[:2]), r"topk_ids \(2, 4\) must be \(3, 4\)"),
+        (lambda: vllm.vllm_moe_sum(parts, out, None, here), "expert_map needs topk_ids"),
         (
-            lambda: moe_sum.vllm_moe_fused_mul_sum(parts, weights, num_valid_tokens=here),
+            lambda: vllm.vllm_moe_fused_mul_sum(parts, weights, num_valid_tokens=here),
             "num_valid_tokens is not",
         ),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             call()

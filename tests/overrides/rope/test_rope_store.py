@@ -19,11 +19,11 @@ from fastkernels.core import dispatch, registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import forward_context
 from fastkernels.core.spec import Case
-from fastkernels.overrides.block.llama_decoder_layer import VllmLlamaDecoderLayer
-from fastkernels.overrides.block.qwen3_decoder_layer import VllmQwen3DecoderLayer
+from fastkernels.overrides.block.vllm import VllmLlamaDecoderLayer, VllmQwen3DecoderLayer
 from fastkernels.overrides.cache import store_kvcache
 from fastkernels.overrides.norm import rms_norm
 from fastkernels.overrides.rope import rope_store_kvcache, rotary_emb
+from fastkernels.overrides.rope import vllm as vllm_rope
 
 SPEC = registry.get("rope_store_kvcache")
 ODD = [case for case in SPEC.cases if "odd" in case.tags]
@@ -50,8 +50,8 @@ def test_reference_has_the_bits_of_the_ops_apart(case: Any) -> None:
     if q_weight is not None:
         query = rms_norm._reference(query, q_weight, eps, None, None, False)
         key = rms_norm._reference(key, k_weight, eps, None, None, False)
-    rotary_emb._reference(args[0], query, key, query.shape[-1], table, neox)
-    store_kvcache._reference(key, value, *caches, slots, *scales)
+    rotary_emb.rotate_in_place(args[0], query, key, query.shape[-1], table, neox)
+    store_kvcache.store_in_place(key, value, *caches, slots, *scales)
     rope_store_kvcache._reference(*args)
     for got, want in zip((args[1], *args[4:6]), (query, *caches), strict=True):
         assert torch.equal(got.float(), want.float())
@@ -126,7 +126,7 @@ def _named_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _candidate_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    rotary_emb.rotary_emb.set_candidate(rotary_emb._reference)
+    rotary_emb.rotary_emb.set_candidate(rotary_emb.rotate_in_place)
 
 
 def _candidate_of_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +139,9 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _other_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer's own is a subclass of ours, as where a candidate's class was put in."""
-    ours = rotary_emb.VllmRotaryEmbedding
+    ours = vllm_rope.VllmRotaryEmbedding
     live = type("VllmRotaryEmbedding", (ours,), {"forward": ours.forward})
-    monkeypatch.setattr(rotary_emb, "VllmRotaryEmbedding", live)
+    monkeypatch.setattr(vllm_rope, "VllmRotaryEmbedding", live)
 
 
 @pytest.mark.parametrize(

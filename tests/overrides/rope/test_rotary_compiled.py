@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from fastkernels.core import registry
 from fastkernels.core.spec import Case
-from fastkernels.overrides.rope import rotary_emb as module
-from fastkernels.overrides.rope.rotary_calls import inputs
-from fastkernels.overrides.rope.rotary_emb import rotary_emb
+from fastkernels.overrides.rope.rotary_emb import reference, rotary_emb
+from fastkernels.overrides.rope.vllm import VllmRotaryEmbedding
 
 WHOLE = {"tokens": 5, "heads": 4, "kv_heads": 2, "head_size": 16}
 DIMS = [WHOLE, {**WHOLE, "rotary_dim": 6, "neox": False}, {**WHOLE, "by_head": True}]
 
 
 def arguments(dims: dict[str, Any]) -> list[Any]:
-    return inputs(Case("c", dims, "float32"), "cpu", torch.Generator().manual_seed(0))
+    return registry.get("rotary_emb").inputs(
+        Case("c", dims, "float32"), "cpu", torch.Generator().manual_seed(0)
+    )
 
 
 @pytest.fixture(params=["triton", "reference", "candidate"])
@@ -43,7 +45,7 @@ def test_new_tensors_and_the_old_ones_as_they_were(dims: dict[str, Any], provide
     args = arguments(dims)
     before = [t.clone() for t in args[1:3]]
     found = torch.ops.fastkernels.rotary_emb_functional(*args)
-    want = module.reference(*args)
+    want = reference(*args)
     assert rotary_emb.calls == 1
     for new, right, old, was in zip(found, want, args[1:3], before, strict=True):
         assert new.is_contiguous() and torch.equal(old, was)
@@ -61,7 +63,7 @@ def test_the_kernel_in_the_interpreter() -> None:
 def test_a_compiled_layer_copies_nothing_around_it() -> None:
     from torch._inductor.utils import run_and_get_code
 
-    rope = module.VllmRotaryEmbedding(16, 16, 64, 10000.0, True, torch.float32)
+    rope = VllmRotaryEmbedding(16, 16, 64, 10000.0, True, torch.float32)
     weight = torch.randn(32, 128)
 
     def layer(positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

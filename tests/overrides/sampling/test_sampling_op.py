@@ -1,6 +1,6 @@
-"""The op `sampling`: its noise, its filters against a naive implementation, and its Triton kernels, interpreted.
+"""Tests of the op sampling: noise, filters against a naive implementation, interpreted Triton kernels.
 
-As a script, under TRITON_INTERPRET=1: what the kernels say to `problems`.
+As a script, under TRITON_INTERPRET=1: print the result of `problems` as JSON.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ INF, NAN = math.inf, math.nan
         ),
     ],
 )
-def test_philox_gives_the_published_words(counter, key, words):
-    """The known answers of the Random123 distribution."""
+def test_philox_equals_published_answers(counter, key, words):
+    """Known answers of the Random123 distribution."""
     found = [torch.tensor([c]) for c in counter]
     _philox.philox(found, *(torch.tensor([k]) for k in key))
     assert tuple(int(w) for w in found) == words
 
 
-def test_noise_is_exponential_and_each_rows_own():
+def test_noise_is_exponential_and_independent_per_row():
     seeds, offsets = torch.tensor([3, 3, -5]), torch.tensor([0, 1, 1 << 40])
     noise = _philox.exponential(seeds, offsets, 40001)
     assert noise.shape == (3, 40001) and noise.min() > 0
@@ -54,8 +54,8 @@ def test_noise_is_exponential_and_each_rows_own():
         assert torch.equal(alone[0], noise[i, :width])
 
 
-def test_the_smallest_draws_are_as_likely_as_they_should_be():
-    """The winner of a large vocabulary has a draw of about 1 / V: u must not be coarse there."""
+def test_smallest_draws_are_fine_grained():
+    """The winner in a large vocabulary has a draw of about 1 / V, where u must have a high resolution."""
     noise = _philox.exponential(torch.arange(40), torch.zeros(40, dtype=torch.int64), 100000)
     small = torch.sort(noise.view(-1)).values[:400]
     assert len(small.unique()) >= 399
@@ -63,7 +63,7 @@ def test_the_smallest_draws_are_as_likely_as_they_should_be():
 
 
 def naive_kept(x, temperature, top_k, top_p, min_p):
-    """Token ids that stay, by the definition; assumes away what rounding decides."""
+    """Return the kept token ids by the definition; skip examples that rounding decides."""
     weight = [math.exp((v - max(x)) / temperature) for v in x]
     stay = [i for i in range(len(x)) if weight[i] >= min_p]
     assume(all(abs(w - min_p) > 1e-9 or v == max(x) for w, v in zip(weight, x, strict=True)))
@@ -82,7 +82,7 @@ def naive_kept(x, temperature, top_k, top_p, min_p):
     st.lists(st.integers(-12, 12).map(lambda n: n / 4) | st.floats(-3, 3), min_size=1, max_size=40),
     st.floats(0.1, 2.0), st.integers(-1, 45), st.floats(0.001, 1.0), st.sampled_from([0.0, 0.03, 0.4, 1.0]),
 )  # fmt: skip
-def test_filters_are_the_naive_ones(x, temperature, top_k, top_p, min_p):
+def test_filters_equal_naive_ones(x, temperature, top_k, top_p, min_p):
     want = naive_kept(x, temperature, top_k, top_p, min_p)
     args = [torch.tensor([v]) for v in (temperature, top_k, top_p, min_p)]
     args = [t.double() if t.is_floating_point() else t for t in args]
@@ -92,8 +92,8 @@ def test_filters_are_the_naive_ones(x, temperature, top_k, top_p, min_p):
     assert (logits >= low)[0].nonzero()[:, 0].tolist() == want
 
 
-def test_a_wide_nucleus_is_found_in_a_long_row(monkeypatch):
-    """The look at the most likely tokens only gives what the whole sort gives."""
+def test_partial_sort_equals_full_sort(monkeypatch):
+    """Sorting only the most likely tokens first does not change the threshold."""
     x = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0))
     rest = (
         torch.tensor([1.0, 1.0, 3.0, 0.2, 1.0, 1.0]), torch.tensor([0, 2000, 0, 0, 3, 0]),
@@ -106,7 +106,7 @@ def test_a_wide_nucleus_is_found_in_a_long_row(monkeypatch):
 
 
 def each(rows, *values, dtype=torch.float32):
-    """The rows take turns in these values."""
+    """Return a column in which the rows take these values in turn."""
     return torch.tensor(values, dtype=dtype)[torch.arange(rows) % len(values)]
 
 
@@ -121,7 +121,7 @@ def call(fn, logits, temperature=(1.0,), top_k=(0,), top_p=(1.0,), min_p=(0.0,),
     return fn(logits, *columns, torch.arange(rows) + seed, torch.arange(rows) * 7)
 
 
-STRANGE = torch.tensor(
+UNUSUAL = torch.tensor(
     [
         [-INF, -INF, -INF, -INF, -INF], [NAN, NAN, NAN, NAN, NAN], [NAN, 1.0, 2.0, -INF, NAN],
         [INF, 1.0, INF, NAN, -INF], [-INF, -INF, -INF, 3.0, -INF], [3e38, -3e38, 0.0, -0.0, 1e-45],
@@ -135,13 +135,13 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_strange_rows_give_a_valid_token(choice):
-    found = call(sampling.sampling, STRANGE, **choice).tolist()
+def test_unusual_rows_give_valid_tokens(choice):
+    found = call(sampling.sampling, UNUSUAL, **choice).tolist()
     assert found[:2] == [0, 0] and found[2] in (1, 2) and found[3] in (0, 2) and found[4:6] == [3, 0]
     assert found[6] < 3 or "top_k" not in choice
 
 
-def test_shapes_are_checked():
+def test_mismatched_shapes_are_rejected():
     with pytest.raises(ValueError, match=r"logits must be \[B, V\]"):
         call(sampling.sampling, torch.zeros(2, 0))
     ints, floats = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
@@ -151,8 +151,8 @@ def test_shapes_are_checked():
         )
 
 
-def test_the_kernels_interpreted():
-    """The very tokens of the reference, on every path of the search, and the distribution."""
+def test_interpreted_kernels_equal_reference():
+    """Tokens equal those of the reference on every path of the search, and draws have the right distribution."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -160,7 +160,7 @@ def test_the_kernels_interpreted():
 
 
 def problems():
-    """What is wrong with the Triton provider on this machine's interpreter."""
+    """Return what is wrong with the interpreted Triton provider."""
     found = []
 
     def compare(what, logits, **fields):
@@ -170,7 +170,7 @@ def problems():
         return got
 
     for i in (0, 5):
-        compare(f"strange {i}", STRANGE, **CHOICES[i])
+        compare(f"strange {i}", UNUSUAL, **CHOICES[i])
     generator = torch.Generator().manual_seed(0)
     lanes, sampling.LANES = sampling.LANES, 256  # short rows then take every way through the search
     logits = torch.randn(4, 700, generator=generator) * torch.tensor([[3.0], [0.3], [3.0], [0.3]])

@@ -15,7 +15,7 @@ from op_cases import make_args, mismatch, oracle, poison
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
 from fastkernels.overrides.attention import attention_decode_split as split
-from fastkernels.overrides.attention.attention_decode_parts import one_part
+from fastkernels.overrides.attention.attention_decode_split import one_part
 
 SPEC = registry.get("attention_decode")
 # per_sm, block_n, num_warps, num_stages, min_split: one part and many, parts of one tile and of several.

@@ -1,4 +1,4 @@
-"""What Triton would compile for calls of our ops, as on an H200: nothing is compiled, and nothing runs."""
+"""Record the kernels that Triton would compile on an H200 for calls of our ops; nothing is compiled or run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from support.kernels.made_up_chip import MadeUp
+from support.kernels.fake_driver import FakeDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fastkernels.core import registry
-from fastkernels.overrides.embedding.logits_processor import _finish_triton
+from fastkernels.overrides.embedding.logits_processor import finish_triton
 from fastkernels.overrides.kit import overlap as _overlap
 from fastkernels.overrides.moe.moe_align import padded_size
 
@@ -32,15 +32,15 @@ def nothing(*_: Any) -> None:
 
 @contextmanager
 def compiled() -> Iterator[set[str]]:
-    """The kernels that Triton would compile inside, each by its name, constants and what is known of its arguments."""
+    """Collect the kernels that Triton would compile: name, constants and specializations of arguments."""
     found: set[str] = set()
 
     def note(kernel: Any, key: str, *_: Any) -> Any:
         found.add(f"{kernel.__name__} {key}")
         return SimpleNamespace(run=nothing, function=None, packed_metadata=None, launch_metadata=nothing)
 
-    chip = MadeUp()
-    chip.device = 1000  # which has no kernel yet
+    chip = FakeDriver()
+    chip.device = 1000  # a device without compiled kernels
     with (
         patch.object(driver, "_active", chip),
         patch.object(_overlap, "_quick", True),
@@ -56,18 +56,18 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def triton(name: str, *args: Any) -> Any:
-    """The op by its Triton provider."""
+    """Call the op's Triton provider."""
     return next(p for p in registry.get(name).op.providers if p.name == "triton").fn(*args)
 
 
 def _heads(m: Model, tokens: int, qkv: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values [T, heads, D], parts of one tensor as in the hosts."""
+    """Return queries, keys and values [T, heads, D] as views of one tensor, as in the hosts."""
     parts = qkv.split([m["heads"] * HEAD, m["kv_heads"] * HEAD, m["kv_heads"] * HEAD], dim=-1)
     return [part.view(tokens, -1, HEAD) for part in parts]
 
 
 def step(m: Model, tokens: int, fp8: bool, norms: bool = False) -> None:
-    """A prompt of so many tokens through one layer of a dense model: what hosts call that is ours, and the like."""
+    """Call the ops of one layer of a dense model for a prompt of this many tokens."""
     h, i = m["hidden"], m["inner"]
     x, residual, weight = empty(tokens, h), empty(tokens, h), empty(h)
     triton("embedding", empty(tokens, dtype=torch.int64), empty(m["vocab"], h))
@@ -105,7 +105,7 @@ def _quantizing(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, b
 
 
 def others(m: Model, tokens: int) -> None:
-    """The same tokens through ops that some models and some ways of serving have beside those of `step`."""
+    """Call the ops that only some models or serving modes use."""
     heads, x = m["heads"], empty(tokens, m["hidden"])
     parts = [empty(tokens, heads, HEAD) for _ in range(3)]
     for lse in (lambda: empty(tokens, heads, dtype=F32), lambda: empty(heads, tokens, dtype=F32).t()):
@@ -120,7 +120,7 @@ def others(m: Model, tokens: int) -> None:
 
 
 def experts(m: Model, tokens: int) -> None:
-    """A mixture of experts: its router, the sorting and the sums."""
+    """Call the routers, the sort and the sum of a mixture of experts."""
     e, topk = m["experts"], m["topk"]
     logits = empty(tokens, e)
     _, ids, _ = triton("topk_softmax", logits, topk, True)
@@ -132,16 +132,16 @@ def experts(m: Model, tokens: int) -> None:
 
 
 def batch(m: Model, rows: int) -> None:
-    """What comes behind the layers, of so many sequences."""
+    """Call the ops behind the layers, for this many sequences."""
     logits = empty(rows, m["vocab"])
-    _finish_triton(logits, 1.0, 30.0, False, False)
+    finish_triton(logits, 1.0, 30.0, False, False)
     temperature, top_p, min_p = (empty(rows, dtype=F32) for _ in range(3))
     seeds, offsets = (empty(rows, dtype=torch.int64) for _ in range(2))
     triton("sampling", logits, temperature, empty(rows, dtype=torch.int32), top_p, min_p, seeds, offsets)
 
 
 def of(calls: Callable[[int], None], sizes: Iterable[int]) -> set[str]:
-    """The kernels that calls(size) needs, for any of the sizes."""
+    """Return the kernels that calls(size) needs for any of the sizes."""
     with compiled() as found:
         for size in sizes:
             calls(size)

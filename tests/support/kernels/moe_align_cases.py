@@ -1,4 +1,4 @@
-"""Both ways of `moe_align`'s kernels on sizes about their edges, one line of JSON each: run with TRITON_INTERPRET=1."""
+"""Run both kernels of moe_align at boundary sizes under TRITON_INTERPRET=1; print one line of JSON per case."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from fastkernels.overrides.moe import moe_align
 from fastkernels.overrides.moe import moe_align_triton as kernels
 
-# tokens, experts, choices, block size; pairs about a chunk of 64, a piece of 128, a chunk of two pieces, bins of 32
+# tokens, experts, choices, block size: around a chunk of 64, a piece of 128, a chunk of two pieces, and 32 bins
 SIZES = (
     (0, 8, 2, 16), (1, 1, 1, 1), (21, 7, 3, 4), (64, 33, 1, 16), (65, 32, 2, 48), (350, 128, 2, 16), (300, 3, 1, 1),
     (700, 1030, 3, 8),
 )  # fmt: skip
-# (invalid_first, whether there is an expert_map, entries that are missing in sorted_token_ids)
+# (invalid_first, with an expert_map, entries that sorted_token_ids lacks)
 VARIANTS = ((False, False, 0), (True, False, 0), (False, True, 5), (True, True, -300))
 
 
@@ -24,7 +24,7 @@ def routings(tokens: int, experts: int, choices: int) -> dict[str, torch.Tensor]
     ids = torch.rand(tokens, experts, generator=generator).argsort(dim=-1)[:, :choices].int()
     some, one = ids.long(), torch.full_like(ids, experts - 1)
     some[::3], some[1::5] = -1, experts
-    some[2::7] += 1 << 32  # no expert, though its lower half is one
+    some[2::7] += 1 << 32  # invalid, though its lower half is a valid id
     return {"random": ids, "one expert": one, "some of none": some}
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     for tokens, experts, choices, block in SIZES:
         for routing, ids in routings(tokens, experts, choices).items():
             first, mapped, less = next(variants)
-            # A program an expert, and each reads everything: minutes in the interpreter.
+            # One program per expert reads all pairs: minutes in the interpreter.
             ways = ("by_experts", "by_chunks") if experts * ids.numel() < 50_000 else ("by_chunks",)
             for way in ways:
                 case = f"{way} {tuple(ids.shape)} of {experts}, block {block}, {routing}, {first}, {mapped}, {less}"

@@ -1,4 +1,4 @@
-"""Interpreted: every set of tiles of both mixtures of experts, and a table that names some. Prints JSON lines."""
+"""Run every tile set of fused_experts and fused_experts_fp8 interpreted, and a table that names tiles; print JSON."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import torch
 from fastkernels.core import registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.spec import Case
+from fastkernels.overrides.moe import expert_libraries, grouped_gemm
 from fastkernels.overrides.moe import fused_experts as plain
-from fastkernels.overrides.moe import fused_experts_calls as _fused_experts_calls
 from fastkernels.overrides.moe import fused_experts_fp8 as fp8
-from fastkernels.overrides.moe import grouped_gemm as _grouped_gemm
 
 SIZES = {"tokens": 21, "experts": 4, "topk": 2, "hidden": 384, "intermediate": 128}
 KINDS = {
@@ -36,7 +35,7 @@ def arguments(kind: str, **more: Any) -> list[Any]:
 
 
 def close(found: torch.Tensor, want: torch.Tensor) -> str | None:
-    """Sums in another order, and with them hardly a number that is rounded to another float8."""
+    """Allow for another order of sums, which rarely rounds a value to another float8."""
     error = ((found - want).square().mean() / want.square().mean()).sqrt().item()
     return None if error < 2e-3 else f"relative rms error {error:.3g}"
 
@@ -71,9 +70,9 @@ def other_tiles() -> str | None:
 
 
 def by_table() -> str | None:
-    """Dispatch takes the tiles from the chip's table, at the sizes that it speaks for."""
+    """Dispatch takes tiles from the tuned table at the sizes that it lists."""
     used = []
-    gemm = _grouped_gemm.grouped_gemm
+    gemm = grouped_gemm.grouped_gemm
 
     def watched(*args: Any) -> torch.Tensor:
         used.append(str(args[5]))
@@ -107,7 +106,7 @@ def by_table() -> str | None:
 
 def ids_of_no_expert() -> str | None:
     ids = torch.tensor([[0, -1], [7, 3], [4, 2]], dtype=torch.int64)
-    weights, known = _fused_experts_calls.known(torch.rand(3, 2) + 1, ids, 4)
+    weights, known = expert_libraries.known(torch.rand(3, 2) + 1, ids, 4)
     right = known.tolist() == [[0, 0], [0, 3], [0, 2]] and (weights == 0).tolist() == [
         [False, True], [True, False], [True, False],
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""As a script under TRITON_INTERPRET=1: the kernels of a captured step against PyTorch; what is wrong, as JSON."""
+"""Compare the kernels of a captured step with PyTorch under TRITON_INTERPRET=1; print differences as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 
 def problems(device: str = "cpu") -> list[str]:
-    """What the kernels do otherwise than PyTorch, in batches of decodes, of prompts, padded and not."""
+    """Return the differences from PyTorch, in batches of decodes and of prompts, padded and not."""
     found, slots = [], 6
     params = [
         SamplingParams(temperature=0.1 * i, top_k=7 * i, top_p=1 - 0.1 * i, min_p=0.02 * i)

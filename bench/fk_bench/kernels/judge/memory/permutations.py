@@ -1,4 +1,4 @@
-"""Values moved as their op allows (OpSpec.permutable): the rows and the columns of each slot rolled in their own way."""
+"""Roll the rows and columns of each slot's values, as far as the op allows (OpSpec.permutable)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,415 @@
+"""Write an op's host classes as one self-contained file that a maintainer pastes into a fork.
+
+The file is assembled from our source by AST: every definition that the host's methods reach is copied as written.
+Imports of this package vanish, colliding names get a suffix, our class takes the host's name, and the functional
+ops move to a namespace of their own. `simplify.py` leaves each op one kernel and plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import itertools
+import re
+import sys
+import textwrap
+from dataclasses import dataclass, field
+
+from fastkernels import __version__
+from fastkernels.core import registry
+from fastkernels.core.spec import OpSpec, Target
+from fastkernels.export.source import (
+    PACKAGE,
+    PLAIN,
+    ExportError,
+    Key,
+    Source,
+    Statement,
+    Uses,
+    origin,
+    read,
+)
+
+NAMESPACE = re.compile(rb'(?<=")fastkernels(?=")|\bfastkernels(?=::)|(?<=\bops\.)fastkernels\b')
+HEADER = '''\
+# SPDX-License-Identifier: Apache-2.0
+# Copyright The FastKernels Authors
+"""{names} for {host} {version}: {docstring}
+
+Exported from FastKernels {own}, op {op} ({files}).
+Needs {needs}; the functional ops are torch.ops.{namespace}.*.
+{form}
+"""
+
+from __future__ import annotations
+
+'''
+FORK = "Each class below keeps its host base class; its methods replace the host's methods of the same name."
+STANDALONE = "Standalone classes with the host's constructor signatures."
+# A class put in by these seams has the host's constructor; of ours only the methods count.
+METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts")
+
+
+@dataclass
+class Part:
+    """One module's share of the file: the statements that are reached, and what they use."""
+
+    source: Source
+    taken: dict[int, tuple[Statement, Uses]] = field(default_factory=dict)
+
+    def statements(self) -> list[tuple[Statement, Uses]]:
+        return sorted(self.taken.values(), key=lambda pair: pair[0].start)
+
+    @property
+    def needs(self) -> list[str]:
+        """Modules whose definitions this one's statements use when they are executed."""
+        keys = [u.key for _, uses in self.statements() for u in uses.uses if u.eager]
+        return list(dict.fromkeys(k[0] for k in keys if k is not None and k[0] != self.source.name))
+
+
+@dataclass
+class Replaced:
+    """A host class whose methods the file replaces: of each its module, its statement and the names it uses."""
+
+    ours: str
+    path: str
+    name: str
+    about: str
+    methods: list[tuple[Source, Statement, Uses]]
+
+
+def targets(spec: OpSpec, host: str, version: str) -> list[Target]:
+    """The op's targets in that host version; none for a purely functional op. Raises ExportError that lists them."""
+    found = spec.targets_for(host, version)
+    if not found and spec.targets:
+        there = sorted({f"{t.host} {t.versions}".strip() for t in spec.targets})
+        raise ExportError(
+            f"{spec.name} has no class for {host} {version}. It has: {', '.join(there) or 'none'}"
+        )
+    return found
+
+
+def export(op: str, host: str, version: str, standalone: bool = False) -> str:
+    """Return the text of the file.
+
+    standalone  write whole classes, constructors included, that need no host
+
+    Raises UnknownName for the op, ExportError for the host or version.
+    """
+    spec = registry.get(op)
+    found = targets(spec, host, version)
+    module = registry.op_modules()[op]
+    kept = [] if standalone else [t for t in found if _keeps_host_class(t)]
+    replaced = [_replaced(t) for t in {t.cls: t for t in reversed(kept)}.values()][::-1]
+    whole = [t for t in found if standalone or not _keeps_host_class(t)]
+    roots = [origin(t.module, t.cls) for t in whole]
+    roots += [k for r in replaced for _, _, uses in r.methods for k in _keys(uses)]
+    roots += [(module, name) for name in ("reference", op) if not found and name in read(module).bound]
+    parts = _reach(roots)
+    order = _order(parts)
+    aliases = _host_names(whole)
+    names = _final_names(parts, order, module, aliases)
+    namespace = f"{PACKAGE}_{op}_{host}"
+    text = _header(spec, found, host, version, namespace, parts, replaced)
+    text += "\n".join(_external(parts, replaced)) + "\n"
+    attributes = _attributes(parts, replaced)
+    after_definition = True  # two blank lines around a definition, none between plain statements
+    for name in order:
+        for statement, uses in parts[name].statements():
+            definition = isinstance(statement.node, (ast.ClassDef, ast.FunctionDef))
+            copied = _copied(parts[name].source, statement, uses, names, namespace)
+            if name in PLAIN and isinstance(statement.node, ast.ClassDef):
+                copied = _without_unused_methods(copied, attributes)
+            text += ("\n\n" if definition or after_definition else "") + copied + "\n"
+            after_definition = definition
+    written: dict[str, str] = {}
+    for r in replaced:
+        text += _class_text(r, names, namespace, written)
+    alias_names = list(aliases.values())
+    for r in replaced:
+        same = dict.fromkeys(t.path.partition(":")[2] for t in kept if t.cls == r.ours)
+        alias_names.append([r.name, *(name for name in same if name != r.name)])
+    for first, *others in alias_names:
+        text += "\n" + "".join(f"{other} = {first}\n" for other in others) if others else ""
+    text = _compact(text)
+    compile(text, f"{op}.py", "exec")
+    return text
+
+
+def _keeps_host_class(target: Target) -> bool:
+    ours = registry.target_class(target)
+    return isinstance(ours, type) and target.seam in METHOD_SEAMS
+
+
+def _replaced(target: Target) -> Replaced:
+    ours = registry.target_class(target)
+    names = getattr(ours, "live_methods", ("forward",))
+    methods = []
+    for name in names:
+        owner = next((k for k in ours.__mro__ if name in vars(k)), None)
+        if owner is None or owner.__module__.partition(".")[0] != PACKAGE:
+            raise ExportError(f"{target.cls} has no method {name} of its own")
+        source = read(owner.__module__)
+        body = source.bound[owner.__name__].node.body  # type: ignore[attr-defined]
+        node = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == name)
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        statement = Statement(node, (), source.at(first, 0), source.lines[node.end_lineno or 0] - 1)
+        methods.append((source, statement, _uses(source, node)))
+    about = (ours.__doc__ or "").strip().partition("\n")[0]
+    return Replaced(target.cls, target.path, target.path.partition(":")[2], about, methods)
+
+
+def _class_text(r: Replaced, names: dict[Key, str], namespace: str, written: dict[str, str]) -> str:
+    """The class; a method that an earlier class has word for word is taken from there (`written`)."""
+    text = f"\n\nclass {r.name}(Host{r.name}):\n"
+    if r.about:
+        text += f'    """{r.about}"""\n'
+    for source, statement, uses in r.methods:
+        method, name = _copied(source, statement, uses, names, namespace), statement.node.name  # type: ignore[attr-defined]
+        if method in written:
+            text += f"\n    {name} = {written[method]}.{name}\n"
+        else:
+            written[method] = r.name
+            text += f"\n{method}\n"
+    return text
+
+
+def _header(
+    spec: OpSpec, found: list[Target], host: str, version: str, namespace: str, parts: dict[str, Part],
+    replaced: list[Replaced],
+) -> str:  # fmt: skip
+    titles = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found)) or f"The function {spec.name}"
+    docstring = (ast.get_docstring(ast.parse(read(registry.op_modules()[spec.name]).raw)) or "").splitlines()[
+        0
+    ]
+    modules = {registry.op_modules()[spec.name], *(t.module for t in found)}
+    files = sorted(f"{module.replace('.', '/')}.py" for module in modules)
+    cuda = f"{PACKAGE}.core.cuda_rtc" in parts
+    return HEADER.format(
+        names=titles, host=host, version=version, docstring=docstring, own=__version__, op=spec.name,
+        files=", ".join(files), namespace=namespace,
+        needs=f"torch{', cuda-bindings' if cuda else ''} and triton",
+        form=FORK if replaced else STANDALONE,
+    )  # fmt: skip
+
+
+def _keys(uses: Uses) -> list[Key]:
+    return [*(u.key for u in uses.uses if u.key is not None), *sorted(uses.called)]
+
+
+def _uses(source: Source, node: ast.AST) -> Uses:
+    uses = Uses(source)
+    uses.visit(node)
+    return uses
+
+
+def _reach(roots: list[Key]) -> dict[str, Part]:
+    """Every statement that the roots need, by module."""
+    parts: dict[str, Part] = {}
+    todo = list(roots)
+    while todo:
+        module, name = todo.pop()
+        part = parts.setdefault(module, Part(read(module)))
+        todo += _take(part, part.source.bound[name])
+        if not todo:
+            todo = [key for p in list(parts.values()) for key in _side_effects(p)]
+    return parts
+
+
+def _take(part: Part, statement: Statement) -> list[Key]:
+    if statement.start in part.taken:
+        return []
+    uses = _uses(part.source, statement.node)
+    part.taken[statement.start] = (statement, uses)
+    return _keys(uses)
+
+
+def _side_effects(part: Part) -> list[Key]:
+    """Take the statements outside definitions that act on taken names: functions that set them, and registrations.
+
+    A statement that binds nothing is taken when everything that it names in its module is taken.
+    """
+    more: list[Key] = []
+    taken = {name for statement, _ in part.taken.values() for name in statement.names}
+    for statement in part.source.statements:
+        if statement.start in part.taken or _is_docstring(statement.node):
+            continue
+        sets = {
+            name for node in ast.walk(statement.node) if isinstance(node, ast.Global) for name in node.names
+        }
+        if sets & taken:
+            more += _take(part, statement)
+        elif not statement.names:
+            uses = _uses(part.source, statement.node)
+            named = {u.key[1] for u in uses.uses if u.key is not None and u.key[0] == part.source.name}
+            if named and named <= taken:
+                more += _take(part, statement)
+    return more
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _order(parts: dict[str, Part]) -> list[str]:
+    """Modules, each after those that it needs at import."""
+    done: list[str] = []
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        if module in done or module in above:
+            return
+        for needed in parts[module].needs:
+            visit(needed, (*above, module))
+        done.append(module)
+
+    for module in sorted(parts, key=lambda m: (m not in PLAIN, m)):
+        visit(module, ())
+    return done
+
+
+def _host_names(found: list[Target]) -> dict[Key, list[str]]:
+    """{our class: the host's names for it}; the first becomes its name, the others are aliases."""
+    names: dict[Key, list[str]] = {}
+    for target in found:
+        known = names.setdefault(origin(target.module, target.cls), [])
+        name = target.path.partition(":")[2]
+        if name not in known:
+            known.append(name)
+    return names
+
+
+def _final_names(
+    parts: dict[str, Part], order: list[str], own: str, aliases: dict[Key, list[str]]
+) -> dict[Key, str]:
+    names = {key: host_names[0] for key, host_names in aliases.items()}
+    taken = {name for host_names in aliases.values() for name in host_names} | set(dir(builtins))
+    taken |= {a for p in parts.values() for _, uses in p.taken.values() for a in uses.external}
+    for module in sorted(order, key=lambda m: m != own):  # the op's own names first
+        for statement, _ in parts[module].statements():
+            for name in statement.names:
+                if (module, name) in names:
+                    continue
+                free = name if name not in taken else f"{name}_{module.rpartition('.')[2]}"
+                if free in taken:
+                    raise ExportError(f"{module}: {name} and {free} are both taken by other definitions")
+                names[(module, name)] = free
+                taken.add(free)
+    return names
+
+
+def _external(parts: dict[str, Part], replaced: list[Replaced]) -> list[str]:
+    """The import lines of what is used, sorted; one name may not mean two things."""
+    lines: dict[str, set[str]] = {}
+    used = [(part.source, uses) for part in parts.values() for _, uses in part.taken.values()]
+    used += [(source, uses) for r in replaced for source, _, uses in r.methods]
+    for source, uses in used:
+        for alias in sorted(uses.external):
+            here = source.external[alias]
+            before = lines.setdefault(alias, set(here))
+            if before != here and any(" as " in line or line.startswith("from") for line in before | here):
+                raise ExportError(
+                    f"{alias} is imported as {sorted(before)} and, in {source.name}, {sorted(here)}"
+                )
+            before |= here
+    for r in replaced:
+        module, _, name = r.path.partition(":")
+        lines[f"Host{name}"] = {f"from {module} import {name} as Host{name}"}
+    return _grouped({line for group in lines.values() for line in group})
+
+
+def _grouped(lines: set[str]) -> list[str]:
+    """Import lines, the standard library's first, those from one module joined."""
+    plain = sorted(line for line in lines if line.startswith("import"))
+    joined: dict[str, list[str]] = {}
+    for line in sorted(lines - set(plain)):
+        module, _, name = line.partition(" import ")
+        joined.setdefault(module, []).append(name)
+    every = [*plain, *(f"{module} import {', '.join(found)}" for module, found in sorted(joined.items()))]
+    own = [line for line in every if line.split()[1].partition(".")[0] in sys.stdlib_module_names]
+    return [*own, "", *(line for line in every if line not in own)]
+
+
+def _copied(source: Source, statement: Statement, uses: Uses, names: dict[Key, str], namespace: str) -> str:
+    """The statement's text with every name in its final form."""
+    edits = [(u.start, u.end, names[u.key] if u.key is not None else "pass") for u in uses.uses]
+    node = statement.node
+    if (
+        isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        and (source.name, node.name) in names
+        and statement.names
+    ):
+        final = names[(source.name, node.name)]
+        at = source.raw.index(node.name.encode(), source.at(node.lineno, node.col_offset))
+        edits.append((at, at + len(node.name.encode()), final))
+    for match in NAMESPACE.finditer(source.raw, statement.start, statement.end):
+        edits.append((match.start(), match.end(), namespace))
+    out, at = [], statement.start
+    for start, end, text in sorted(set(edits)):
+        if start < at:
+            continue
+        out += [source.raw[at:start], text.encode()]
+        at = end
+    out.append(source.raw[at : statement.end])
+    return re.sub(r"\n[ \t]*(?=\n)", "\n", b"".join(out).decode())
+
+
+def _attributes(parts: dict[str, Part], replaced: list[Replaced]) -> set[str]:
+    """Names that are accessed as attributes anywhere in the file, the plain modules' classes excluded."""
+    nodes = [s.node for name, p in parts.items() for s, _ in p.statements()
+             if name not in PLAIN or not isinstance(s.node, ast.ClassDef)]  # fmt: skip
+    nodes += [s.node for r in replaced for _, s, _ in r.methods]
+    return {n.attr for node in nodes for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+
+
+def _without_unused_methods(text: str, attributes: set[str]) -> str:
+    """A class without the methods that nothing in the file calls."""
+    lines, cls = text.split("\n"), ast.parse(text).body[0]
+    methods = {n.name: n for n in cls.body if isinstance(n, ast.FunctionDef)}  # type: ignore[attr-defined]
+    used = {name for name in methods if name.startswith("__") or name in attributes}
+    while True:
+        inner = {a.attr for name in used for a in ast.walk(methods[name]) if isinstance(a, ast.Attribute)}
+        if (inner & methods.keys()) <= used:
+            break
+        used |= inner & methods.keys()
+    for name in sorted(methods.keys() - used, key=lambda n: -methods[n].lineno):
+        first = min([methods[name].lineno, *(d.lineno for d in methods[name].decorator_list)])
+        del lines[first - 2 : methods[name].end_lineno]  # with the blank line before it
+    return "\n".join(lines)
+
+
+def _compact(text: str) -> str:
+    """Wrap long signatures, keep the first paragraph of docstrings, and drop runs of blank lines."""
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    lines = text.split("\n")
+    for node in sorted(
+        (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)), key=lambda n: -n.lineno
+    ):
+        first = node.body[0]
+        long = ast.get_docstring(node) if isinstance(first, ast.Expr) else None
+        if long and len(long.splitlines()) > 1 and len(node.body) > 1:
+            summary = " ".join(itertools.takewhile(str.strip, long.splitlines()))
+            lines[first.lineno - 1 : first.end_lineno] = textwrap.wrap(
+                f'"""{summary}"""',
+                110,
+                initial_indent=" " * first.col_offset,
+                subsequent_indent=" " * first.col_offset,
+            )
+    text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines))
+    lines = text.split("\n")
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    for function in sorted(functions, key=lambda n: -n.lineno):
+        start, stop = function.lineno - 1, function.body[0].lineno - 1
+        head = lines[start:stop]
+        if len(head) < 3 or any("#" in line and "fmt: skip" not in line for line in head):
+            continue
+        indent = " " * function.col_offset
+        parameters = " ".join(line.strip() for line in head[1:-1]).rstrip(",")
+        end = head[-1].partition("  #")[0].strip()
+        one = f"{indent}{head[0].strip()}{parameters}{end}"
+        glued = ", ".join(
+            p.replace(" ", "\0") for p in parameters.split(", ")
+        )  # break between parameters only
+        wrapped = [line.replace("\0", " ") for line in textwrap.wrap(glued, 106 - function.col_offset)]
+        inner = [f"{indent}    {line}" for line in wrapped]
+        lines[start:stop] = [one] if len(one) <= 110 else [indent + head[0].strip(), *inner, indent + end]
+    return "\n".join(lines)

@@ -1,0 +1,23 @@
+"""Rows of a tensor [..., H] with at most two strides above the last dimension."""
+
+from __future__ import annotations
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
+    """(inner rows, outer stride, inner stride), or None: three dimensions, or any that are contiguous."""
+    if x.dim() == 3 and x.stride(-1) == 1:
+        return x.shape[1], x.stride(0), x.stride(1)
+    whole = x.dim() == 2 and x.stride(-1) == 1
+    return (1, x.stride(-2) if x.dim() > 1 else 0, 0) if whole or x.is_contiguous() else None
+
+
+def unsupported_rows(x: torch.Tensor, name: str = "x") -> str | None:
+    return None if x.dtype in FLOATS and rows(x) is not None else f"{name}: unsupported dtype or strides"
+
+
+def unsupported_vector(t: torch.Tensor | None, name: str) -> str | None:
+    return None if t is None or (t.is_contiguous() and t.dtype in FLOATS) else f"{name} is not contiguous"

@@ -1,0 +1,131 @@
+"""Rewrite a module's text for export: one kernel an op, parameters as literals, CUDA sources embedded."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import importlib
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastkernels.core import registry, tuning
+
+PACKAGE = __name__.partition(".")[0]
+METHODS = "into|faster|winner|asked"  # methods of an Op that an exported file keeps, besides a call and `run`
+DROPPED = "# dropped"
+LOGGING = ("note", "leave")  # methods that count and log
+FLAT = """\
+def _run_{name}(*args: Any) -> Any:
+    \"\"\"Run the kernel where it supports the call, else plain PyTorch.\"\"\"
+    fits = (args[0].is_cuda or INTERPRETED) and {supports}
+    return ({kernel} if fits else {plain})(*args)
+
+
+{name} = register(
+    {schema},
+    _run_{name},
+    {fake},
+)"""
+
+
+def simplified(module: str, text: str) -> str:
+    """The module's text with its op definitions and CUDA sources replaced."""
+    if ".overrides." not in module:
+        return text
+    lines = _without_logging(text).split("\n")
+    text = "\n".join(lines)
+    needed: set[str] = set()
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            new = _replacement(module, node.targets[0].id, node.value, text)
+            if new is not None:
+                lines[node.lineno - 1 : node.end_lineno] = new.split("\n")
+                needed |= set(re.findall(r"\b(?:register|INTERPRETED|Op|CudaSource|partial)\b", new))
+    for name, line in (
+        ("partial", "from functools import partial"),
+        ("CudaSource", f"from {PACKAGE}.core.cuda_rtc import CudaSource"),
+        *((n, f"from {PACKAGE}.core.dispatch import {n}") for n in ("register", "INTERPRETED", "Op")),
+    ):
+        if name in needed:
+            at = next(i for i, x in enumerate(lines) if x.startswith("from __future__")) + 1
+            lines.insert(at, line)
+    return "\n".join(lines)
+
+
+def _without_logging(text: str) -> str:
+    """Drop calls that only count or log."""
+    lines = text.split("\n")
+    blocks = [body for n in ast.walk(ast.parse(text)) if isinstance(body := getattr(n, "body", None), list)]
+    for block in blocks:
+        for node in block:
+            call = node.value if isinstance(node, ast.Expr) else None
+            if (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Attribute)
+                and call.func.attr in LOGGING
+            ):
+                for i in range(node.lineno - 1, node.end_lineno or 0):
+                    lines[i] = DROPPED
+                if len(block) == 1:
+                    lines[node.lineno - 1] = f"{' ' * node.col_offset}pass"
+    return "\n".join(line for line in lines if line != DROPPED)
+
+
+def _replacement(module: str, name: str, value: ast.expr, text: str) -> str | None:
+    if "__file__" in ast.unparse(value) or ".with_name(" in ast.unparse(value):
+        path = getattr(importlib.import_module(module), name)
+        return f"{name} = CudaSource(r'''{path.read_text()}''')" if isinstance(path, Path) else None
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "define"):
+        return None
+    schema = ast.get_source_segment(text, value.args[0]) or ""
+    if "\n" in schema:
+        schema = f"({schema})"
+    keywords = {k.arg: k.value for k in value.keywords}
+    fake = ast.unparse(keywords["fake"])
+    kernel, supports, plain = _implementations(module, name, keywords["providers"])
+    if _uses_methods(name):
+        supports = supports or "lambda *_: None"
+        return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
+    call = f"({supports})" if supports and not supports.isidentifier() else supports
+    test = f"{call}(*args) is None" if supports else "True"
+    return FLAT.format(name=name, schema=schema, fake=fake, kernel=kernel, plain=plain, supports=test)
+
+
+def _implementations(module: str, name: str, providers: ast.expr) -> tuple[str, str | None, str]:
+    """(kernel, supports, plain PyTorch) of an op, as expressions."""
+    listed = {c.args[0].value: c for c in providers.elts}  # type: ignore[attr-defined]
+    chosen, params = _winner(getattr(importlib.import_module(module), name))
+    keywords = {k.arg: ast.unparse(k.value) for k in listed[chosen].keywords}
+    kernel = ast.unparse(listed[chosen].args[1])
+    if params:
+        kernel = f"partial({kernel}, {', '.join(f'{k}={v!r}' for k, v in params.items())})"
+    every = [n for n, call in listed.items() if all(k.arg != "supports" for k in call.keywords)]
+    plain = next(n for n in ("cublas", "torch", "reference") if n in every)
+    return kernel, keywords.get("supports"), ast.unparse(listed[plain].args[1])
+
+
+def _winner(op: Any) -> tuple[str, dict[str, Any]]:
+    """Our kernel that the shipped tables choose most often, with its most frequent parameters."""
+    own = [
+        p.name for p in op.providers if p.module is None and p.name.startswith(("triton", "cuda-", "linear"))
+    ]
+    wins = collections.Counter(
+        (e.provider, json.dumps(dict(e.params), sort_keys=True))
+        for e in (tuning.shipped_entries(op.name) if op.key is not None else ())
+        if e.provider in own
+    )
+    if not wins:
+        return own[0], {}
+    best = max(own, key=lambda n: sum(count for (name, _), count in wins.items() if name == n))
+    params = max((w for w in wins if w[0] == best), key=lambda w: wins[w])[1]
+    return best, json.loads(params)
+
+
+@cache
+def _uses_methods(name: str) -> bool:
+    """Whether some family uses methods of the Op object, other than a call and `run`."""
+    called = re.compile(rf"\b{name}\.({METHODS})\b")
+    return any(called.search(file.read_text()) for file in registry.OPS_ROOT.glob("*/*.py"))

@@ -1,0 +1,122 @@
+"""FlashAttention-3 as a provider of prefill and decode: vLLM's build of it, or the package flash_attn_interface.
+
+vLLM's build is loaded without vLLM itself, whose import takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fastkernels.overrides.attention.paged_cache import check, supports_triton
+
+MODULES = ("vllm.vllm_flash_attn", "flash_attn_interface")
+
+PACKAGE = "_fastkernels_vllm_flash_attn"  # the name under which vLLM's folder is imported
+
+
+def load(module: str) -> Any:
+    """Import `module` (vllm.vllm_flash_attn), without importing vLLM where that is possible. Raises ImportError.
+
+    That is possible where the process has not imported vLLM and the module's entry points need nothing else of it.
+    """
+    host = module.partition(".")[0]
+    if host not in sys.modules:
+        try:
+            return _alone(module)
+        except Exception:  # another version, whose entry points need more of vLLM
+            sys.modules.pop(PACKAGE, None)
+            sys.modules.pop(f"{PACKAGE}.flash_attn_interface", None)
+    return importlib.import_module(module)
+
+
+def _alone(module: str) -> Any:
+    found, path = None, None
+    for name in module.split("."):
+        found = PathFinder.find_spec(name, path)
+        if found is None or not found.submodule_search_locations:
+            raise ImportError(f"there is no package {module}")
+        path = list(found.submodule_search_locations)
+    package = sys.modules[PACKAGE] = ModuleType(PACKAGE)
+    package.__path__ = path or []
+    entries = importlib.import_module(f"{PACKAGE}.flash_attn_interface")
+    if not entries.FA3_AVAILABLE:
+        raise ImportError(f"{module} has no FlashAttention-3: {entries.FA3_UNAVAILABLE_REASON}")
+    return entries
+
+
+@cache
+def _entry() -> tuple[Any, bool]:
+    """Return FlashAttention-3's entry point, and whether it is vLLM's build."""
+    try:
+        return load(MODULES[0]).flash_attn_varlen_func, True
+    except ImportError:
+        return importlib.import_module(MODULES[1]).flash_attn_with_kvcache, False
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def supports(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any) -> str | None:
+    if _capability(q.device.index or 0)[0] != 9:
+        return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
+    if key_cache.dtype == torch.float8_e4m3fn:
+        return "FlashAttention-3 reads fp8 caches with fp8 queries only, which are less exact"
+    if q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
+        return f"FlashAttention-3 needs float16 or bfloat16, got q {q.dtype} and cache {key_cache.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return (
+            f"FlashAttention-3 needs a head size that is a multiple of 8 and at most 256, got {q.shape[-1]}"
+        )
+    if key_cache.shape[1] % 16:
+        return f"FlashAttention-3 is used with block sizes that are multiples of 16, got {key_cache.shape[1]}"
+    return supports_triton(q, key_cache, value_cache)
+
+
+def attend(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run FlashAttention-3 with the arguments of attention_prefill.reference.
+
+    FA3 writes zeros for a sequence with queries but no keys, and nothing past the last sequence: padding rows keep what
+    `out` holds (zeros if `out` is None).
+    """
+    check("attention", q, key_cache, value_cache)
+    if out is None:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    entry, is_vllm = _entry()
+    window = (window_left, 0 if window_left >= 0 else -1)
+    scale *= k_scale
+    if is_vllm:
+        entry(
+            q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
+            softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
+            out=out, fa_version=3,
+        )  # fmt: skip
+    else:
+        out = entry(
+            q, key_cache, value_cache, cache_seqlens=seq_lens, page_table=block_table, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, softmax_scale=scale, causal=True, window_size=window, softcap=softcap,
+        )  # fmt: skip
+    return out if v_scale == 1.0 else out * v_scale

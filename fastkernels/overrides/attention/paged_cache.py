@@ -1,0 +1,61 @@
+"""Checks and helpers of the ops that attend over a paged KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+
+
+def take_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return cache[blocks]. An fp8 cache is indexed as bytes: PyTorch does not index fp8 on every device."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache[blocks]
+    return cache.view(torch.uint8)[blocks].view(cache.dtype)
+
+
+def check(name: str, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Raise ValueError if q [T, Hq, D] and the caches [blocks, block_size, Hkv, D] do not match."""
+    if q.dim() != 3 or key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(
+            f"{name}: q must be [T, Hq, D] and both caches [blocks, block_size, Hkv, D], got {tuple(q.shape)},"
+            f" {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    if q.shape[2] != key_cache.shape[3] or q.shape[1] % key_cache.shape[2]:
+        raise ValueError(
+            f"{name}: {q.shape[1]} query heads of {q.shape[2]} do not fit {key_cache.shape[2]} key heads of"
+            f" {key_cache.shape[3]}"
+        )
+
+
+def memory(name: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return `out`, or new memory for a result of q's shape and dtype. Raises ValueError if `out` cannot hold it."""
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"{name}: out must be contiguous {tuple(q.shape)} {q.dtype}, got {tuple(out.shape)} {out.dtype} with"
+            f" strides {out.stride()}"
+        )
+    return out
+
+
+def supports_triton(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any
+) -> str | None:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {q.dtype} is not float16, bfloat16 or float32"
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 matrices as integers"
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
+    if key_cache.dtype == torch.float8_e4m3fn and (reason := fp8_refusal(q.device)) is not None:
+        return reason
+    if q.shape[-1] > 256:
+        return f"head size {q.shape[-1]} is over 256"
+    for name, t in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    return None

@@ -1,0 +1,435 @@
+"""SGLang's classes and functions for mixtures of experts: routers, the sort by expert, experts, and Mixtral's block."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkernels.core.spec import Target
+from fastkernels.overrides.linear.sglang import SGLangReplicatedLinear
+from fastkernels.overrides.moe.arguments import check_tokens, refuse
+from fastkernels.overrides.moe.fused_experts import fused_experts
+from fastkernels.overrides.moe.fused_experts_fp8 import fused_experts_fp8
+from fastkernels.overrides.moe.grouped_topk import Pair, grouped_topk
+from fastkernels.overrides.moe.moe_align import Aligned, moe_align, padded_size
+from fastkernels.overrides.moe.moe_sum import moe_sum
+from fastkernels.overrides.moe.sparse_moe import Experts, SparseMoE
+from fastkernels.overrides.moe.topk_softmax import topk_softmax
+
+
+def sglang_fused_topk(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    correction_bias: torch.Tensor | None = None,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool | None = False,
+    num_fused_shared_experts: int = 0,
+    packed_out: torch.Tensor | None = None,
+    num_token_non_padded: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sglang.srt.layers.moe.topk.fused_topk, for softmax scores: (weights [T, topk], ids [T, topk] int32).
+
+    Softmax routing ignores the correction bias and the scaling factor, as in SGLang. Raises ValueError for another
+    scoring_func and for packed_out, the output of a LoRA kernel.
+    """
+    check_tokens(hidden_states, gating_output)
+    other = None if scoring_func == "softmax" else scoring_func
+    refuse("fused_topk", scoring_func=other, packed_out=packed_out)
+    weights, ids, _ = topk_softmax(gating_output, topk, renormalize)
+    return weights, ids
+
+
+def _grouped_topk(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    bias: torch.Tensor | None,
+    topk: int,
+    renormalize: bool,
+    groups: int | None,
+    topk_group: int | None,
+    shared: int,
+    factor: float | None,
+    scoring_func: str,
+) -> Pair:
+    check_tokens(hidden_states, gating_output)
+    refuse("grouped_topk", num_fused_shared_experts=shared or None)
+    return grouped_topk(
+        gating_output, topk, renormalize, groups or 1, topk_group or 1, scoring_func, bias,
+        1.0 if factor is None else factor,
+    )  # fmt: skip
+
+
+def sglang_grouped_topk_gpu(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool | None = False,
+    scoring_func: str = "softmax",
+) -> Pair:
+    """sglang.srt.layers.moe.topk.grouped_topk_gpu: (weights [T, topk], ids [T, topk] int32).
+
+    routed_scaling_factor needs apply_routed_scaling_factor_on_output. Before 0.5.23 SGLang also requires renormalize;
+    ours follows 0.5.23 for all versions. Raises ValueError for num_fused_shared_experts.
+    """
+    factor = routed_scaling_factor if apply_routed_scaling_factor_on_output else None
+    groups = (num_expert_group, topk_group, num_fused_shared_experts, factor, scoring_func)
+    return _grouped_topk(hidden_states, gating_output, None, topk, renormalize, *groups)
+
+
+def sglang_biased_grouped_topk_gpu(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    correction_bias: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool | None = False,
+) -> Pair:
+    """sglang.srt.layers.moe.topk.biased_grouped_topk_gpu, for sigmoid scores; see sglang_grouped_topk_gpu."""
+    factor = routed_scaling_factor if apply_routed_scaling_factor_on_output else None
+    groups = (num_expert_group, topk_group, num_fused_shared_experts, factor, "sigmoid")
+    return _grouped_topk(hidden_states, gating_output, correction_bias, topk, renormalize, *groups)
+
+
+def sglang_moe_align_block_size_0_5_17(
+    topk_ids: torch.Tensor, block_size: int, num_experts: int, ignore_invalid_expert: bool = False
+) -> Aligned:
+    """sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size.moe_align_block_size before 0.5.23.
+
+    Pairs with the id -1 (experts on other ranks) come first, in blocks of expert -1, or are dropped
+    (ignore_invalid_expert).
+    """
+    capacity = padded_size(topk_ids.numel(), block_size, num_experts + 1)
+    return moe_align(topk_ids, block_size, num_experts, capacity, None, not ignore_invalid_expert)
+
+
+def sglang_moe_align_block_size(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_expert: bool = False,
+    *,
+    return_inactive_prefix_count: bool = False,
+    pad_expert_ids: bool = False,
+) -> Aligned:
+    """sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size.moe_align_block_size since 0.5.23.
+
+    Raises ValueError for return_inactive_prefix_count and pad_expert_ids, which other kernels of SGLang use.
+    """
+    refuse(
+        "moe_align_block_size", return_inactive_prefix_count=return_inactive_prefix_count, pad_expert_ids=pad_expert_ids
+    )  # fmt: skip
+    capacity = -(-padded_size(topk_ids.numel(), block_size, num_experts + 1) // 4) * 4
+    return moe_align(topk_ids, block_size, num_experts, capacity, None, not ignore_invalid_expert)
+
+
+def sglang_moe_sum_reduce_triton(
+    input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float
+) -> None:
+    """sglang.kernels.ops.moe.fused_moe_triton_kernels.moe_sum_reduce_triton: sum input [T, K, H] to output [T, H]."""
+    moe_sum(input, output, None, None, None, routed_scaling_factor)
+
+
+# Fields of a MoeRunnerConfig and the values that our kernels support.
+_RUNNER = {
+    "activation": ("silu",), "is_gated": (True,), "no_combine": (False,), "gemm1_alpha": (None,),
+    "gemm1_beta": (None,), "gemm1_clamp_limit": (None,), "swiglu_limit": (None,),
+}  # fmt: skip
+# Fields of a TritonMoeQuantInfo: those of float8, under the names of fused_experts' arguments, and unsupported ones.
+_FP8 = {
+    "per_channel_quant": "per_channel_quant", "w1_scale": "w13_scale", "w2_scale": "w2_scale", "a1_scale": "a13_scale",
+    "a2_scale": "a2_scale", "block_shape": "block_shape",
+}  # fmt: skip
+_OTHERS = (
+    "b13", "b2", "use_mxfp8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "w13_zp", "w2_zp",
+    "fuse_swiglu_interleaved",
+)  # fmt: skip
+
+
+def refuse_config(config: Any) -> None:
+    """Raise ValueError for a MoeRunnerConfig with values that our kernels do not support."""
+    for name, supported in _RUNNER.items():
+        value = getattr(config, name, supported[0])
+        if value not in supported:
+            raise ValueError(
+                f"fused_experts: moe_runner_config.{name}={value!r} is not supported; use the host's own function"
+            )
+
+
+def quant_of(quant_info: Any) -> tuple[bool, dict[str, Any]]:
+    """Return (is it float8, its scales) of a TritonMoeQuantInfo. Raises ValueError for other schemes and biases."""
+    refuse("fused_experts", **{f"quant_info.{name}": getattr(quant_info, name, None) for name in _OTHERS})
+    return bool(quant_info.use_fp8_w8a8), {ours: getattr(quant_info, name) for ours, name in _FP8.items()}
+
+
+def _fused_experts(
+    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, config: Any, fp8: bool,
+    quant: dict[str, Any], **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Compute the experts; with config.inplace, the default, hidden_states is overwritten with the result."""
+    out = _computed(hidden_states, w1, w2, topk_output, config, fp8, quant, **others)
+    return hidden_states.copy_(out) if getattr(config, "inplace", True) else out
+
+
+def _computed(
+    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, config: Any, fp8: bool,
+    quant: dict[str, Any], **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    """quant: arguments that only float8 (use_fp8_w8a8) may set; others: unsupported arguments, which must be unset."""
+    refuse("fused_experts", **others, **({} if fp8 else quant))
+    refuse_config(config)
+    topk_weights, topk_ids, _ = topk_output
+    factor = getattr(config, "routed_scaling_factor", None)
+    on_input = getattr(config, "apply_router_weight_on_input", False)
+    if fp8:
+        out = fused_experts_fp8(
+            hidden_states, w1, w2, quant["w1_scale"], quant["w2_scale"], topk_weights, topk_ids, quant["a1_scale"],
+            quant["a2_scale"], quant["per_channel_quant"], quant["block_shape"], False, None, on_input,
+        )  # fmt: skip
+    else:
+        out = fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, None, on_input)
+    return out if factor in (None, 1.0) else out * factor
+
+
+class Combined(NamedTuple):
+    """SGLang's StandardCombineInput."""
+
+    hidden_states: torch.Tensor
+
+
+class SGLangMoeRunner:
+    """sglang.srt.layers.moe.moe_runner.runner.MoeRunner: computes the experts of a layer.
+
+    The layer passes its weights and the router's choice; routing, token exchange and the final all-reduce stay in the
+    layer. `combine` builds the object that `run` returns.
+    """
+
+    live_methods = ("run",)
+    combine: Any = Combined
+
+    def __init__(self, runner_backend: Any, config: Any, lora_enabled: bool = False) -> None:
+        self.runner_backend, self.config, self.lora_enabled = runner_backend, config, lora_enabled
+
+    def run(self, dispatch_output: Any, quant_info: Any, lora_info: Any = None) -> Any:
+        """dispatch_output: hidden_states and topk_output; quant_info: weights and scales (TritonMoeQuantInfo).
+
+        The hidden_states of the result are always new memory; config.inplace is ignored. Raises ValueError for
+        unsupported arguments.
+        """
+        topk = dispatch_output.topk_output
+        fp8, quant = quant_of(quant_info)
+        out = _computed(
+            dispatch_output.hidden_states, quant_info.w13_weight, quant_info.w2_weight,
+            (topk.topk_weights, topk.topk_ids, None), self.config, fp8, quant, lora_info=lora_info,
+        )  # fmt: skip
+        return self.combine(out)
+
+
+def sglang_fused_experts_0_5_16(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Any,
+    moe_runner_config: Any,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    use_fp8_w8a8: bool = False,
+    use_int8_w8a8: bool = False,
+    use_int8_w8a16: bool = False,
+    use_int4_w4a16: bool = False,
+    per_channel_quant: bool = False,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    w1_zp: torch.Tensor | None = None,
+    w2_zp: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+) -> torch.Tensor:
+    """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts of 0.5.16; see sglang_fused_experts."""
+    quant = {
+        "per_channel_quant": per_channel_quant, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
+        "a2_scale": a2_scale, "block_shape": block_shape,
+    }  # fmt: skip
+    return _fused_experts(
+        hidden_states, w1, w2, topk_output, moe_runner_config, use_fp8_w8a8, quant, b1=b1, b2=b2,
+        use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16, use_int4_w4a16=use_int4_w4a16, w1_zp=w1_zp,
+        w2_zp=w2_zp,
+    )  # fmt: skip
+
+
+def sglang_fused_experts_0_5_17(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Any,
+    moe_runner_config: Any,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    use_fp8_w8a8: bool = False,
+    use_int8_w8a8: bool = False,
+    use_int8_w8a16: bool = False,
+    use_int4_w4a16: bool = False,
+    per_channel_quant: bool = False,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    w1_zp: torch.Tensor | None = None,
+    w2_zp: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+    a1_q: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts of 0.5.17; see sglang_fused_experts."""
+    quant = {
+        "per_channel_quant": per_channel_quant, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
+        "a2_scale": a2_scale, "block_shape": block_shape,
+    }  # fmt: skip
+    return _fused_experts(
+        hidden_states, w1, w2, topk_output, moe_runner_config, use_fp8_w8a8, quant, b1=b1, b2=b2,
+        use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16, use_int4_w4a16=use_int4_w4a16, w1_zp=w1_zp,
+        w2_zp=w2_zp, a1_q=a1_q,
+    )  # fmt: skip
+
+
+def sglang_fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Any,
+    moe_runner_config: Any,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    use_fp8_w8a8: bool = False,
+    use_int8_w8a8: bool = False,
+    use_int8_w8a16: bool = False,
+    use_int4_w4a16: bool = False,
+    per_channel_quant: bool = False,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    w1_zp: torch.Tensor | None = None,
+    w2_zp: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+    a1_q: torch.Tensor | None = None,
+    fuse_swiglu_interleaved: bool = False,
+) -> torch.Tensor:
+    """sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts, unquantized or in float8 e4m3.
+
+    topk_output: (topk_weights, topk_ids, router_logits), the last ignored. With use_fp8_w8a8 the scales are those of
+    the op `fused_experts_fp8`. With moe_runner_config.inplace, the default, hidden_states is overwritten with the
+    result and returned. Raises ValueError for biases and other quantization schemes.
+    """
+    quant = {
+        "per_channel_quant": per_channel_quant, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
+        "a2_scale": a2_scale, "block_shape": block_shape,
+    }  # fmt: skip
+    return _fused_experts(
+        hidden_states, w1, w2, topk_output, moe_runner_config, use_fp8_w8a8, quant, b1=b1, b2=b2,
+        use_int8_w8a8=use_int8_w8a8, use_int8_w8a16=use_int8_w8a16, use_int4_w4a16=use_int4_w4a16, w1_zp=w1_zp,
+        w2_zp=w2_zp, a1_q=a1_q, fuse_swiglu_interleaved=fuse_swiglu_interleaved,
+    )  # fmt: skip
+
+
+class SGLangMixtralMoE_0_5_17(SparseMoE):
+    """sglang.srt.models.mixtral.MixtralMoE before 0.5.23; see SparseMoE. tp_size is ignored, as in SGLang."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        layer_id: int,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        tp_size: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.top_k = hidden_size, top_k
+        self.gate = SGLangReplicatedLinear(
+            hidden_size, num_experts, bias=False, params_dtype=params_dtype, prefix=f"{prefix}.gate"
+        )
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, params_dtype, quant_config, None, f"{prefix}.experts"
+        )  # fmt: skip
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._forward(hidden_states)
+
+
+class SGLangMixtralMoE(SGLangMixtralMoE_0_5_17):
+    """sglang.srt.models.mixtral.MixtralMoE since 0.5.23; see SparseMoE."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        layer_id: int,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(
+            num_experts, top_k, hidden_size, intermediate_size, layer_id, params_dtype, quant_config, None, prefix
+        )  # fmt: skip
+
+
+_MOE = "sglang.srt.layers.moe"
+_ALIGN = f"{_MOE}.moe_runner.triton_utils.moe_align_block_size:moe_align_block_size"
+_FUSED = f"{_MOE}.moe_runner.triton_utils.fused_moe:fused_experts"
+_SUM = "sglang.kernels.ops.moe.fused_moe_triton_kernels:moe_sum_reduce_triton"
+_MIXTRAL = "sglang.srt.models.mixtral:MixtralMoE"
+_ROUTING_NOTE = "SGLang's routers bind the function at import: for forks and for our engine"
+_KERNEL_NOTE = "SGLang's MoE kernels bind the function at import: for forks and for our engine"
+_EXPERTS_NOTE = "SGLang calls it through objects that bind it at construction: for forks and for our engine"
+_MIXTRAL_NOTE = (
+    "in a live host the experts are the host's own layer, which keeps its weights in its kernel's layout"
+)
+_EXPERTS = (
+    Target("sglang", f"{_MOE}.moe_runner.runner:MoeRunner", "SGLangMoeRunner", "experts", default=False),
+    Target("sglang", _FUSED, "sglang_fused_experts_0_5_16", "function", "<0.5.17", note=_EXPERTS_NOTE),
+    Target(
+        "sglang", _FUSED, "sglang_fused_experts_0_5_17", "function", ">=0.5.17,<0.5.23", note=_EXPERTS_NOTE
+    ),
+    Target("sglang", _FUSED, "sglang_fused_experts", "function", ">=0.5.23", note=_EXPERTS_NOTE),
+)
+
+
+def _router(name: str) -> Target:
+    return Target("sglang", f"{_MOE}.topk:{name}", f"sglang_{name}", "function", note=_ROUTING_NOTE)
+
+
+TARGETS = {
+    "topk_softmax": (_router("fused_topk"),),
+    "grouped_topk": (_router("grouped_topk_gpu"), _router("biased_grouped_topk_gpu")),
+    "moe_align": (
+        Target(
+            "sglang", _ALIGN, "sglang_moe_align_block_size_0_5_17", "function", "<0.5.23", note=_KERNEL_NOTE
+        ),
+        Target("sglang", _ALIGN, "sglang_moe_align_block_size", "function", ">=0.5.23", note=_KERNEL_NOTE),
+    ),
+    "moe_sum": (Target("sglang", _SUM, "sglang_moe_sum_reduce_triton", "function", note=_KERNEL_NOTE),),
+    "fused_experts": _EXPERTS,
+    "fused_experts_fp8": _EXPERTS,
+    "sparse_moe": (
+        Target("sglang", _MIXTRAL, "SGLangMixtralMoE_0_5_17", "standalone", "<0.5.23", note=_MIXTRAL_NOTE),
+        Target("sglang", _MIXTRAL, "SGLangMixtralMoE", "standalone", ">=0.5.23", note=_MIXTRAL_NOTE),
+    ),
+}
