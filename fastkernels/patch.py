@@ -1,6 +1,6 @@
 """patch(target): put our modules, or a user's candidates, into a host, and prove that they run.
 
-The host is found by its entry point (group `fastkernels.hosts`); what is true of it is in its integration.
+A host is found by its entry point (group `fastkernels.hosts`), which names its integration.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -17,22 +17,24 @@ from typing import Any, Protocol
 
 from fastkernels.core.candidate import resolve
 from fastkernels.core.env import Environment
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.registry import UnknownName, check_names
 
 log = logging.getLogger("fastkernels")
 
 
 class PatchError(RuntimeError):
-    """The patch did not take place, and everything is as it was; the message says why."""
+    """The patch failed, and nothing has changed; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What travels to every process of a host, as JSON.
+    """A request to every process of a host, sent as JSON.
 
     action      'patch', 'undo', 'report' (counters since the patch) or 'reset' (counters to zero)
     ops         op names, None for all that are on by default for the host
     candidates  {op: file}
+    disable     ops that stay off
     strict      a fallback, an unknown host version or an unsupported module is an error
     options     of 'record_start' and 'record_stop' (fk_integrations.core.call_recording)
     """
@@ -66,12 +68,15 @@ class Request:
 class Row:
     """One (rank, op, host class) of a report.
 
-    state   'active': ours is in place; 'off': not used, see reason
-    calls   runs of the op's body in that process since the patch (or since the last capture)
-    proof   'calls', or 'trace' when kernel names in a profiler trace of a replayed step show it
-    left    {reason: calls} that stayed the host's, since no tuned table says that ours is faster there
-    candidate  what of a user's file takes part here, 'function', 'class' or 'function+class', and its path
-    inside     the ops of which a user's function runs inside these modules; their calls are in their own rows
+    state       'active': ours is in place; 'off': not used; 'planned': engines built from now on
+    calls       runs of the op's body in that process since the patch (or since the last capture)
+    proof       'calls', or 'trace' if kernel names in a profiler trace of a replayed step show it
+    reason      the reasons as one line
+    left        {reason: calls} that stayed the host's because no tuned table lists ours as faster there
+    candidate   the parts of a user's file that run here, 'function', 'class' or 'function+class', and its path
+    inside      ops of which a user's function runs inside these modules; their calls are in their own rows
+    provider    the provider that FASTKERNELS_PROVIDER names for the op
+    reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     """
 
     rank: int
@@ -86,6 +91,42 @@ class Row:
     left: dict[str, int] = field(default_factory=dict)
     candidate: str = ""
     inside: list[str] = field(default_factory=list)
+    provider: str = ""
+    reasons: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [Kind(reason["kind"]) for reason in self.reasons]
+
+    def explain(self, reasons: Mapping[Reason, int]) -> None:
+        """Set the reasons: {reason: modules}, 0 modules for the whole row. Those left to the host come last."""
+        ordered = sorted(reasons.items(), key=lambda pair: pair[0].kind.left)
+        self.reasons = [{"kind": r.kind.value, "text": r.text, "modules": n} for r, n in ordered]
+        self.reason = "; ".join(_line(reason, modules) for reason, modules in ordered)
+
+
+def _line(reason: Reason, modules: int) -> str:
+    if reason.kind.left:
+        return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
+    return f"{modules} unsupported: {reason.text}" if modules else reason.text
+
+
+def nothing_patched(rows: Sequence[Row], request: Request) -> str | None:
+    """Why a patch without an active row is an error; None: a row is active, or the host keeps all by default."""
+    if any(row.state != "off" for row in rows):
+        return None
+    kinds = [kind for row in rows for kind in row.kinds]
+    requested = request.ops is not None or bool(request.candidates)
+    if not requested and any(kind.left for kind in kinds) and all(kind.harmless for kind in kinds):
+        return None
+    why = dict.fromkeys(f"{row.op} ({row.host_class}): {row.reason}" for row in rows)
+    if not why:
+        return "nothing to patch: " + (
+            f"the model runs none of {', '.join(request.ops)}"
+            if request.ops
+            else "no op is on by default here"
+        )
+    return f"nothing to patch: {'; '.join(why)}"
 
 
 class Host(Protocol):
@@ -94,17 +135,16 @@ class Host(Protocol):
     name: str
 
     def version(self) -> str | None:
-        """The installed version, None if the host is not installed. Imports nothing heavy."""
+        """The installed version, None if the host is not installed. Must not import the host."""
 
     def matches(self, target: Any) -> bool:
         """Whether this live object is one of this host's."""
 
     def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        """Carry the request out in every process of the live object; one reply a process, in rank order.
+        """Carry out the request in every process of the live object; one reply per process, in rank order.
 
-        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}, and where the
-        layers are spread over a pipeline 'stage': only ranks of one stage have the same modules.
-        Raises PatchError when a process cannot be reached.
+        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}. In a pipeline it
+        also has 'stage': only ranks of one stage have the same modules. Raises PatchError for an unreachable process.
         """
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
@@ -112,7 +152,7 @@ class Host(Protocol):
 
 
 def hosts() -> dict[str, Host]:
-    """The integrations that are installed, by host name. One that does not import is left out, with a warning."""
+    """The installed integrations, by host name. One that fails to import is skipped with a warning."""
     found: dict[str, Host] = {}
     for entry in entry_points(group="fastkernels.hosts"):
         try:
@@ -123,7 +163,7 @@ def hosts() -> dict[str, Host]:
 
 
 class Report:
-    """What a patch did, per (rank, op, host class), and the way back. Also a context manager."""
+    """The result of a patch, per (rank, op, host class), with `undo`. Also a context manager."""
 
     def __init__(self, host: Host, target: Any, replies: list[dict[str, Any]]):
         self.host, self.target, self.undone = host, target, False
@@ -140,7 +180,7 @@ class Report:
 
     @property
     def verified(self) -> bool:
-        """Every op that is in place has run in every process, since the patch or the last capture."""
+        """Whether ops are in place and each has run in every process since the patch or the last capture."""
         return bool(self.active) and all(r.calls > 0 for r in self.active)
 
     @property
@@ -156,7 +196,7 @@ class Report:
 
     @property
     def candidates(self) -> dict[str, int]:
-        """{op: calls} of the user's candidates that are in place, over all ranks; see `Row.candidate` for where."""
+        """{op: calls} of the user's candidates in place, over all ranks; `Row.candidate` names the places."""
         calls: dict[tuple[int, str], int] = {(r.rank, r.op): r.calls for r in self.active if r.candidate}
         return {op: sum(n for (_, o), n in calls.items() if o == op) for _, op in sorted(calls)}
 
@@ -171,7 +211,7 @@ class Report:
         return self
 
     def undo(self) -> None:
-        """Put everything back as it was. A second call does nothing."""
+        """Restore everything. A second call does nothing."""
         if not self.undone:
             _checked(self.host, self.host.call(self.target, Request("undo")))
             self.undone = True
@@ -202,9 +242,12 @@ class Report:
     def __str__(self) -> str:
         where = f"{self.patched_modules} modules patched in {len(self.pids)} process(es)"
         head = f"{self.host.name} {self.version}: {where}"
+        if not self.active and any(kind.left for row in self.rows for kind in row.kinds):
+            head = f"{self.host.name} {self.version}: everything was left to the host"
         lines = [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
+            state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""
             state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())
@@ -227,8 +270,8 @@ def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return replies
 
 
-def _agreed(replies: list[dict[str, Any]]) -> str | None:
-    """None if all ranks of a stage patched the same, and any something, else what is wrong."""
+def disagreement(replies: list[dict[str, Any]], request: Request) -> str | None:
+    """None if all ranks of a stage patched the same, else the difference, or why nothing was patched."""
     stages: dict[int, dict[int, Any]] = {}
     for r in replies:
         shape = sorted((w["op"], w["host_class"], w["modules"], w["state"]) for w in r["rows"])
@@ -237,11 +280,7 @@ def _agreed(replies: list[dict[str, Any]]) -> str | None:
         differing = [rank for rank, shape in shapes.items() if shape != shapes[min(shapes)]]
         if differing:
             return f"ranks {differing} patched something else than rank {min(shapes)}"
-    rows = [row for r in replies for row in r["rows"]]
-    if any(row["state"] != "off" for row in rows):
-        return None
-    why = dict.fromkeys(f"{row['op']} ({row['host_class']}): {row['reason']}" for row in rows)
-    return f"nothing to patch: {'; '.join(why)}"
+    return nothing_patched([Row(**row) for r in replies for row in r["rows"]], request)
 
 
 Candidates = Mapping[str, Any] | str | os.PathLike[str]
@@ -285,9 +324,11 @@ def patch(
                 runs in the host's processes
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
 
-    Returns a Report (also a context manager; `undo()` restores everything). Raises UnknownName for an op or
-    host that does not exist, CandidateError for a folder that is none of candidates, PatchError when the patch could
-    not be made; nothing has changed then.
+    Returns a Report (also a context manager; `undo()` restores everything). Without `ops`, a host may keep every
+    module, as on a CPU, where our code is plain PyTorch: the report then has no active row, and gives the reasons.
+
+    Raises UnknownName for an op or host that does not exist, CandidateError for a folder without candidates, and
+    PatchError if the patch fails or requested ops match nothing; nothing has changed then.
     """
     host = find_host(target)
     request = _request(ops, candidates, strict)
@@ -296,11 +337,20 @@ def patch(
     if failed and len(failed) < len(replies):
         host.call(target, Request("undo"))
     _checked(host, replies)
-    differs = _agreed(replies)
+    differs = disagreement(replies, request)
     if differs:
         host.call(target, Request("undo"))
         raise PatchError(f"{host.name}: {differs}; undone")
     return Report(host, target, replies)
+
+
+def patch_from_environment(engine: Any) -> None:
+    """Put the candidates of FASTKERNELS_CANDIDATES into an engine of ours that is being built. Raises PatchError."""
+    env = Environment.read()
+    wanted = {op: path for op, path in env.candidates.items() if op not in env.disable}
+    check_names(env.candidates)
+    if wanted:
+        patch(engine, candidates=wanted)
 
 
 async def patch_async(
@@ -311,8 +361,9 @@ async def patch_async(
 ) -> Report:
     """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle."""
     host = find_host(target)
-    replies = _checked(host, await host.call_async(target, _request(ops, candidates, strict)))
-    differs = _agreed(replies)
+    request = _request(ops, candidates, strict)
+    replies = _checked(host, await host.call_async(target, request))
+    differs = disagreement(replies, request)
     if differs:
         await host.call_async(target, Request("undo"))
         raise PatchError(f"{host.name}: {differs}; undone")
@@ -320,11 +371,14 @@ async def patch_async(
 
 
 class _CallableModule(ModuleType):
-    # Importing this module binds it as fastkernels.patch, over the function that users call by that name.
+    # Importing this module binds it as fastkernels.patch, the name under which users call the function.
     def __call__(self, *args: Any, **kwargs: Any) -> Report:
         return patch(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _CallableModule
 
-__all__ = ["Host", "PatchError", "Report", "Request", "Row", "find_host", "hosts", "patch", "patch_async"]
+__all__ = [
+    "Host", "PatchError", "Report", "Request", "Row", "disagreement", "find_host", "hosts", "nothing_patched", "patch",
+    "patch_async", "patch_from_environment",
+]  # fmt: skip

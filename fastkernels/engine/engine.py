@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastkernels.engine import candidates, tokenizer
+from fastkernels.engine import tokenizer
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.executor import make_executor
@@ -20,6 +20,7 @@ from fastkernels.engine.runners import RUNNERS, runner_name
 from fastkernels.engine.scheduling.encoding import EncodeRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.models.common import build, registry, weights
+from fastkernels.patch import patch_from_environment
 
 log = logging.getLogger("fastkernels")
 
@@ -86,7 +87,8 @@ class Engine(ABC):
         self.requests = {}
         self.stats = StepStats()
         self._start()
-        self.patched = candidates.from_environment(self.executor)
+        self.patched: Any = None  # the patch of an integration, which sets it
+        patch_from_environment(self)
         self.phases.mark("rest")
         log.info("%s", self.phases.line())
 

@@ -1,1 +1,1 @@
-"""Host integrations of FastKernels: one host a file. Importing this package imports no host and no torch."""
+"""Host integrations of FastKernels: one host a folder. Importing this package imports no host and no torch."""

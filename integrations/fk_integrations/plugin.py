@@ -1,7 +1,7 @@
-"""What vLLM and SGLang load at start (their own plugin entry points). Inert unless FASTKERNELS=1.
+"""Entry points that vLLM and SGLang load at start. Inert unless FASTKERNELS=1.
 
-Both hosts log a plugin's exception and go on without it, which would be an unpatched run: asked for by
-FASTKERNELS, a failure ends the process instead.
+Both hosts log a plugin's exception and continue without it, which would be an unpatched run. With FASTKERNELS=1 a
+failure therefore ends the process.
 """
 
 from __future__ import annotations

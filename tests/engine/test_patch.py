@@ -1,4 +1,4 @@
-"""Patching our engine: candidates run, calls are counted, and undo restores everything."""
+"""Our engine as a host: candidates run, calls are counted, and undo restores everything."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def candidate(tmp_path, text, name="kernel.py"):
     return str(file)
 
 
-def test_report_without_candidates_shows_calls(llm):
+def test_patch_without_candidates_counts_calls(llm):
     before = run(llm)
     with fastkernels.patch(llm) as report:
         assert run(llm) == before
@@ -66,7 +66,7 @@ def test_report_without_candidates_shows_calls(llm):
     assert llm.llm_engine.patched is None
 
 
-def test_function_candidate_and_undo(llm, tmp_path):
+def test_candidate_function_runs_until_undo(llm, tmp_path):
     before = run(llm)
     right = candidate(tmp_path, FUNCTION.format(factor=1), "right.py")
     with fastkernels.patch(llm, candidates={"silu_and_mul": right}) as report:
@@ -79,7 +79,7 @@ def test_function_candidate_and_undo(llm, tmp_path):
     assert run(llm) == before
 
 
-def test_class_candidate_and_undo(llm, tmp_path):
+def test_candidate_class_runs_until_undo(llm, tmp_path):
     before = run(llm)
     kinds = [type(m) for m in llm.llm_engine.executor.runner.model.modules()]
     off = candidate(tmp_path, CLASS.format(more="* 1.5 + 0.3"))
@@ -107,8 +107,8 @@ def stubs_in(folder, *names):
     return folder
 
 
-def test_folder_of_candidates_runs_at_every_level(llm, tmp_path):
-    """Level-1 functions run inside modules of levels 2 and 3; the report shows where, with calls."""
+def test_candidate_folder_is_live_at_every_level(llm, tmp_path):
+    """Level-1 functions run inside modules of levels 2 and 3; the report lists them with their calls."""
     before = run(llm)
     folder = stubs_in(tmp_path / "candidates", "rms_norm", "silu_and_mul")
     with fastkernels.patch(llm, candidates=folder) as report:
@@ -137,8 +137,8 @@ def test_folder_of_candidates_runs_at_every_level(llm, tmp_path):
     assert run(llm) == before
 
 
-def test_stubs_of_every_op_together(llm, tmp_path):
-    """Ops without a module in the model are off with that reason; all others run, method objects included."""
+def test_stubs_of_every_op_run_together(llm, tmp_path):
+    """Ops that the model lacks are off with a reason; all others run, method objects included."""
     before = run(llm)
     kinds = [type(m) for m in llm.llm_engine.executor.runner.model.modules()]
     folder = stubs_in(tmp_path / "all", *registry.op_names())
@@ -159,7 +159,7 @@ def test_stubs_of_every_op_together(llm, tmp_path):
     assert run(llm) == before
 
 
-def test_fusion_candidate_replaces_its_parts(llm, tmp_path):
+def test_candidate_for_a_fusion_replaces_the_calls_of_its_parts(llm, tmp_path):
     before = run(llm)
     with fastkernels.patch(llm, candidates=stubs_in(tmp_path / "one", "rope_store_kvcache")) as report:
         assert run(llm) == before
@@ -236,7 +236,7 @@ def test_async_patch_survives_a_failed_step(tiny):
     llm.shutdown()
 
 
-def test_prefix_cache_is_reset_by_patch_and_undo(tiny, tmp_path):
+def test_prefix_cache_keeps_nothing_of_a_candidate(tiny, tmp_path):
     (tmp_path / "silu_and_mul.py").write_text(FUNCTION.format(factor=2.0))
     llm = LLM(str(tiny), device="cpu", num_blocks=40)
     prompt = [list(range(5, 60))]
@@ -253,7 +253,7 @@ def test_prefix_cache_is_reset_by_patch_and_undo(tiny, tmp_path):
     assert answer().outputs[0].token_ids == first.outputs[0].token_ids
 
 
-def test_unwritable_report_does_not_end_requests(tiny, tmp_path, monkeypatch, caplog):
+def test_unwritable_report_ends_no_request(tiny, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     llm = LLM(str(tiny), device="cpu", num_blocks=40)
     monkeypatch.setenv("FASTKERNELS_REPORT", str(tmp_path))

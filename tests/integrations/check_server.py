@@ -1,4 +1,4 @@
-"""A server with FASTKERNELS=1: patched by environment alone; and when it cannot be, the start fails and says why."""
+"""A server with FASTKERNELS=1 is patched by the environment alone; if it cannot be, its start fails with the reason."""
 
 import json
 import os
@@ -56,7 +56,8 @@ def wait_until_ready(server, url):
 def test_server_patched_by_environment(tmp_path):
     reports = tmp_path / "reports"
     ops = "rms_norm,silu_and_mul,attention"
-    server, url = serve(tmp_path, FASTKERNELS_OPS=ops, FASTKERNELS_REPORT=str(reports))
+    environment = {"FASTKERNELS_OPS": ops, "FASTKERNELS_PROVIDER": f"rms_norm:{HOST}"}
+    server, url = serve(tmp_path, FASTKERNELS_REPORT=str(reports), **environment)
     try:
         wait_until_ready(server, url)
         body = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -64,15 +65,16 @@ def test_server_patched_by_environment(tmp_path):
         time.sleep(2.5)
         (file,) = reports.glob(f"{HOST}-0-*.json")
         worker = json.loads(file.read_text())
-        os.kill(worker["pid"], signal.SIGKILL)  # what is on the disk stays
+        os.kill(worker["pid"], signal.SIGKILL)  # the report file must survive
     finally:
         server.send_signal(signal.SIGINT if HOST == "vllm" else signal.SIGTERM)
         server.wait(timeout=60)
     rows = {r["op"]: r for r in json.loads(file.read_text())["rows"]}
     assert worker["pid"] != server.pid and worker["error"] is None
     assert rows["rms_norm"]["state"] == "active" and rows["rms_norm"]["calls"] >= 8 * 5
-    assert rows["silu_and_mul"]["calls"] >= 8 * 2
-    if HOST == "vllm":  # whose cache on the CPU is packed for its own kernels
+    assert (rows["rms_norm"]["provider"], rows["rms_norm"]["fallbacks"]) == (HOST, {})
+    assert rows["silu_and_mul"]["calls"] >= 8 * 2 and not rows["silu_and_mul"]["provider"]
+    if HOST == "vllm":  # its KV cache on a CPU is packed for its own kernels
         assert rows["attention"]["state"] == "off" and "packed" in rows["attention"]["reason"]
     else:
         assert rows["attention"]["modules"] == 2 and rows["attention"]["calls"] >= 8 * 2 * 2
@@ -85,7 +87,7 @@ def test_an_unknown_op_ends_the_start_with_the_reason(tmp_path):
     assert reason in (tmp_path / "log").read_text()
 
 
-def test_a_candidate_that_does_not_import_ends_the_start_with_the_reason(tmp_path, candidate):
+def test_candidate_with_an_import_error_ends_the_start(tmp_path, candidate):
     path = candidate("import nothing_of_that_name\n")
     server, _ = serve(tmp_path, FASTKERNELS_OPS="rms_norm", FASTKERNELS_CANDIDATES=f"rms_norm={path}")
     assert server.wait(timeout=200) != 0

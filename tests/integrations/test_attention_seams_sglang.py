@@ -1,4 +1,4 @@
-"""The attention seam on the KV layout of SGLang's FlashAttention backend, which needs a GPU itself, on the CPU.
+"""The attention seam on the KV layout of SGLang's FlashAttention backend, on a CPU; the backend itself needs a GPU.
 
 The layout: keys and values apart, [slots, Hkv, D], a page being block_size slots.
 """
@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import Journal
-from fk_integrations.sglang import attention as sglang_attention
-from support import seams as support_seams
-from support.seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
+from fk_integrations.core.journal import Journal
+from fk_integrations.sglang import attention
+from support import attention_seams
+from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
 
+from fastkernels.core.reasons import Kind
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 
-use = support_seams.use  # the fixture
+use = attention_seams.use  # the fixture
 
 
 class HostBackend:
@@ -43,11 +44,11 @@ class Layer(torch.nn.Module):
 
 
 def sglang(batch: Batch, by_table: bool = False) -> tuple[Any, Layer, SimpleNamespace]:
-    """(backend with our methods, a layer that it serves, the forward batch); the pool holds the context already."""
+    """(backend with our methods, a layer that it serves, the forward batch); the pool holds the context."""
     pool = torch.full((2, batch.blocks * BLOCK, KV_HEADS, D), float("nan"))
     for slots, n, keys, values in zip(batch.slots, batch.context, batch.keys, batch.values, strict=True):
         pool[0, slots[:n]], pool[1, slots[:n]] = keys[:n], values[:n]
-    backend: Any = sglang_attention._implementation(HostBackend, sglang_attention._flash_step, by_table)()
+    backend: Any = attention._implementation(HostBackend, attention._flash_step, by_table)()
     backend.token_to_kv_pool = SimpleNamespace(
         get_kv_buffer=lambda layer_id: tuple(pool), dtype=torch.float32
     )
@@ -81,7 +82,7 @@ def test_sglang_reads_and_writes_the_hosts_layout(queries: list[int], window: in
     assert torch.equal(again, out)
 
 
-def test_sglang_what_it_cannot_do_goes_to_the_host_and_is_counted() -> None:
+def test_sglang_unsupported_step_is_counted_as_fallback() -> None:
     batch = Batch([1, 1, 1])
     backend, layer, forward_batch = sglang(batch)
     attention_prefill.reset()
@@ -99,11 +100,13 @@ def test_sglang_what_it_cannot_do_goes_to_the_host_and_is_counted() -> None:
         "sinks is set", "forward mode TARGET_VERIFY", "speculative decoding", "a decode of several queries a sequence",
     ]  # fmt: skip
     assert set(counted.values()) == {1}
-    assert backend.forward_decode(*args[:3], Layer(), forward_batch) == "the host's decode"  # not one of ours
+    assert (
+        backend.forward_decode(*args[:3], Layer(), forward_batch) == "the host's decode"
+    )  # a layer without a patch
     assert attention_prefill.fallbacks == counted
 
 
-def test_sglang_by_table_only_what_is_faster_is_ours(
+def test_sglang_by_table_only_faster_decodes_are_ours(
     use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(64)
@@ -126,12 +129,12 @@ def test_sglang_by_table_only_what_is_faster_is_ours(
     assert store_kvcache.calls == 0  # the host stores them
     use(64)
     step([1, 1, 1]), step([5]), step([4, 4, 4], name="TARGET_VERIFY")
-    assert attention_decode.left == {sglang_attention.NO_DECODE: 1, "forward mode TARGET_VERIFY": 1}
+    assert attention_decode.left == {attention.NO_DECODE: 1, "forward mode TARGET_VERIFY": 1}
     assert attention_decode.calls == 1 and attention_prefill.calls == 0 and not attention_prefill.fallbacks
 
 
 class Backend:
-    """An attention backend of SGLang that we do not know; with parts, a wrapper such as the hybrid one."""
+    """An unknown attention backend of SGLang; with parts, a wrapper such as the hybrid one."""
 
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
@@ -145,10 +148,10 @@ def test_sglang_backends_inside_wrappers_are_found_once() -> None:
     runner = SimpleNamespace(
         attn_backend=wrapper, decode_attn_backend=decode, decode_attn_backend_group=[decode]
     )
-    assert sglang_attention.backends(runner) == [wrapper, decode, prefill]
+    assert attention.backends(runner) == [wrapper, decode, prefill]
 
 
-def test_sglang_says_why_a_layer_or_a_backend_is_left_alone() -> None:
+def test_sglang_unsupported_layer_or_backend_has_a_reason() -> None:
     runner, journal, layer = SimpleNamespace(attn_backend=Backend()), Journal(), Layer()
     layer.__dict__ |= {
         "attn_type": SimpleNamespace(value="decoder"), "is_cross_attention": False, "qk_head_dim": D, "v_head_dim": D,
@@ -158,7 +161,9 @@ def test_sglang_says_why_a_layer_or_a_backend_is_left_alone() -> None:
 
     def reason(**change: Any) -> str:
         layer.__dict__ |= change
-        return str(sglang_attention.swap_attention(runner, layer, "0.5.23", journal))
+        found = attention.swap_attention(runner, layer, "0.5.23", journal)
+        assert found is not None and found.kind is Kind.UNSUPPORTED
+        return found.text
 
     assert "Backend; known: sglang.srt" in reason()
     assert "keys of 32 with values of 16" in reason(v_head_dim=16)

@@ -1,4 +1,4 @@
-"""The attention seam on the KV layout of vLLM's FlashAttention backend, which needs a GPU itself, on the CPU.
+"""The attention seam on the KV layout of vLLM's FlashAttention backend, on a CPU; the backend itself needs a GPU.
 
 The layout: [blocks, Hkv, block_size, 2 * D].
 """
@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.vllm import attention as vllm_layers
-from support import seams as support_seams
-from support.seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
+from fk_integrations.vllm import attention
+from support import attention_seams
+from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
 
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 
-use = support_seams.use  # the fixture
+use = attention_seams.use  # the fixture
 
 
 class HostImpl:
-    """The state of vLLM's FlashAttentionImpl that the seam reads; its own forward must not be reached."""
+    """The state of vLLM's FlashAttentionImpl that the seam reads; its own forward must not run."""
 
     head_size, scale, sliding_window, logits_soft_cap = D, D**-0.5, (-1, -1), 0.0
 
@@ -50,7 +50,7 @@ def vllm(impl: Any, batch: Batch) -> tuple[torch.Tensor, SimpleNamespace, torch.
 @BATCHES
 def test_vllm_reads_and_writes_the_hosts_layout(queries: list[int], window: int) -> None:
     batch = Batch(queries)
-    impl = vllm_layers._implementation(HostImpl)()
+    impl = attention._implementation(HostImpl)()
     impl.sliding_window = (window, 0 if window >= 0 else -1)
     kv_cache, metadata, output = vllm(impl, batch)
     padded = torch.cat([batch.query, torch.zeros(3, HEADS, D)])
@@ -60,7 +60,7 @@ def test_vllm_reads_and_writes_the_hosts_layout(queries: list[int], window: int)
 
 
 class Stock(HostImpl):
-    """Its own forward, which says that it ran."""
+    """A host class whose own forward leaves a mark."""
 
     stored = 0
 
@@ -72,12 +72,12 @@ class Stock(HostImpl):
         self.stored += 1
 
 
-def test_vllm_by_table_only_what_is_faster_is_ours(
+def test_vllm_by_table_only_faster_decodes_are_ours(
     use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(64)
-    monkeypatch.setenv("FASTKERNELS_STRICT", "1")  # what stays the host's is no fall-back
-    impl = vllm_layers._implementation(Stock, True)()
+    monkeypatch.setenv("FASTKERNELS_STRICT", "1")  # a call left to the host is not a fallback
+    impl = attention._implementation(Stock, True)()
     kinds = {"decode": [1, 1, 1], "mixed": [63, 1, 7], "prefill": [5], "drafts": [4, 4, 4]}
     for name, queries in kinds.items():
         batch = Batch(queries)
@@ -88,34 +88,36 @@ def test_vllm_by_table_only_what_is_faster_is_ours(
     metadata.use_cascade = True
     impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
     assert attention_decode.calls == 1 and attention_prefill.calls == 0 and store_kvcache.calls == len(kinds)
-    assert attention_decode.left == {vllm_layers.NO_DECODE: 4}
+    assert attention_decode.left == {attention.NO_DECODE: 4}
     assert not attention_decode.fallbacks and not attention_prefill.fallbacks
 
 
-def test_vllm_a_decode_that_it_cannot_do_is_the_hosts(use: Callable[..., None]) -> None:
+def test_vllm_unsupported_decode_stays_the_hosts(use: Callable[..., None]) -> None:
     use(64)
-    batch, impl = Batch([1, 1, 1]), vllm_layers._implementation(Stock, True)()
+    batch, impl = Batch([1, 1, 1]), attention._implementation(Stock, True)()
     kv_cache, metadata, output = vllm(impl, batch)
     metadata.use_cascade = True
     impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
     assert (output == -1).all() and attention_decode.left == {"cascade attention": 1}
 
 
-def test_vllm_keys_are_stored_by_ours_where_a_graph_replays_it(
+def test_vllm_our_kernel_stores_keys_in_graphs(
     use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launched from Python, the host's call takes less; but what will be captured is compiled before."""
+    """Outside of graphs the host stores them, in one C++ call; before a capture our kernel runs once to be compiled."""
     use(64)
-    impl: Any = vllm_layers._implementation(Stock, True, 71)()  # a class that no other test has
-    said = []
+    impl: Any = attention._implementation(
+        Stock, True, 71
+    )()  # a class of its own, with a set of sizes of its own
+    counts = []
     for batch, from_python in (([5], True), ([5], True), ([5], True), ([5], False), ([6], True)):
-        monkeypatch.setattr(vllm_layers, "_from_python", lambda tensor, now=from_python: now)
+        monkeypatch.setattr(attention, "_from_python", lambda tensor, now=from_python: now)
         vllm(impl, Batch(batch))
-        said.append((store_kvcache.calls, impl.stored))
-    assert said == [(1, 0), (1, 1), (1, 2), (2, 2), (3, 2)]
+        counts.append((store_kvcache.calls, impl.stored))
+    assert counts == [(1, 0), (1, 1), (1, 2), (2, 2), (3, 2)]
     store_kvcache.set_candidate(lambda *args: None)
     try:
-        monkeypatch.setattr(vllm_layers, "_from_python", lambda tensor: True)
+        monkeypatch.setattr(attention, "_from_python", lambda tensor: True)
         vllm(impl, Batch([5]))
         assert impl.stored == 2
     finally:
@@ -126,22 +128,22 @@ def test_vllm_keys_are_stored_by_ours_where_a_graph_replays_it(
     ("context", "provider", "window"),
     [(512, "reference", -1), (16, "reference", -1), (64, "fa3", -1), (64, "reference", 4)],
 )
-def test_vllm_a_decode_that_no_table_has_is_the_hosts(
+def test_vllm_untuned_decode_stays_the_hosts(
     use: Callable[..., None], context: int, provider: str, window: int
 ) -> None:
-    batch, impl = Batch([1, 1, 1]), vllm_layers._implementation(Stock, True)()
+    batch, impl = Batch([1, 1, 1]), attention._implementation(Stock, True)()
     kv_cache, metadata, output = vllm(impl, batch)
     use(context, provider)
     impl.sliding_window = (window, 0)
     impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
-    assert (output == -1).all() and attention_decode.left == {vllm_layers.NOT_FASTER: 1}
+    assert (output == -1).all() and attention_decode.left == {attention.NOT_FASTER: 1}
 
 
-def test_vllm_what_a_graph_is_captured_for_runs_once_before(use: Callable[..., None]) -> None:
+def test_vllm_kernel_runs_once_before_its_capture(use: Callable[..., None]) -> None:
     """0.26 warms up with sequences of one token, and captures for max_model_len."""
     use(4096)
     batch = Batch([1, 1, 1])
-    impl: Any = vllm_layers._implementation(Stock, True, 4000)()
+    impl: Any = attention._implementation(Stock, True, 4000)()
     kv_cache, metadata, output = vllm(impl, batch)
     forward = (None, batch.query, None, None, kv_cache, metadata, output)
     for expected in (batch.expected(-1), torch.full_like(batch.query, -1.0)):
@@ -150,14 +152,14 @@ def test_vllm_what_a_graph_is_captured_for_runs_once_before(use: Callable[..., N
     metadata.max_seq_len = 4000
     impl.forward(*forward)
     torch.testing.assert_close(output[:3], batch.expected(-1), atol=1e-5, rtol=1e-5)
-    assert attention_decode.calls == 2 and attention_decode.left == {vllm_layers.NOT_FASTER: 1}
+    assert attention_decode.calls == 2 and attention_decode.left == {attention.NOT_FASTER: 1}
 
 
-def test_vllm_by_table_what_was_asked_for_runs_everywhere(
+def test_vllm_requested_provider_runs_every_step(
     use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(512)
-    batch, impl = Batch([63, 1, 7]), vllm_layers._implementation(Stock, True)()
+    batch, impl = Batch([63, 1, 7]), attention._implementation(Stock, True)()
     kv_cache, metadata, output = vllm(impl, batch)
     attention_decode.set_candidate(lambda *args: args[0])
     try:
@@ -172,24 +174,24 @@ def test_vllm_by_table_what_was_asked_for_runs_everywhere(
     assert impl.stored == 1 and store_kvcache.calls == 0
 
 
-def test_vllm_what_a_layer_says_of_its_shape() -> None:
+def test_vllm_shape_of_an_attention_layer() -> None:
     heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": D}
     layer = SimpleNamespace(**heads, sliding_window=9, kv_cache_torch_dtype=torch.float32)
     shape = (HEADS, KV_HEADS, D, None, 9, torch.float32)  # 9 keys, as of window_left 8
-    assert vllm_layers.attention_shape(layer) == shape and attention_decode.key
+    assert attention.attention_shape(layer) == shape and attention_decode.key
     assert attention_decode.key.shape == ("heads", "kv_heads", "head_size", "block_size", "window", "dtype")
 
 
-def test_vllm_what_it_cannot_do_goes_to_the_host_and_is_counted() -> None:
+def test_vllm_unsupported_step_is_counted_as_fallback() -> None:
     attention_prefill.reset()
-    impl = vllm_layers._implementation(HostImpl)()
+    impl = attention._implementation(HostImpl)()
     metadata = SimpleNamespace(causal=False)
     with pytest.raises(AssertionError, match="fell back"):
         impl.forward(None, None, None, None, None, metadata, None)
     assert attention_prefill.fallbacks == {"attention that is not causal": 1}
 
 
-def test_vllm_says_why_a_layer_is_left_alone() -> None:
+def test_vllm_unsupported_layer_has_a_reason() -> None:
     impl: Any = SimpleNamespace(
         attn_type="decoder", kv_cache_dtype="auto", alibi_slopes=None, sinks=None, sliding_window=(7, 0)
     )
@@ -200,7 +202,7 @@ def test_vllm_says_why_a_layer_is_left_alone() -> None:
     )
 
     def reason(**change: Any) -> str | None:
-        return vllm_layers._unsupported(SimpleNamespace(**{**vars(impl), **change}), config)
+        return attention._unsupported(SimpleNamespace(**{**vars(impl), **change}), config)
 
     assert reason() is None and reason(sliding_window=None) is None
     assert reason(kv_cache_dtype="fp8_e4m3") == "a KV cache of fp8_e4m3 is not supported"

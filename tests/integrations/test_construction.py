@@ -1,4 +1,4 @@
-"""A patch before construction: what it sets, what it refuses, and that undo puts the environment back."""
+"""A patch before construction sets the environment or refuses; undo restores the environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("host", "allowed", "version"), HOSTS)
-def test_it_asks_in_the_environment_and_undo_takes_it_back(host: str, allowed: str, version: str) -> None:
+def test_patch_sets_the_environment_and_undo_restores_it(host: str, allowed: str, version: str) -> None:
     looks: list[str | None] = []
     before = BeforeConstruction(
         host, host, allowed, lambda: version, lambda: looks.append(os.environ.get("FASTKERNELS"))
@@ -48,7 +48,7 @@ def test_it_asks_in_the_environment_and_undo_takes_it_back(host: str, allowed: s
 
 
 @pytest.mark.parametrize(("host", "allowed", "version"), HOSTS)
-def test_it_refuses_what_would_leave_the_host_unpatched(
+def test_hosts_that_would_stay_unpatched_are_refused(
     host: str, allowed: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(PatchError, match="not installed"):

@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SLOW = (
     "check_async", "check_gemma", "check_pipeline", "check_quant", "check_tensor_parallel", "check_works_more",
-    "check_before", ("sglang", "check_by_table"), ("sglang", "check_server"), ("sglang", "check_works"),
+    "check_construction", ("sglang", "check_by_table"), ("sglang", "check_server"), ("sglang", "check_works"),
 )  # fmt: skip
-IN_PROCESS = ("check_eager", "check_experts", "check_before", "check_works", "check_works_more")
+IN_PROCESS = ("check_eager", "check_experts", "check_construction", "check_works", "check_works_more")
 CHECKS = [
     pytest.param(
         host,
@@ -44,7 +44,7 @@ def python(host: str) -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The checkpoint of the checks, for each host made by the environment that reads it."""
+    """The checkpoint of the checks, made for each host by that host's environment."""
     folder = tmp_path_factory.mktemp("tiny-llama")
     return {host: folder / host for host in ("vllm", "sglang")}
 
@@ -57,7 +57,7 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     kept |= {"TINY_LLAMA": str(model), "CHECKED_HOST": host}
     cores = "0|1" if check in ("check_pipeline", "check_tensor_parallel") else None
     if check in ("check_eager", "check_live"):
-        kept["FASTKERNELS_CAPTURE"] = "1"  # for their tests of recording
+        kept["FASTKERNELS_CAPTURE"] = "1"  # both test recording
     if host == "sglang":
         return kept | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if cores else {})
     return kept | {
@@ -93,7 +93,7 @@ def test_engine(host: str, check: Path, tiny: dict[str, Path], tmp_path: Path) -
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The whole session: engine cores, workers, schedulers and detokenizers too."""
+    """End the whole session, with engine cores, workers, schedulers and detokenizers."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -29,12 +29,12 @@ class Pass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         self.fused.append(fuse_quantization(graph))
 
-    def uuid(self) -> None:  # never from a cache
+    def uuid(self) -> None:  # None: not cached
         return None
 
 
 class Block(nn.Module):
-    """Norm, gate and up, activation, down, as a layer has them; `more` takes the norm's result for itself, too."""
+    """Norm, gate and up, activation, down, as in a layer; with `more`, the norm's result has another user."""
 
     def __init__(self, more: bool = False, group: int = -1, cast: bool | None = False) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_two_ops_become_one_with_the_same_bits(with_residual: bool) -> None:
     assert found.fused and set(found.fused) == {2}
 
 
-def test_a_result_that_somebody_else_takes_stays() -> None:
+def test_result_with_another_user_is_not_fused() -> None:
     block = Block(more=True)
     fn, found = compiled(block)
     x, residual = torch.randn(2, 5, HIDDEN).bfloat16()
@@ -101,15 +101,15 @@ def test_a_result_that_somebody_else_takes_stays() -> None:
 
 
 @pytest.mark.parametrize(("options", "fused"), [({"group": 16}, 0), ({"cast": True}, 1), ({"cast": None}, 1)])
-def test_what_the_fused_ops_do_not_compute_stays(options: dict[str, Any], fused: int) -> None:
+def test_unsupported_patterns_are_not_fused(options: dict[str, Any], fused: int) -> None:
     graph = two_quantizations(**options)
     assert fuse_quantization(graph) == fused
     graph.lint()
 
 
 @pytest.mark.parametrize(("asked", "fused"), [(None, 2), (rms_norm, 1), (silu_and_mul, 1), (quantize_fp8, 0)])
-def test_what_somebody_asked_for_stays(asked: Any, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A candidate behind the fused op would not run, and be reported all the same."""
+def test_requested_ops_are_not_fused(asked: Any, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate would not run inside the fused op, but would be reported."""
     if asked is not None:
         monkeypatch.setattr(asked, "_asked", "named")
     assert fuse_quantization(two_quantizations()) == fused

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fk_integrations.core import signature_diff as compare
 from fk_integrations.core import signature_recorder as record
-from fk_integrations.core import versions as compat
+from fk_integrations.core import versions
 from torch import nn
 
 from fastkernels.core import registry
@@ -24,7 +24,7 @@ ROWS = list(compare.comparisons())
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.op}-{r.host}-{r.version}-{r.cls}")
 def test_signature_is_the_hosts(row: compare.Comparison) -> None:
-    """Exact is the rule; what cannot be exact says why in its Target's note."""
+    """Signatures are exact; each exception has a reason in its Target's note."""
     target = next(t for t in registry.get(row.op).targets if (t.path, t.cls) == (row.path, row.cls))
     if not row.exact and target.note:
         assert target.note in row.difference
@@ -45,7 +45,7 @@ def test_every_op_has_a_row_in_every_version_it_is_for() -> None:
 
 @pytest.mark.parametrize("name", registry.op_names())
 def test_one_class_a_version(name: str) -> None:
-    """The table picks one class for a path and version, never two."""
+    """One class, never two, for a path and version."""
     spec = registry.get(name)
     for host in {t.host for t in spec.targets}:
         for version in compare.versions(host):
@@ -69,9 +69,9 @@ def test_nothing_sets_its_signature() -> None:
     "row", [r for r in ROWS if r.exact], ids=lambda r: f"{r.op}-{r.host}-{r.version}-{r.cls}"
 )
 def test_a_call_binds(row: compare.Comparison) -> None:
-    """Python binds a call with all of the recorded names, as keywords where it may be."""
+    """A call with all recorded names binds, by keyword where allowed."""
     ours = registry.op_class(row.op, row.cls)
-    entry = compat.recorded(row.host)[row.version]["classes"][row.path]
+    entry = versions.recorded(row.host)[row.version]["classes"][row.path]
     for method, text in entry["methods"].items():
         if method not in ("__init__", entry["call"]):
             continue
@@ -142,12 +142,12 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
     )
     assert dispatched["methods"] == {"__init__": "(size=64)", "forward_native": "(x)"}
     assert (dispatched["call"], dispatched["static"]) == ("forward_native", ["forward_native"])
-    assert derived["fingerprint"] == compat.fingerprint("@dec\nclass Derived(B):\n    size = 3")
+    assert derived["fingerprint"] == versions.fingerprint("@dec\nclass Derived(B):\n    size = 3")
     assert compare.difference(derived, _Example) == compare.difference(data["host.base:Base"], _Example) == ""
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    "text, message",
     [
         ("(a, /, b=1e-05, *c, d='x', kind=_Kind.DECODER, **e)", "b=1e-05"),
         ("(a, b=1e-06, *c, d='x', kind=_Kind.DECODER, **e)", "(a, b"),
@@ -157,14 +157,14 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
         (None, "has none of its own"),
     ],
 )
-def test_a_difference_is_found(text: str | None, says: str) -> None:
+def test_a_difference_is_found(text: str | None, message: str) -> None:
     """Defaults, kinds, names and order all count."""
     methods = {"forward": "(x, y=None, *, dtype=torch.float32)", **({"__init__": text} if text else {})}
     entry = {"kind": "class", "call": "forward", "methods": methods, "static": []}
-    assert says in compare.difference(entry, _Example)
+    assert message in compare.difference(entry, _Example)
 
 
-def test_a_set_signature_fools_nobody() -> None:
+def test_a_set_signature_is_ignored() -> None:
     class Liar(_Example):
         def forward(self, x: torch.Tensor) -> None: ...  # type: ignore[override]
 
@@ -174,8 +174,8 @@ def test_a_set_signature_fools_nobody() -> None:
 
 def test_fingerprint_ignores_space_only() -> None:
     text = "class A:\n    x = 1\n"
-    assert compat.fingerprint(text) == compat.fingerprint("    class A:   \n\n        x = 1")
-    assert compat.fingerprint(text) != compat.fingerprint(text.replace("1", "2"))
+    assert versions.fingerprint(text) == versions.fingerprint("    class A:   \n\n        x = 1")
+    assert versions.fingerprint(text) != versions.fingerprint(text.replace("1", "2"))
 
 
 def test_an_overload_is_not_the_function(tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_an_overload_is_not_the_function(tmp_path: Path) -> None:
     _module(tmp_path, "host.overloaded", text)
     entry = record.record("host", "1.0", tmp_path, ["host.overloaded:f"])["classes"]["host.overloaded:f"]
     assert entry["methods"] == {"__call__": "(x, y=3)"}
-    assert entry["fingerprint"] == compat.fingerprint("def f(x, y=3): ...") and entry["line"] == 5
+    assert entry["fingerprint"] == versions.fingerprint("def f(x, y=3): ...") and entry["line"] == 5
 
 
-def test_wrong_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(record.RecordError, match="no folder 'vllm'"):
         record.record("vllm", "1.0", tmp_path, [])
     with pytest.raises(SystemExit):
@@ -196,7 +196,7 @@ def test_wrong_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("host", compare.hosts())
 def test_installed_classes_are_known(host: str) -> None:
-    """Where a recorded version is installed, each class's source is the recorded one, through the import too."""
+    """If a recorded version is installed, its sources are the recorded ones, read from the wheel or by import."""
     try:
         version = importlib.metadata.version(host).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -204,10 +204,10 @@ def test_installed_classes_are_known(host: str) -> None:
     if version not in compare.versions(host):
         pytest.skip(f"{host} {version} is not recorded")
     wanted = {t.path for name in registry.op_names() for t in registry.get(name).targets_for(host, version)}
-    entries = compat.recorded(host)[version]["classes"]
+    entries = versions.recorded(host)[version]["classes"]
     for path in wanted or list(entries)[:4]:
         module, _, name = path.partition(":")
         found = getattr(importlib.import_module(module), name)
-        assert compat.unknown(host, version, path, found) is None
-        assert compat.unknown_source(host, version, path, entries[path]["fingerprint"]) is None
-    assert "which we do not know" in (compat.unknown_source(host, version, path, "0" * 16) or "")
+        assert versions.unknown(host, version, path, found) is None
+        assert versions.unknown_source(host, version, path, entries[path]["fingerprint"]) is None
+    assert "which we do not know" in (versions.unknown_source(host, version, path, "0" * 16) or "")

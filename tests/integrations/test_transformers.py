@@ -41,7 +41,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(ids).logits
 
 
-# rms_norm: two a layer and the last; Qwen3 has two more a layer, on queries and keys
+# rms_norm: two per layer and the last; Qwen3 has two more per layer, on queries and keys
 @pytest.mark.parametrize(("kind", "norms"), [("Llama", 5), ("Mistral", 5), ("Qwen2", 5), ("Qwen3", 9)])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 def test_patch_and_undo(kind: str, norms: int, dtype: torch.dtype, atol: float) -> None:
@@ -72,7 +72,7 @@ _CLIP = {**_BERT, "projection_dim": 24, "max_position_embeddings": 64}
 _NEMOTRON = {**SIZES, "hidden_act": "relu2"}
 
 
-# T5 has two norms a layer of the encoder, three of the decoder, and one last in each; v1.1's MLPs are gated by gelu_new
+# T5: two norms per encoder layer, three per decoder layer, one last norm in each; v1.1's MLPs are gated by gelu_new
 @pytest.mark.parametrize(
     ("cls", "config", "expected"),
     [
@@ -124,7 +124,7 @@ def test_norms_and_activations_of_other_models(
     assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
 
 
-def test_only_the_ops_asked_for_and_a_context_manager() -> None:
+def test_patch_of_requested_ops_as_a_context_manager() -> None:
     model = tiny("Llama")
     with fastkernels.patch(model, ops=["rms_norm"]) as report:
         assert {r.op for r in report.active} == {"rms_norm"}
@@ -154,18 +154,18 @@ def test_other_semantics_are_left_alone() -> None:
         fastkernels.patch(model, ops=["rms_norm"])
 
 
-def test_a_module_that_somebody_replaced_is_left_alone() -> None:
+def test_module_patched_by_other_code_stays() -> None:
     model = tiny("Llama")
     model.model.norm.forward = lambda x: x
     report = fastkernels.patch(model, ops=["rms_norm"])
     (row,) = report.rows
-    assert row.modules == 4 and "replaced by somebody else" in row.reason
+    assert row.modules == 4 and "replaced by other code" in row.reason
     report.undo()
 
 
-def test_a_class_that_somebody_wrapped_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_wrapped_by_other_code_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama")
-    fastkernels.patch(model, ops=["rms_norm"]).undo()  # what was known of the class before says nothing
+    fastkernels.patch(model, ops=["rms_norm"]).undo()  # the class was recognized once, before the change
     stock = LlamaRMSNorm.forward
 
     @functools.wraps(stock)
@@ -177,7 +177,7 @@ def test_a_class_that_somebody_wrapped_is_left_alone(monkeypatch: pytest.MonkeyP
         fastkernels.patch(model, ops=["rms_norm"])
 
 
-def test_where_a_host_promises_batch_invariance_only_such_ops_go_in() -> None:
+def test_batch_invariant_host_gets_only_invariant_ops() -> None:
     class Invariant(TransformersAdapter):
         def batch_invariant(self) -> str:
             return "--enable-deterministic-inference"

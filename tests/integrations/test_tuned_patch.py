@@ -1,4 +1,4 @@
-"""Ops that a host gets by default only where a tuned table says that ours is faster."""
+"""Ops that go into a host by default only where a tuned table lists ours as faster."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.core import apply as apply_module
-from fk_integrations.core.apply import Adapter, Patched, apply, plan
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply, plan
 from torch import nn
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
+from fastkernels.core.reasons import Kind
 from fastkernels.core.tuning import Entry, Table
 from fastkernels.overrides.linear.vllm import VllmUnquantizedLinearMethod
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
@@ -27,7 +28,7 @@ WEIGHTS = {"fast": (8, 16), "slow": (24, 16), "new": (8, 8)}  # name: (N, K)
 
 
 class Host(Adapter):
-    """The method objects of a plain model's layers are a host's as far as `apply` goes."""
+    """A host whose linear layers are those of the model in this file."""
 
     host, version = "vllm", "0.33.0"
 
@@ -62,14 +63,14 @@ def model() -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A CPU's table: one shape where ours is faster, one where it is not."""
+    """A CPU's table with one shape where ours is faster and one where it is not."""
     path = tmp_path / "own.json"
     path.write_text(Table("cpu", {"r1": {}}, (FASTER, entry("slow", None))).to_json())
     monkeypatch.setenv("FASTKERNELS_TUNED", str(path))
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     registry.get("linear").op.reset()
     yield path
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     monkeypatch.undo()
     registry.get("linear").op.reset()
 
@@ -98,33 +99,30 @@ def test_only_modules_where_ours_is_faster(model: Any, strict: bool) -> None:
     assert model.fast.quant_method is before
 
 
-def test_an_op_that_is_named_is_put_in_whatever_the_table_says(model: Any) -> None:
+def test_requested_op_goes_in_whatever_the_table_lists(model: Any) -> None:
     (row,) = patched(model, ops=("linear",)).rows
     assert (row.modules, row.reason) == (3, "")
 
 
-def test_without_a_table_a_cpu_is_not_told_anything(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_without_a_table_has_no_row(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTKERNELS_TUNED")
     assert list(plan(Host(), Request("patch"), model)) == []
-    with pytest.raises(PatchError, match="nothing to patch: no op was asked for"):
+    with pytest.raises(PatchError, match="nothing to patch: no op is on by default"):
         patched(model)
 
 
-def test_a_chip_that_was_never_tuned_is_said_in_one_line(
+def test_untuned_chip_gets_one_warning(
     model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(apply_module, "_device", lambda model: "cuda")
     monkeypatch.setattr(
-        tuned, "torch", SimpleNamespace(cuda=SimpleNamespace(get_device_name=lambda: "NVIDIA X"))
+        tuning, "torch", SimpleNamespace(cuda=SimpleNamespace(get_device_name=lambda: "NVIDIA X"))
     )
     before = [m.quant_method for m in model.children()]
-    with (
-        caplog.at_level(logging.WARNING, "fastkernels"),
-        pytest.raises(
-            PatchError, match=r"left to the host: not tuned on NVIDIA X: `fk-bench tune linear` would"
-        ),
-    ):
-        patched(model, strict=True)
+    with caplog.at_level(logging.WARNING, "fastkernels"):
+        (row,) = patched(model, strict=True).rows
+    assert row.kinds == [Kind.UNTUNED]
+    assert row.reason.startswith("left to the host: not tuned on NVIDIA X: `fk-bench tune linear` would")
     lines = [r.getMessage() for r in caplog.records if "not tuned" in r.getMessage()]
     assert lines == ["linear: not tuned on NVIDIA X: `fk-bench tune linear` would measure it"]
     assert [m.quant_method for m in model.children()] == before
@@ -142,7 +140,7 @@ def test_a_damaged_table_fails_the_patch_and_changes_nothing(model: Any, table: 
 
 
 class Fp8Host(Adapter):
-    """Layers whose method holds a kernel object, as vLLM's with CUTLASS do."""
+    """A host whose layers hold a kernel object in their method, like vLLM's with CUTLASS."""
 
     host, version = "vllm", "0.33.0"
 
@@ -156,7 +154,7 @@ class Fp8Host(Adapter):
 
 
 class HostKernel:
-    """As CutlassFP8ScaledMMLinearKernel: quantizes x, then calls apply_scaled_mm, which here is nobody's."""
+    """Like CutlassFP8ScaledMMLinearKernel: quantizes x, then calls apply_scaled_mm, which is missing here."""
 
     def __init__(self, outputs: int, per_tensor: bool) -> None:
         group = SimpleNamespace(is_per_tensor=lambda: per_tensor)
@@ -186,7 +184,7 @@ def test_a_kernel_object_is_replaced_where_the_table_says_so(table: Path) -> Non
     table.write_text(
         Table("cpu", {"r1": {}}, (Entry("linear_fp8", shape, {"M": 4}, "reference", **faster),)).to_json()
     )
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     model: Any = nn.Module()
     model.method, model.scheme = fp8_layer(48, 64), fp8_layer(48, 64, "scheme")
     model.padded, model.new = fp8_layer(40, 64, padded=8), fp8_layer(48, 80)
@@ -197,11 +195,11 @@ def test_a_kernel_object_is_replaced_where_the_table_says_so(table: Path) -> Non
     (row,) = found.rows
     assert (row.op, row.state, row.modules) == ("linear_fp8", "active", 2)
     assert "1 unsupported: the host padded its weight from (64, 40) to (64, 48)" in row.reason
-    for said in (
+    for text in (
         "N=48 K=80 block=1 out_dtype=float16 is not tuned on cpu",
         "N=48 K=64 block=0 out_dtype=float16",
     ):
-        assert f"1 left to the host: {said}" in row.reason
+        assert f"1 left to the host: {text}" in row.reason
     x = torch.randn(3, 64)
     for layer, holder in ((model.method, model.method.quant_method), (model.scheme, model.scheme.scheme)):
         kernel, weight = holder.fp8_linear, layer.weight.float() * layer.weight_scale.t()
@@ -221,7 +219,7 @@ def test_a_kernel_object_is_replaced_where_the_table_says_so(table: Path) -> Non
 
 
 class SchemeHost(Fp8Host):
-    """Layers that hold a scheme, as SGLang's of compressed-tensors do."""
+    """A host whose layers hold a scheme, like SGLang's with compressed-tensors."""
 
     host, version = "sglang", "0.5.23"
 
@@ -232,7 +230,7 @@ class SchemeHost(Fp8Host):
 
 
 class HostScheme:
-    """As CompressedTensorsW8A8Fp8, whose products are for CUDA."""
+    """Like CompressedTensorsW8A8Fp8, whose products need CUDA."""
 
     def __init__(self, strategy: str = "channel", static: bool = False) -> None:
         self.strategy, self.is_static_input_scheme = strategy, static
@@ -255,9 +253,9 @@ SCHEME_ENTRIES = tuple(
 
 @pytest.fixture
 def scheme_table(table: Path) -> Iterator[None]:
-    """Ours is faster to 8 tokens; to 32 and to 64 it is the host's, named or not; more is not known."""
+    """Ours is faster up to 8 tokens; the host is faster up to 32 and 64; larger sizes are not listed."""
     table.write_text(Table("cpu", {"r1": {}}, SCHEME_ENTRIES).to_json())
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     HOST_CALLS.clear()
     ops = [registry.get(name).op for name in ("linear_fp8", "quantize_fp8")]
     yield
@@ -270,7 +268,7 @@ def scheme_layer(n: int, k: int, *scheme: Any, rows: bool = False) -> Any:
     layer = fp8_layer(n, k)
     del layer.quant_method
     layer.scheme, layer.orig_dtype = HostScheme(*scheme), torch.bfloat16
-    if rows:  # as the host's shuffled weights for another device
+    if rows:  # like the host's shuffled weights for another device
         layer.weight = nn.Parameter(layer.weight.contiguous(), requires_grad=False)
     return layer
 
@@ -288,13 +286,13 @@ def test_a_scheme_is_replaced_where_the_table_says_so() -> None:
     found = apply(SchemeHost(), model, Request("patch"))
     (row,) = found.rows
     assert (row.op, row.state, row.modules) == ("linear_fp8", "active", 1)
-    for said in (
+    for text in (
         "1 unsupported: weight (64, 48) has strides (48, 1) and 48 scales",
-        "1 unsupported: its scheme.apply_weights was replaced by somebody else",
+        "1 unsupported: its scheme.apply_weights was replaced by other code",
         "1 left to the host: N=48 K=80 block=1 out_dtype=bfloat16 is not tuned on cpu",
         "3 left to the host: the shape of its calls is not known",
     ):
-        assert said in row.reason
+        assert text in row.reason
     changed = [name for name, scheme in before.items() if getattr(model, name).scheme is not scheme]
     assert changed == ["ours"]
     layer = model.ours
@@ -315,16 +313,16 @@ def test_a_scheme_is_replaced_where_the_table_says_so() -> None:
 
 
 @pytest.mark.usefixtures("scheme_table")
-def test_a_schemes_other_calls_are_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By table, only calls of which it says that ours is faster run ops of ours; the report counts the others."""
+def test_other_calls_of_a_scheme_stay_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By table, only calls listed as faster run our ops; the report counts the others."""
     model: Any = nn.Module()
     model.ours = layer = scheme_layer(48, 64)
     found = apply(SchemeHost(), model, Request("patch"))
     linear, quantize = (registry.get(name).op for name in ("linear_fp8", "quantize_fp8"))
     bias = torch.randn(48).bfloat16()
 
-    def who(tokens: int, dtype: torch.dtype = torch.bfloat16, given: bool = False) -> str:
-        """Who ran it; the host gets what it would have got."""
+    def runs(tokens: int, dtype: torch.dtype = torch.bfloat16, given: bool = False) -> str:
+        """The side that ran the call; the host gets unchanged arguments."""
         HOST_CALLS.clear()
         calls = linear.calls, quantize.calls
         x: Any = torch.randn(tokens, 64).to(dtype)
@@ -338,27 +336,27 @@ def test_a_schemes_other_calls_are_the_hosts_own(monkeypatch: pytest.MonkeyPatch
         assert all(a is b for a, b in zip(HOST_CALLS[0][1:], (layer, x, bias), strict=True))
         return "host"
 
-    assert [who(m) for m in (1, 2, 8, 9, 32, 64, 65, 0)] == ["host", *["ours"] * 2, *["host"] * 5]
-    assert [who(m, given=True) for m in (8, 9)] == ["ours", "host"]
-    assert who(8, torch.float16) == "host"  # of which the table says nothing
+    assert [runs(m) for m in (1, 2, 8, 9, 32, 64, 65, 0)] == ["host", *["ours"] * 2, *["host"] * 5]
+    assert [runs(m, given=True) for m in (8, 9)] == ["ours", "host"]
+    assert runs(8, torch.float16) == "host"  # a dtype that the table does not list
     (row,) = found.report()
     assert (row["calls"], row["fallbacks"]) == (3, {})
     assert row["left"] == {"no tuned table says that ours is faster for this number of tokens": 8}
-    for op, name in ((linear, "reference"), (quantize, "reference")):  # what is named is ours at any size
+    for op, name in ((linear, "reference"), (quantize, "reference")):  # a requested provider runs at any size
         monkeypatch.setenv("FASTKERNELS_PROVIDER", f"{op.name}:{name}")
         op.reset()
-        assert who(9) == "ours"
+        assert runs(9) == "ours"
         monkeypatch.delenv("FASTKERNELS_PROVIDER")
         op.reset()
-        assert who(9) == "host"
+        assert runs(9) == "host"
     linear.set_candidate(lambda *args: torch.zeros(9, 48))
-    assert who(9) == "ours"
+    assert runs(9) == "ours"
     linear.set_candidate(None)
-    assert who(9) == "host"
+    assert runs(9) == "host"
 
 
 @pytest.mark.usefixtures("scheme_table")
-def test_an_ordered_scheme_is_ours_at_every_size() -> None:
+def test_requested_scheme_is_ours_at_every_size() -> None:
     model: Any = nn.Module()
     model.ours = layer = scheme_layer(48, 64)
     before = layer.scheme
@@ -373,7 +371,7 @@ def test_an_ordered_scheme_is_ours_at_every_size() -> None:
 
 @pytest.mark.usefixtures("scheme_table")
 def test_a_scheme_that_torch_compile_traces_is_one_graph() -> None:
-    """The op looks into the table then, at each run; nothing that is counted is guarded."""
+    """The op looks into the table at each run; the graph has no guard on counters."""
     model: Any = nn.Module()
     model.ours = layer = scheme_layer(48, 64)
     apply(SchemeHost(), model, Request("patch"))
@@ -385,15 +383,15 @@ def test_a_scheme_that_torch_compile_traces_is_one_graph() -> None:
     assert not HOST_CALLS and registry.get("linear_fp8").op.calls == 3
 
 
-def test_a_scheme_that_is_named_says_what_it_does_not_serve() -> None:
+def test_requested_scheme_lists_unsupported_layers() -> None:
     model: Any = nn.Module()
     model.ours, model.tensor = scheme_layer(48, 80), scheme_layer(48, 64, "tensor")
     model.block, model.static = scheme_layer(48, 64, "block"), scheme_layer(48, 64, "channel", True)
     (row,) = apply(SchemeHost(), model, Request("patch", ops=("linear_fp8",))).rows
     assert row.modules == 1
-    for said in (
+    for text in (
         "its weight has scales by tensor, not by channel",
         "its weight has scales by block, not by channel",
         "the scale of x is given",
     ):
-        assert f"1 unsupported: {said}" in row.reason
+        assert f"1 unsupported: {text}" in row.reason

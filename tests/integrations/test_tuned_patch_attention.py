@@ -1,4 +1,4 @@
-"""Attention in a model that is patched: attention_decode's tuned table decides layer by layer."""
+"""Attention in a patched model: attention_decode's tuned table decides layer by layer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import Adapter, Patched, apply, plan
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply, plan
 from torch import nn
 
-from fastkernels.core import tuning as tuned
+from fastkernels.core import tuning
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.tuning import Entry, Table
 from fastkernels.patch import Request
 
 
 class Attention(nn.Module):
-    """As an attention layer, as far as `apply` goes."""
+    """The parts of an attention layer that `apply` reads."""
 
     def __init__(self, heads: int, window: int = 0, refuses: str = "") -> None:
         super().__init__()
@@ -26,7 +28,7 @@ class Attention(nn.Module):
 
 
 class AttentionHost(Adapter):
-    """The adapter, for attention alone, whose seam only notes that it was used."""
+    """An adapter for attention alone; its seam only records the swap."""
 
     host, version = "vllm", "0.33.0"
 
@@ -40,13 +42,13 @@ class AttentionHost(Adapter):
 
     def shape(self, op: Any, module: Any) -> tuple[Any, ...]:
         assert op.name == "attention_decode"
-        # Blocks are not known before the cache is
+        # The block size is unknown before the cache exists
         return (module.heads, 2, 64, None, module.window, torch.bfloat16)
 
-    def swap_attention(self, module: Any, ours: type, journal: Any, by_table: bool) -> str | None:
+    def swap_attention(self, module: Any, ours: type, journal: Any, by_table: bool) -> Reason | None:
         module.by_table = by_table
         journal.add(lambda: delattr(module, "by_table"))
-        return module.refuses or None
+        return Reason(Kind.UNSUPPORTED, module.refuses) if module.refuses else None
 
 
 @pytest.fixture
@@ -65,14 +67,14 @@ def attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Mo
     path = tmp_path / "own.json"
     path.write_text(Table("cpu", {"r1": {}}, entries).to_json())
     monkeypatch.setenv("FASTKERNELS_TUNED", str(path))
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     model = nn.ModuleList(
         [Attention(8), Attention(8), Attention(8, 128), Attention(4), Attention(8, refuses="x; y")]
     )
     model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
     yield model
     monkeypatch.undo()
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
 
 
 def attend(model: nn.Module, **request: Any) -> Patched:
@@ -88,14 +90,14 @@ def test_attention_where_decodes_are_faster(attention: Any) -> None:
         "dtype=bfloat16 on cpu; 1 left to the host: heads=4 kv_heads=2 head_size=64 block_size=? window=0 "
         "dtype=bfloat16 is not tuned on cpu: `fk-bench tune attention_decode --shape "
         "heads=4,kv_heads=2,head_size=64,block_size=?,window=0,dtype=bfloat16` would measure it; "
-        "1 left to the host: x, y"
+        "1 left to the host: x; y"
     )
     assert [getattr(m, "by_table", None) for m in attention] == [True, True, None, None, True]
     found.undo()
     assert not any(hasattr(m, "by_table") for m in attention)
 
 
-def test_attention_that_is_named_is_put_in_whole(attention: Any) -> None:
+def test_requested_attention_goes_in_whole(attention: Any) -> None:
     (row,) = attend(attention, ops=("attention",)).rows
     assert (row.modules, row.reason) == (4, "1 unsupported: x; y")
     assert not any(m.by_table for m in attention)
@@ -109,9 +111,7 @@ def test_attention_is_switched_off_by_either_name(attention: Any, name: str) -> 
     assert (row.state, row.reason) == ("off", "FASTKERNELS_DISABLE")
 
 
-def test_without_a_table_of_decodes_a_cpu_keeps_its_attention(
-    attention: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_without_a_table_keeps_its_attention(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTKERNELS_TUNED")
     assert list(plan(AttentionHost(), Request("patch"), attention)) == []
 

@@ -1,4 +1,4 @@
-"""Modules that vLLM's compiler fuses with their neighbours stay the host's, unless somebody asks for ours."""
+"""Modules that vLLM's compiler fuses with their neighbours stay the host's, unless requested."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import Adapter, Patched, apply
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply
 from fk_integrations.vllm.fusions import (
     ALL_REDUCE,
     QUANTIZED,
@@ -19,13 +20,14 @@ from fk_integrations.vllm.fusions import (
 )
 from torch import nn
 
-from fastkernels.patch import PatchError, Request
+from fastkernels.core.reasons import Kind, Reason
+from fastkernels.patch import Request
 
 HIDDEN, HEAD = 64, 16
 
 
 class FuseQuantization:
-    """The pass, by its name."""
+    """A pass with the name that `fuses` looks for."""
 
 
 def config(mode: int = 3, all_reduce: bool = False, ranks: int = 1, passes: tuple[Any, ...] = ()) -> Any:
@@ -39,7 +41,7 @@ def config(mode: int = 3, all_reduce: bool = False, ranks: int = 1, passes: tupl
 
 
 class Norm(nn.Module):
-    """As vLLM's RMSNorm, as far as `apply` goes."""
+    """The parts of vLLM's RMSNorm that `apply` reads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class Norm(nn.Module):
 
 
 def model(quantizes: bool) -> Any:
-    """A layer's norm, a norm of heads, an activation, and a linear layer whose kernel object quantizes or does not."""
+    """A layer's norm, a norm of heads, an activation, and a linear layer whose kernel object may quantize."""
     made: Any = nn.Module()
     made.norm, made.q_norm, made.act, made.linear = Norm(HIDDEN), Norm(HEAD), nn.Module(), nn.Module()
     made.linear.input_size_per_partition = HIDDEN
@@ -63,9 +65,9 @@ def model(quantizes: bool) -> Any:
 
 @pytest.mark.parametrize("mode", [0, 3])
 @pytest.mark.parametrize("quantizes", [False, True])
-def test_what_is_fused_with_a_quantization_stays(mode: int, quantizes: bool) -> None:
+def test_modules_fused_with_a_quantization_stay(mode: int, quantizes: bool) -> None:
     found = model(quantizes)
-    want = QUANTIZED if mode and quantizes else None
+    want = Reason(Kind.LEFT_TO_HOST, QUANTIZED) if mode and quantizes else None
     assert quantized(found) == ({HIDDEN} if quantizes else set())
     assert fused(config(mode), found, "rms_norm", found.norm) == want
     assert fused(config(mode), found, "gemma_rms_norm", found.norm) == want
@@ -83,9 +85,10 @@ def test_what_is_fused_with_a_quantization_stays(mode: int, quantizes: bool) -> 
         ({"all_reduce": False, "ranks": 2}, None),
     ],
 )
-def test_what_is_fused_with_an_all_reduce_stays(settings: dict[str, Any], want: str | None) -> None:
+def test_norms_fused_with_an_all_reduce_stay(settings: dict[str, Any], want: str | None) -> None:
     found = model(quantizes=False)
-    assert fused(config(**settings), found, "rms_norm", found.norm) == want
+    reason = fused(config(**settings), found, "rms_norm", found.norm)
+    assert reason == (want and Reason(Kind.LEFT_TO_HOST, want))
     assert fused(config(**settings), found, "rms_norm", found.q_norm) is None
     assert fused(config(**settings), found, "silu_and_mul", found.act) is None
 
@@ -97,10 +100,10 @@ class Host(Adapter):
         found = [t for t in super().targets(spec, model) if spec.name == "rms_norm" and t.default]
         return [dataclasses.replace(t, path=f"{__name__}:Norm") for t in found[:1]]
 
-    def unknown(self, target: Any, host_class: Any) -> str | None:
+    def unknown(self, target: Any, host_class: Any) -> None:
         return None
 
-    def fused(self, model: Any, op: str, module: Any) -> str | None:
+    def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         return fused(config(), model, op, module)
 
 
@@ -111,24 +114,28 @@ def rows(request: Request, quantizes: bool = True) -> tuple[Patched, Any, Any]:
     return patched, row, found
 
 
-def test_a_patch_leaves_them_to_the_host_and_says_so() -> None:
+def test_fused_modules_are_left_to_the_host() -> None:
     _, row, found = rows(Request("patch", strict=True))
     assert (row.state, row.modules, row.reason) == ("active", 1, f"1 left to the host: {QUANTIZED}")
     assert type(found.norm) is Norm and type(found.q_norm) is not Norm
 
 
-def test_what_is_asked_for_goes_in() -> None:
+def test_requested_ops_go_in_despite_a_fusion() -> None:
     _, row, found = rows(Request("patch", ops=["rms_norm"]))
     assert (row.modules, row.reason) == (2, "") and type(found.norm) is not Norm
     _, row, _ = rows(Request("patch"), quantizes=False)
     assert (row.modules, row.reason) == (2, "")
 
 
-def test_where_nothing_is_left_to_patch_that_is_said() -> None:
+def test_leaving_every_module_to_the_compiler_is_a_success() -> None:
     found = model(quantizes=True)
     found.q_norm = None
-    with pytest.raises(PatchError, match=r"nothing to patch: .*fuses it with the FP8 quantization"):
-        apply(Host(), found, Request("patch"))
+    (row,) = apply(Host(), found, Request("patch")).rows
+    assert (row.state, row.kinds, row.reason) == (
+        "off",
+        [Kind.LEFT_TO_HOST],
+        f"1 left to the host: {QUANTIZED}",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The sizes of longer prompts' CUDA graphs; what vLLM makes of them is in vllm/check_graphs.py."""
+"""The sizes of CUDA graphs for longer prompts; vllm/check_graphs.py checks them in vLLM."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_no_prompt_is_padded_by_much(last: int) -> None:
         assert size - below <= max(16, below / 8)
 
 
-def test_the_variable() -> None:
-    assert Environment.read({}).graph_tokens is Environment().graph_tokens is None  # by the model
+def test_graph_tokens_variable() -> None:
+    assert Environment.read({}).graph_tokens is Environment().graph_tokens is None  # default: by the model
     assert Environment.read({"FASTKERNELS_GRAPH_TOKENS": "0"}).graph_tokens == 0
     assert Environment.read({"FASTKERNELS_GRAPH_TOKENS": " 1024 "}).graph_tokens == 1024
     for value in ("-1", "many", "1.5"):

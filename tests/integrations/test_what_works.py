@@ -1,18 +1,21 @@
-"""docs/what-works.md says what is so, and the parts of a patch that its table rests on, without a host."""
+"""docs/what-works.md is complete and quotes real messages; the behaviour behind its table, without a host."""
 
 from __future__ import annotations
 
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import Adapter, apply
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import apply
 
-from fastkernels.patch import PatchError, Request, _agreed
+from fastkernels.core.reasons import Kind, Reason
+from fastkernels.patch import PatchError, Request, Row, disagreement
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "what-works.md"
@@ -20,7 +23,7 @@ FEATURES = [
     "LoRA", "FP8 weights", "AWQ / GPTQ", "speculative decoding, several tokens a step", "fp8 KV cache",
     "sliding window", "TP", "PP", "prefix cache", "sleep / reload", "mixtures of experts",
 ]  # fmt: skip
-# What is of an example in a quoted line; all between must be in the sources.
+# The parts of a quoted line that are an example's values; all other text must be in the sources.
 FILLED_IN = re.compile(r"\.\.\.|; |torch\.\w+|fp8 is|SWAKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY")
 
 
@@ -30,7 +33,7 @@ def tables() -> list[list[list[str]]]:
     return [[line.strip("|").split(" | ") for line in table.splitlines()[2:]] for table in found]
 
 
-def test_every_feature_has_a_cell_for_both_hosts_and_says_how_it_was_shown() -> None:
+def test_every_feature_has_a_cell_and_a_source_for_both_hosts() -> None:
     features, shown, *_ = tables()
     assert [row[0].strip() for row in features] == FEATURES
     numbers = {row[0].strip(): row[1:] for row in shown}
@@ -44,9 +47,10 @@ def test_every_feature_has_a_cell_for_both_hosts_and_says_how_it_was_shown() -> 
             ]
 
 
-def test_the_lines_that_the_page_quotes_are_those_that_are_printed() -> None:
-    sources = "".join(p.read_text() for p in (ROOT / "integrations" / "fk_integrations").glob("*.py"))
-    sources += (ROOT / "fastkernels" / "overrides" / "l2" / "gated_mlp.py").read_text()
+def test_quoted_lines_are_in_the_sources() -> None:
+    folders = (ROOT / "integrations" / "fk_integrations", ROOT / "fastkernels" / "overrides")
+    sources = "".join(p.read_text() for folder in folders for p in sorted(folder.rglob("*.py")))
+    sources += (ROOT / "fastkernels" / "core" / "tuning.py").read_text()
     written = re.sub(r"\{[^{}]*\}", "...", re.sub(r'"\s*\n\s*f?"', "", sources))
     quoted = [q for row in tables()[0] for cell in row[1:] for q in re.findall(r"`([^`]*)`", cell)]
     lines = [q for q in quoted if " " in q and not q.startswith("--")]
@@ -70,7 +74,7 @@ class FourBits(LinearMethodBase):
 
 
 class Wrapper(torch.nn.Module):
-    """As a LoRA wrapper: what it lacks it takes from its base layer."""
+    """Like a LoRA wrapper: attributes that it lacks come from its base layer."""
 
     def __init__(self, base_layer: torch.nn.Module) -> None:
         super().__init__()
@@ -82,7 +86,7 @@ class Wrapper(torch.nn.Module):
 
 
 class Host(Adapter):
-    """A host with the linear layers of this file, in the place of vLLM's."""
+    """A host with the linear layers of this file instead of vLLM's."""
 
     host, version = "vllm", "0.32.0"
 
@@ -92,7 +96,7 @@ class Host(Adapter):
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Sequential:
-    """A plain layer, one in a wrapper and one in four bits, as vLLM's."""
+    """A plain layer, one in a wrapper and one in four bits."""
     stand_in: Any = ModuleType("vllm.model_executor.layers.linear")
     stand_in.UnquantizedLinearMethod = Unquantized
     Unquantized.__module__, Unquantized.__qualname__ = stand_in.__name__, "UnquantizedLinearMethod"
@@ -105,7 +109,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Sequential:
     return torch.nn.Sequential(layers[0], Wrapper(layers[1]), layers[2])
 
 
-def test_a_wrapped_layer_counts_once_and_a_quantized_one_is_named(model: torch.nn.Sequential) -> None:
+def test_wrapped_layer_counts_once_quantized_layer_is_listed(model: torch.nn.Sequential) -> None:
     wrapper: Any = model[1]
     before = [vars(m).get("quant_method") for m in model.modules()]
     patched = apply(Host(), model, Request("patch", ("linear",)))
@@ -129,24 +133,22 @@ def test_a_stage_of_a_pipeline_may_have_nothing_to_patch(model: torch.nn.Sequent
 
 
 def reply(rank: int, modules: int, **stage: int) -> dict[str, Any]:
-    state = "active" if modules else "off"
-    row = {
-        "op": "rms_norm",
-        "host_class": "RMSNorm",
-        "modules": modules,
-        "state": state,
-        "reason": "none there",
-    }
-    return {"rank": rank, "rows": [row], **stage}
+    row = Row(rank, "rms_norm", "RMSNorm", modules, "active" if modules else "off")
+    if not modules:
+        row.explain({Reason(Kind.NO_SUCH_MODULE, "none there"): 0})
+    return {"rank": rank, "rows": [asdict(row)], **stage}
 
 
 def test_ranks_of_a_stage_agree_and_stages_may_differ() -> None:
-    assert _agreed([reply(0, 2), reply(1, 2)]) is None
-    assert _agreed([reply(0, 2), reply(1, 3)]) == "ranks [1] patched something else than rank 0"
-    assert _agreed([reply(0, 2, stage=0), reply(1, 3, stage=1)]) is None
-    assert _agreed([reply(0, 2, stage=0), reply(1, 0, stage=1)]) is None
+    def check(replies: list[dict[str, Any]]) -> str | None:
+        return disagreement(replies, Request("patch"))
+
+    assert check([reply(0, 2), reply(1, 2)]) is None
+    assert check([reply(0, 2), reply(1, 3)]) == "ranks [1] patched something else than rank 0"
+    assert check([reply(0, 2, stage=0), reply(1, 3, stage=1)]) is None
+    assert check([reply(0, 2, stage=0), reply(1, 0, stage=1)]) is None
     four = [reply(rank, modules, stage=rank // 2) for rank, modules in enumerate((2, 2, 3, 4))]
-    assert _agreed(four) == "ranks [3] patched something else than rank 2"
-    assert _agreed([reply(0, 0, stage=0), reply(1, 0, stage=1)]) == (
+    assert check(four) == "ranks [3] patched something else than rank 2"
+    assert check([reply(0, 0, stage=0), reply(1, 0, stage=1)]) == (
         "nothing to patch: rms_norm (RMSNorm): none there"
     )

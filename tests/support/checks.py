@@ -1,4 +1,4 @@
-"""What the checks inside the hosts' environments share (tests/integrations/test_engines.py starts them)."""
+"""Shared by the checks inside the hosts' environments, which tests/integrations/test_engines.py starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+LEAVES = ["rms_norm", "silu_and_mul", "rotary_emb"]
 PROMPTS = ["Hello my name is", "The quick brown fox", "ab"]
 RMS_NORM_BUG = "def rms_norm(x, weight, eps, *args):\n    raise ValueError('a bug in the candidate')\n"
 RMS_NORM_TWICE = (
@@ -37,12 +38,29 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check_folder(report: Any, folder: Path) -> None:
-    """Both candidates of `folder` have run in every rank that the report is of, and it says where."""
+    """Both candidates of `folder` have run in every rank of the report, which names the places."""
     live = report.refresh().candidates
     assert set(live) == {"rms_norm", "silu_and_mul"} and all(live.values()), live
     for row in report.active:
         assert row.candidate == f"function {folder / row.op}.py" and row.modules, row
         assert row.candidate in str(report)
+
+
+def check_all_left(report: Any, host: str) -> None:
+    """A default patch on a CPU changed nothing, and the report gives the reasons."""
+    assert not report.active and not report.verified and report.patched_modules == 0
+    assert {kind.value for row in report.rows for kind in row.kinds} == {"left_to_host", "no_such_module"}
+    left = {row.op for row in report.rows if row.kinds[0].left}
+    assert {"rms_norm", "silu_and_mul", "rotary_emb"} <= left
+    assert str(report).startswith(f"{host}: everything was left to the host\n")
+    assert "left to the host: on a CPU our rms_norm is plain PyTorch" in str(report)
+
+
+def check_own_kernels(report: Any, host: str, calls: dict[str, int]) -> None:
+    """The host's own kernels ran inside our ops, so often, and nothing else is patched."""
+    assert report.verified and {row.op: row.calls for row in report.active} == calls
+    assert all(row.provider == host and not row.fallbacks for row in report.active)
+    assert str(report).count(f"; provider {host}") == len(calls)
 
 
 @pytest.fixture

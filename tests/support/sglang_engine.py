@@ -1,4 +1,4 @@
-"""What the SGLang checks share. They run inside .venv-sglang, started by tests/integrations/test_engines.py."""
+"""Shared by the SGLang checks, which run inside .venv-sglang, started by tests/integrations/test_engines.py."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def make_engine(**options):
 
 @contextlib.contextmanager
 def with_stand_ins():
-    """Engines that are made here have what without_gpu/sitecustomize.py puts in the place of a GPU's."""
+    """Engines that are built here use the GPU stand-ins of without_gpu/sitecustomize.py."""
     before = os.environ["PYTHONPATH"]
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "integrations" / "sglang" / "without_gpu"), before]

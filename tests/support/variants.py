@@ -1,4 +1,4 @@
-"""What hosts load beside or instead of a tiny checkpoint: a LoRA adapter, and the checkpoint quantized."""
+"""Variants of a tiny checkpoint: a LoRA adapter for it, and the checkpoint quantized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "scenarios"))
 from make_checkpoint import FP8_DYNAMIC, quantized
 
 GROUP = 32  # inputs that share a scale, in 4 bits
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns the nibbles of an int32 are of
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns, of eight, of an int32's nibbles
 CONFIGS = {
     "fp8": FP8_DYNAMIC,
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
@@ -24,7 +24,7 @@ CONFIGS = {
 
 
 def make_lora(folder: Path, model: Path, rank: int = 8, seed: int = 0) -> Path:
-    """A random adapter of every linear layer of `model`, large enough (std 0.1) to change what it says."""
+    """A random adapter for every linear layer of `model`, large enough (std 0.1) to change its outputs."""
     generator, tensors, targets = torch.Generator().manual_seed(seed), {}, set()
     for name, weight in load_file(model / "model.safetensors").items():
         if name.endswith("_proj.weight"):
@@ -41,7 +41,7 @@ def make_lora(folder: Path, model: Path, rank: int = 8, seed: int = 0) -> Path:
 
 
 def make_quantized(folder: Path, model: Path, kind: str) -> Path:
-    """`model` with its linear layers in a kind of CONFIGS: fp8 (a scale a row, activations too), or 4 bits."""
+    """`model` with its linear layers quantized to a kind of CONFIGS: fp8 (a scale per row and token), or 4 bits."""
     shutil.copytree(model, folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(model / "model.safetensors").items():
@@ -93,5 +93,5 @@ def _packed(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:
-    """The way back: int32 [..., C] to [..., 8 C] of 0 to 15."""
+    """Inverse of `_packed`: int32 [..., C] to [..., 8 C] of 0 to 15."""
     return ((words.unsqueeze(-1) >> (4 * torch.arange(8, dtype=torch.int32))) & 15).flatten(-2)

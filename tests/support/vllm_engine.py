@@ -1,4 +1,4 @@
-"""What the vLLM checks share. They run inside .venv-vllm, started by tests/integrations/test_engines.py."""
+"""Shared by the vLLM checks, which run inside .venv-vllm, started by tests/integrations/test_engines.py."""
 
 from support.checks import PROMPTS
 
@@ -6,8 +6,8 @@ from support.checks import PROMPTS
 def make_llm(model: str, **options):
     from vllm import LLM, _custom_ops
 
-    # On a CPU without AMX vLLM packs linear layers for oneDNN and frees their weights, so that no op of ours could take
-    # them. In this process, where most checks' workers are.
+    # On a CPU without AMX vLLM packs linear layers for oneDNN and frees their weights, which our ops then cannot read.
+    # Most checks have their worker in this process.
     _custom_ops._supports_onednn = False
     defaults = {
         "dtype": "bfloat16",

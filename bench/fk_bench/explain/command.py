@@ -61,9 +61,9 @@ class Line:
 @cache
 def patched(op: str, host: str) -> bool:
     """Whether patch() puts this op into a live host when it is not told which ones."""
-    from fk_integrations.core.apply import LIVE_SEAMS
+    from fk_integrations.core import seam
 
-    return any(t.default and t.seam in LIVE_SEAMS for t in registry.get(op).targets_for(host))
+    return any(t.default and seam.find(t.seam).live for t in registry.get(op).targets_for(host))
 
 
 def totals(found: Step, lines: Sequence[Line]) -> dict[str, float]:

@@ -222,6 +222,11 @@ def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool)
 
 
 def _print_lanes(result: dict[str, Any]) -> None:
+    if result["checked"]:
+        print("Run on a CPU: what was checked. Speeds are shown, not compared.")
+        for line in result["checked"]:
+            print(f"  {line}")
+        print()
     columns = ["lane", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "agreement", "with", "with itself"]
     columns += ["modules", "calls", "status"]
     keys = ["lane", "output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "token_agreement", "base", "self_agreement",

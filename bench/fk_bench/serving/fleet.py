@@ -144,6 +144,8 @@ class Fleet:
         found = lanes.read_reports(self.out / "servers" / lane.name / "report")
         row.metrics.update({name: found[name] for name in ("patched_modules", "patched_calls")})
         row.case["patched_ops"], row.case["patch_notes"] = found["ops"], found["notes"]
+        if found["providers"]:
+            row.case["patched_providers"] = found["providers"]
         if not lane.patched or row.status is not Status.OK or found["patched_calls"]:
             return
         if found["notes"]:

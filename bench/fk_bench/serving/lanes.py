@@ -16,6 +16,8 @@ from fk_bench.core import machine
 HOSTS = ("vllm", "sglang", "fastkernels")
 LANES = ("vllm", "vllm+fk", "sglang", "sglang+fk", "fastkernels")
 _PLUGIN_GROUP = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+_CHOICES = ("FASTKERNELS_OPS", "FASTKERNELS_PROVIDER", "FASTKERNELS_CANDIDATES")
+_OWN_KERNELS = ("rms_norm", "silu_and_mul")  # ops for which vLLM's and SGLang's own CPU code is a provider
 # Seen with SmolLM2-135M on 2 cores, 2026-11-21; for the estimate
 START_S = {"vllm": 20, "sglang": 17, "fastkernels": 12}
 
@@ -35,6 +37,17 @@ class Lane:
     env: Mapping[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     url: str | None = None
+
+    @property
+    def own_kernels(self) -> bool:
+        """Whether our ops run the host's own kernels: by default on a CPU, to prove the swap without a speed claim."""
+        chosen = any(name in self.env for name in _CHOICES)
+        return self.patched and self.url is None and not chosen and not machine.machine().gpus
+
+    @property
+    def provider(self) -> str | None:
+        """Subject.provider of the lane's rows; None without a patch."""
+        return (self.host if self.own_kernels else "fastkernels") if self.patched else None
 
 
 @dataclass(frozen=True)
@@ -246,6 +259,8 @@ def environment(lane: Lane, model: str, report: Path, together: bool = False) ->
             )
     if lane.patched:
         made["FASTKERNELS"] = "1"
+    if lane.own_kernels:
+        made["FASTKERNELS_PROVIDER"] = ",".join(f"{op}:{lane.host}" for op in _OWN_KERNELS)
     made["FASTKERNELS_REPORT"] = str(report)
     return {**made, **lane.env}
 
@@ -258,12 +273,13 @@ def shell_line(env: Mapping[str, str], argv: Sequence[str]) -> str:
 
 
 def read_reports(folder: Path) -> dict[str, Any]:
-    """What the patched processes wrote: {'patched_modules', 'patched_calls', 'processes', 'ops', 'fallbacks'}.
+    """What the patched processes wrote: {'patched_modules', 'patched_calls', 'processes', 'ops', 'providers', 'notes'}.
 
     A counter is per op, not per host class, so each op counts once a process; ranks are added up.
     """
     modules = calls = processes = 0
     ops: dict[str, int] = {}
+    providers: dict[str, str] = {}
     notes: list[str] = []
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
@@ -277,6 +293,8 @@ def read_reports(folder: Path) -> dict[str, Any]:
         for row in report.get("rows") or ():
             if row.get("state") == "active":
                 modules += int(row.get("modules", 0))
+                if row.get("provider"):
+                    providers[row["op"]] = row["provider"]
                 here[row["op"]] = max(here.get(row["op"], 0), int(row.get("calls", 0)))
             notes += [f"{row['op']} fell back {n}x: {why}" for why, n in (row.get("fallbacks") or {}).items()]
         for op, n in here.items():
@@ -287,5 +305,6 @@ def read_reports(folder: Path) -> dict[str, Any]:
         "patched_calls": calls,
         "processes": processes,
         "ops": ops,
+        "providers": providers,
         "notes": notes,
     }

@@ -69,7 +69,7 @@ def html(found: list[Row], warnings: list[str]) -> str:
         first=found[0], last=found[-1], case=_case(found), warnings=warnings, columns=[c[0] for c in columns],
         levels=[{"label": _heading(v), "lines": _lines(results, v, columns)} for v in levels],
         lanes=[_lane(r) for r in results], figures=plots.all_figures(results), details=_details(results),
-        versions=_versions(results),
+        versions=_versions(results), checked=summary.checked(results),
     )  # fmt: skip
 
 
@@ -107,11 +107,16 @@ def _lines(
             )
             values.append({"text": text, "half": half})
         ratio = ""
-        if cell and base and base is not cell:
+        if cell and base and base is not cell and not _own_kernels(result):
             ratio = _ratio(cell.values("output_tokens_per_s"), base.values("output_tokens_per_s"))
         lines.append({"lane": result.lane, "values": values, "rounds": len(cell.rounds) if cell else 0, "ratio": ratio,
                       "base": _base(result) or ""})  # fmt: skip
     return lines
+
+
+def _own_kernels(result: LaneResult) -> bool:
+    """Whether the lane ran its host's kernels through our ops, so that its speed is no result."""
+    return bool(result.row and result.row.case.get("patched_providers"))
 
 
 def _ratio(mine: list[float], base: list[float]) -> str:

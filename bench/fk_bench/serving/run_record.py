@@ -38,7 +38,7 @@ class Record:
                 model=self.model,
                 lane=lane.name,
                 host=lane.host,
-                provider="fastkernels" if lane.patched else None,
+                provider=lane.provider,
             ),
         )
 

@@ -265,6 +265,7 @@ class Compare:
             "report": str(report.render(self.out)),
             "rows": str(self.record.path),
             "at": top.label,
+            "checked": summary.checked(results),
             "lanes": [summary.lane_line(result, top) for result in results],
         }
 

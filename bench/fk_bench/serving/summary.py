@@ -150,3 +150,28 @@ def lane_line(result: LaneResult, level: Level) -> dict[str, object]:
     if result.reason:
         line["reason"] = result.reason.splitlines()[0]
     return line
+
+
+def checked(results: Sequence[LaneResult]) -> list[str]:
+    """The headline of a run on a CPU: what was checked in each lane, no speeds. [] for a run on a GPU."""
+    found = [result for result in results if result.row is not None]
+    if not found or any(result.row is not None and result.row.machine.gpus for result in found):
+        return []
+    return [f"{result.lane}: {'; '.join(_checks(result))}" for result in found]
+
+
+def _checks(result: LaneResult) -> list[str]:
+    if result.problems:
+        return [f"{result.status.value}: {result.reason.splitlines()[0] if result.reason else ''}"]
+    checks = ["served every request"]
+    assert result.row is not None
+    ops = result.row.case.get("patched_ops") or {}
+    if calls := int(result.row.metrics.get("patched_calls", 0)):
+        providers = sorted(set((result.row.case.get("patched_providers") or {}).values()))
+        through = f"provider {', '.join(providers)}" if providers else "our own CPU code"
+        checks.append(f"swap proved by {calls} calls of {', '.join(sorted(ops))} ({through})")
+    agree = result.agreement
+    if agree is not None and agree.baseline is not None and agree.baseline != result.lane:
+        value = agree.metrics.get("token_agreement")
+        checks += [] if value is None else [f"token agreement with {agree.baseline} {value:.3f}"]
+    return checks

@@ -1,4 +1,4 @@
-"""$FASTKERNELS_REPORT: which ops run in the processes of a server, as every host writes it."""
+"""$FASTKERNELS_REPORT: the ops that run in the processes of our server, in the same form as every host's report."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.env import Environment
-from fastkernels.engine import candidates
 from fastkernels.engine.llm_engine import LLMEngine
+from fastkernels.patch import Request, find_host
 
 log = logging.getLogger("fastkernels")
 EVERY = 2.0  # seconds
 
 
 class ReportFile:
-    """A file fastkernels-RANK-PID.json for each rank. For the engine's thread: it asks the ranks between two steps."""
+    """A file fastkernels-RANK-PID.json for each rank. Call `write` between two steps, in the engine's thread."""
 
     def __init__(self, engine: LLMEngine):
         self.engine, self.folder, self._written = engine, Environment.read().report, 0.0
+        self._host = find_host(engine) if self.folder else None
 
     def write(self, force: bool = False) -> None:
-        """Write the files, at most every few seconds. Readers never see half of one.
+        """Write the files, at most every few seconds, each in one move.
 
-        A folder that cannot be written is no reason to end requests: a warning says so, once.
+        If the folder cannot be written, logs one warning and stops reporting: requests go on.
         """
-        if not self.folder or (not force and time.monotonic() - self._written < EVERY):
+        if not self.folder or self._host is None or (not force and time.monotonic() - self._written < EVERY):
             return
         self._written = time.monotonic()
-        patched = self.engine.patched
-        replies = patched.report() if patched is not None else self.engine.executor.call(_unpatched)
+        replies = self._host.call(self.engine, Request("report"))
         try:
             for reply in replies:
                 _write(Path(self.folder), reply)
@@ -40,13 +40,9 @@ class ReportFile:
             self.folder = None
 
 
-def _write(folder: Path, reply: candidates.Reply) -> None:
+def _write(folder: Path, reply: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"fastkernels-{reply['rank']}-{reply['pid']}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(reply))
     part.replace(path)
-
-
-def _unpatched(runner: Any) -> candidates.Reply:
-    return candidates.reply(runner.rank, candidates.RankPatch(candidates.rows(runner)).report())

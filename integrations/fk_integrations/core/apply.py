@@ -1,58 +1,73 @@
-"""apply(model, request): put our modules into a loaded model, in the process that runs it. The same for every host.
+"""apply(adapter, model, request): put our modules into a loaded model, in its own process. The same for every host.
 
-An adapter (one a host) says what is special about the host: see adapter.py. Everything that is changed is
-written into a journal, so that undo, or a failure half way, puts all of it back.
+An adapter states what is special about a host (adapter.py), a seam how a module gets our code (seam.py). Every change
+is noted in a journal, so that undo, or a failure half way, restores the model.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastkernels.core import candidate as candidates_module
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import candidate, registry, tuning
+from fastkernels.core.candidate import Candidate
+from fastkernels.core.env import Environment
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.overrides.linear.linear_fp8_layers import holder_of
-from fastkernels.patch import PatchError, Request, Row
-from fk_integrations.core.adapter import Adapter, Journal, live_class
-from fk_integrations.seams.expert_layers import in_float8
-
-if TYPE_CHECKING:
-    from fastkernels.core.dispatch import Op
+from fastkernels.patch import PatchError, Request, Row, nothing_patched
+from fk_integrations.core import seam
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.journal import Journal
+from fk_integrations.core.seam import Seam, Swap
 
 log = logging.getLogger("fastkernels")
-LIVE_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "attention")
-LEFT = "left to the host"
 
 
 @dataclass
 class Patched:
-    """The state of one patched process."""
+    """The state of one patched process.
+
+    traced  ops whose kernels a profiler trace has shown
+    """
 
     adapter: Adapter
     model: Any
     request: Request
     rank: int
     journal: Journal = field(default_factory=Journal)
-    candidates: dict[str, candidates_module.Candidate] = field(default_factory=dict)
+    candidates: dict[str, Candidate] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    traced: set[str] = field(default_factory=set)  # ops whose kernels a profiler trace has shown
+    traced: set[str] = field(default_factory=set)
 
     def report(self) -> list[dict[str, Any]]:
-        from fastkernels.core.dispatch import proving
-
+        """The rows as dicts, with the counters as they are now."""
         for row in self.rows:
-            ops = proving(row.op) if row.state == "active" else []
-            if ops:
-                row.calls = sum(op.calls for op in ops)
-                row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
-                row.left = {why: n for op in ops for why, n in op.left.items()}
-                row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
+            if row.state == "active" or Kind.CANDIDATE_UNCALLED in row.kinds:
+                self._count(row)
         return [asdict(row) for row in self.rows]
+
+    def _count(self, row: Row) -> None:
+        from fastkernels.core.dispatch import fusions_of, proving
+
+        ops = proving(row.op)
+        if not ops:
+            return
+        row.calls = sum(op.calls for op in ops)
+        row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
+        row.left = {why: n for op in ops for why, n in op.left.items()}
+        if not row.calls and not row.candidate:
+            fused = [op for op in fusions_of(row.op) if op.calls]
+            row.calls = sum(op.calls for op in fused)
+            if fused:
+                row.explain({Reason(Kind.FUSED, f"{fused[0].name} runs in its place"): 0})
+        if row.calls and Kind.CANDIDATE_UNCALLED in row.kinds:
+            row.state = "active"
+            row.explain({Reason(Kind.CANDIDATE, "candidate"): 0})
+        row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
 
     def reset(self) -> None:
         from fastkernels.core.dispatch import OPS
@@ -65,138 +80,177 @@ class Patched:
 
 
 def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:
-    """Swap every module that the request names. On any failure nothing has changed and PatchError is raised."""
+    """Swap every module that the request names. Raises PatchError; nothing has changed then."""
+    patched = change(adapter, model, request, rank)
+    patched.reset()
+    if not any(row.state == "active" for row in patched.rows):
+        log.info("%s %s, rank %d: everything was left to the host", adapter.host, adapter.version, rank)
+    return patched
+
+
+def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:
+    """`apply`, with the counters as they were."""
     patched = Patched(adapter, model, request, rank)
     try:
+        _add_providers(patched)
         _load_candidates(patched)
-        # Quantized layers first: what stays the host's before them depends on whether they do.
-        for spec, target in sorted(
-            plan(adapter, request, model), key=lambda found: found[1].seam != "kernel"
-        ):
+        found = plan(adapter, request, model)
+        for spec, target in sorted(found, key=lambda pair: not seam.find(pair[1].seam).first):
             patched.rows.append(_apply_target(patched, spec, target))
+        patched.rows += _called_rows(patched)
         patched.rows += _candidate_rows(patched)
-        _strict(patched)
+        _annotate(patched)
+        if adapter.own and request.ops is not None:
+            patched.rows = [row for row in patched.rows if row.op in request.ops]
+        _check(patched)
     except Exception as error:
         patched.journal.undo()
         if isinstance(error, PatchError):
             raise
         raise PatchError(f"{type(error).__name__}: {error}") from error
-    patched.reset()
     return patched
 
 
 def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tuple[OpSpec, Target]]:
-    """The (op, target) pairs that the request asks for and this host version has a header for."""
-    names = registry.op_names() if request.ops is None else registry.check_names(request.ops)
+    """The (op, target) pairs that the request includes and this host version has a live seam for."""
+    every = request.ops is None or adapter.own  # our engine's rows of other ops are dropped later
+    names = registry.op_names() if every else registry.check_names(request.ops or ())
     for name in names:
         spec = registry.get(name)
         for target in adapter.targets(spec, model):
-            wanted = target.default or request.ops is not None or name in request.candidates
-            if target.seam in LIVE_SEAMS and (wanted or _by_table(spec, model)):
+            included = target.default or _requested(request, name)
+            if seam.find(target.seam).live and (included or _by_table(spec, model)):
                 yield spec, target
 
 
+def _requested(request: Request, op: str) -> bool:
+    return request.ops is not None or op in request.candidates
+
+
 def _by_table(spec: OpSpec, model: Any) -> bool:
-    """Whether an op that is off by default has a say by its tuned tables: on a GPU always, elsewhere if it has one."""
+    """Whether tuned tables decide on an op that is off by default: always on a GPU, elsewhere if there is a table."""
     if model is None or spec.tuned_by is None:
         return False
     device = _device(model)
-    return device == "cuda" or bool(tuned.entries(spec.tuned_by.name, tuned.chip_of(device)))
+    return device == "cuda" or bool(tuning.entries(spec.tuned_by.name, tuning.chip_of(device)))
 
 
 def _device(model: Any) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
+def _add_providers(patched: Patched) -> None:
+    """Add the host's own kernels that FASTKERNELS_PROVIDER names to the providers of their ops."""
+    wanted = Environment.read().provider
+    for name, provider in patched.adapter.providers().items():
+        op = registry.get(name).op
+        if wanted.get(name) == provider.name and all(p.name != provider.name for p in op.providers):
+            before = op.providers
+
+            def undo(op: Any = op, before: Any = before) -> None:
+                op.providers = before
+                op.forget()
+
+            op.providers = (*before, provider)
+            op.forget()
+            patched.journal.add(undo)
+
+
 def _load_candidates(patched: Patched) -> None:
     for name, path in patched.request.candidates.items():
-        patched.candidates[name] = found = candidates_module.load(name, path)
-        undo = candidates_module.install(found)
+        patched.candidates[name] = found = candidate.load(name, path)
+        undo = candidate.install(found)
         if undo is not None:
             patched.journal.add(undo)
 
 
-def _candidate_rows(patched: Patched) -> list[Row]:
-    """Say in the rows which functions run inside; and a row for each candidate that none is of."""
-    functions = {name for name, found in patched.candidates.items() if found.function is not None}
-    active = [row for row in patched.rows if row.state == "active"]
-    for row in active:
-        row.inside = sorted(registry.reached(row.op) & functions)
-    rows = []
-    for name, found in patched.candidates.items():
-        row = Row(patched.rank, name, f"{name}()", 0, "active", candidate=f"function {found.path}")
-        if not any(other.op == name for other in active) and any(name in other.inside for other in active):
-            rows.append(row)
-        elif not any(other.op == name for other in patched.rows):
-            row.state, row.candidate = "off", ""
-            row.reason = f"candidate {found.path}: no module that was patched has or calls it"
-            rows.append(row)
-    return rows
-
-
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
-    adapter, name = patched.adapter, target.path.partition(":")[2]
-    row = Row(patched.rank, spec.name, name, 0, "off")
-    asked = patched.request.ops is not None or spec.name in patched.candidates
-    named = target.default or asked
-    tuned_op = spec.tuned_by
-    if spec.name in patched.request.disable or (not named and tuned_op.name in patched.request.disable):
-        row.reason = "FASTKERNELS_DISABLE"
-        return row
-    mode = adapter.batch_invariant()
-    if mode and (not spec.batch_invariant or spec.name in patched.candidates):
-        row.reason = f"{mode} is on, and this op's results may depend on the batch"
-        if not named:
-            row.reason = f"{LEFT}: {row.reason}"
-        return row
+    row = Row(patched.rank, spec.name, target.path.partition(":")[2], 0, "off")
+    requested = _requested(patched.request, spec.name)
+    by_table = not requested and not target.default
     host_class = _resolve(target.path)
-    if host_class is None:
-        row.reason = f"{target.path} is not in {adapter.host} {adapter.version}"
+    whole = _why_off(patched, spec, target, host_class, by_table)
+    if whole is not None:
+        row.explain({whole: 0})
         return row
-    modules = _instances(adapter, patched.model, spec, host_class, target.seam)
-    device = _device(patched.model)
-    if modules and not named and (untuned := tuned.untuned(tuned_op.name, device)):
-        row.reason = f"{LEFT}: {untuned}"
-        log.warning("%s: %s", spec.name, untuned)
+    place = seam.find(target.seam)
+    modules = place.modules(patched.adapter, patched.model, spec.name, host_class)
+    whole = _why_all_off(patched, spec, target, host_class, modules, by_table)
+    if whole is not None:
+        row.explain({whole: 0})
         return row
-    row.reason = adapter.unknown(target, host_class) or ""
-    if row.reason:
-        return row
+    reasons: Counter[Reason] = Counter()
+    for reason in place.passed_over(patched.model, host_class):
+        reasons[_unless_requested(reason) if by_table else reason] += 1
     ours = _our_class(patched, spec, target)
-    reasons: dict[str, int] = {}
-    others = _passed_over(patched.model, host_class) if target.seam == "quant_method" else []
-    for why in others:
-        line = f"{'unsupported' if named else LEFT}: {why}"
-        reasons[line] = reasons.get(line, 0) + 1
     for module in modules:
-        slower = None if named else _not_faster(adapter, tuned_op, module, device)
-        if named and not asked:
-            slower = adapter.fused(patched.model, spec.name, module)
-        reason = slower or _swap(patched, module, host_class, ours, target.seam, by_table=not named)
-        if reason is None:
+        stays = _stays(patched, spec, module, by_table, requested)
+        if stays is None:
+            stays = _swap(place, Swap(patched.adapter, module, host_class, ours, patched.journal, by_table))
+            if stays is not None and by_table and place.optional:
+                stays = _unless_requested(stays)
+        if stays is None:
             row.modules += 1
         else:
-            # What nobody asked for is not missed: a backend that our attention does not go into, for one.
-            left = slower or (not named and target.seam in ("attention", "experts"))
-            reason = f"{LEFT}: {reason.replace('; ', ', ')}" if left else f"unsupported: {reason}"
-            reasons[reason] = reasons.get(reason, 0) + 1
+            reasons[stays] += 1
     row.state = "active" if row.modules else "off"
-    found = patched.candidates.get(spec.name)
-    if found is not None and row.modules:
-        there = (("function", found.function and spec.op), ("class", target.cls in found.classes))
-        kinds = "+".join(kind for kind, is_there in there if is_there)
-        row.candidate = f"{kinds} {found.path}" if kinds else ""
-    # What was left to the host comes last: alone it is no failure, and _strict lets it pass.
-    row.reason = "; ".join(f"{n} {why}" for why, n in sorted(reasons.items(), key=lambda r: LEFT in r[0]))
+    row.candidate = _candidate_label(patched.candidates.get(spec.name), target.cls) if row.modules else ""
     if not row.modules and not reasons:
-        row.reason = "the model has no such module"
+        reasons[Reason(Kind.NO_SUCH_MODULE, "the model has no such module")] = 0
+    row.explain(reasons)
     return row
 
 
-def _not_faster(adapter: Adapter, op: Op, module: Any, device: str) -> str | None:
-    assert op.key is not None
-    shape = adapter.shape(op, module)
-    return shape if isinstance(shape, str) else tuned.not_faster(op.name, op.key, shape, device)
+def _why_off(
+    patched: Patched, spec: OpSpec, target: Target, host_class: Any, by_table: bool
+) -> Reason | None:
+    """Why this op is off whatever modules the model has."""
+    adapter, disable = patched.adapter, patched.request.disable
+    if spec.name in disable or (by_table and spec.tuned_by.name in disable):
+        return Reason(Kind.DISABLED, "FASTKERNELS_DISABLE")
+    mode = adapter.batch_invariant()
+    if mode and (not spec.batch_invariant or spec.name in patched.candidates):
+        kind = Kind.LEFT_TO_HOST if by_table else Kind.BATCH_INVARIANT
+        return Reason(kind, f"{mode} is on, and this op's results may depend on the batch")
+    if host_class is None:
+        return Reason(Kind.NOT_IN_HOST, f"{target.path} is not in {adapter.host} {adapter.version}")
+    return None
+
+
+def _why_all_off(
+    patched: Patched, spec: OpSpec, target: Target, host_class: Any, modules: list[Any], by_table: bool
+) -> Reason | None:
+    """Why none of the modules is to be changed."""
+    adapter, device = patched.adapter, _device(patched.model)
+    if modules and by_table and (untuned := tuning.untuned(spec.tuned_by.name, device)):
+        log.warning("%s: %s", spec.name, untuned)
+        return Reason(Kind.UNTUNED, untuned)
+    if modules and device == "cpu" and adapter.faster_on_cpu and not by_table:
+        named = _requested(patched.request, spec.name) or spec.name in Environment.read().provider
+        if not named:
+            return Reason(
+                Kind.LEFT_TO_HOST, f"on a CPU our {spec.name} is plain PyTorch, slower than the host's"
+            )
+    return adapter.unknown(target, host_class)
+
+
+def _stays(patched: Patched, spec: OpSpec, module: Any, by_table: bool, requested: bool) -> Reason | None:
+    """Why an op that was not requested leaves this module to the host."""
+    if requested:
+        return None
+    if not by_table:
+        return patched.adapter.fused(patched.model, spec.name, module)
+    op = spec.tuned_by
+    shape = patched.adapter.shape(op, module)
+    if isinstance(shape, Reason):
+        return _unless_requested(shape)
+    slower = tuning.not_faster(op.name, op.key, shape, _device(patched.model))
+    return None if slower is None else Reason(Kind.LEFT_TO_HOST, slower)
+
+
+def _unless_requested(reason: Reason) -> Reason:
+    """The reason of a module that the host keeps because the op was not requested."""
+    return Reason(Kind.LEFT_TO_HOST, reason.text)
 
 
 def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
@@ -206,87 +260,102 @@ def _our_class(patched: Patched, spec: OpSpec, target: Target) -> type:
     return registry.target_class(target)
 
 
-def _instances(adapter: Adapter, model: Any, spec: OpSpec, host_class: type, seam: str) -> list[Any]:
-    """The modules of exactly this class, each once. Somebody else's subclass or patch is not ours to touch.
-
-    A target at the seam 'quant_method' or 'scheme' may name the class of that object instead of the module's, one at
-    the seam 'attention' that of `impl`. It must be the module's own: a LoRA wrapper shows its base layer's. At the
-    seam 'kernel' it is the class of what the method or the scheme holds. At the seam 'experts' they are all layers
-    of experts in the op's kind of numbers: what runs those is looked at in Adapter.swap_experts.
-    """
-    if seam == "experts":
-        found = [m for m in model.modules() if adapter.experts(m) is not None]
-        return [m for m in found if in_float8(m) == spec.name.endswith("_fp8")]
-    if seam == "kernel":
-        holders = ((m, holder_of(m)) for m in model.modules())
-        return [m for m, holder in holders if holder is not None and type(holder.fp8_linear) is host_class]
-    part = {"quant_method": "quant_method", "scheme": "scheme", "attention": "impl"}.get(seam, "")
-    return [m for m in model.modules() if type(m) is host_class or type(vars(m).get(part)) is host_class]
+def _swap(place: Seam, swap: Swap) -> Reason | None:
+    if swap.adapter.own and swap.ours is swap.host_class:
+        return None  # nothing to change
+    supports = getattr(swap.ours, "supports", None)
+    text = supports(swap.module) if supports is not None else None
+    if text is not None:
+        return Reason(Kind.UNSUPPORTED, text)
+    return _patched_by_others(swap.module) or place.swap(swap)
 
 
-def _passed_over(model: Any, host_class: type) -> list[str]:
-    """Why, for each module whose method object is another of the same family: quantized linear layers."""
-    family = host_class.__base__
-    if family is None or family.__name__ != "LinearMethodBase":
-        return []
-    methods = [type(vars(m).get("quant_method")) for m in model.modules()]
-    others = [m for m in methods if issubclass(m, family) and m is not host_class]
-    return [f"quant_method is {m.__module__}.{m.__qualname__}, not {host_class.__qualname__}" for m in others]
-
-
-def _swap(
-    patched: Patched, module: Any, host_class: type, ours: type, seam: str, by_table: bool
-) -> str | None:
-    supports = getattr(ours, "supports", None)
-    reason = supports(module) if supports is not None else None
-    if reason is None:
-        reason = _replaced(module)
-    if reason is not None:
-        return reason
-    if seam == "quant_method":
-        return patched.adapter.swap_quant_method(module, ours, patched.journal)
-    if seam == "kernel":
-        return patched.adapter.swap_kernel(module, ours, patched.journal)
-    if seam == "scheme":
-        return patched.adapter.swap_scheme(module, ours, patched.journal, by_table)
-    if seam == "experts":
-        return patched.adapter.swap_experts(module, ours, patched.journal, by_table)
-    if seam == "attention":
-        return patched.adapter.swap_attention(module, ours, patched.journal, by_table)
-    module.__class__ = live_class(host_class, ours)
-    patched.journal.add(lambda: setattr(module, "__class__", host_class))
-    patched.adapter.repin(module, patched.journal)
-    return None
-
-
-def _replaced(module: Any) -> str | None:
-    """Why this instance is not ours to touch: somebody has put a method of their own into it."""
-    named = [
-        n
-        for n, v in vars(module).items()
-        if n.startswith("forward") and callable(v) and hasattr(type(module), n)
+def _patched_by_others(module: Any) -> Reason | None:
+    """Why an instance with a forward of its own stays as it is."""
+    methods = [
+        name
+        for name, value in vars(module).items()
+        if name.startswith("forward") and callable(value) and hasattr(type(module), name)
     ]
-    return f"its {named[0]} was replaced by somebody else" if named else None
+    return Reason(Kind.REPLACED, f"its {methods[0]} was replaced by other code") if methods else None
 
 
-def _strict(patched: Patched) -> None:
-    if patched.request.strict:
-        off = [
-            f"{r.op} ({r.host_class}): {r.reason}"
-            for r in patched.rows
-            if r.reason and r.reason != "FASTKERNELS_DISABLE" and not _left(r)
-        ]
-        off = [line for line in off if not line.endswith("the model has no such module")]
-        if off:
-            raise PatchError("strict: " + "; ".join(off))
-    if patched.adapter.whole and not any(r.state == "active" for r in patched.rows):
-        why = "; ".join(f"{r.op} ({r.host_class}): {r.reason}" for r in patched.rows) or "no op was asked for"
-        raise PatchError(f"nothing to patch: {why}")
+def _candidate_label(found: Candidate | None, cls: str = "") -> str:
+    """What of a candidate takes part at a class: 'function PATH', 'class PATH', 'function+class PATH' or ''."""
+    if found is None:
+        return ""
+    kinds = [
+        kind for kind, used in (("function", _has_function(found)), ("class", cls in found.classes)) if used
+    ]
+    return f"{'+'.join(kinds)} {found.path}" if kinds else ""
 
 
-def _left(row: Row) -> bool:
-    """Whether all that a row's reason says is which modules are faster, or not known to be slower, as they are."""
-    return all(f"{LEFT}: " in part for part in row.reason.split("; "))
+def _has_function(found: Candidate) -> bool:
+    return found.function is not None and registry.get(found.op).op is not None
+
+
+def _called_rows(patched: Patched) -> list[Row]:
+    """Rows of ops without a module of their own: in our engine all that are called, else candidates' functions."""
+    active = {row.op for row in patched.rows if row.state == "active"}
+    if patched.adapter.own:
+        called = {op for name in active for op in registry.get(name).calls}
+    else:
+        functions = {name for name, found in patched.candidates.items() if _has_function(found)}
+        called = functions & {op for name in active for op in registry.reached(name)}
+    return [
+        Row(patched.rank, op, f"{op}()", 0, "active", candidate=_candidate_label(patched.candidates.get(op)))
+        for op in sorted(called - active)
+    ]
+
+
+def _candidate_rows(patched: Patched) -> list[Row]:
+    """Rows of candidates that take part in no other row."""
+    made = []
+    for name, found in patched.candidates.items():
+        rows = [row for row in patched.rows if row.op == name]
+        if any(row.candidate for row in rows) if patched.adapter.own else rows:
+            continue
+        row = Row(patched.rank, name, f"{name}()", 0, "off")
+        if not patched.adapter.own:
+            text = f"candidate {found.path}: no module that was patched has or calls it"
+            row.explain({Reason(Kind.CANDIDATE_UNUSED, text): 0})
+        elif _has_function(found):  # the engine itself may call it, as it does `sampling`
+            row.candidate = _candidate_label(found)
+            row.explain({Reason(Kind.CANDIDATE_UNCALLED, "candidate: nothing has called it"): 0})
+        else:
+            text = f"candidate {found.path}: the model has no module of {', '.join(sorted(found.classes))}"
+            row.explain({Reason(Kind.CANDIDATE_UNUSED, text): 0})
+        made.append(row)
+    return made
+
+
+def _annotate(patched: Patched) -> None:
+    """Fill in which candidates and providers run in the active rows."""
+    wanted = Environment.read().provider
+    functions = {name for name, found in patched.candidates.items() if _has_function(found)}
+    for row in patched.rows:
+        if row.state != "active":
+            continue
+        row.inside = sorted(registry.reached(row.op) & functions)
+        op = registry.get(row.op).op
+        if op is not None and row.op in wanted:
+            op.order(_device(patched.model))  # raises ValueError for an unknown provider
+            row.provider = wanted[row.op]
+        if row.candidate and patched.adapter.own:
+            row.explain({Reason(Kind.CANDIDATE, "candidate"): 0})
+
+
+def _check(patched: Patched) -> None:
+    """Raise PatchError for a patch that is not what the request states."""
+    request, rows = patched.request, patched.rows
+    problems = [row for row in rows if not all(kind.harmless for kind in row.kinds)]
+    if request.strict and problems:
+        raise PatchError("strict: " + "; ".join(f"{r.op} ({r.host_class}): {r.reason}" for r in problems))
+    unused = [row for row in problems if Kind.CANDIDATE_UNUSED in row.kinds]
+    if patched.adapter.own and unused and not any(row.candidate for row in rows):
+        raise PatchError("; ".join(row.reason for row in unused))
+    if patched.adapter.whole and (problem := nothing_patched(rows, request)) is not None:
+        raise PatchError(problem)
 
 
 def _resolve(path: str) -> Any:

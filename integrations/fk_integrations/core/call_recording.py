@@ -1,7 +1,7 @@
-"""Recording in a host's process, for `fk-bench capture`: the calls of our ops, and how modules were constructed.
+"""Recording in a host's process, for `fk-bench capture`: calls of our ops, and constructor arguments of modules.
 
-The requests are record_start, whose options are fastkernels.capture.Limits, and record_stop with the options 'folder'
-and 'meta': rank 0 writes the folder. Constructors are recorded from the start of a process with FASTKERNELS_CAPTURE=1.
+The request record_start takes fastkernels.capture.Limits as options; record_stop takes 'folder' and 'meta', and rank 0
+writes the folder. With FASTKERNELS_CAPTURE=1 constructors are recorded from the start of the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _modules: Modules | None = None
 
 
 def modules_from_environment() -> None:
-    """Record constructors from here on, if FASTKERNELS_CAPTURE asks for it. Called by the plugins; may be repeated."""
+    """Record constructors from here on if FASTKERNELS_CAPTURE=1. Called by the plugins; a second call does nothing."""
     global _modules
     if _modules is None and Environment.read().capture:
         from fastkernels.capture import Modules
@@ -33,7 +33,7 @@ def start(options: dict[str, Any]) -> None:
 
 
 def stop(options: dict[str, Any], rank: int, model: Any) -> dict[str, Any]:
-    """End the recording; of rank 0, write it. Returns what the reply has of it."""
+    """End the recording; rank 0 writes it. Returns the reply's fields."""
     from fastkernels import capture
 
     recording = capture.stop()

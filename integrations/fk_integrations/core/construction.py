@@ -1,4 +1,4 @@
-"""fastkernels.patch('HOST'): a patch of every engine that is built from now on, asked for in the environment."""
+"""fastkernels.patch('HOST'): request a patch, through the environment, of every engine that is built from now on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 from fastkernels.core.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 from fk_integrations.core import reports
-from fk_integrations.core.apply import Adapter, plan
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import plan
 
 
 class BeforeConstruction:
-    """Sets FASTKERNELS and its companions, which the host's processes inherit; undo puts the old values back.
+    """Sets FASTKERNELS and its companions, which the host's processes inherit; undo restores the old values.
 
-    host       name of the host                     title      how it writes itself
+    host       name of the host
+    title      the host's own spelling of its name, for messages
     allowed    the host's variable that lists which plugins are loaded
-    version    the installed version, None where there is none
-    changed    called after every change: a process that has loaded its plugins must look again
+    version    the installed version, None if the host is not installed
+    changed    called after every change, for a process that has loaded its plugins already
     """
 
     def __init__(

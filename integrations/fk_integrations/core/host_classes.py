@@ -1,4 +1,4 @@
-"""Host classes that are recorded beside those that an op's SPEC names: what the next ops replace or build on."""
+"""Host classes that are recorded in addition to the targets: candidates for the next ops, and their bases."""
 
 from __future__ import annotations
 

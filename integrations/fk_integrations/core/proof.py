@@ -1,4 +1,4 @@
-"""Which kernels a process launched, from torch's profiler: the proof that ours run where CUDA graphs replay them."""
+"""Kernels that a process launched, from torch's profiler: the proof that ours run in replayed CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _profiler: list[Any] = []
 
 
 def start(device: Any) -> None:
-    """Begin to record kernels. Raises PatchError if that is under way."""
+    """Begin to record kernels. Raises PatchError if a recording is under way."""
     import torch
 
     if _profiler:
@@ -25,9 +25,9 @@ def start(device: Any) -> None:
 
 
 def stop() -> tuple[dict[str, int], dict[str, float]]:
-    """({kernel name: launches}, {kernel name: us of all of them}) since `start`; on the CPU, names of operators.
+    """({kernel name: launches}, {kernel name: total us}) since `start`; on a CPU, names of operators.
 
-    The CPU's calls of CUDA are among them, by their names.
+    CUDA runtime calls of the host are included under their names.
     """
     import torch
 
@@ -46,9 +46,9 @@ def stop() -> tuple[dict[str, int], dict[str, float]]:
 
 
 def kernel_names(op: str) -> list[str]:
-    """The names under which an op shows in a trace: its Triton kernels, and torch's name of it on the CPU.
+    """The names of an op in a trace: its Triton kernels, and torch's name for it on a CPU.
 
-    A module without an op of its own shows by the ops that it calls.
+    A module without an op of its own is found by the ops that it calls.
     """
     from triton.runtime.jit import KernelInterface
 
@@ -60,9 +60,9 @@ def kernel_names(op: str) -> list[str]:
 
 
 def prove(patched: Patched, kernels: dict[str, int]) -> None:
-    """Mark the active ops of which a kernel is in the trace."""
+    """Mark the active ops with a kernel in the trace."""
     for row in patched.rows:
-        # By its start: vLLM's fused_add_rms_norm_kernel holds our _rms_norm_kernel.
+        # By prefix: vLLM's fused_add_rms_norm_kernel contains our _rms_norm_kernel.
         names = tuple(kernel_names(row.op))
         if row.state == "active" and any(kernel.startswith(names) for kernel in kernels):
             patched.traced.add(row.op)

@@ -1,4 +1,4 @@
-"""$FASTKERNELS_REPORT/HOST-RANK-PID.json: what each patched process says of itself, kept fresh for killed servers."""
+"""$FASTKERNELS_REPORT/HOST-RANK-PID.json: the report of each patched process, kept current in case it is killed."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def start(host: str, rank: int, reply: Callable[[], dict[str, Any]]) -> None:
 
 
 def read(folder: str, host: str) -> list[dict[str, Any]]:
-    """All replies in the folder, in rank order, none older than this call."""
+    """All replies in the folder, in rank order, with current counters."""
     _write_all({})
     if any(not f.stem.endswith(f"-{os.getpid()}") for f in Path(folder or ".").glob(f"{host}-*.json")):
-        time.sleep(1.5 * PERIOD_S)  # the other processes write when their counters change
+        time.sleep(1.5 * PERIOD_S)  # until the other processes have written changed counters
     files = sorted(Path(folder).glob(f"{host}-*.json")) if folder else []
     return sorted((json.loads(f.read_text()) for f in files), key=lambda r: (r["rank"], r["pid"]))
 

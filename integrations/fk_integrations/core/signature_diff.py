@@ -1,4 +1,4 @@
-"""Compare our classes with the recorded signatures of the host classes that they stand in for."""
+"""Compare our classes with the recorded signatures of the host classes that they replace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
-from fk_integrations.core import versions as compat
+from fk_integrations.core.versions import PACKAGE, recorded
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def _default(value: Any) -> str:
 
 
 def signature_text(function: FunctionType, bound: bool) -> str:
-    """The text of a function's own parameters, as record.py writes it. Reads the code, so nothing set can fool it."""
+    """The text of a function's own parameters, in the recorder's form. Ignores `__signature__`."""
     code, defaults, kw = function.__code__, function.__defaults__ or (), function.__kwdefaults__ or {}
     names = code.co_varnames
     n, n_kw = code.co_argcount, code.co_kwonlyargcount
@@ -63,7 +63,7 @@ def signature_text(function: FunctionType, bound: bool) -> str:
 
 
 def our_signature(cls: type, method: str) -> str | None:
-    """The text of a method of ours; None if it is torch's or object's (inherited from outside the package)."""
+    """The text of our class's method; None if it is inherited from torch or object."""
     for base in cls.__mro__:
         found = base.__dict__.get(method)
         if found is not None:
@@ -86,7 +86,7 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
         methods.append("embedding")
     for method in methods:
         recorded = entry["methods"].get(method)
-        # Our one entry point stands for the host's dispatched methods; quant methods and backends keep the name.
+        # Our forward replaces the host's dispatched methods; quant methods and backends keep the host's name.
         name = "forward" if method == "forward_native" else method
         found = our_signature(ours, name)
         if recorded != found:
@@ -99,30 +99,30 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
 def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
     """Compare the target's class with the record of that version, which must have the target's path."""
     ours = registry.target_class(target)
-    found = difference(compat.recorded(target.host)[version]["classes"][target.path], ours)
+    found = difference(recorded(target.host)[version]["classes"][target.path], ours)
     reason = f"{found}. {target.note}" if found and target.note else found
     return Comparison(spec.name, target.host, version, target.cls, target.path, not found, reason)
 
 
 def hosts() -> list[str]:
-    """Hosts of which any version is recorded."""
-    return sorted({f.parents[1].name for f in compat.PACKAGE.glob("*/signatures/*.json")})
+    """Hosts with a recorded version."""
+    return sorted({f.parents[1].name for f in PACKAGE.glob("*/signatures/*.json")})
 
 
 def versions(host: str) -> list[str]:
     """The recorded versions of a host, oldest first."""
-    return sorted(compat.recorded(host), key=lambda v: tuple(int(part) for part in v.split(".")))
+    return sorted(recorded(host), key=lambda v: tuple(int(part) for part in v.split(".")))
 
 
 def comparisons(ops: list[str] | None = None) -> Iterator[Comparison]:
-    """Every op, host and recorded version. A path that a version lacks and the table picks is a difference."""
+    """Every op, host and recorded version. A path that a target names and the version lacks is a difference."""
     for name in registry.op_names() if ops is None else ops:
         spec = registry.get(name)
         for target in spec.targets:
             for version in versions(target.host):
                 if not target.applies_to(version):
                     continue
-                if target.path in compat.recorded(target.host)[version]["classes"]:
+                if target.path in recorded(target.host)[version]["classes"]:
                     yield compare(spec, target, version)
                 else:
                     missing = f"{target.path} is not in the record of {target.host} {version}"

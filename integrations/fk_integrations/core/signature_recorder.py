@@ -24,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fk_integrations.core import versions as compat
+from fk_integrations.core import versions
 from fk_integrations.core.host_classes import LISTED
 
 METHODS = (
@@ -36,7 +36,7 @@ MAX_HOPS = 8  # re-exports to follow until a name's definition
 
 
 class RecordError(ValueError):
-    """The source folder is not what was asked for; the message says what is missing."""
+    """The source folder lacks the package; the message names it."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ def _read_top_level(tree: ast.Module, into: Module, package: bool) -> None:
     while todo:
         node = todo.pop()
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            if not compat.is_overload(node):
+            if not versions.is_overload(node):
                 into.defined.setdefault(node.name, node)
         elif isinstance(node, ast.ImportFrom):
             parent = into.name.split(".") if package else into.name.split(".")[:-1]
@@ -156,18 +156,18 @@ def _is_static(node: ast.FunctionDef) -> bool:
 
 
 def describe(sources: Sources, path: str) -> dict[str, Any] | None:
-    """What is recorded of one class or function; None if the folder has none of that path."""
+    """The record of one class or function; None if the folder does not have that path."""
     module_name, _, name = path.partition(":")
     module = sources.module(module_name)
     if module is None or name not in module.defined:
         return None
     node = module.defined[name]
-    text = compat.source_of(module.source, name)
+    text = versions.source_of(module.source, name)
     assert text is not None, path
     entry: dict[str, Any] = {
         "file": module.file.relative_to(sources.root).as_posix(),
         "line": node.lineno,
-        "fingerprint": compat.fingerprint(text),
+        "fingerprint": versions.fingerprint(text),
     }
     methods: dict[str, str] = {}
     if isinstance(node, ast.FunctionDef):
@@ -209,14 +209,14 @@ def record(host: str, version: str, root: Path, paths: list[str]) -> dict[str, A
 
 
 def wanted(host: str) -> list[str]:
-    """Every path that an op's SPEC names for the host, and those listed for later."""
+    """Every path that a target names for the host, and the listed ones."""
     from fastkernels.core import registry
 
     named = [t.path for op in registry.op_names() for t in registry.get(op).targets_for(host)]
     return [*named, *LISTED.get(host, ())]
 
 
-def write(data: dict[str, Any], folder: Path = compat.PACKAGE) -> Path:
+def write(data: dict[str, Any], folder: Path = versions.PACKAGE) -> Path:
     file = folder / data["host"] / "signatures" / f"{data['version']}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What we know of each host version: signatures and source fingerprints, recorded from its wheel (record.py).
+"""The known versions of each host: signatures and source fingerprints, recorded from its wheels.
 
 HOST/signatures/VERSION.json: {"host", "version", "classes": {"module:Name": {"fingerprint", "call", "methods", ...}}}
 """
@@ -15,29 +15,31 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core.reasons import Kind, Reason
+
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _definition(module_source: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """A module's top-level class or function; of a function with typing overloads, what runs."""
+    """A module's top-level class or function; for a function with typing overloads, the implementation."""
     todo: list[ast.AST] = [ast.parse(module_source)]
     while todo:
         node = todo.pop()
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             if node.name == name and not is_overload(node):
                 return node
-        else:  # module, if, try: what they hold is at the top level too
+        else:  # the bodies of module, if and try are at the top level too
             todo.extend(reversed(list(ast.iter_child_nodes(node))))
     return None
 
 
 def is_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
-    """Whether this is one of a function's signatures for type checkers, and not the function."""
+    """Whether this is a typing overload, not the function itself."""
     return any(ast.unparse(d).rpartition(".")[2] == "overload" for d in node.decorator_list)
 
 
 def source_of(module_source: str, name: str) -> str | None:
-    """The lines of a module's top-level class or function, decorators included; None if it has none of that name."""
+    """The lines of a module's top-level class or function, decorators included; None if there is no such name."""
     node = _definition(module_source, name)
     if node is None:
         return None
@@ -46,7 +48,7 @@ def source_of(module_source: str, name: str) -> str | None:
 
 
 def fingerprint(source: str) -> str:
-    """A hash of the source text, but for blank lines and space at line ends. The same under every Python."""
+    """A hash of the source text without blank lines and trailing spaces. The same under every Python."""
     lines = [line.rstrip() for line in textwrap.dedent(source).splitlines() if line.strip()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -58,23 +60,24 @@ def recorded(host: str) -> dict[str, dict[str, Any]]:
     return {d["version"]: d for d in (json.loads(f.read_text()) for f in files)}
 
 
-def unknown(host: str, version: str, path: str, host_class: Any) -> str | None:
-    """None if this class's source is one that we know and runs, else the line that says why the op is off."""
+def unknown(host: str, version: str, path: str, host_class: Any) -> Reason | None:
+    """None if this class's source is a recorded one and its methods are unchanged, else why the op is off."""
     module, name = sys.modules[host_class.__module__], path.partition(":")[2]
     try:
         text = inspect.getsource(module)
     except OSError as error:
-        return f"the source of {path} cannot be read: {error}"
+        return Reason(Kind.UNKNOWN_VERSION, f"the source of {path} cannot be read: {error}")
     source = source_of(text, name)
     if source is None:
-        return f"{path} is not defined in {module.__name__}"
-    return unknown_source(host, version, path, fingerprint(source)) or replaced(text, name, host_class)
+        return Reason(Kind.UNKNOWN_VERSION, f"{path} is not defined in {module.__name__}")
+    line = unknown_source(host, version, path, fingerprint(source))
+    return Reason(Kind.UNKNOWN_VERSION, line) if line else replaced(text, name, host_class)
 
 
-def replaced(module_source: str, name: str, host_class: Any) -> str | None:
-    """None if the methods of this class are those of its source, else which one somebody has put in since.
+def replaced(module_source: str, name: str, host_class: Any) -> Reason | None:
+    """None if the methods of this class are those of its source, else which one other code has replaced.
 
-    Looked at are the methods without decorators: what a decorator makes of one is its own affair.
+    Only methods without decorators are compared: a decorator may return any object.
     """
     node, namespace = _definition(module_source, name), vars(sys.modules[host_class.__module__])
     for method in node.body if isinstance(node, ast.ClassDef) else []:
@@ -84,12 +87,12 @@ def replaced(module_source: str, name: str, host_class: Any) -> str | None:
         code = getattr(found, "__code__", None)
         where = (getattr(code, "co_name", None), getattr(code, "co_firstlineno", None))
         if getattr(found, "__globals__", None) is not namespace or where != (method.name, method.lineno):
-            return f"{name}.{method.name} was replaced by somebody else (it is {found!r})"
+            return Reason(Kind.REPLACED, f"{name}.{method.name} was replaced by other code (it is {found!r})")
     return None
 
 
 def unknown_source(host: str, version: str, path: str, found: str) -> str | None:
-    """None if `found` is the fingerprint of this path in a recorded version, else the line that says why not."""
+    """None if `found` is the fingerprint of this path in a recorded version, else a line that says why not."""
     known = {v: d["classes"][path]["fingerprint"] for v, d in recorded(host).items() if path in d["classes"]}
     if found in known.values():
         return None

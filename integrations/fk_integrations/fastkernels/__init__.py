@@ -1,0 +1,1 @@
+"""Our own engine as a host."""

@@ -1,16 +1,151 @@
-"""Our own engine as a host: its modules are ours already, so a patch puts a user's candidates into it."""
+"""Our own engine as a host. Its modules are ours already: a patch puts candidates in, and the report counts calls.
+
+A request is carried out in every rank of the engine. Graphs are captured again after all ranks have changed, because
+a capture runs collectives.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+from dataclasses import replace
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from fastkernels import __version__
+from fastkernels.core import registry
+from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply, change
 
 VARIABLE = "FASTKERNELS_CANDIDATES"
+Reply = dict[str, Any]
+
+
+class FastKernelsAdapter(Adapter):
+    """Targets are our classes in the model."""
+
+    host, version, own = "fastkernels", __version__, True
+
+    def targets(self, spec: OpSpec, model: Any) -> list[Target]:
+        modules = list(model.modules())
+        methods = [vars(m).get("quant_method") for m in modules]
+        found = {type(part): "module" for part in modules}
+        found |= {type(part): "quant_method" for part in methods if part is not None}
+        return [
+            Target(self.host, f"{cls.__module__}:{cls.__name__}", cls.__name__, seam, module=cls.__module__)
+            for cls, seam in found.items()
+            if _ops_by_class().get(cls) == spec.name
+        ]
+
+    def unknown(self, target: Target, host_class: Any) -> None:
+        """Our classes need no fingerprint."""
+
+
+@cache
+def _ops_by_class() -> dict[Any, str]:
+    """{class: op} of the classes with vLLM's signatures, which our models are built from."""
+    found: dict[Any, str] = {}
+    for name in registry.op_names():
+        for target in registry.get(name).targets_for("vllm"):
+            found.setdefault(registry.target_class(target), name)
+    return found
+
+
+# In every rank
+
+# Of the runners of this process: patches, and the rows of those without one.
+_patches: WeakKeyDictionary[Any, Patched] = WeakKeyDictionary()
+_unpatched: WeakKeyDictionary[Any, Patched] = WeakKeyDictionary()
+
+
+def carry_out(runner: Any, request: Request) -> Reply:
+    """One request in this rank, its graphs aside. An error is in the reply."""
+    patched = _patches.get(runner)
+    try:
+        if request.action == "patch":
+            if patched is not None:
+                raise PatchError("this engine is patched already: undo that first")
+            patched = _patches[runner] = _apply(runner, request)
+        elif request.action == "report":
+            patched = patched or _rows_only(runner)
+        elif patched is None:
+            raise PatchError("this engine is not patched")
+        elif request.action == "undo":
+            patched.undo()
+            del _patches[runner]
+        elif request.action == "reset":
+            patched.reset()
+        return _reply(runner.rank, patched.report())
+    except Exception as error:
+        return _reply(runner.rank, [], _text(error))
+
+
+def _rows_only(runner: Any) -> Patched:
+    """The rows of an engine without a patch."""
+    if runner not in _unpatched:
+        _unpatched[runner] = change(FastKernelsAdapter(), runner.model, Request("patch"), runner.rank)
+    return _unpatched[runner]
+
+
+def _apply(runner: Any, request: Request) -> Patched:
+    # Our engine has no host code to leave an op to: a disabled op only loses its candidate.
+    kept = {op: path for op, path in request.candidates.items() if op not in request.disable}
+    request = replace(request, candidates=kept, disable=())
+    return apply(FastKernelsAdapter(), runner.model, request, runner.rank)
+
+
+def _reply(rank: int, rows: list[dict[str, Any]], error: str | None = None) -> Reply:
+    head = {"rank": rank, "pid": os.getpid(), "host": "fastkernels", "version": __version__}
+    return {**head, "rows": rows, "error": error}
+
+
+def _text(error: Exception) -> str:
+    known = isinstance(error, (PatchError, LookupError, ValueError))
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+# In the process of the engine
+
+
+class EnginePatch:
+    """A patch of an engine, on all of its ranks."""
+
+    def __init__(self, engine: Any, request: Request):
+        """Put the request's candidates in; `replies` has the errors. Raises PatchError if graphs cannot be captured."""
+        self._engine, self._executor, self._changed = engine, engine.executor, bool(request.candidates)
+        self.replies: list[Reply] = self._executor.call(carry_out, request)
+        failed = [reply for reply in self.replies if reply["error"]]
+        if failed and len(failed) < len(self.replies):
+            self._executor.call(carry_out, Request("undo"))
+        self.failed = bool(failed)
+        if failed:
+            return
+        if self._changed:
+            try:
+                self._executor.call("capture")
+            except Exception as error:
+                if not getattr(error, "fatal", False):  # a fatal error has ended all ranks
+                    self.undo()
+                raise PatchError(f"the patched model cannot be captured: {error}") from error
+        engine.patched = self
+        engine.reset_prefix_cache()  # keys and values of other code
+
+    def call(self, request: Request) -> list[Reply]:
+        """Carry out 'report' or 'reset'."""
+        return self._executor.call(carry_out, request)
+
+    def undo(self) -> list[Reply]:
+        """Restore functions and classes, and capture graphs again if anything had changed."""
+        self._engine.patched = None
+        self._engine.reset_prefix_cache()
+        replies = self._executor.call(carry_out, Request("undo"))
+        if self._changed:
+            self._executor.call("capture")
+        return replies
 
 
 class FastKernelsHost:
@@ -28,21 +163,21 @@ class FastKernelsHost:
         kinds = (("llm", "LLM"), ("engine", "Engine"), ("async_llm", "AsyncLLM"))
         loaded = [(sys.modules.get(f"fastkernels.engine.{module}"), name) for module, name in kinds]
         return any(
-            module is not None and isinstance(target, getattr(module, name)) for module, name in loaded
+            module is not None and isinstance(target, getattr(module, name, ())) for module, name in loaded
         )
 
-    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
+    def call(self, target: Any, request: Request) -> list[Reply]:
         if isinstance(target, str):
             return [self._by_name(request)]
         engine = _engine(target)
         if hasattr(target, "call"):  # AsyncLLM: its own thread steps the engine
-            return target.call(lambda: _carry_out(engine, request)).result()
-        return _carry_out(engine, request)
+            return target.call(lambda: _call(engine, request)).result()
+        return _call(engine, request)
 
-    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
+    async def call_async(self, target: Any, request: Request) -> list[Reply]:
         return await asyncio.to_thread(self.call, target, request)
 
-    def _by_name(self, request: Request) -> dict[str, Any]:
+    def _by_name(self, request: Request) -> Reply:
         if request.action == "patch":
             pairs = [f"{op}={os.path.abspath(path)}" for op, path in request.candidates.items()]
             self._before.append(os.environ.get(VARIABLE))
@@ -52,9 +187,7 @@ class FastKernelsHost:
             os.environ.pop(VARIABLE, None)
             if before is not None:
                 os.environ[VARIABLE] = before
-        from fastkernels.engine import candidates
-
-        return candidates.reply(0, [])
+        return _reply(0, [])
 
 
 def _engine(target: Any) -> Any:
@@ -64,30 +197,23 @@ def _engine(target: Any) -> Any:
     return target
 
 
-def _carry_out(engine: Any, request: Request) -> list[dict[str, Any]]:
+def _call(engine: Any, request: Request) -> list[Reply]:
     """One request in the thread of the engine, on all of its ranks. Errors come back in a reply."""
-    from fastkernels.engine import candidates
-
     patched = engine.patched
     try:
+        if request.action == "report":
+            return engine.executor.call(carry_out, request)
         if request.action == "patch":
             if patched is not None:
                 raise PatchError("this engine is patched already: undo that first")
             if engine.has_unfinished_requests():
                 raise PatchError("the engine has requests under way: wait until it is idle")
-            engine.patched = candidates.Patched(engine.executor, request)
-            engine.reset_prefix_cache()  # keys and values of other code
-            return engine.patched.replies
+            return EnginePatch(engine, request).replies
         if patched is None:
             raise PatchError("this engine is not patched")
-        if request.action == "undo":
-            engine.patched = None
-            engine.reset_prefix_cache()
-            return patched.undo()
-        return patched.reset() if request.action == "reset" else patched.report()
+        return patched.undo() if request.action == "undo" else patched.call(request)
     except Exception as error:
-        known = isinstance(error, (PatchError, LookupError, ValueError))
-        return [candidates.reply(0, [], str(error) if known else f"{type(error).__name__}: {error}")]
+        return [_reply(0, [], _text(error))]
 
 
 HOST = FastKernelsHost()

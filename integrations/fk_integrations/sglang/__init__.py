@@ -1,0 +1,1 @@
+"""SGLang as a host."""

@@ -1,9 +1,9 @@
-"""SGLang's attention backends: decode and extend through our ops, on SGLang's own KV pool and the backend's metadata.
+"""SGLang's attention backends: decode and extend through our ops, on SGLang's KV pool and the backend's metadata.
 
-`__class__` of the live backend instance is swapped: model runner, graph runners and hybrid wrappers all hold that
-instance, and keep it. What a step asks for and we have no kernel for goes to the host's own method, counted with a
-reason. The decode metadata of a captured graph are static buffers: we pass the same tensors, and as the largest
-number of keys what the page table has room for, which holds for every replay.
+`__class__` of the live backend instance is swapped, because the model runner, graph runners and hybrid wrappers all
+hold that instance. A step that our kernels do not support goes to the host's own method, counted with a reason. The
+decode metadata of a captured graph are static buffers: our ops read the same tensors, and get the page table's
+capacity as the largest number of keys, which holds for every replay.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fk_integrations.core import versions as compat
-from fk_integrations.core.apply import Journal
+from fastkernels.core.reasons import Kind, Reason
+from fk_integrations.core import versions
+from fk_integrations.core.journal import Journal
 
 FLASH = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
 NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
 MODES = ("DECODE", "EXTEND", "MIXED")
 NO_DECODE = "a batch with more than one token of a sequence"
-NOT_FASTER = "a decode of a batch and context where no table says that ours is faster"
+NOT_FASTER = "a decode of a batch and context that no table lists as faster"
 
 
 def attention_shape(runner: Any, layer: Any) -> tuple[Any, ...]:
-    """A RadixAttention's values of the shape of attention_decode's Key; None: backends that we know do not say it."""
+    """A RadixAttention's values for attention_decode's Key; None among them: not the same in all known backends."""
     known = [b for b in backends(runner) if _path(type(b)) in _STEPS]
     blocks = {1 if _path(type(b)) == NATIVE else b.page_size for b in known}
     dtypes = {b.token_to_kv_pool.dtype for b in known}
@@ -34,26 +35,28 @@ def attention_shape(runner: Any, layer: Any) -> tuple[Any, ...]:
 
 def swap_attention(
     runner: Any, layer: Any, version: str, journal: Journal, by_table: bool = False
-) -> str | None:
-    """Put our kernels behind a RadixAttention, in every backend of the runner that we know. None, or why not.
+) -> Reason | None:
+    """Put our kernels behind a RadixAttention, in every known backend of the runner. None, or why not.
 
-    by_table: see Adapter.swap_attention; a step that is the host's stores its keys and values itself.
+    by_table: see Adapter.swap_attention; in a step that stays the host's, the host stores keys and values.
     """
-    reason = _unsupported_layer(runner, layer)
-    if reason is not None:
-        return reason
-    reasons = []
+    if (text := _unsupported_layer(runner, layer)) is not None:
+        return Reason(Kind.UNSUPPORTED, text)
+    reasons: list[Reason] = []
     for backend in backends(runner):
         reason = _swap_backend(runner, backend, version, journal, by_table)
         if reason is None:
             type(backend).fastkernels_layers.add(layer)
         else:
             reasons.append(reason)
-    return None if len(reasons) < len(backends(runner)) else "; ".join(dict.fromkeys(reasons))
+    if len(reasons) < len(backends(runner)):
+        return None
+    kind = reasons[0].kind if reasons else Kind.UNSUPPORTED
+    return Reason(kind, "; ".join(dict.fromkeys(reason.text for reason in reasons)))
 
 
 def backends(runner: Any) -> list[Any]:
-    """The runner's attention backends and those that they are made of (hybrid, two-batch overlap), each once."""
+    """The runner's attention backends and the parts of composed ones (hybrid, two-batch overlap), each once."""
     found: list[Any] = []
     todo = [getattr(runner, name, None) for name in ("attn_backend", "decode_attn_backend")]
     todo += getattr(runner, "decode_attn_backend_group", None) or []
@@ -71,19 +74,22 @@ def _path(host_class: type) -> str:
     return f"{host_class.__module__}:{host_class.__qualname__}"
 
 
-def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal, by_table: bool) -> str | None:
+def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:
     host_class: Any = type(backend)
     if hasattr(host_class, "fastkernels_layers"):
         return None
     path = _path(host_class)
     if path not in _STEPS:
-        return f"the attention backend is {path}; known: {', '.join(_STEPS)}"
-    reason = compat.unknown("sglang", version, path, host_class) or _unsupported_backend(runner, backend)
-    if reason is not None:
-        return reason
-    backend.__class__ = _implementation(host_class, _STEPS[path], by_table)
-    journal.add(lambda: setattr(backend, "__class__", host_class))
-    return None
+        return Reason(Kind.UNSUPPORTED, f"the attention backend is {path}; known: {', '.join(_STEPS)}")
+    reason = versions.unknown("sglang", version, path, host_class)
+    patched = [name for name in ("forward", "forward_decode", "forward_extend") if name in vars(backend)]
+    if reason is None and patched:
+        reason = Reason(Kind.REPLACED, f"its {patched[0]} was replaced by other code")
+    if reason is None and (text := _unsupported_backend(runner, backend)) is not None:
+        reason = Reason(Kind.UNSUPPORTED, text)
+    if reason is None:
+        journal.set_class(backend, _implementation(host_class, _STEPS[path], by_table))
+    return reason
 
 
 # What is not supported
@@ -101,7 +107,7 @@ def _unsupported_layer(runner: Any, layer: Any) -> str | None:
         return f"position encoding and capping of {kinds} are not supported"
     if layer.xai_temperature_len > 0:
         return "a temperature by length is not supported"
-    # Every layer of an FP8 model has scales, which the host uses where the cache has a dtype of its own.
+    # Every layer of an FP8 model has scales; the host uses them only if the cache has a dtype of its own.
     scaled = layer.k_scale is not None or layer.v_scale is not None
     if scaled and runner.server_args.kv_cache_dtype != "auto":
         return "scaled keys and values are not supported"
@@ -109,9 +115,6 @@ def _unsupported_layer(runner: Any, layer: Any) -> str | None:
 
 
 def _unsupported_backend(runner: Any, backend: Any) -> str | None:
-    named = [name for name in ("forward", "forward_decode", "forward_extend") if name in vars(backend)]
-    if named:
-        return f"its {named[0]} was replaced by somebody else"
     pool: Any = backend.token_to_kv_pool
     if type(pool).__name__ != "MHATokenToKVPool":
         return f"a KV pool of {type(pool).__name__} is not supported"
@@ -160,7 +163,7 @@ def _unsupported_step(q: Any, batch: Any, pool: Any, extra: dict[str, Any]) -> s
 
 
 class Step(NamedTuple):
-    """block_table: [B, pages], seq_lens: [B] int32, cu_seqlens_q: [B + 1] int32 (None where a batch only decodes)."""
+    """block_table: [B, pages], seq_lens: [B] int32, cu_seqlens_q: [B + 1] int32 (None for a batch of decodes)."""
 
     block_size: int
     block_table: Any
@@ -178,7 +181,7 @@ def _flash_step(backend: Any, batch: Any) -> Step | str:
 
 
 def _native_step(backend: Any, batch: Any) -> Step | str:
-    """torch_native plans nothing: its metadata are the batch's, and a page is one slot."""
+    """torch_native has no plan of its own: its metadata are the batch's, and a page is one slot."""
     import torch
 
     lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
@@ -200,7 +203,7 @@ _STEPS: dict[str, Callable[[Any, Any], Step | str]] = {FLASH: _flash_step, NATIV
 def _implementation(
     host_class: Any, step_of: Callable[[Any, Any], Step | str], by_table: bool = False
 ) -> type:
-    """A subclass of the backend's class for one patch; `fastkernels_layers` are the layers that it serves."""
+    """A subclass of the backend's class for one patch; `fastkernels_layers` holds the layers that it serves."""
     from fastkernels.overrides.attention.attention import explicitly_requested
     from fastkernels.overrides.attention.attention_decode import attention_decode
     from fastkernels.overrides.attention.attention_prefill import attention_prefill
@@ -211,7 +214,7 @@ def _implementation(
     def attend(
         self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool, step: Step, choosy: bool
     ) -> Any:
-        """The result; None, and nothing is done, if `choosy` and no table says that ours is faster."""
+        """The result; None, with nothing done, if `choosy` and no table lists this decode as faster."""
         shape = (-1, step.block_size, layer.tp_k_head_num, layer.head_dim)
         key_cache, value_cache = (t.view(shape) for t in self.token_to_kv_pool.get_kv_buffer(layer.layer_id))
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
@@ -228,7 +231,7 @@ def _implementation(
         if batch.forward_mode.name == "DECODE":
             out = attention_decode(*decode)
         else:
-            out = attention_prefill(  # rows of padding are not defined, as those of the host's own kernels
+            out = attention_prefill(  # rows of padding are undefined, as in the host's own kernels
                 q, key_cache, value_cache, step.cu_seqlens_q, step.seq_lens, step.block_table, step.max_seqlen_q,
                 *rest, 1.0, 1.0, False,
             )  # fmt: skip

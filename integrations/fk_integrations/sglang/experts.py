@@ -1,8 +1,8 @@
-"""SGLang's mixtures of experts: what runs them inside a layer that stays the host's.
+"""SGLang's mixtures of experts: the object that runs the experts is replaced inside layers that stay SGLang's.
 
 A layer's router, the exchange of tokens and the all-reduce stay SGLang's. The runner that the layer's method calls
-with its weights becomes an instance of a subclass. Only where the op is named: the tables have no times of SGLang's
-own kernels.
+with the weights becomes an instance of a subclass. This happens only when the op is requested: the tables have no
+measurements of SGLang's own kernels.
 """
 
 from __future__ import annotations
@@ -11,46 +11,44 @@ from functools import cache
 from typing import Any
 
 from fastkernels.core import registry
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.moe.arguments import refuse
 from fastkernels.overrides.moe.fused_experts_fp8 import check_scales
 from fastkernels.overrides.moe.sglang import quant_of, refuse_config
-from fk_integrations.core import versions as compat
-from fk_integrations.core.adapter import Journal
-from fk_integrations.seams.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core import versions
+from fk_integrations.core.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core.journal import Journal
 
 _MOE = "sglang.srt.layers.moe"
 RUNNER = f"{_MOE}.moe_runner.runner:MoeRunner"
-# What a runner calls where its weights are as a checkpoint has them, [E, 2 I, H] with the gates first and [E, H, I]
+# The function of runners with weights in the checkpoint's order: [E, 2 I, H] with the gates first, and [E, H, I]
 PLAIN = f"{_MOE}.moe_runner.triton:fused_experts_none_to_triton"
 NOT_MEASURED = (
-    "the tables compare with vLLM's kernels: SGLang's own were not measured, name the op to have it in"
+    "the tables compare with vLLM's kernels: SGLang's own were not measured; request the op to use ours"
 )
 
 
 def experts(module: Any) -> Any:
-    """What runs a FusedMoE layer's experts: its method's runner, or the method where that has none; else None."""
+    """The object that runs a FusedMoE layer's experts: its method's runner, or the method itself; else None."""
     if not hasattr(module, "moe_runner_config"):
         return None
     method = method_of(module)
     return getattr(method, "runner", None) or method
 
 
-def swap_experts(module: Any, ours: Any, version: str, journal: Journal) -> str | None:
+def swap_experts(module: Any, ours: Any, version: str, journal: Journal) -> Reason | None:
     """Have a layer's experts run ours, on its own weights. None, or why not."""
-    reason = unsupported(module)
-    if reason is not None:
-        return reason
+    if (text := unsupported(module)) is not None:
+        return Reason(Kind.UNSUPPORTED, text)
     runner = experts(module)
     host_class: Any = type(runner)
-    reason = compat.unknown("sglang", version, RUNNER, host_class)
+    reason = versions.unknown("sglang", version, RUNNER, host_class)
     if reason is None and "run" in vars(runner):
-        reason = "the run of its runner was replaced by somebody else"
-    if reason is not None:
-        return reason
-    op = registry.get("fused_experts_fp8" if in_float8(module) else "fused_experts").op
-    runner.__class__ = _implementation(host_class, ours, op.name)
-    journal.add(lambda: setattr(runner, "__class__", host_class))
-    return None
+        reason = Reason(Kind.REPLACED, "the run of its runner was replaced by other code")
+    if reason is None:
+        op = registry.get("fused_experts_fp8" if in_float8(module) else "fused_experts").op
+        journal.set_class(runner, _implementation(host_class, ours, op.name))
+    return reason
 
 
 def unsupported(module: Any) -> str | None:
@@ -102,7 +100,7 @@ def unsupported_call(dispatch_output: Any, quant_info: Any, lora_info: Any) -> s
 
 @cache
 def _implementation(host: type, ours: Any, name: str) -> type:
-    """A subclass of the host's runner with the run of `ours`, for calls that it takes; the op `name` counts others."""
+    """A subclass of the host's runner with the run of `ours`; the op `name` counts calls that stay the host's."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     host_class: Any = host

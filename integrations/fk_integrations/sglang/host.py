@@ -1,8 +1,8 @@
-"""SGLang: found by `fastkernels.patch`, loaded by SGLang's own plugin entry point, patched in each scheduler process.
+"""SGLang: found by `fastkernels.patch`, loaded by SGLang's plugin entry point, patched in each scheduler process.
 
-Known: 0.5.16, 0.5.17 and 0.5.23. Asleep, the plugin only adds Scheduler.fastkernels_rpc. What is done in a
-scheduler is in sglang_live.py. Engine.collective_rpc returns no value and hides the errors of all ranks but the
-first, so each rank answers in a file of a folder that the request names.
+Known: 0.5.16, 0.5.17 and 0.5.23. Asleep, the plugin only adds Scheduler.fastkernels_rpc; scheduler.py carries out
+requests. Engine.collective_rpc returns no value and hides the errors of all ranks but the first, so that each rank
+writes its reply to a file in a folder that the request names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fk_integrations.core.construction import BeforeConstruction
 
 RPC = "fastkernels_rpc"
 SCHEDULER = "sglang.srt.managers.scheduler"
-IDLE_WAIT_S = 10.0  # a request that has just been answered leaves the scheduler a step or two later
+IDLE_WAIT_S = 10.0  # an answered request leaves the scheduler a step or two later
 REPLY_WAIT_S = 120.0  # of the other pipeline stages, after the first stage has answered
 
 
@@ -42,20 +42,19 @@ def installed_version() -> str | None:
 
 def fastkernels_rpc(self: Any, request: str) -> None:
     """Scheduler.fastkernels_rpc: carry out a Request (JSON, with 'folder': where the reply is to be written)."""
-    from fk_integrations.sglang import scheduler as sglang_live
+    from fk_integrations.sglang import scheduler
 
-    sglang_live.answer(self, request)
+    scheduler.answer(self, request)
 
 
 def register() -> None:
     """The plugin. With FASTKERNELS=1 a scheduler patches its model as soon as it is loaded, or does not start.
 
-    A request that cannot be met raises here (plugin.py ends the process); all else is done by the scheduler itself,
-    whose errors end the start.
+    An invalid request raises here (plugin.py ends the process). The scheduler does the rest; its errors end the start.
     """
     module = sys.modules.get(
         SCHEDULER
-    )  # imported already wherever a Scheduler can be built: it loads the plugins
+    )  # imported in every process that can build a Scheduler: it loads plugins
     scheduler = getattr(module, "Scheduler", None)
     if scheduler is not None:
         setattr(scheduler, RPC, fastkernels_rpc)
@@ -73,9 +72,9 @@ def _patches_its_model(stock: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from fk_integrations.sglang import scheduler as sglang_live
+        from fk_integrations.sglang import scheduler
 
-        sglang_live.patch_after_loading()
+        scheduler.patch_after_loading()
         stock(self, *args, **kwargs)
 
     __init__.fastkernels_stock = stock  # type: ignore[attr-defined]
@@ -115,7 +114,7 @@ class SglangHost:
             if not any(r.get("busy") for r in replies) or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        # A step only where something was changed and taken back: an engine whose memory is released dies of one.
+        # No step after a refusal: nothing was changed, and a step crashes an engine with released memory.
         failed = any(r.get("error") and not r.get("refused") for r in replies)
         if failed and request.action in ("patch", "undo") and any(r.get("graphs") for r in replies):
             _check_one_step(target, replies)
@@ -170,7 +169,7 @@ def _collect(folder: Path) -> list[dict[str, Any]]:
 
 
 def _check_one_step(engine: Any, replies: list[dict[str, Any]]) -> None:
-    """After a failure: a step of the restored engine; what goes wrong is added to the first error."""
+    """Run a step of the restored engine after a failure; add its error to the first one."""
     first = next(r for r in replies if r.get("error"))
     try:
         engine.generate(input_ids=[[1, 2, 3]], sampling_params={"temperature": 0, "max_new_tokens": 2})

@@ -1,7 +1,7 @@
-"""Inside a scheduler process of SGLang: the adapter, a live patch with its CUDA graphs, and the answers to requests.
+"""SGLang's scheduler process: the adapter, a live patch with its CUDA graphs, and the replies to requests.
 
-A captured CUDA graph replays the code that was there when it was captured, so after a live swap graphs are captured
-again; the old ones stay alive until the new are there. Ranks agree before each step that involves collectives.
+A captured CUDA graph replays the code of its capture, so after a live swap all graphs are captured again; the old ones
+stay alive until the new ones exist. Ranks agree before each step that involves collectives.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core.dispatch import Provider
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core import call_recording as recording
-from fk_integrations.core import proof as trace
-from fk_integrations.core import reports
-from fk_integrations.core.apply import Adapter, Journal, Patched, apply
+from fk_integrations.core import call_recording, proof, reports
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.journal import Journal
+from fk_integrations.sglang import attention, experts, own_kernels
 from fk_integrations.sglang.attention import backends
 from fk_integrations.sglang.host import installed_version
 
@@ -28,17 +31,18 @@ _patched: list[Patched] = []  # at most one: a scheduler process has one target 
 
 
 class Refused(PatchError):
-    """Nothing was changed, and nothing was run: the engine is what it was before the request."""
+    """Nothing was changed or run: the engine is as it was before the request."""
 
 
 class Busy(Refused):
-    """The engine is not idle; the caller may ask again."""
+    """The engine is not idle; the caller may try again."""
 
 
 class SglangAdapter(Adapter):
-    """What is special about SGLang's modules."""
+    """SGLang's modules."""
 
     host = "sglang"
+    faster_on_cpu = True
 
     def __init__(self, model_runner: Any = None):
         self.version = installed_version() or ""
@@ -49,39 +53,33 @@ class SglangAdapter(Adapter):
         on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
         return "--enable-deterministic-inference" if on else None
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | str | None:
-        from fk_integrations.sglang import attention as sglang_attention
-        from fk_integrations.sglang import experts as sglang_experts
+    def providers(self) -> Mapping[str, Provider]:
+        return own_kernels.providers()
 
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
         if op.name == "attention_decode":
-            return sglang_attention.attention_shape(self.model_runner, module)
+            return attention.attention_shape(self.model_runner, module)
         if op.name in ("fused_experts", "fused_experts_fp8"):
-            return sglang_experts.unsupported(module) or sglang_experts.NOT_MEASURED
+            return Reason(Kind.LEFT_TO_HOST, experts.unsupported(module) or experts.NOT_MEASURED)
         return super().shape(op, module)
 
     def experts(self, module: Any) -> Any:
-        from fk_integrations.sglang import experts as sglang_experts
+        return experts.experts(module)
 
-        return sglang_experts.experts(module)
+    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        return experts.swap_experts(module, ours, self.version, journal)
 
-    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
-        from fk_integrations.sglang import experts as sglang_experts
-
-        return sglang_experts.swap_experts(module, ours, self.version, journal)
-
-    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
-        from fk_integrations.sglang import attention as sglang_attention
-
-        return sglang_attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
+    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        return attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
 
 
 # At start, with FASTKERNELS=1
 
 
 def patch_after_loading() -> None:
-    """Have ModelRunner.init_attention_backends end with the patch that the environment asks for.
+    """Have ModelRunner.init_attention_backends end with the patch that the environment requests.
 
-    The model is loaded then, and no graph is captured yet. Draft models are left alone.
+    At that point the model is loaded and no graph is captured. Draft models are not patched.
     """
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -115,7 +113,7 @@ def _apply(model_runner: Any, request: Request) -> Patched:
 
 
 def answer(scheduler: Any, request: str) -> None:
-    """Carry out one request and write the reply to FOLDER/RANK.json. Nothing is raised: SGLang would hide it."""
+    """Carry out one request and write the reply to FOLDER/RANK.json. Errors go there too: SGLang would hide them."""
     raw = json.loads(request)
     extra: dict[str, Any] = {}
     try:
@@ -192,13 +190,13 @@ def _undo(scheduler: Any, request: Request) -> None:
 
 
 def _take_back() -> None:
-    """Classes and candidates as they were before a patch that failed."""
+    """Restore classes and candidates after a patch that failed."""
     while _patched:
         _patched.pop().undo()
 
 
 def _refuse(scheduler: Any, runner: Any) -> None:
-    """Raise Refused if this engine cannot be changed now, or not while it lives."""
+    """Raise Refused if this engine cannot be changed now, or not without a restart."""
     if not scheduler.is_fully_idle():
         raise Busy("the engine has unfinished requests: let them finish (or abort them), then patch or undo")
     released = sorted(scheduler.weight_updater.offload_tags)
@@ -238,20 +236,20 @@ def _agree(scheduler: Any, error: str | None, back: Callable[[], None]) -> None:
 
 
 def _captured(runner: Any) -> dict[str, Any]:
-    """The runners that replay graphs, by their attribute; an EagerRunner stands where graphs are off."""
+    """The runners that replay graphs, by attribute. With graphs off, an EagerRunner takes their place."""
     names = ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")
     found = {name: getattr(runner, name, None) for name in names}
     return {k: v for k, v in found.items() if v is not None and type(v).__name__ != "EagerRunner"}
 
 
 def _recapture(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
-    """Capture all graphs again with the classes that are in place. If a rank fails: `back()`, and the old graphs."""
+    """Capture all graphs again with the current classes. If a rank fails: `back()`, and the old graphs."""
     if not _captured(runner):
         return
     import torch
 
     _capture_or_restore(scheduler, runner, back)
-    gc.collect()  # the old graphs, which nothing holds any more
+    gc.collect()  # the old graphs
     torch.cuda.empty_cache()
 
 
@@ -285,13 +283,13 @@ def _capture(runner: Any) -> None:
     torch.cuda.synchronize()
     lost = sorted(before - set(_captured(runner)))
     if lost:
-        raise PatchError(f"SGLang did not capture its graphs again ({', '.join(lost)} is gone)")
+        raise PatchError(f"SGLang did not capture its graphs again ({', '.join(lost)} is missing)")
 
 
 class _Snapshot:
-    """Graph runners, and the attention backends' buffers that their graphs read, as they are now.
+    """The current graph runners, and the buffers of attention backends that their graphs read.
 
-    A capture allocates the buffers of a backend anew (init_cuda_graph_state): graphs and buffers belong together.
+    A capture allocates new buffers in a backend (init_cuda_graph_state): graphs and buffers belong together.
     """
 
     def __init__(self, runner: Any):
@@ -322,22 +320,22 @@ def _reset(scheduler: Any, request: Request) -> None:
 
 
 def _trace_start(scheduler: Any, request: Request) -> None:
-    trace.start(_runner(scheduler).device)
+    proof.start(_runner(scheduler).device)
 
 
 def _trace_stop(scheduler: Any, request: Request) -> dict[str, Any]:
-    kernels, us = trace.stop()
+    kernels, us = proof.stop()
     if _patched:
-        trace.prove(_patched[0], kernels)
+        proof.prove(_patched[0], kernels)
     return {"kernels": kernels, "us": us}
 
 
 def _record_start(scheduler: Any, request: Request) -> None:
-    recording.start(dict(request.options))
+    call_recording.start(dict(request.options))
 
 
 def _record_stop(scheduler: Any, request: Request) -> dict[str, Any]:
-    return recording.stop(dict(request.options), _rank_and_world()[0], _runner(scheduler).model)
+    return call_recording.stop(dict(request.options), _rank_and_world()[0], _runner(scheduler).model)
 
 
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {

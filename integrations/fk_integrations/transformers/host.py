@@ -1,8 +1,8 @@
-"""transformers: norms and gated MLPs of a live model, by what their forward says, not by their names; activations.
+"""transformers: norms, gated MLPs and activations of a live model.
 
-transformers repeats the same few lines under a hundred class names, so such a class is known by the fingerprint of
-its forward's body; the classes that SPEC lists are examples, and what the signatures are compared with. An activation
-is one class, which all models share: it is known by its path and the fingerprint of its source, as in other hosts.
+transformers repeats the same few lines under a hundred class names. Norms and MLPs are therefore recognized by a
+fingerprint of their forward's body; the listed targets are examples, used to compare signatures. An activation is one
+class that all models share, recognized by its path and the fingerprint of its source, as in other hosts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import inspect
 import os
 import sys
 import textwrap
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core import versions as compat
-from fk_integrations.core.apply import Adapter, Patched, apply
+from fk_integrations.core import versions
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply
 
 STATE = "_fastkernels_patched"
 # {op: {fingerprint of a forward's body: a class that has it}}
@@ -43,27 +46,25 @@ def installed_version() -> str | None:
 
 
 def forward_fingerprint(cls: Any) -> str:
-    """The fingerprint of the body of the forward that the class has now, '' if its source cannot be read."""
+    """The fingerprint of the current forward's body, '' if its source cannot be read."""
     return _body_fingerprint(getattr(cls.__dict__.get("forward"), "__code__", None))
 
 
 @cache
 def _body_fingerprint(code: Any) -> str:
     try:
-        source = textwrap.dedent(
-            inspect.getsource(code)
-        )  # of the code: a wrapper would answer for what it wraps
+        source = textwrap.dedent(inspect.getsource(code))  # not of the function, which may be a wrapper's
     except (OSError, TypeError):
         return ""
     function = ast.parse(source).body[0]
     if not isinstance(function, ast.FunctionDef):
         return ""
     lines = source.splitlines()[function.body[0].lineno - 1 : function.end_lineno]
-    return compat.fingerprint("\n".join(lines))
+    return versions.fingerprint("\n".join(lines))
 
 
 class TransformersAdapter(Adapter):
-    """Targets are the classes of the model itself whose forward we know, and the activations that SPECs name."""
+    """Targets are the model's classes with a known forward, and the listed activations."""
 
     host = "transformers"
 
@@ -80,18 +81,12 @@ class TransformersAdapter(Adapter):
             paths = {f"{c.__module__}:{c.__qualname__}" for c in classes}
             return [t for t in listed if t.path in paths]
         return [
-            Target(
-                self.host,
-                f"{c.__module__}:{c.__qualname__}",
-                listed[0].cls,
-                listed[0].seam,
-                default=listed[0].default,
-            )
+            replace(listed[0], path=f"{c.__module__}:{c.__qualname__}", note="")
             for c, module in classes.items()
             if forward_fingerprint(c) in known and all(hasattr(module, a) for a in ATTRIBUTES[spec.name])
         ]
 
-    def unknown(self, target: Target, host_class: Any) -> str | None:
+    def unknown(self, target: Target, host_class: Any) -> Reason | None:
         if any(forward_fingerprint(host_class) in known for known in FORWARDS.values()):
             return None  # `targets` has compared the source
         return super().unknown(target, host_class)
@@ -148,7 +143,7 @@ class TransformersHost:
 
 
 def _forget_compiled(model: Any) -> None:
-    """Code that torch.compile made of the model is for the old classes: it is compiled again on the next call."""
+    """Drop code that torch.compile made for the old classes; the next call compiles again."""
     import torch
 
     compiled = (

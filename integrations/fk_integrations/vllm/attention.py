@@ -1,4 +1,4 @@
-"""vLLM's attention implementations: what is replaced inside a layer that stays the host's."""
+"""vLLM's attention implementations, which are replaced inside layers that stay vLLM's."""
 
 from __future__ import annotations
 
@@ -7,46 +7,47 @@ from typing import Any
 
 import torch
 
-from fk_integrations.core import versions as compat
-from fk_integrations.core.apply import Journal
+from fastkernels.core.reasons import Kind, Reason
+from fk_integrations.core import versions
+from fk_integrations.core.journal import Journal
 
 FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
 NO_DECODE = "a batch with more than one token of a sequence"
-NOT_FASTER = "a decode of a batch and context where no table says that ours is faster"
+NOT_FASTER = "a decode of a batch and context that no table lists as faster"
 
 
 def attention_shape(module: Any) -> tuple[Any, ...]:
-    """An Attention layer's values of the shape of attention_decode's Key. Blocks: not before the cache is there."""
+    """An Attention layer's values for attention_decode's Key. The block size is unknown until the cache exists."""
     heads = module.num_heads, module.num_kv_heads, module.head_size
     return *heads, None, module.sliding_window or 0, module.kv_cache_torch_dtype
 
 
-def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_table: bool) -> str | None:
+def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_table: bool) -> Reason | None:
     """Put our kernels behind an Attention layer, on the KV cache of vLLM's FlashAttention backend. None, or why not.
 
     The layer, its cache layout and its metadata builder stay; `layer.impl` becomes an instance of a subclass.
-    by_table: see Adapter.swap_attention. What a captured graph replays is what its capture decided.
+    by_table: see Adapter.swap_attention. A captured graph replays the choice that was made at its capture.
     """
     impl = getattr(module, "impl", None)
     found = f"{type(impl).__module__}:{type(impl).__qualname__}"
     if found != FLASH_ATTN:
         note = ": its KV cache is packed for the CPU's own kernels" if "cpu_attn" in found else ""
-        return f"the attention backend is {found}, not {FLASH_ATTN}{note}"
-    reason = compat.unknown("vllm", version, FLASH_ATTN, type(impl)) or _unsupported(impl, config)
+        return Reason(Kind.UNSUPPORTED, f"the attention backend is {found}, not {FLASH_ATTN}{note}")
     if any(name in vars(impl) for name in ("forward", "do_kv_cache_update")):
-        reason = "the backend's forward was replaced by somebody else"
-    if reason is not None:
-        return reason
+        return Reason(Kind.REPLACED, "the backend's forward was replaced by other code")
     host_class: Any = type(impl)
-    impl.__class__ = _implementation(host_class, by_table, config.model_config.max_model_len)
-    journal.add(lambda: setattr(impl, "__class__", host_class))
-    return None
+    reason = versions.unknown("vllm", version, FLASH_ATTN, host_class)
+    if reason is None and (text := _unsupported(impl, config)) is not None:
+        reason = Reason(Kind.UNSUPPORTED, text)
+    if reason is None:
+        journal.set_class(impl, _implementation(host_class, by_table, config.model_config.max_model_len))
+    return reason
 
 
 def _unsupported(impl: Any, config: Any) -> str | None:
     mode = config.compilation_config.cudagraph_mode
     if mode is not None and mode.mixed_mode().name == "FULL":
-        # Such a graph is captured with one query a sequence and replayed for prefills: only FlashAttention can.
+        # Captured with one query per sequence and replayed for prefills, which only FlashAttention supports.
         return "cudagraph_mode FULL replays one graph for decodes and prefills; use FULL_AND_PIECEWISE"
     if impl.attn_type != "decoder":
         return f"attention type {impl.attn_type!r} is not supported"
@@ -65,9 +66,9 @@ def _unsupported(impl: Any, config: Any) -> str | None:
 def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) -> type:
     """A subclass of FlashAttentionImpl that reads and writes the cache through our ops.
 
-    By table, keys and values are stored by ours in every step that a graph replays: one kernel of one pass over them,
-    as the host's, and of less time at every size. A launch from Python takes longer than either, and the host's is one
-    call in C++. FASTKERNELS_DISABLE=store_kvcache leaves all steps to the host.
+    By table, our kernel stores keys and values in every step that a graph replays: it is one pass, as the host's is,
+    and takes less time at every size. Outside of graphs the host's stores them, since its launch is one C++ call and
+    ours costs more Python than either kernel takes. FASTKERNELS_DISABLE=store_kvcache leaves all steps to the host.
     """
     from fastkernels.overrides.attention.attention import explicitly_requested
     from fastkernels.overrides.attention.attention_decode import attention_decode
@@ -79,10 +80,10 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
     assert key is not None
 
     def ours(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The arguments with which a decode of these runs ours, by table; None: it is the host's.
+        """The arguments with which our decode runs, by table; None: it stays the host's.
 
-        Where 0.26 warms up for a graph, contexts are of one token, and its capture is for max_model_len: what will be
-        captured is run before, once, or it would be compiled in the capture.
+        vLLM 0.26 warms up with contexts of one token and captures with max_model_len. The kernel to be captured
+        therefore runs once at warm-up, or it would be compiled during the capture.
         """
         if attention_decode.faster(*args):
             return args
@@ -104,7 +105,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         if by_table and (asked == "off" or (asked == "" and n in stored and _from_python(key))):
             host_class.do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)
             return
-        stored.add(n)  # what will be captured is run before, once
+        stored.add(n)  # a size runs once before its capture
         key_cache, value_cache = caches(self, kv_cache)
         store_kvcache(key[:n], value[:n], key_cache, value_cache, slot_mapping)
 
@@ -117,7 +118,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         if m is None:
             return host_class.forward(*stock)
         choosy = by_table and not explicitly_requested()
-        if choosy and m.max_query_len != 1:  # a prompt's layers wait for this code: no more of it than needed
+        if choosy and m.max_query_len != 1:  # first, because every layer of a prompt waits for this code
             attention_decode.leave(NO_DECODE)
             return host_class.forward(*stock)
         reason = _unsupported_step(m, output_scale, output_block_scale)
@@ -125,7 +126,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
             attention_decode.leave(reason) if choosy else attention_prefill.note(reason)
             return host_class.forward(*stock)
         n, softcap = m.num_actual_tokens, float(self.logits_soft_cap or 0)
-        # Of a batch that a decode's graph is replayed for, padding has rows of its own, in seq_lens (0) as in tokens.
+        # In a batch that replays a decode graph, padding has rows of its own, in seq_lens (0) and in tokens.
         decode = m.max_query_len == 1 and n == m.seq_lens.shape[0]
         if choosy and not decode:
             attention_decode.leave(NO_DECODE)
@@ -146,7 +147,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
                 return host_class.forward(*stock)
             attention_decode.into(out, *chosen)
         else:
-            attention_prefill.into(  # rows of padding stay what they are, as with the host's own kernels
+            attention_prefill.into(  # rows of padding stay unchanged, as with the host's own kernels
                 out, q, key_cache, value_cache, m.query_start_loc, m.seq_lens, m.block_table, m.max_query_len,
                 m.max_seq_len, self.scale, left, softcap, 1.0, 1.0, False,
             )  # fmt: skip
@@ -157,7 +158,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
 
 
 def _from_python(tensor: Any) -> bool:
-    """Whether kernels on it are launched now, one by one, and not recorded for a graph."""
+    """Whether kernels on this tensor are launched one by one, not recorded for a graph."""
     return bool(tensor.is_cuda) and not torch.cuda.is_current_stream_capturing()
 
 

@@ -1,7 +1,7 @@
-"""What a vLLM worker compiled and captured: the compile-cache key, rebuilding after a swap, and the way back.
+"""Compiled code and CUDA graphs of a vLLM worker: the key of its compile cache, rebuilding after a swap, and undo.
 
-vLLM traces a model once, loads compiled code by the hash of its configuration, and replays CUDA graphs: a swapped
-module is silently ignored by all three until the hash differs, the code is compiled again and the graphs are captured.
+vLLM traces a model once, loads compiled code by the hash of its configuration, and replays CUDA graphs. All three
+silently ignore a swapped module until the hash differs, the code is compiled again and the graphs are captured.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,25 +25,54 @@ _STOCK_HASH: list[Callable[[Any], str]] = []
 
 
 def fingerprint(request: Request) -> str:
-    """A hash of everything of ours that changes what is compiled: version, request, our sources, candidates."""
-    digest = hashlib.sha256(
-        f"{fastkernels.__version__} {sorted(Environment.read().provider.items())}".encode()
-    )
-    digest.update(
-        Request("", request.ops, request.candidates, request.disable, request.strict).to_json().encode()
-    )
-    package = Path(fastkernels.__file__).parent
-    integrations = Path(__file__).resolve().parents[1]
-    for root in (package, integrations):
-        for file in sorted(f for f in root.rglob("*") if f.suffix in (".py", ".cu", ".json") and f.is_file()):
-            digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    for path in request.candidates.values():
-        digest.update(path.encode() + Path(path).expanduser().read_bytes())
+    """A hash of all that decides what is compiled: our files, the request, candidates, providers and tuned tables.
+
+    Raises PatchError for a missing package or candidate, OSError for a file that cannot be read.
+    """
+    env, digest = Environment.read(), hashlib.sha256()
+    wanted = Request("", request.ops, request.candidates, request.disable, request.strict).to_json()
+    _add(digest, "version", fastkernels.__version__.encode())
+    _add(digest, "request", wanted.encode())
+    _add(digest, "providers", json.dumps(sorted(env.provider.items())).encode())
+    for root in (Path(fastkernels.__file__).parent, Path(__file__).resolve().parents[1]):
+        _add(digest, root.name, source_digest(root).encode())
+    for path in [] if env.tuned is None else _tables(Path(env.tuned).expanduser()):
+        _add(digest, str(path), path.read_bytes())
+    for op, file in request.candidates.items():
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise PatchError(f"candidate for {op}: there is no file {file}")
+        _add(digest, f"{op}={path}", path.read_bytes())
     return digest.hexdigest()
 
 
+def source_digest(root: Path) -> str:
+    """A hash of the path and content of every file under a package, compiled Python aside. Raises PatchError, OSError.
+
+    Every file counts, whatever its suffix: kernels, tables, headers.
+    """
+    files = sorted(
+        f for f in root.rglob("*") if "__pycache__" not in f.relative_to(root).parts and not f.is_dir()
+    )
+    if not any(file.suffix == ".py" for file in files):
+        raise PatchError(f"{root} has no Python source to hash: compiled code could not be told apart")
+    digest = hashlib.sha256()
+    for file in files:
+        _add(digest, file.relative_to(root).as_posix(), file.read_bytes())
+    return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, data: bytes) -> None:
+    """Add one named piece, with its lengths: no two lists of pieces give the same bytes."""
+    digest.update(f"{len(name.encode())}:{len(data)}:{name}".encode() + data)
+
+
+def _tables(path: Path) -> list[Path]:
+    return sorted(path.glob("*.json")) if path.is_dir() else [path]
+
+
 def add_key(key: str) -> None:
-    """Mix `key` into VllmConfig.compute_hash, so that no compiled code of another patch, or of none, is loaded."""
+    """Mix `key` into VllmConfig.compute_hash, so that compiled code of another patch, or of none, is not loaded."""
     from vllm.config import VllmConfig
 
     if not _STOCK_HASH:
@@ -58,7 +88,7 @@ def add_key(key: str) -> None:
 
 
 def remove_key(key: str) -> None:
-    """Take `key` out again; with the last one vLLM's own method is back."""
+    """Remove `key`; removing the last one restores vLLM's own method."""
     _KEYS.discard(key)
     if not _KEYS and _STOCK_HASH:
         from vllm.config import VllmConfig
@@ -67,10 +97,9 @@ def remove_key(key: str) -> None:
 
 
 class Compiled:
-    """The compiled code and CUDA graphs of a worker, held so that they can be dropped, made again or put back.
+    """The compiled code and CUDA graphs of a worker, kept so that they can be dropped, rebuilt or restored.
 
-    The old graphs are kept alive while new ones are captured: a private pool whose last graph is gone cannot be
-    captured into again.
+    The old graphs stay alive while new ones are captured: a private pool without any graph cannot be captured into.
     """
 
     def __init__(self, worker: Any):
@@ -111,7 +140,7 @@ class Compiled:
         return any(graphs for _, _, graphs in self.graphs)
 
     def refusal(self) -> str | None:
-        """Why this worker cannot be rebuilt while it lives; None if it can."""
+        """Why this worker cannot be rebuilt in a live engine; None: it can."""
         from vllm.config import CompilationMode
 
         if getattr(CompilationMode, "STOCK_TORCH_COMPILE", None) == self.config.mode:
@@ -125,7 +154,7 @@ class Compiled:
         return None
 
     def drop(self) -> None:
-        """Compiled code and graphs are no longer used; nothing is freed while this object lives."""
+        """Stop using compiled code and graphs; nothing is freed while this object lives."""
         import torch
         from vllm.compilation.wrapper import reset_compile_wrapper
         from vllm.config import set_current_vllm_config
@@ -139,11 +168,11 @@ class Compiled:
         with set_current_vllm_config(self.worker.vllm_config):
             for model in self.models:
                 reset_compile_wrapper(model)
-                # The path of the first compilation marks the dynamic dimensions; this flag would skip it.
+                # Only a first compilation marks the dynamic dimensions; this flag would skip it.
                 model.compiled = False
 
     def restore(self) -> None:
-        """The old compiled code and graphs, as they were."""
+        """Restore the old compiled code and graphs."""
         for holder, name, graphs in self.graphs:
             setattr(holder, name, graphs)
         for manager, flag in self.captured:
@@ -157,11 +186,11 @@ class Compiled:
 
     @property
     def restorable(self) -> bool:
-        """Ahead-of-time compiled functions survive torch.compiler.reset(); dynamo's own code does not."""
+        """Whether all code was compiled ahead of time: it survives torch.compiler.reset(), dynamo's own does not."""
         return all(attributes.get("aot_compiled_fn") is not None for _, attributes in self.saved)
 
     def rewarm(self) -> None:
-        """Compile and capture with the classes that are in place now. The engine must be idle."""
+        """Compile and capture with the current classes. The engine must be idle."""
         import torch
 
         on_cpu = torch.device(self.worker.device).type == "cpu"
@@ -174,7 +203,7 @@ class Compiled:
                     self.worker.compile_or_warm_up_model()
 
     def release(self) -> None:
-        """Let go of the old code and graphs, after the new ones are there."""
+        """Free the old code and graphs, after the new ones exist."""
         import torch
 
         self.saved, self.graphs, self.captured = [], [], []
@@ -185,25 +214,25 @@ class Compiled:
 
 
 def _compiled(model: Any, wrapper: Any) -> list[Any]:
-    """The modules of a model (None: there is none) that vLLM compiles."""
+    """The modules that vLLM compiles in a model, which may be None."""
     modules = [] if model is None or not hasattr(model, "modules") else model.modules()
     return [m for m in modules if isinstance(m, wrapper) and not getattr(m, "do_not_compile", True)]
 
 
 def _own_attributes(model: Any) -> dict[str, Any]:
-    """What the compile wrapper keeps on an nn.Module: everything but the module's own tables."""
+    """The attributes that the compile wrapper adds to an nn.Module: all but the module's own tables."""
     tables = ("_parameters", "_buffers", "_modules")
     return {k: v for k, v in vars(model).items() if k not in tables}
 
 
 def _wrappers(kind: Any, name: str, worker: Any) -> list[tuple[Any, str]]:
-    """This engine's graph wrappers: another engine in the process keeps its own."""
+    """The graph wrappers of this engine, not of others in the process."""
     return [(w, name) for w in list(kind._all_instances) if w.vllm_config is worker.vllm_config]
 
 
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
-    """The state that start-up captures in: capturing allowed, and a workspace that may grow."""
+    """Allow capturing and let the workspace grow, as at start-up."""
     import torch
     from vllm.compilation import monitor
     from vllm.v1.worker import workspace
@@ -227,7 +256,7 @@ def _capturing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _serving_state(runner: Any) -> Iterator[None]:
-    """Warm-up writes dummy slots: keep them out of the KV blocks of the batch. The V2 runner has dummy tables."""
+    """Keep the dummy slots of warm-up out of the batch's KV blocks. The V2 runner has dummy tables."""
     if hasattr(runner, "preserve_serving_state"):
         with runner.preserve_serving_state():
             yield
@@ -253,8 +282,7 @@ def _serving_state(runner: Any) -> Iterator[None]:
 def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
     """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
 
-    If anything fails in any rank, all ranks have the old classes, code and graphs back, checked by one step.
-    Raises PatchError.
+    If a rank fails, all ranks restore the old classes, code and graphs, and check them by one step. Raises PatchError.
     """
     compiled = Compiled(worker)
     back: list[Callable[[], None] | None] = []
@@ -291,7 +319,7 @@ def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
 
 
 def _put_back(worker: Any, compiled: Compiled, error: PatchError, same: bool) -> None:
-    """After a failure: the old code if the classes are the `same` as before, else new code for those in place."""
+    """Recover from a failure: restore the old code if the classes are the `same` as before, else compile again."""
     try:
         if compiled.needed and same and compiled.restorable:
             compiled.restore()
@@ -314,7 +342,7 @@ def _synchronize(worker: Any) -> None:
 
 
 def _together(worker: Any, step: Callable[[], None]) -> None:
-    """Run `step` here; raise PatchError in every rank if it failed in any, so that no rank waits for another."""
+    """Run `step` in this rank; raise PatchError in every rank if one failed, so that no rank waits for another."""
     mine: str | None = None
     try:
         step()

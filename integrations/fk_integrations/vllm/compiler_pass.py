@@ -9,7 +9,7 @@ from fk_integrations.vllm.fx_fusions import fuse_quantization
 
 
 class FuseQuantization(InductorPass):
-    """Our norms and activations together with our quantization of what they give."""
+    """Fuses our norms and activations with our quantization of their results."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         fuse_quantization(graph)

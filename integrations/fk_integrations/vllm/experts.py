@@ -1,8 +1,8 @@
-"""vLLM's mixtures of experts: what runs them inside a layer that stays the host's.
+"""vLLM's mixtures of experts: the object that runs the experts is replaced inside layers that stay vLLM's.
 
-A layer's router, shared experts and all-reduce stay vLLM's, and so does the op torch.ops.vllm.moe_forward, in which all
-of it is: a compiled model does not see what is swapped. The object that the layer's method calls with its weights
-becomes an instance of a subclass.
+A layer's router, shared experts and all-reduce stay vLLM's. So does the op torch.ops.vllm.moe_forward, which contains
+all of them: a swap inside it does not change a compiled model. The object that the layer's method calls with the
+weights becomes an instance of a subclass.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from functools import cache
 from typing import Any
 
 from fastkernels.core import registry
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.moe.fused_experts_fp8 import check_scales, kind_of
 from fastkernels.overrides.moe.vllm import call_of, refuse_activation, refuse_quant
-from fk_integrations.core import versions as compat
-from fk_integrations.core.adapter import Journal
-from fk_integrations.seams.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core import versions
+from fk_integrations.core.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core.journal import Journal
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 ALONE = f"{_MOE}.prepare_finalize.no_dp_ep:MoEPrepareAndFinalizeNoDPEPModular"
-# Kernels that read weights as a checkpoint has them, [E, 2 I, H] with the gates first and [E, H, I]
+# Kernels that read weights in the checkpoint's order: [E, 2 I, H] with the gates first, and [E, H, I]
 PLAIN = {
     f"{_MOE}.experts.triton_moe:TritonExperts", f"{_MOE}.experts.triton_cutlass_moe:TritonOrCutlassExperts",
 }  # fmt: skip
-NOT_FASTER = "a number of tokens where no table says that ours is faster"
+NOT_FASTER = "a number of tokens that no table lists as faster"
 
 
 def experts(module: Any) -> Any:
-    """What runs a RoutedExperts layer's experts: its method's kernel, or the method where that has none; else None."""
+    """The object that runs a RoutedExperts layer's experts: its method's kernel, or the method itself; else None."""
     method = method_of(module)
     if not hasattr(method, "moe_kernel"):
         return None
     return getattr(method.moe_kernel, "impl", None) or method
 
 
-def shape(op: Any, module: Any) -> tuple[Any, ...] | str:
-    """The values of op.key.shape of a layer's calls, or why they are not ours."""
-    reason = unsupported(module)
-    if reason is not None:
-        return reason
+def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
+    """The values of op.key.shape for a layer's calls, or why they are unsupported."""
+    if (text := unsupported(module)) is not None:
+        return Reason(Kind.UNSUPPORTED, text)
     w1, w2, expert_map = module.w13_weight, module.w2_weight, module.expert_map
     here, hidden, inner = w2.shape
     everywhere = here if expert_map is None else expert_map.numel()
@@ -51,24 +51,21 @@ def shape(op: Any, module: Any) -> tuple[Any, ...] | str:
     return (*sizes, *kind, module.moe_config.in_dtype)
 
 
-def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> str | None:
+def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:
     """Have a layer's experts run ours, on its own weights. None, or why not.
 
-    by_table: see Adapter.swap_experts. What a captured graph replays is what its capture decided.
+    by_table: see Adapter.swap_experts. A captured graph replays the choice that was made at its capture.
     """
-    reason = unsupported(module)
-    if reason is not None:
-        return reason
+    if (text := unsupported(module)) is not None:
+        return Reason(Kind.UNSUPPORTED, text)
     kernel = experts(module)
     host_class: Any = type(kernel)
-    reason = compat.unknown("vllm", version, KERNEL, host_class)
+    reason = versions.unknown("vllm", version, KERNEL, host_class)
     if reason is None and "apply" in vars(kernel):
-        reason = "the apply of its kernel was replaced by somebody else"
-    if reason is not None:
-        return reason
-    kernel.__class__ = _implementation(host_class, ours, by_table, _powers_of_two(kernel))
-    journal.add(lambda: setattr(kernel, "__class__", host_class))
-    return None
+        reason = Reason(Kind.REPLACED, "the apply of its kernel was replaced by other code")
+    if reason is None:
+        journal.set_class(kernel, _implementation(host_class, ours, by_table, _powers_of_two(kernel)))
+    return reason
 
 
 def unsupported(module: Any) -> str | None:
@@ -100,7 +97,7 @@ def unsupported(module: Any) -> str | None:
 
 @cache
 def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
-    """A subclass of the host's kernel with the apply of `ours`; by table only where that is known to be faster."""
+    """A subclass of the host's kernel with the apply of `ours`; by table, only for calls listed as faster."""
     host_class: Any = host
     named = [registry.get(name).op for name in ("fused_experts", "fused_experts_fp8")]
 
@@ -131,7 +128,7 @@ def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
 
 
 def _powers_of_two(kernel: Any) -> bool:
-    """Whether vLLM's scales of groups are powers of two here."""
+    """Whether vLLM rounds the scales of groups to powers of two here."""
     if kernel.fused_experts.quant_config.block_shape is None:
         return False
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used

@@ -1,4 +1,4 @@
-"""Ops of ours that are one kernel together, found in a compiled graph: a norm or an activation and its quantization."""
+"""Fusion of our norms and activations with our quantization in a compiled graph."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.
 
 
 def fuse_quantization(graph: fx.Graph) -> int:
-    """Put rms_norm and silu_and_mul whose result is only quantized, token by token, together with that. How many.
+    """Fuse rms_norm and silu_and_mul with a per-token quantization that is the only user of their result; how many.
 
-    graph: functionalized as torch.compile does for ops that write their arguments (auto_functionalized, its first
-    form: another one is left as it is). The new ops give the same bits as the two in turn. An op that somebody asked
-    for, by a candidate or a provider, stays: the new one would not call it (Op.asked).
+    graph: functionalized by torch.compile's first form of auto_functionalized; other forms are left unchanged. The
+    fused ops give the same bits. An op that a candidate or a provider requests by name is left unchanged, because the
+    fused op would not call it (Op.asked).
     """
     ops = torch.ops.fastkernels
     fused = 0
@@ -45,7 +45,7 @@ def fuse_quantization(graph: fx.Graph) -> int:
         if source.target is ops.silu_and_mul.default and not silu_and_mul.asked:
             with graph.inserting_before(node):
                 new = graph.call_function(ops.silu_mul_quant_fp8.default, (source.args[0],))
-            new.meta.update(said(node))
+            new.meta.update(metadata_of(node))
             node.replace_all_uses_with(new)
             erased = [node, *views, source]
         elif (norm := norm_of(source)) is not None:
@@ -54,7 +54,7 @@ def fuse_quantization(graph: fx.Graph) -> int:
             for part, index in parts:
                 with graph.inserting_after(new):
                     again = graph.call_function(operator.getitem, (new, index))
-                again.meta.update(said(part))
+                again.meta.update(metadata_of(part))
                 part.replace_all_uses_with(again)
             erased = [part for part, _ in parts] + [node, *views, source, norm]
         else:
@@ -66,7 +66,7 @@ def fuse_quantization(graph: fx.Graph) -> int:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Of a call of an op: those that are not their default, by name."""
+    """The arguments of an op's call that differ from their default, by name."""
     target: Any = node.target
     schema = target._schema.arguments
     given = {a.name: value for a, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
@@ -75,7 +75,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def behind_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What a node is a view of the same shape of, and these views, the last one first, where nobody else takes them."""
+    """The node behind views that keep its shape and have one user, and these views, the last one first."""
     views: list[fx.Node] = []
     while node.target in VIEWS and len(node.users) == 1:
         source: Any = node.args[0]
@@ -87,7 +87,7 @@ def behind_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def norm_of(source: fx.Node) -> fx.Node | None:
-    """The rms_norm whose output this is, if it is one that rms_norm_quant_fp8 computes."""
+    """The rms_norm with this output, if rms_norm_quant_fp8 can compute it."""
     if source.target is not operator.getitem or source.args[1] != 0 or rms_norm.asked:
         return None
     norm: Any = source.args[0]
@@ -95,7 +95,7 @@ def norm_of(source: fx.Node) -> fx.Node | None:
         return None
     if norm.args[0] is not torch.ops.fastkernels.rms_norm.default or norm.kwargs.get("weight") is None:
         return None
-    # The op rounds once, behind the product with the weight.
+    # The op rounds once, after the product with the weight.
     twice = norm.kwargs.get("cast_x_before_out_mul", True)
     whole = norm.kwargs.get("var_hidden_size") is None and not twice
     alone = all(user is source or user.args[1] != 0 for user in norm.users)
@@ -103,23 +103,23 @@ def norm_of(source: fx.Node) -> fx.Node | None:
 
 
 def quantizing(graph: fx.Graph, norm: fx.Node, quantize: fx.Node) -> fx.Node:
-    """rms_norm_quant_fp8 before `norm`: its values, its scales, the new residual."""
+    """Insert rms_norm_quant_fp8 before `norm`: values, scales, new residual."""
     kept = {name: norm.kwargs.get(name) for name in ("x", "weight", "eps", "residual")}
     op = torch.ops.fastkernels.rms_norm_quant_fp8.default
     with graph.inserting_before(norm):
         new = graph.call_function(torch.ops.higher_order.auto_functionalized, (op,), {**kept, **PER_TOKEN})
     if "val" in norm.meta and "val" in quantize.meta:
-        new.meta.update({**said(norm), "val": (*quantize.meta["val"], *norm.meta["val"][1:])})
+        new.meta.update({**metadata_of(norm), "val": (*quantize.meta["val"], *norm.meta["val"][1:])})
     return new
 
 
-def said(node: fx.Node) -> dict[str, Any]:
-    """Of what is known of a node, that which holds for one with other arguments and the same results."""
+def metadata_of(node: fx.Node) -> dict[str, Any]:
+    """The metadata of a node that also holds for a node with other arguments and the same results."""
     return {name: node.meta[name] for name in ("val", "stack_trace", "nn_module_stack") if name in node.meta}
 
 
 def moved(node: fx.Node, indices: dict[int, int]) -> Iterator[tuple[fx.Node, int]]:
-    """The node's results that are taken, and where they are among the new one's."""
+    """The node's results that have users, and their positions among the new node's results."""
     for user in list(node.users):
         index: Any = user.args[1] if user.target is operator.getitem else None
         if index in indices:

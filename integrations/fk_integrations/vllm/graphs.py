@@ -1,9 +1,9 @@
-"""CUDA graphs of prompts that are longer than those vLLM captures: without one, each kernel waits for its launch.
+"""CUDA graphs for longer prompts than vLLM captures.
 
-vLLM captures up to 512 tokens. A longer prompt's kernels are launched one by one, and a call of our ops costs more
-there than one of inductor's own kernels; a replayed graph calls neither. Only the graphs that run prompts (PIECEWISE)
-are added: the full graphs of decodes, and with them how FlashAttention splits a batch of their size, stay as they were.
-A live engine has buffers of its largest graph's size by the time that it is patched: its sizes stay.
+vLLM captures up to 512 tokens. The kernels of a longer prompt are launched one by one, and there a call of our ops
+costs more than one of inductor's own kernels; a replayed graph calls neither. Only graphs that run prompts (PIECEWISE)
+are added. The full graphs of decodes stay unchanged, and so does FlashAttention's split of batches of their sizes. A
+live engine has allocated buffers for its largest graph, so its sizes stay.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from fastkernels.core.env import Environment
 
 log = logging.getLogger("fastkernels")
 STATE = "_fastkernels_graphs"
-# Tokens of the longest prompt in a graph: about where the chip takes as long for a layer as the CPU for its launches. A
-# longer one would only be padded. Measured with Llama-3.1-8B's layers; with 8 bits they take half the time.
+# Tokens of the longest prompt in a graph: at about this size the GPU takes as long for a layer as the CPU for its
+# launches, and a longer graph only adds padding. Measured with Llama-3.1-8B's layers on an H200; with 8 bits they take
+# half the time.
 LONGEST, LONGEST_8_BIT, MEASURED = 2048, 4096, 4096 * 14336
 EIGHT_BITS = ("fp8", "fbgemm_fp8", "modelopt")
 
 
 def refusal(config: Any) -> str | None:
-    """Why the sizes of `config`, vLLM's VllmConfig, stay whatever FASTKERNELS_GRAPH_TOKENS says, or None."""
+    """Why the sizes of `config`, a VllmConfig, cannot be extended; None: they can."""
     compilation, parallel, model = config.compilation_config, config.parallel_config, config.model_config
     if config.device_config.device_type != "cuda" or torch.version.hip is not None:
         return "CUDA graphs are CUDA's"
@@ -54,17 +55,17 @@ def refusal(config: Any) -> str | None:
 
 def own_sizes(config: Any) -> list[int]:
     """The sizes that vLLM itself chooses for `config`, by its own method on a copy of it."""
-    asked = copy.copy(config)
-    asked.compilation_config = copy.copy(config.compilation_config)
-    asked.compilation_config.cudagraph_capture_sizes = None
-    asked.compilation_config.max_cudagraph_capture_size = None
-    asked._set_cudagraph_sizes()
-    sizes: list[int] = asked.compilation_config.cudagraph_capture_sizes
+    default = copy.copy(config)
+    default.compilation_config = copy.copy(config.compilation_config)
+    default.compilation_config.cudagraph_capture_sizes = None
+    default.compilation_config.max_cudagraph_capture_size = None
+    default._set_cudagraph_sizes()
+    sizes: list[int] = default.compilation_config.cudagraph_capture_sizes
     return sizes
 
 
 def sizes_above(last: int, most: int) -> list[int]:
-    """Sizes over `last` that end with `most` tokens: padding is at most an eighth of a prompt, or 16 tokens."""
+    """Sizes above `last`, up to `most` tokens; padding is at most an eighth of a prompt, or 16 tokens."""
     sizes, size = [], last
     while size < most:
         step = max(16, (1 << size.bit_length()) // 16)
@@ -74,7 +75,7 @@ def sizes_above(last: int, most: int) -> list[int]:
 
 
 def longest(config: Any) -> int:
-    """Tokens of the longest prompt in a graph, where nobody says: fewer of a model with larger layers."""
+    """Tokens of the longest prompt in a graph, by default: fewer for a model with larger layers."""
     text, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size
     widths = getattr(text, "intermediate_size", None) or text.hidden_size  # a list where layers differ
     values = text.hidden_size * (max(widths) if isinstance(widths, list) else widths) // ranks
@@ -83,9 +84,9 @@ def longest(config: Any) -> int:
 
 
 def multiplies_8_bits(quantization: Any) -> bool:
-    """Whether a checkpoint's linear layers multiply values of 8 bits, by vLLM's QuantizationConfig.
+    """Whether a checkpoint's linear layers multiply 8-bit values, by vLLM's QuantizationConfig.
 
-    Weights alone are not enough. Layers that are quantized while they are loaded are not looked at.
+    Activations must have 8 bits, too. Layers that are quantized while loading are not considered.
     """
     if quantization is None or quantization.get_name() in EIGHT_BITS:
         return quantization is not None
@@ -106,7 +107,7 @@ class Graphs:
         config.max_cudagraph_capture_size = more[-1]
 
     def before_capture(self) -> None:
-        """Settle when the runner, which is there now, has a KV cache: its tables are there then, graphs come later."""
+        """Call `settle` once the runner has a KV cache: its tables exist then, and graphs are captured later."""
         runner = self.worker.model_runner
         stock = runner.initialize_kv_cache
 
@@ -119,10 +120,10 @@ class Graphs:
         runner.initialize_kv_cache = initialize_kv_cache
 
     def settle(self) -> None:
-        """Take the added sizes from the full graphs of decodes.
+        """Remove the added sizes from the full graphs of decodes.
 
-        FlashAttention's builder has a batch up to the largest graph use a fixed number of splits, for which as many
-        float32 outputs of the batch are allocated; a longer prompt shall not.
+        For a batch up to the largest graph, FlashAttention's builder uses a fixed number of splits and allocates as
+        many float32 outputs of the batch, which would be too large for a long prompt.
         """
         runner, most = self.worker.model_runner, self.largest_own
         for builder in _builders(runner):
@@ -139,7 +140,7 @@ class Graphs:
 
 
 def _tables(runner: Any) -> tuple[Any, Any]:
-    """(the V1 runner's dispatcher, the V2 runner's manager), those that are there; else None."""
+    """(the V1 runner's dispatcher, the V2 runner's manager), None for the one that does not exist."""
     return getattr(runner, "cudagraph_dispatcher", None), getattr(runner, "cudagraph_manager", None)
 
 
@@ -149,19 +150,19 @@ def _builders(runner: Any) -> list[Any]:
 
 
 def extend(worker: Any) -> Graphs | None:
-    """Add sizes up to FASTKERNELS_GRAPH_TOKENS tokens to the configuration of a worker, and say so; None: they stay.
+    """Add sizes up to FASTKERNELS_GRAPH_TOKENS tokens to a worker's configuration and log it; None: they stay.
 
-    The worker has no runner yet, which reads them; `before_capture` is for when it has one.
+    Called before the worker has a runner, which reads them; `before_capture` is called when it has one.
     """
-    config, asked = worker.vllm_config, Environment.read().graph_tokens
-    if asked == 0:
+    config, requested = worker.vllm_config, Environment.read().graph_tokens
+    if requested == 0:
         return None
     most = 0
     try:
         reason = refusal(config)
         if reason is None:
-            most = longest(config) if asked is None else asked
-    except Exception as error:  # another version's configuration: its model can be patched all the same
+            most = longest(config) if requested is None else requested
+    except Exception as error:  # another version's configuration; its model can still be patched
         reason = f"this vLLM's configuration is not known ({type(error).__name__}: {error})"
     if reason is not None:
         log.debug("vLLM's CUDA graph sizes stay: %s", reason)

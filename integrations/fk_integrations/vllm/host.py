@@ -1,4 +1,4 @@
-"""vLLM: found by `fastkernels.patch`, loaded by vLLM's own plugin entry point, patched in each of its workers.
+"""vLLM: found by `fastkernels.patch`, loaded by vLLM's plugin entry point, patched in each worker.
 
 Known: 0.26.0, 0.32.0 and 0.33.0. Asleep, the plugin only adds WorkerBase.fastkernels_rpc.
 """
@@ -11,17 +11,22 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
 from fastkernels.core.env import Environment
+from fastkernels.core.reasons import Reason
 from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core import call_recording as recording
-from fk_integrations.core import reports
-from fk_integrations.core.apply import Adapter, Journal, Patched, apply
+from fk_integrations.core import call_recording, reports
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.construction import BeforeConstruction
+from fk_integrations.core.journal import Journal
+
+if TYPE_CHECKING:
+    from fastkernels.core.dispatch import Provider
 
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
@@ -39,9 +44,10 @@ def installed_version() -> str | None:
 
 
 class VllmAdapter(Adapter):
-    """What is special about vLLM's modules."""
+    """vLLM's modules."""
 
     host = "vllm"
+    faster_on_cpu = True
 
     def __init__(self, worker: Any = None):
         self.version = installed_version() or ""
@@ -53,44 +59,45 @@ class VllmAdapter(Adapter):
 
         return "VLLM_BATCH_INVARIANT" if getattr(envs, "VLLM_BATCH_INVARIANT", False) else None
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | str | None:
-        from fk_integrations.vllm import attention as vllm_layers
-        from fk_integrations.vllm import experts as vllm_experts
+    def providers(self) -> Mapping[str, Provider]:
+        from fk_integrations.vllm import own_kernels
+
+        return own_kernels.providers()
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        from fk_integrations.vllm import attention, experts
 
         if op.name == "attention_decode":
-            return vllm_layers.attention_shape(module)
+            return attention.attention_shape(module)
         if op.name in ("fused_experts", "fused_experts_fp8"):
-            return vllm_experts.shape(op, module)
+            return experts.shape(op, module)
         return super().shape(op, module)
 
+    def fused(self, model: Any, op: str, module: Any) -> Reason | None:
+        from fk_integrations.vllm import fusions
+
+        return None if self.worker is None else fusions.fused(self.worker.vllm_config, model, op, module)
+
+    def kernel_swapped(self, module: Any) -> None:
+        from fk_integrations.vllm import fusions
+
+        if self.worker is not None:
+            fusions.take_quantization(self.worker.vllm_config, holder_of(module).fp8_linear)
+
     def experts(self, module: Any) -> Any:
-        from fk_integrations.vllm import experts as vllm_experts
+        from fk_integrations.vllm import experts
 
-        return vllm_experts.experts(module)
+        return experts.experts(module)
 
-    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
-        from fk_integrations.vllm import experts as vllm_experts
+    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        from fk_integrations.vllm import experts
 
-        return vllm_experts.swap_experts(module, ours, self.version, journal, by_table)
+        return experts.swap_experts(module, ours, self.version, journal, by_table)
 
-    def swap_kernel(self, module: Any, ours: type, journal: Journal) -> str | None:
-        from fk_integrations.vllm import fusions as vllm_fusions
+    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        from fk_integrations.vllm import attention
 
-        reason = super().swap_kernel(module, ours, journal)
-        if reason is None and self.worker is not None:
-            vllm_fusions.take_quantization(self.worker.vllm_config, holder_of(module).fp8_linear)
-        return reason
-
-    def fused(self, model: Any, op: str, module: Any) -> str | None:
-        from fk_integrations.vllm import fusions as vllm_fusions
-
-        return None if self.worker is None else vllm_fusions.fused(self.worker.vllm_config, model, op, module)
-
-    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> str | None:
-        from fk_integrations.vllm import attention as vllm_layers
-
-        config = self.worker.vllm_config
-        return vllm_layers.swap_attention(module, self.version, config, journal, by_table)
+        return attention.swap_attention(module, self.version, self.worker.vllm_config, journal, by_table)
 
 
 # In a worker process
@@ -132,20 +139,19 @@ def _stage(worker: Any) -> int:
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
-    from fk_integrations.vllm import compiled as vllm_live
-    from fk_integrations.vllm import graphs as vllm_graphs
+    from fk_integrations.vllm import compiled, graphs
 
     if STATE in vars(worker):
         raise PatchError("this engine is patched already: undo that patch first (report.undo())")
-    key = vllm_live.fingerprint(request)
+    key = compiled.fingerprint(request)
 
     def change() -> Callable[[], None]:
         patched = apply(VllmAdapter(worker), worker.get_model(), request, _rank(worker))
-        vllm_live.add_key(key)
-        patched.journal.add(lambda: vllm_live.remove_key(key))
-        graphs = vars(worker).pop(vllm_graphs.STATE, None)
-        if graphs is not None:
-            graphs.before_capture()
+        compiled.add_key(key)
+        patched.journal.add(lambda: compiled.remove_key(key))
+        added = vars(worker).pop(graphs.STATE, None)
+        if added is not None:
+            added.before_capture()
         vars(worker)[STATE] = patched
 
         def back() -> None:
@@ -155,14 +161,14 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         return back
 
     if live:
-        vllm_live.swap(worker, change)
+        compiled.swap(worker, change)
     else:
         change()
     reports.start("vllm", _rank(worker), lambda: _reply(worker))
 
 
 def _undo(worker: Any, request: Request) -> None:
-    from fk_integrations.vllm import compiled as vllm_live
+    from fk_integrations.vllm import compiled
 
     patched: Patched | None = vars(worker).get(STATE)
     if patched is None:
@@ -172,7 +178,7 @@ def _undo(worker: Any, request: Request) -> None:
         vars(worker).pop(STATE)
         patched.undo()
 
-    vllm_live.swap(worker, change)
+    compiled.swap(worker, change)
     reports.write("vllm", _rank(worker), _reply(worker))
 
 
@@ -186,26 +192,26 @@ def _reset(worker: Any, request: Request) -> None:
 
 
 def _trace_start(worker: Any, request: Request) -> None:
-    from fk_integrations.core import proof as trace
+    from fk_integrations.core import proof
 
-    trace.start(worker.device)
+    proof.start(worker.device)
 
 
 def _trace_stop(worker: Any, request: Request) -> dict[str, Any]:
-    from fk_integrations.core import proof as trace
+    from fk_integrations.core import proof
 
-    kernels, us = trace.stop()
+    kernels, us = proof.stop()
     if STATE in vars(worker):
-        trace.prove(vars(worker)[STATE], kernels)
+        proof.prove(vars(worker)[STATE], kernels)
     return {"kernels": kernels, "us": us}
 
 
 def _record_start(worker: Any, request: Request) -> None:
-    recording.start(dict(request.options))
+    call_recording.start(dict(request.options))
 
 
 def _record_stop(worker: Any, request: Request) -> dict[str, Any]:
-    return recording.stop(dict(request.options), _rank(worker), worker.get_model())
+    return call_recording.stop(dict(request.options), _rank(worker), worker.get_model())
 
 
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
@@ -215,7 +221,7 @@ _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
 
 
 def register() -> None:
-    """The plugin. Runs in every vLLM process before a worker exists; a second call reads the environment anew."""
+    """The plugin. Runs in every vLLM process before a worker exists; a second call reads the environment again."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     WorkerBase.fastkernels_rpc = fastkernels_rpc
@@ -223,31 +229,30 @@ def register() -> None:
     stock = getattr(WorkerBase.__init__, "fastkernels_stock", None)
     if not env.enabled:
         if stock is not None:
-            from fk_integrations.vllm import compiled as vllm_live
+            from fk_integrations.vllm import compiled
 
             WorkerBase.__init__ = stock
-            vllm_live.remove_key(WorkerBase.__dict__["fastkernels_key"])
+            compiled.remove_key(WorkerBase.__dict__["fastkernels_key"])
         return
-    from fk_integrations.vllm import compiled as vllm_live
+    from fk_integrations.vllm import compiled
 
     request = Request.from_environment(env)
     registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
-    WorkerBase.fastkernels_key = vllm_live.fingerprint(request)
-    vllm_live.add_key(WorkerBase.fastkernels_key)
+    WorkerBase.fastkernels_key = compiled.fingerprint(request)
+    compiled.add_key(WorkerBase.fastkernels_key)
     if stock is None:
         WorkerBase.__init__ = _patched_after_loading(WorkerBase.__init__)
 
 
 def _patched_after_loading(stock: Callable[..., None]) -> Callable[..., None]:
     """A WorkerBase.__init__ whose worker patches its model at the end of load_model, whatever the worker's class."""
-    from fk_integrations.vllm import fusions as vllm_fusions
-    from fk_integrations.vllm import graphs as vllm_graphs
+    from fk_integrations.vllm import fusions, graphs
 
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        vllm_fusions.install(self.vllm_config)
-        vars(self)[vllm_graphs.STATE] = vllm_graphs.extend(self)
+        fusions.install(self.vllm_config)
+        vars(self)[graphs.STATE] = graphs.extend(self)
         load_model = self.load_model
 
         def load_and_patch(*args: Any, **kwargs: Any) -> Any:
@@ -327,7 +332,7 @@ class VllmHost:
 
 
 def _register_again() -> None:
-    """vLLM loads plugins once a process: if that is done, an in-process worker needs ours to look again."""
+    """vLLM loads plugins once per process: afterwards an in-process worker needs ours to read the environment again."""
     if "vllm.v1.worker.worker_base" in sys.modules:
         register()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_integrations.core.apply import LEFT
 from fk_integrations.vllm.fusions import ALL_REDUCE
 
 import fastkernels
@@ -146,14 +145,14 @@ def test_without_names_norms_must_be_left_to_the_all_reduce_and_the_rest_to_tabl
         made = works_with.Cell.__new__(works_with.Cell)
         made.args, made.problems = argparse.Namespace(child="tp", host="vllm"), []
         made.expected = works_with.EXPECTED["tp", "vllm"]
-        of_shape = f"{LEFT}: N=768 K=1024 dtype=bfloat16 is not tuned on NVIDIA H200"
+        of_shape = "left to the host: N=768 K=1024 dtype=bfloat16 is not tuned on NVIDIA H200"
         reasons = {"rms_norm": norms, "linear": f"16 {of_shape}", "attention": f"4 {of_shape}"}
         rows = [Row(0, op, "Theirs", 0, "off", reason=why) for op, why in reasons.items()]
         rows += [Row(0, op, "Theirs", 1, "active", calls=3) for op in ("rotary_emb", "embedding")]
         made.rows(rows)
         return made.problems
 
-    assert said(f"9 {LEFT}: {ALL_REDUCE}") == []
+    assert said(f"9 left to the host: {ALL_REDUCE}") == []
     (problem,) = said("")
     assert problem.startswith(
         "rms_norm should say 'left to the host: vLLM adds it to the all-reduce before it'"

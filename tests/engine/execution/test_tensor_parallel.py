@@ -139,7 +139,7 @@ def test_candidate_failing_on_one_rank_changes_nothing(two, tmp_path):
     file.write_text(
         CANDIDATE.format(more=5) + "if parallel.get_tp_rank() == 1:\n    raise OSError('no such kernel')\n"
     )
-    with pytest.raises(PatchError, match=r"rank 1: .*no such kernel"):
+    with pytest.raises(PatchError, match=r"rank 1 .*no such kernel"):
         fastkernels.patch(two, candidates={"silu_and_mul": str(file)})
     assert tokens(two.generate(PROMPTS, GREEDY)) == before
 

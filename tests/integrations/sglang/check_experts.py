@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fk_integrations.sglang import experts as sglang_experts
+from fk_integrations.sglang import experts
 from fk_integrations.sglang.scheduler import SglangAdapter
 from sglang.srt.layers.moe import MoeRunnerBackend, MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
@@ -35,7 +35,7 @@ def randn(*size, seed=0):
 
 
 class Layer(nn.Module):
-    """A FusedMoE as far as its method and ours are concerned."""
+    """The parts of a FusedMoE that its method and ours read."""
 
     def __init__(self, **options):
         super().__init__()
@@ -88,19 +88,17 @@ def test_the_hosts_method_runs_ours_on_its_own_weights(options):
     assert type(runner) is MoeRunner and "run" not in vars(runner)
 
 
-def test_without_a_name_it_is_left_to_the_host(monkeypatch):
+def test_experts_stay_the_hosts_unless_requested(monkeypatch):
     from fk_integrations.core import apply as apply_module
 
     monkeypatch.setattr(apply_module, "_by_table", lambda spec, model: spec.name == "fused_experts")
     monkeypatch.setattr(apply_module.tuned, "untuned", lambda op, device: None)
-    with pytest.raises(
-        PatchError, match=f"1 left to the host: {sglang_experts.NOT_MEASURED.replace(', ', '. ')}"
-    ):
+    with pytest.raises(PatchError, match=f"1 left to the host: {experts.NOT_MEASURED.replace(', ', '. ')}"):
         patch(layer := Layer(), ops=None)
     assert type(layer.runner) is MoeRunner
 
 
-def test_a_call_that_ours_does_not_take_is_the_hosts(monkeypatch):
+def test_unsupported_call_stays_the_hosts(monkeypatch):
     layer, args = Layer(), arguments()
     patched = patch(layer)
     monkeypatch.setattr(layer.runner, "fused_func", lambda dispatched, quant, config: "the host's")
@@ -147,7 +145,7 @@ def test_float8(block):
         ({}, lambda m: setattr(m.runner, "fused_func", print), "run by builtins:print"),
         ({}, lambda m: setattr(m.quant_method, "runner", None), "unquant:UnquantizedFusedMoEMethod"),
         ({}, lambda m: setattr(m.quant_method, "w13_swiglu_interleaved", True), "interleaved"),
-        ({}, lambda m: setattr(m.runner, "run", print), "replaced by somebody else"),
+        ({}, lambda m: setattr(m.runner, "run", print), "replaced by other code"),
         ({}, lambda m: setattr(m.w2_weight, "data", m.w2_weight.data[..., :5]), "not .E, 2 I, H."),
         (
             {},
@@ -157,7 +155,7 @@ def test_float8(block):
         ({}, lambda m: m.bfloat16(), "weights are torch.bfloat16 for torch.float32"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_run_is_left_with_the_reason(options, change, why):
+def test_unsupported_experts_stay_with_a_reason(options, change, why):
     layer = Layer(**options)
     if change is not None:
         change(layer)

@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from support.checks import PROMPTS, RMS_NORM_TWICE, check_folder
+from support.checks import LEAVES, PROMPTS, RMS_NORM_TWICE, check_all_left, check_folder
 from support.sglang_engine import forced, generate, ids, make_engine
 
 import fastkernels
@@ -21,14 +21,20 @@ def engine():
 
 @pytest.fixture(scope="module")
 def stock(engine):
-    """What the engine says unpatched: asleep, the plugin is there and has patched nothing."""
+    """The engine's outputs without a patch: asleep, the plugin has patched nothing."""
     (reply,) = find_host(engine).call(engine, Request("report"))
     assert reply["rows"] == [] and reply["error"] is None and reply["pid"] != os.getpid()
     return generate(engine)
 
 
+def test_default_patch_on_a_cpu_leaves_all_to_sglang(engine, stock):
+    with fastkernels.patch(engine, strict=True) as report:
+        check_all_left(report, "sglang 0.5.23")
+        assert generate(engine) == stock
+
+
 def test_patch_runs_in_the_scheduler_and_undo_is_exact(engine, stock):
-    report = fastkernels.patch(engine)
+    report = fastkernels.patch(engine, ops=LEAVES)
     patched = generate(engine)
     rows = {(r.op, r.host_class): r for r in report.refresh().rows}
     steps = 8 * len(PROMPTS)
@@ -62,7 +68,7 @@ def test_linear_layers_through_their_method_objects(engine, stock):
 
 
 def test_attention_through_the_backend(engine, stock):
-    """Teacher-forced log probabilities, in bfloat16; check_tensor_parallel has the same greedy tokens, in float32."""
+    """Teacher-forced log probabilities in bfloat16; check_tensor_parallel compares greedy tokens in float32."""
     texts = ["The quick brown fox " * 9 + end for end in ("jumps", "sleeps")]
     before = [forced(engine, text) for text in ["ab", *texts]]
     with fastkernels.patch(engine, ops=["attention"]) as report:
@@ -81,7 +87,7 @@ def test_attention_through_the_backend(engine, stock):
 
 
 def test_the_prefix_cache_holds_nothing_of_the_other_kernels(engine, stock, candidate):
-    """A norm that is twice too large changes the output at once, and nothing of it stays."""
+    """A norm that is twice too large changes the output at once, and undo removes its cached results."""
     with fastkernels.patch(
         engine, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_TWICE)}
     ) as report:

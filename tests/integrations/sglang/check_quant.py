@@ -1,6 +1,6 @@
-"""SGLang's grouped_topk_gpu and the PyTorch form of its biased one, beside ours of the same arguments; and its scheme
-of FP8 linear layers, replaced by ours."""
+"""SGLang's grouped_topk_gpu and its biased form in PyTorch, compared with ours; its FP8 scheme, replaced by ours."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from fk_integrations.core.apply import apply
 from fk_integrations.sglang.scheduler import SglangAdapter
 
-from fastkernels.core import tuning as tuned
+from fastkernels.core import tuning
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.tuning import Entry, Table
 from fastkernels.overrides.moe.sglang import sglang_biased_grouped_topk_gpu, sglang_grouped_topk_gpu
@@ -57,7 +57,7 @@ def quantized_layer(static: bool = False):
 
 
 def test_the_scheme_of_a_quantized_layer_is_replaced():
-    """The host's object after loading; its own product needs CUDA, so ours is beside the layer in float32."""
+    """The host's object after loading; its own product needs CUDA, so ours is compared with the layer in float32."""
     model = torch.nn.Module()
     model.rows, model.static = quantized_layer(), quantized_layer(static=True)
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -91,7 +91,7 @@ def test_by_table_other_sizes_run_the_hosts_method(monkeypatch, tmp_path):
     )
     (tmp_path / "own.json").write_text(Table("cpu", {"r1": {}}, entries).to_json())
     monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "own.json"))
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     model = torch.nn.Module()
     model.rows = layer = quantized_layer()
     before, theirs, given = layer.scheme, torch.zeros(9, 48), []
@@ -109,6 +109,35 @@ def test_by_table_other_sizes_run_the_hosts_method(monkeypatch, tmp_path):
         assert (row["calls"], list(row["left"].values())) == (1, [1])
     finally:
         patched.undo()
-        tuned._by_op.cache_clear()
+        tuning._by_op.cache_clear()
         OPS["linear_fp8"].reset()
     assert layer.scheme is before and type(layer.scheme) is host.CompressedTensorsW8A8Fp8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["rms_norm", "silu_and_mul"])
+def test_own_kernels_agree_with_the_reference(name, dtype):
+    """On every case of the op that the kernel supports; mutated arguments are compared, too."""
+    from fk_integrations.sglang import own_kernels
+
+    from fastkernels.core import registry
+
+    provider, spec, checked = own_kernels.providers()[name], registry.get(name), 0
+    dtype_name = str(dtype).removeprefix("torch.")
+    reference = next(p for p in spec.op.providers if p.name == "reference")
+    for case in spec.cases:
+        if case.tags != ("odd",):
+            continue
+        args = spec.inputs(
+            replace(case, dtype=str(dtype).removeprefix("torch.")), "cpu", torch.Generator().manual_seed(0)
+        )
+        if provider.supports is not None and provider.supports(*args) is not None:
+            continue
+        given, expected = ([a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2))
+        pairs = [(provider.fn(*given), reference.fn(*expected)), *zip(given, expected, strict=True)]
+        for found, wanted in pairs:
+            if isinstance(wanted, torch.Tensor):
+                tolerance = spec.tolerance[dtype_name]
+                torch.testing.assert_close(found, wanted, atol=tolerance.atol, rtol=tolerance.rtol)
+        checked += 1
+    assert checked >= 2

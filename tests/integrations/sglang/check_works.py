@@ -1,4 +1,4 @@
-"""SGLang's features beside the patch (docs/what-works.md): the same tokens, and in the report what the page says."""
+"""SGLang's features with the patch (docs/what-works.md): the same tokens, and a report that matches the page."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def stock(engine):
 
 
 def check_leaves(report):
-    """The norms, activations, ropes and embedding of the two layers are ours, and have run, without a fallback."""
+    """The norms, activations, ropes and embedding of the two layers are ours and have run, without a fallback."""
     rows = {r.op: r for r in report.refresh().active}
     assert set(LEAVES) <= set(rows) and report.verified and not any(r.fallbacks for r in report.rows)
     assert (rows["rms_norm"].modules, rows["silu_and_mul"].modules, rows["embedding"].modules) == (5, 2, 1)
@@ -67,13 +67,13 @@ def test_prefix_cache(engine, stock):
     assert first < 2 and second >= len(text) - 1
     with fastkernels.patch(engine, ops=LEAVES) as report:
         (first, _), (again, patched) = cached("jumps"), cached("sleeps")
-        assert first < 2 and (again, patched) == (second, tokens)  # nothing of the other kernels was kept
+        assert first < 2 and (again, patched) == (second, tokens)  # nothing cached by other kernels
         check_leaves(report)
     first, undone = cached("sleeps")
     assert first < 2 and undone == tokens
 
 
-def test_weights_that_are_reloaded_are_those_that_ours_reads(engine, stock, tmp_path):
+def test_ours_reads_reloaded_weights(engine, stock, tmp_path):
     other = make_tiny(tmp_path / "other", seed=1)
 
     def load(path):
@@ -94,11 +94,11 @@ def test_weights_that_are_reloaded_are_those_that_ours_reads(engine, stock, tmp_
 
 
 def test_an_engine_whose_memory_is_released_is_not_changed(engine, stock, monkeypatch):
-    """Nor is a step run, which would read the memory that is gone: on a GPU the scheduler ended in one."""
+    """No step is run either: it would read released memory, which ends the scheduler on a GPU."""
     report = fastkernels.patch(engine, ops=LEAVES)
     send = host._send
 
-    def with_graphs(*args):  # that there were none to be captured again is all that the CPU hides
+    def with_graphs(*args):  # a CPU has no graphs to capture again
         return [{**reply, "graphs": True} for reply in send(*args)]
 
     with monkeypatch.context() as patched:

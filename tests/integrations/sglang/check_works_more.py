@@ -1,4 +1,4 @@
-"""As check_works.py, what needs an engine of its own: an fp8 KV cache, sliding windows, a quantized model."""
+"""Features that need an engine of their own: an fp8 KV cache, sliding windows, a quantized model."""
 
 import json
 import os
@@ -30,8 +30,8 @@ def build(monkeypatch):
         engine.shutdown()
 
 
-def beside_itself(engine, ops):
-    """{op: row} of a live patch with which the engine says what it says without, before and after."""
+def rows_of_patch(engine, ops):
+    """{op: row} of a live patch; the engine's outputs are the same before, with it and after."""
     stock = generate(engine)
     with fastkernels.patch(engine, ops=ops) as report:
         assert ids(generate(engine)) == ids(stock)
@@ -42,7 +42,7 @@ def beside_itself(engine, ops):
 
 
 def test_attention_on_an_fp8_kv_cache_is_left_with_the_reason(build):
-    rows = beside_itself(build(kv_cache_dtype="fp8_e5m2"), ["rms_norm", "attention", "linear"])
+    rows = rows_of_patch(build(kv_cache_dtype="fp8_e5m2"), ["rms_norm", "attention", "linear"])
     assert rows["rms_norm"].modules == 5 and rows["linear"].modules == 8
     reason = "2 unsupported: a KV cache of torch.float8_e5m2 is not supported"
     assert (rows["attention"].state, rows["attention"].reason) == ("off", reason)
@@ -50,7 +50,7 @@ def test_attention_on_an_fp8_kv_cache_is_left_with_the_reason(build):
 
 def test_experts_of_the_cpu_are_left_with_the_reason(build, tmp_path):
     model = make_tiny(tmp_path / "mixtral", "mixtral", "float32")
-    rows = beside_itself(build(model), ["rms_norm", "attention", "linear", "fused_experts"])
+    rows = rows_of_patch(build(model), ["rms_norm", "attention", "linear", "fused_experts"])
     assert rows["rms_norm"].modules == 5 and rows["attention"].calls > 0
     reason = "2 unsupported: its method runs forward_cpu, which calls no runner"
     assert (rows["fused_experts"].state, rows["fused_experts"].reason) == ("off", reason)
@@ -62,17 +62,17 @@ def test_sliding_window(build, tmp_path):
     model = make_tiny(tmp_path / "gemma2", "gemma2", "float32", sliding_window=8, **plain)
     engine = build(model, disable_hybrid_swa_memory=True)
     stock = generate(engine)
-    rows = beside_itself(engine, ["gemma_rms_norm", "gelu_and_mul", "attention"])
+    rows = rows_of_patch(engine, ["gemma_rms_norm", "gelu_and_mul", "attention"])
     assert (rows["gemma_rms_norm"].modules, rows["attention"].modules) == (9, 2)
     assert rows["attention"].calls > 0
     engine.shutdown()
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "sliding_window": 512}))
-    assert generate(build(model, disable_hybrid_swa_memory=True)) != stock  # the window has a say
+    assert generate(build(model, disable_hybrid_swa_memory=True)) != stock  # the window matters
 
 
 def test_quantized_linear_layers_are_left_with_the_reason(build, tmp_path):
-    rows = beside_itself(
+    rows = rows_of_patch(
         build(make_quantized(tmp_path / "awq", BASE, "awq"), dtype="float16"),
         ["rms_norm", "linear", "gated_mlp"],
     )

@@ -1,18 +1,24 @@
-"""One eager vLLM engine in this process: asleep, live patch, undo, and everything that must be refused."""
+"""One eager vLLM engine in this process: asleep, live patch, undo, and refusals."""
 
 import json
 import os
 
 import pytest
 import torch
-from support.checks import PROMPTS, RMS_NORM_BUG, RMS_NORM_TWICE, check_folder
+from support.checks import (
+    LEAVES,
+    PROMPTS,
+    RMS_NORM_BUG,
+    RMS_NORM_TWICE,
+    check_all_left,
+    check_folder,
+    check_own_kernels,
+)
 from support.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
 from fastkernels.core.registry import UnknownName
 from fastkernels.patch import PatchError
-
-LEAVES = ["rms_norm", "silu_and_mul", "rotary_emb"]
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +76,29 @@ def test_live_patch_runs_ours_and_undo_is_exact(llm, stock):
     assert after == before
 
 
-def test_default_ops_on_the_cpu(llm, stock):
+def test_default_patch_on_a_cpu_leaves_all_to_vllm(llm, stock):
+    before = modules(llm)
+    with fastkernels.patch(llm, strict=True) as report:
+        check_all_left(report, "vllm 0.32.0")
+        assert generate(llm) == stock and modules(llm) == before
+    with pytest.raises(PatchError, match="nothing to patch: gemma_rms_norm"):
+        fastkernels.patch(llm, ops=["gemma_rms_norm"])
+
+
+def test_vllms_own_kernels_prove_the_swap(llm, stock, monkeypatch):
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "rms_norm:vllm,silu_and_mul:vllm")
     with fastkernels.patch(llm) as report:
+        report.reset()
         assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=0.1)
-        assert report.refresh().verified
-        assert {"rms_norm", "silu_and_mul", "rotary_emb"} <= {r.op for r in report.active}
+        check_own_kernels(report.refresh(), "vllm", calls={"rms_norm": 3 * 8 * 5, "silu_and_mul": 3 * 8 * 2})
+    monkeypatch.delenv("FASTKERNELS_PROVIDER")
+    with fastkernels.patch(llm, ops=["rms_norm"]) as report:
+        assert [r.provider for r in report.rows] == [""]
 
 
-def test_a_linear_whose_weight_was_freed_is_off_with_that_reason(llm, monkeypatch):
+def test_linear_with_freed_weight_is_unsupported(llm, monkeypatch):
     layer = worker(llm).get_model().model.layers[0].mlp.down_proj
-    monkeypatch.setattr(
-        layer.weight, "data", torch.empty(0, dtype=torch.bfloat16)
-    )  # as vLLM does after packing
+    monkeypatch.setattr(layer.weight, "data", torch.empty(0, dtype=torch.bfloat16))  # like vLLM after packing
     with pytest.raises(PatchError, match=r"strict: linear .*1 unsupported: weight has shape \(0,\)"):
         fastkernels.patch(llm, ops=["linear"], strict=True)
 
@@ -95,7 +112,7 @@ def test_quant_methods_are_replaced_and_given_back(llm, stock):
     assert [id(getattr(m, "quant_method", None)) for m in worker(llm).get_model().modules()] == methods
 
 
-def test_attention_on_the_cpus_packed_cache_is_off_with_that_reason(llm):
+def test_attention_on_a_packed_cpu_cache_is_unsupported(llm):
     with fastkernels.patch(llm, ops=["attention", "rms_norm"]) as report:
         row = next(r for r in report.rows if r.op == "attention")
         assert row.state == "off" and "cpu_attn" in row.reason and "packed" in row.reason
@@ -134,14 +151,14 @@ def test_disable(llm, monkeypatch):
 
 
 def test_unknown_source_turns_the_op_off_or_fails_when_strict(llm, monkeypatch):
-    from fk_integrations.core import versions as compat
+    from fk_integrations.core import versions
 
     path = "vllm.model_executor.layers.layernorm:RMSNorm"
     recorded = {"0.32.0": {"classes": {path: {"fingerprint": "0" * 16}}}}
-    known = compat.recorded("vllm")
+    known = versions.recorded("vllm")
     classes = {k: v for k, v in known["0.32.0"]["classes"].items() if k != path}
     recorded["0.32.0"]["classes"].update(classes)
-    monkeypatch.setattr(compat, "recorded", lambda host: recorded)
+    monkeypatch.setattr(versions, "recorded", lambda host: recorded)
     with fastkernels.patch(llm, ops=["rms_norm", "silu_and_mul"]) as report:
         row = next(r for r in report.rows if r.op == "rms_norm")
         assert row.state == "off" and path in row.reason and "0.32.0" in row.reason
@@ -159,17 +176,17 @@ def test_second_patch_is_refused_until_undo(llm):
     fastkernels.patch(llm, ops=["silu_and_mul"]).undo()
 
 
-def test_what_somebody_else_patched_is_refused(llm):
+def test_instance_patched_by_other_code_is_refused(llm):
     norm = worker(llm).get_model().model.norm
     norm.forward = norm.forward
     try:
         with fastkernels.patch(llm, ops=["rms_norm"]) as report:
-            assert report.rows[0].modules == 4 and "somebody else" in report.rows[0].reason
+            assert report.rows[0].modules == 4 and "other code" in report.rows[0].reason
     finally:
         del norm.forward
 
 
-def test_a_class_that_somebody_patched_is_refused(llm, monkeypatch):
+def test_class_patched_by_other_code_is_refused(llm, monkeypatch):
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     stock = RMSNorm.forward_native

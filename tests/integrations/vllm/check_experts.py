@@ -1,4 +1,4 @@
-"""Mixtures of experts in one eager vLLM engine in this process: what runs them is swapped, all around them stays.
+"""Mixtures of experts in one eager vLLM engine in this process: only the object that runs the experts is swapped.
 
 vLLM's kernels for the CPU pack the weights: there ours stay out, and say so. The other tests have vLLM's experts keep
 the weights as a checkpoint has them, as its Triton kernels on a GPU do, and compute in PyTorch; layer, router, method
@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fk_integrations.core.apply import apply
-from fk_integrations.seams.expert_layers import path_of
-from fk_integrations.vllm import experts as vllm_experts
+from fk_integrations.core.expert_layers import path_of
+from fk_integrations.vllm import experts
 from fk_integrations.vllm.host import VllmAdapter
 from support.tiny import make_tiny
 from support.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
-from fastkernels.core import tuning as tuned
+from fastkernels.core import tuning
 from fastkernels.core.tuning import Entry, Table
 from fastkernels.overrides.moe import fused_experts_fp8
 from fastkernels.overrides.moe.fused_experts import fused_experts
@@ -30,7 +30,7 @@ def plain_apply(
     self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, a1q_scale,
     a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
 ):  # fmt: skip
-    """FusedMoEExpertsModular.apply, a token after the other."""
+    """FusedMoEExpertsModular.apply, one token at a time."""
     for token, ids in enumerate(topk_ids.tolist()):
         gate, up = zip(*((w1[i] @ hidden_states[token]).chunk(2) for i in ids), strict=True)
         parts = [w2[i] @ (torch.nn.functional.silu(g) * u) for i, g, u in zip(ids, gate, up, strict=True)]
@@ -51,8 +51,8 @@ def llm(model):
         patch.setattr(base, "process_weights_after_loading", lambda self, layer: None)
         patch.setattr(base, "apply", plain_apply)
         found = make_llm(model)
-        (path,) = {path_of(vllm_experts.experts(m).fused_experts) for m in layers(found)}
-        patch.setattr(vllm_experts, "PLAIN", {*vllm_experts.PLAIN, path})
+        (path,) = {path_of(experts.experts(m).fused_experts) for m in layers(found)}
+        patch.setattr(experts, "PLAIN", {*experts.PLAIN, path})
         yield found
 
 
@@ -63,9 +63,9 @@ def stock(llm):
 
 @pytest.fixture(autouse=True)
 def unpatched_afterwards(llm, stock):
-    before = [(type(vllm_experts.experts(m)), m.w13_weight.data_ptr()) for m in layers(llm)]
+    before = [(type(experts.experts(m)), m.w13_weight.data_ptr()) for m in layers(llm)]
     yield
-    assert [(type(vllm_experts.experts(m)), m.w13_weight.data_ptr()) for m in layers(llm)] == before
+    assert [(type(experts.experts(m)), m.w13_weight.data_ptr()) for m in layers(llm)] == before
     assert generate(llm) == stock
 
 
@@ -80,14 +80,14 @@ def row_of(report, op="fused_experts"):
     return next(r for r in report.refresh().rows if r.op == op)
 
 
-def test_named_it_runs_ours_and_undo_is_exact(llm, stock):
-    kernels = [vllm_experts.experts(m) for m in layers(llm)]
+def test_requested_experts_run_ours_and_undo_is_exact(llm, stock):
+    kernels = [experts.experts(m) for m in layers(llm)]
     with fastkernels.patch(llm, ops=OP, strict=True) as report:
         assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=0.05)
         row = row_of(report)
         assert (row.state, row.modules, row.reason) == ("active", 2, "")
         assert row.calls >= 3 * 8 * 2 and not row.fallbacks and not row.left
-        assert [vllm_experts.experts(m) for m in layers(llm)] == kernels  # the same objects
+        assert [experts.experts(m) for m in layers(llm)] == kernels  # the same objects
         assert all(isinstance(k, type(k).__mro__[1]) and k.fastkernels for k in kernels)
 
 
@@ -104,7 +104,7 @@ def test_a_candidate_runs_inside(llm, stock, candidate):
 
 @pytest.fixture
 def table(llm, tmp_path, monkeypatch):
-    """table(tokens): a CPU's table in which ours is faster up to so many tokens of this model's shape."""
+    """table(tokens): a CPU's table in which ours is faster up to `tokens` tokens of this model's shape."""
 
     def put(tokens):
         shape = {"experts": 4, "here": 4, "topk": 2, "hidden": 128, "intermediate": 96, "dtype": "bfloat16"}
@@ -112,11 +112,11 @@ def table(llm, tmp_path, monkeypatch):
         entry = Entry("fused_experts", shape, {"tokens": tokens}, "torch", "vllm", "r1", **won)
         (tmp_path / "own.json").write_text(Table("cpu", {"r1": {}}, (entry,)).to_json())
         monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "own.json"))
-        tuned._by_op.cache_clear()
+        tuning._by_op.cache_clear()
         fused_experts.reset()
 
     yield put
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
 
 
 def test_by_table_only_calls_of_those_sizes(llm, stock, table):
@@ -126,7 +126,7 @@ def test_by_table_only_calls_of_those_sizes(llm, stock, table):
         row = row_of(report)
         assert (row.state, row.modules, row.reason) == ("active", 2, "")
         assert row.calls == 2 + 3 * 7 * 2  # the patch's own step and decodes; prompts are the host's
-        assert row.left == {vllm_experts.NOT_FASTER: 3 * 2} and not row.fallbacks
+        assert row.left == {experts.NOT_FASTER: 3 * 2} and not row.fallbacks
 
 
 def test_a_shape_of_no_table_is_left_to_the_host(llm, table):
@@ -156,7 +156,7 @@ def put(owner, name, value):
 
 
 def kernel(layer):
-    return vllm_experts.experts(layer)
+    return experts.experts(layer)
 
 
 def config(layer):
@@ -179,15 +179,15 @@ REFUSED = {
     "clamp": (put(config, "gemm1_clamp_limit", 7.0), "quant_config.gemm1_clamp_limit=7.0 is not supported"),
     "dtype": (put(lambda m: m.moe_config, "in_dtype", torch.float16), "weights are torch.bfloat16 for"),
     "shape": (put(lambda m: m.w2_weight, "data", lambda w: w[..., :32]), r"not \[E, 2 I, H\] and \[E, H, I\]"),
-    "somebody": (
+    "patched": (
         lambda m: vars(kernel(m)).update(apply=print) or (lambda: vars(kernel(m)).pop("apply")),
-        "replaced by somebody else",
+        "replaced by other code",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_cannot_run_is_left_with_the_reason(llm, name):
+def test_unsupported_experts_stay_with_a_reason(llm, name):
     change, why = REFUSED[name]
     undo = [change(layer) for layer in layers(llm)]
     try:
@@ -241,7 +241,7 @@ def test_float8_in_vllms_own_kernel(monkeypatch, block, powers_of_two):
     torch.testing.assert_close(found, want)
     assert patched.report()[0]["calls"] == 1
     kind = (128, 128) if block else (0, 0)
-    assert vllm_experts.shape(fused_experts_fp8.fused_experts_fp8, layer) == (
+    assert experts.shape(fused_experts_fp8.fused_experts_fp8, layer) == (
         4,
         4,
         2,
@@ -255,7 +255,7 @@ def test_float8_in_vllms_own_kernel(monkeypatch, block, powers_of_two):
 
 
 def test_packed_weights_are_left_to_the_cpus_own_kernel(llm, monkeypatch):
-    monkeypatch.setattr(vllm_experts, "PLAIN", {p for p in vllm_experts.PLAIN if "cpu_moe" not in p})
+    monkeypatch.setattr(experts, "PLAIN", {p for p in experts.PLAIN if "cpu_moe" not in p})
     with fastkernels.patch(llm, ops=[*OP, "rms_norm"]) as report:
         assert "CPUUnquantizedExperts, whose weights are in an order of its own" in row_of(report).reason
         assert row_of(report).state == "off"

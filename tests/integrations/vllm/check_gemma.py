@@ -1,4 +1,4 @@
-"""A live vLLM engine of another family: Gemma 2's norms and GeGLU; and vLLM's LayerNorm, which Gemma has none of."""
+"""A live vLLM engine with Gemma 2's norms and GeGLU; and vLLM's LayerNorm, which Gemma does not have."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_gemma_runs_ours_and_undo_is_exact(tmp_path):
     assert (rows["gemma_rms_norm"].modules, rows["gelu_and_mul"].modules) == (
         9,
         2,
-    )  # four a layer and the last
+    )  # four per layer and the last
     steps = 3 * 8
     assert rows["gemma_rms_norm"].calls >= 9 * steps and rows["gelu_and_mul"].calls >= 2 * steps
     assert first_logprobs(patched) == pytest.approx(first_logprobs(stock), abs=0.1)

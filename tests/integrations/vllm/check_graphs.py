@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fk_integrations.core import reports
-from fk_integrations.core.apply import Journal
-from fk_integrations.vllm import compiled as vllm_live
-from fk_integrations.vllm import graphs as vllm_graphs
+from fk_integrations.core.journal import Journal
+from fk_integrations.vllm import compiled, graphs
 from fk_integrations.vllm import host as vllm
 
 from fastkernels.patch import Request
@@ -20,7 +19,7 @@ MORE = [*range(576, 1024, 64), *range(1024, 2049, 128)]
 
 
 def configuration(tokens: int = 8192, seqs: int = 1024, **options):
-    """vLLM's configuration of the tiny model as a CUDA worker has it, sizes set by vLLM. options: its compilation's."""
+    """vLLM's configuration of the tiny model in a CUDA worker, with vLLM's sizes. options: of its compilation."""
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
 
@@ -41,7 +40,7 @@ def configuration(tokens: int = 8192, seqs: int = 1024, **options):
 
 
 def worker(config, **runner):
-    """One without a model, or with a runner that has these attributes."""
+    """A worker without a model, or with a runner that has these attributes."""
     runner = SimpleNamespace(**runner) if runner else None
     return SimpleNamespace(vllm_config=config, rank=0, model_runner=runner)
 
@@ -53,7 +52,7 @@ def sizes(config) -> list[int]:
 
 
 def dispatcher(config):
-    """The V1 runner's, with its graphs' keys."""
+    """The V1 runner's dispatcher, with its graphs' keys."""
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
     made = CudagraphDispatcher(config)
@@ -62,7 +61,7 @@ def dispatcher(config):
 
 
 def manager(config, monkeypatch):
-    """The V2 runner's."""
+    """The V2 runner's graph manager."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
     monkeypatch.setattr(
@@ -87,7 +86,7 @@ def test_vllms_own_sizes_are_extended(caplog):
     config = configuration()
     assert sizes(config) == OWN
     with caplog.at_level(logging.INFO, "fastkernels"):
-        vllm_graphs.extend(worker(config))
+        graphs.extend(worker(config))
     assert sizes(config) == OWN + MORE and config.compilation_config.max_cudagraph_capture_size == 2048
     assert "up to 2048 tokens run in CUDA graphs, not 512: 16 more" in caplog.text
     assert "FASTKERNELS_GRAPH_TOKENS=0" in caplog.text
@@ -95,18 +94,18 @@ def test_vllms_own_sizes_are_extended(caplog):
 
 def test_no_size_is_over_what_a_step_may_have(monkeypatch):
     config = configuration(tokens=1000, seqs=256)
-    vllm_graphs.extend(worker(config))
+    graphs.extend(worker(config))
     assert sizes(config) == [*OWN, 576, 640, 704, 768, 832, 896, 960, 1000]
     monkeypatch.setenv("FASTKERNELS_GRAPH_TOKENS", "700")
     config = configuration()
-    vllm_graphs.extend(worker(config))
+    graphs.extend(worker(config))
     assert sizes(config) == [*OWN, 576, 640, 700]
     small = configuration(tokens=512, seqs=256)
-    assert vllm_graphs.extend(worker(small)) is None and sizes(small) == OWN
+    assert graphs.extend(worker(small)) is None and sizes(small) == OWN
 
 
 def compressed(weights: int, activations: int | None):
-    """compressed-tensors' configuration, as vLLM reads it from a checkpoint."""
+    """compressed-tensors' configuration, read by vLLM from a checkpoint."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
@@ -136,13 +135,13 @@ def test_linear_layers_of_8_bits_have_longer_graphs():
     def longest(quantization) -> int:
         config = configuration()
         config.quant_config = quantization
-        vllm_graphs.extend(worker(config))
-        assert sizes(config)[-1] == vllm_graphs.longest(config)
+        graphs.extend(worker(config))
+        assert sizes(config)[-1] == graphs.longest(config)
         return sizes(config)[-1]
 
     assert longest(None) == 2048
     assert longest(Fp8Config()) == longest(compressed(8, 8)) == 4096
-    # Weights alone: what is multiplied has 16 bits.
+    # Weights alone: the product is of 16-bit values.
     awq = AutoAWQConfig.from_config({"bits": 4, "group_size": 128, "zero_point": True, "quant_method": "awq"})
     assert longest(compressed(8, None)) == longest(compressed(4, None)) == longest(awq) == 2048
 
@@ -151,35 +150,35 @@ def test_larger_layers_have_shorter_graphs():
     config = configuration()
     text = config.model_config.hf_text_config
     text.hidden_size, text.intermediate_size = 8192, 28672  # Llama-3-70B's
-    assert vllm_graphs.longest(config) == 512
-    assert vllm_graphs.extend(worker(config)) is None and sizes(config) == OWN
+    assert graphs.longest(config) == 512
+    assert graphs.extend(worker(config)) is None and sizes(config) == OWN
     config.parallel_config.tensor_parallel_size = 4
-    assert vllm_graphs.longest(config) == 2048
+    assert graphs.longest(config) == 2048
     config.parallel_config.tensor_parallel_size = 1
     text.hidden_size, text.intermediate_size = 5120, 13824  # Qwen2.5-14B's
-    assert vllm_graphs.longest(config) == 1664  # of 1699
+    assert graphs.longest(config) == 1664  # of 1699
     differ = SimpleNamespace(hidden_size=5120, intermediate_size=[28672, 13824])  # layers, as Gemma3n's may
     config.model_config = SimpleNamespace(hf_text_config=differ)
-    assert vllm_graphs.longest(config) == 768
+    assert graphs.longest(config) == 768
 
 
 def test_few_sequences_leave_no_gap():
     config = configuration(seqs=16)
     own = list(sizes(config))
     assert own[-1] == 32
-    vllm_graphs.extend(worker(config))
+    graphs.extend(worker(config))
     assert sizes(config)[: len(own)] == own and sizes(config)[-16:] == MORE
     assert sizes(config)[len(own) : len(own) + 8] == [48, 64, 80, 96, 112, 128, 144, 160]
 
 
-def test_what_the_user_chose_stays(monkeypatch):
+def test_sizes_chosen_by_the_user_stay(monkeypatch):
     chosen = configuration(cudagraph_capture_sizes=[1, 2, 4, 512])
-    assert vllm_graphs.extend(worker(chosen)) is None and sizes(chosen) == [1, 2, 4, 512]
+    assert graphs.extend(worker(chosen)) is None and sizes(chosen) == [1, 2, 4, 512]
     largest = configuration(max_cudagraph_capture_size=256)
-    assert vllm_graphs.extend(worker(largest)) is None and sizes(largest)[-1] == 256
+    assert graphs.extend(worker(largest)) is None and sizes(largest)[-1] == 256
     monkeypatch.setenv("FASTKERNELS_GRAPH_TOKENS", "0")
     off = configuration()
-    assert vllm_graphs.extend(worker(off)) is None and sizes(off) == OWN
+    assert graphs.extend(worker(off)) is None and sizes(off) == OWN
 
 
 @pytest.mark.parametrize(
@@ -197,26 +196,26 @@ def test_what_the_user_chose_stays(monkeypatch):
         (lambda c: setattr(c, "model_config", SimpleNamespace(use_mla=True)), "MLA"),
     ],
 )  # fmt: skip
-def test_what_is_left_alone_and_why(change, reason):
+def test_unsupported_configurations_keep_their_sizes(change, reason):
     config = configuration()
-    assert vllm_graphs.refusal(config) is None
+    assert graphs.refusal(config) is None
     change(config)
-    assert reason in vllm_graphs.refusal(config)
-    assert vllm_graphs.extend(worker(config)) is None and sizes(config) == OWN
+    assert reason in graphs.refusal(config)
+    assert graphs.extend(worker(config)) is None and sizes(config) == OWN
 
 
 def mode(config, name: str) -> None:
     config.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode)[name]
 
 
-def test_an_unknown_configuration_is_left_alone():
+def test_unknown_configuration_keeps_its_sizes():
     config = configuration()
     config.model_config = None
-    assert vllm_graphs.extend(worker(config)) is None and sizes(config) == OWN
+    assert graphs.extend(worker(config)) is None and sizes(config) == OWN
 
 
 class Worker:
-    """As vLLM's: a runner after __init__, its KV cache after the model."""
+    """Like vLLM's: it makes a runner after __init__, and the KV cache after the model."""
 
     def __init__(self, config):
         self.vllm_config, self.rank, self.model_runner = config, 0, None
@@ -238,19 +237,19 @@ class Worker:
 
 @pytest.fixture
 def patching(monkeypatch):
-    """A patch of vLLM whose model and compiled code are left out."""
+    """A patch of vLLM without a model and compiled code."""
     monkeypatch.setattr(
         vllm, "apply", lambda *args: SimpleNamespace(journal=Journal(), undo=None, report=list)
     )
     monkeypatch.setattr(vllm, "_rank", lambda worker: 0)
-    monkeypatch.setattr(vllm_live, "swap", lambda worker, change: change())
+    monkeypatch.setattr(compiled, "swap", lambda worker, change: change())
     monkeypatch.setattr(reports, "start", lambda *args: None)
     yield
-    for key in list(vllm_live._KEYS):
-        vllm_live.remove_key(key)
+    for key in list(compiled._KEYS):
+        compiled.remove_key(key)
 
 
-def test_a_worker_that_is_built_patched_gives_the_sizes_to_prompts_only(monkeypatch, patching):
+def test_worker_built_patched_uses_new_sizes_for_prompts_only(monkeypatch, patching):
     config = configuration()
     monkeypatch.setattr(Worker, "__init__", vllm._patched_after_loading(Worker.__init__))
     built = Worker(config)
@@ -260,14 +259,12 @@ def test_a_worker_that_is_built_patched_gives_the_sizes_to_prompts_only(monkeypa
     assert built.model_runner.initialize_kv_cache("cache") == "cache"
     assert built.builder.max_cudagraph_size == 512
     check_v1(built.model_runner.cudagraph_dispatcher, longest=2048)
-    vars(built)[
-        vllm.STATE
-    ].journal.undo()  # the sizes stay: what is captured anew has room in the runner's buffers
+    vars(built)[vllm.STATE].journal.undo()  # the sizes stay: the runner's buffers have room for them
     check_v1(built.model_runner.cudagraph_dispatcher, longest=2048)
 
 
 def test_a_live_engine_keeps_its_sizes(patching):
-    """Its buffers are as long as its largest graph: on a GPU, capturing a longer one failed."""
+    """Its buffers are as long as its largest graph; on a GPU, capturing a longer one fails."""
     config = configuration()
     live = worker(config, cudagraph_dispatcher=dispatcher(config))
     live.get_model = lambda: None
@@ -297,17 +294,17 @@ def test_the_v2_runner_gives_the_sizes_to_prompts_only(monkeypatch):
         return found.cg_mode.name, found.num_tokens
 
     assert graph(manager(config, monkeypatch), 600) == ("NONE", 600)
-    graphs = vllm_graphs.extend(worker(config))
+    added = graphs.extend(worker(config))
     made = manager(config, monkeypatch)
-    graphs.worker.model_runner = SimpleNamespace(cudagraph_manager=made)
-    graphs.settle()
+    added.worker.model_runner = SimpleNamespace(cudagraph_manager=made)
+    added.settle()
     assert graph(made, 600) == ("PIECEWISE", 640) and graph(made, 2049) == ("NONE", 2049)
     assert graph(made, 512, 512, 1) == ("FULL", 512) and graph(made, 600, 600, 1) == ("PIECEWISE", 640)
     largest = {m.name: descs[0].num_tokens for m, descs in made._capture_descs.items()}
     assert largest == {"FULL": 512, "PIECEWISE": 2048}
 
 
-def test_what_settle_sets_is_what_flash_attention_compares():
+def test_settle_sets_the_limit_that_flash_attention_reads():
     import vllm as host
 
     folder = Path(host.__file__).parent / "v1" / "attention" / "backends"

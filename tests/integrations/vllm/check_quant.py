@@ -1,4 +1,6 @@
-"""vLLM's QuantFP8 and GroupedTopk, which run in PyTorch on the CPU, beside ours of the same arguments."""
+"""vLLM's QuantFP8 and GroupedTopk, which run in PyTorch on a CPU, compared with ours."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def test_quant_fp8_is_the_hosts(arguments, layout, dtype):
     ours, found = VllmQuantFP8(group_shape=shape, **given)(x, *scale)
     assert ours.dtype == theirs.dtype and found.stride() == wanted.stride()
     torch.testing.assert_close(found, wanted, rtol=2e-7, atol=0)
-    # The host divides by a group's scale, where ours multiplies by its inverse: a value in the middle of a step.
+    # The host divides by a group's scale, ours multiplies by its inverse: values between two steps may differ.
     differ = (ours.float() != theirs.float()).sum().item()
     assert differ == 0 if shape.col != 128 else differ <= x.numel() / 500
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.13, atol=2**-9)
@@ -51,3 +53,33 @@ def test_grouped_topk_is_the_hosts(biased, scoring_func):
     found_ids, found_order = found_ids.sort(-1)
     assert torch.equal(found_ids, ids)
     torch.testing.assert_close(found.gather(1, found_order), weights.gather(1, order))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["rms_norm", "silu_and_mul"])
+def test_own_kernels_agree_with_the_reference(name, dtype):
+    """On every case of the op that the kernel supports; mutated arguments are compared, too."""
+    import vllm._custom_ops  # noqa: F401 - loads the kernels
+    from fk_integrations.vllm import own_kernels
+
+    from fastkernels.core import registry
+
+    provider, spec, checked = own_kernels.providers()[name], registry.get(name), 0
+    dtype_name = str(dtype).removeprefix("torch.")
+    reference = next(p for p in spec.op.providers if p.name == "reference")
+    for case in spec.cases:
+        if case.tags != ("odd",):
+            continue
+        args = spec.inputs(
+            replace(case, dtype=str(dtype).removeprefix("torch.")), "cpu", torch.Generator().manual_seed(0)
+        )
+        if provider.supports is not None and provider.supports(*args) is not None:
+            continue
+        given, expected = ([a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2))
+        pairs = [(provider.fn(*given), reference.fn(*expected)), *zip(given, expected, strict=True)]
+        for found, wanted in pairs:
+            if isinstance(wanted, torch.Tensor):
+                tolerance = spec.tolerance[dtype_name]
+                torch.testing.assert_close(found, wanted, atol=tolerance.atol, rtol=tolerance.rtol)
+        checked += 1
+    assert checked >= 2

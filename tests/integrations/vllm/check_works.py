@@ -1,7 +1,7 @@
-"""vLLM's features beside the patch (docs/what-works.md): the same tokens, and in the report what the page says."""
+"""vLLM's features with the patch (docs/what-works.md): the same tokens, and a report that matches the page."""
 
 import pytest
-from features import BASE, LEAVES, NAMED, check_leaves, check_same, said
+from features import BASE, LEAVES, NAMED, check_leaves, check_same, outputs
 from support.tiny import make_tiny
 from support.variants import make_lora
 from support.vllm_engine import make_llm
@@ -21,16 +21,16 @@ def test_lora(llm, tmp_path):
     from vllm.lora.request import LoRARequest
 
     adapter = LoRARequest("a", 1, str(make_lora(tmp_path / "lora", BASE)))
-    stock, adapted = said(llm), said(llm, adapter)
+    stock, adapted = outputs(llm), outputs(llm, adapter)
     assert stock != adapted
     with fastkernels.patch(llm, ops=NAMED) as report:
-        check_same(said(llm), stock)
-        check_same(said(llm, adapter), adapted)
+        check_same(outputs(llm), stock)
+        check_same(outputs(llm, adapter), adapted)
         check_leaves(report)
         rows = {r.op: r for r in report.active}
         assert rows["linear"].modules == 8 and rows["embedding"].modules == 1  # inside the wrappers, once
         assert rows["linear"].calls == 8 * rows["embedding"].calls and rows["gated_mlp"].modules == 2
-    assert said(llm) == stock and said(llm, adapter) == adapted
+    assert outputs(llm) == stock and outputs(llm, adapter) == adapted
 
 
 def test_prefix_cache(llm):
@@ -46,44 +46,44 @@ def test_prefix_cache(llm):
     assert first == 0 and second >= 128
     with fastkernels.patch(llm, ops=LEAVES) as report:
         (first, _), (second, patched) = cached(llm, "jumps"), cached(llm, "sleeps")
-        assert (first, second >= 128, patched) == (0, True, tokens)  # nothing of the other kernels was kept
+        assert (first, second >= 128, patched) == (0, True, tokens)  # nothing cached by other kernels
         check_leaves(report)
     assert cached(llm, "sleeps") == (0, tokens)
 
 
-def test_weights_that_are_reloaded_are_those_that_ours_reads(llm, tmp_path):
+def test_ours_reads_reloaded_weights(llm, tmp_path):
     other = make_tiny(tmp_path / "other", seed=1)
 
     def load(path):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
         llm.reset_prefix_cache()
 
-    stock = said(llm)
+    stock = outputs(llm)
     load(other)
-    changed = said(llm)
+    changed = outputs(llm)
     load(BASE)
-    assert said(llm) == stock and changed != stock
+    assert outputs(llm) == stock and changed != stock
     with fastkernels.patch(llm, ops=NAMED) as report:
-        check_same(said(llm), stock)
+        check_same(outputs(llm), stock)
         load(other)
         report.reset()
-        check_same(said(llm), changed)
+        check_same(outputs(llm), changed)
         check_leaves(report)
-    assert said(llm) == changed
+    assert outputs(llm) == changed
 
 
 def test_an_engine_that_sleeps_is_not_changed(llm):
-    stock = said(llm)
+    stock = outputs(llm)
     report = fastkernels.patch(llm, ops=LEAVES)
     llm.sleep(level=1)
     with pytest.raises(PatchError, match="the engine is asleep or paused"):
         report.undo()
     llm.wake_up()
-    check_same(said(llm), stock)
+    check_same(outputs(llm), stock)
     check_leaves(report)
     report.undo()
     llm.sleep(level=1)
     with pytest.raises(PatchError, match="the engine is asleep or paused"):
         fastkernels.patch(llm)
     llm.wake_up()
-    assert said(llm) == stock
+    assert outputs(llm) == stock

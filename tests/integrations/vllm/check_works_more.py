@@ -1,8 +1,8 @@
-"""As check_works.py, what needs an engine of its own: quantized models, windows, fp8 caches, speculative decoding."""
+"""Features that need an engine of their own: quantized models, windows, fp8 caches, speculative decoding."""
 
 import pytest
 import torch
-from features import BASE, LEAVES, PROMPTS, both_ways, build, reason, said
+from features import BASE, LEAVES, PROMPTS, both_ways, build, outputs, reason
 from support.tiny import make_tiny
 from support.variants import make_lora, make_quantized, unpacked
 
@@ -14,7 +14,7 @@ QUANTIZED = {
 
 @pytest.fixture
 def four_bits():
-    """vLLM's CPU kernel for four bits, in PyTorch where the wheel's build for this CPU has none (no AVX-512)."""
+    """vLLM's CPU kernel for four bits, in PyTorch if the wheel has none for this CPU (no AVX-512)."""
     from vllm import _custom_ops  # noqa: F401 - loads the build: an op defined here before it would end the process
 
     if hasattr(torch.ops._C, "cpu_gemm_wna16"):
@@ -41,7 +41,7 @@ def four_bits():
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_linear_layers_are_left_with_the_reason(build, tmp_path, four_bits, kind):
     model = make_quantized(tmp_path / kind, BASE, kind)
-    for report in both_ways(build, said, model):
+    for report in both_ways(build, outputs, model):
         assert not any(r.op == "linear" for r in report.active)
         assert reason(report, "linear").startswith("8 unsupported: quant_method is vllm.")
         assert QUANTIZED[kind] in reason(report, "linear")
@@ -51,10 +51,10 @@ def test_quantized_linear_layers_are_left_with_the_reason(build, tmp_path, four_
 def test_sliding_window(build, tmp_path):
     model = make_tiny(tmp_path / "mistral", "mistral")
     ops = [*LEAVES, "linear", "attention"]
-    for report in both_ways(build, said, model, ops):
+    for report in both_ways(build, outputs, model, ops):
         assert "cpu_attn:CPUAttentionBackendImpl" in reason(report, "attention")
     wide = make_tiny(tmp_path / "wide", "mistral", sliding_window=None)
-    assert said(build(wide)) != said(build(model))  # the window has a say at these lengths
+    assert outputs(build(wide)) != outputs(build(model))  # the window matters at these lengths
 
 
 def test_fp8_kv_cache(build):
@@ -62,14 +62,14 @@ def test_fp8_kv_cache(build):
         with pytest.raises(NotImplementedError, match="FP8 KV cache on CPU requires"):
             build(kv_cache_dtype="fp8")
         return
-    for report in both_ways(build, said, kv_cache_dtype="fp8"):
+    for report in both_ways(build, outputs, kv_cache_dtype="fp8"):
         assert "cpu_attn:CPUAttentionBackendImpl" in reason(report, "attention")
 
 
 def test_speculative_decoding_with_several_tokens_a_step(build):
-    """The draft model is the model itself: nearly all of its three tokens are taken, four a step."""
+    """The draft model is the model itself: nearly all of its three tokens are accepted, four tokens a step."""
     draft = {"method": "draft_model", "model": str(BASE), "num_speculative_tokens": 3}
-    for report in both_ways(build, said, speculative_config=draft):
+    for report in both_ways(build, outputs, speculative_config=draft):
         rows = {r.op: r for r in report.active}
         steps, tokens = rows["embedding"].calls, 8 * len(PROMPTS)
         assert (
@@ -83,7 +83,7 @@ def test_lora(build, tmp_path):
     adapter = LoRARequest("a", 1, str(make_lora(tmp_path / "lora", BASE)))
 
     def say(llm):
-        plain, adapted = said(llm), said(llm, lora=adapter)
+        plain, adapted = outputs(llm), outputs(llm, lora=adapter)
         assert plain != adapted
         return plain + adapted
 

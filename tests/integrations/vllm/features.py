@@ -1,4 +1,4 @@
-"""What check_works.py and check_works_more.py share: engines one after the other, each beside itself patched."""
+"""Shared by check_works.py and check_works_more.py: engines, each compared with itself patched."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ BASE = Path(os.environ["TINY_LLAMA"])
 
 @pytest.fixture
 def build():
-    """build(model, **options) -> an engine; the one before it is shut down, and the last one with the test."""
+    """build(model, **options) -> an engine. The previous one is shut down, the last one at the end of the test."""
     built = []
 
     def end():
@@ -33,7 +33,7 @@ def build():
     end()
 
 
-def said(llm, lora=None):
+def outputs(llm, lora=None):
     """[(token ids, log probability of each)] of greedy decoding, one prompt at a time."""
     from vllm import SamplingParams
 
@@ -53,7 +53,7 @@ def check_same(patched, stock):
 
 
 def check_leaves(report):
-    """The norms, activations, ropes and embedding of the two layers are ours, and have run, without a fallback."""
+    """The norms, activations, ropes and embedding of the two layers are ours and have run, without a fallback."""
     rows = {r.op: r for r in report.refresh().active}
     assert set(LEAVES) <= set(rows) and report.verified and not any(r.fallbacks for r in report.rows)
     assert (rows["rms_norm"].modules, rows["silu_and_mul"].modules) == (5, 2)

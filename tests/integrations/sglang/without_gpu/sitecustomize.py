@@ -1,4 +1,4 @@
-"""Run by every Python process that has this folder in PYTHONPATH: an engine's get the stand-ins for a GPU."""
+"""Loads the stand-ins for a GPU in every Python process with this folder in PYTHONPATH."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What SGLang asks of a GPU machine in places where its CPU platform has no say.
+"""Stand-ins for GPU functions that SGLang calls without asking its CPU platform.
 
 Pinned memory, which torch refuses without an accelerator, is plain memory; the AWQ kernel has a form for the CPU.
 """

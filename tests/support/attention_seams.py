@@ -1,4 +1,4 @@
-"""What tests of the attention seams share: a batch on shuffled blocks with what attention must give, a CPU's table."""
+"""Shared by tests of the attention seams: a batch on shuffled blocks with its expected output, and a CPU's table."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastkernels.core import tuning as tuned
+from fastkernels.core import tuning
 from fastkernels.core.tuning import Entry, Table
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 
 HEADS, KV_HEADS, D, BLOCK = 6, 2, 32, 16
-# Drafts: each sequence has three tokens of a draft to check, and its own.
+# Drafts: each sequence has three draft tokens to verify and one of its own.
 BATCHES = pytest.mark.parametrize(
     "queries", [[1, 1, 1], [63, 1, 7], [5], [4, 4, 4]], ids=["decode", "mixed", "prefill", "drafts"]
 )
@@ -62,7 +62,7 @@ class Batch:
 
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """use(context, provider='reference'): a CPU's table for decodes of four sequences at most, of that context."""
+    """use(context, provider='reference'): a CPU's table for decodes of up to four sequences with that context."""
     ops = (attention_decode, attention_prefill, store_kvcache)
 
     def put(context: int, provider: str = "reference") -> None:
@@ -73,12 +73,12 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         entry = Entry("attention_decode", shape, sizes, provider, "native", "r1", **won)  # type: ignore[arg-type]
         (tmp_path / "cpu.json").write_text(Table("cpu", {"r1": {}}, (entry,)).to_json())
         monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path))
-        tuned._by_op.cache_clear()
+        tuning._by_op.cache_clear()
         for op in ops:
             op.reset()
 
     yield put
     monkeypatch.undo()
-    tuned._by_op.cache_clear()
+    tuning._by_op.cache_clear()
     for op in ops:
         op.reset()

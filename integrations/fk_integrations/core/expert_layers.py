@@ -1,4 +1,4 @@
-"""What the hosts' layers that are mixtures of experts have in common: a method, and the weights that it reads."""
+"""Helpers for mixture-of-experts layers of any host: their method object and the weights that it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def method_of(module: Any) -> Any:
-    """The layer's own method object, a module or not, or None: a LoRA wrapper shows its base layer's."""
+    """The layer's own method object (maybe a module), or None for a LoRA wrapper, which shows its base layer's."""
     return vars(module).get("quant_method") or vars(module).get("_modules", {}).get("quant_method")
 
 
@@ -24,7 +24,7 @@ def in_float8(module: Any) -> bool:
 
 
 def unusual(module: Any, dtype: torch.dtype, fp8: bool) -> str | None:
-    """Why our kernels cannot read a layer's weights where they are; fp8: what its quantization says. None: they can."""
+    """Why our kernels cannot read a layer's weights in place; None: they can. fp8: whether it is quantized to FP8."""
     w1, w2 = module.w13_weight, module.w2_weight
     if w1.dim() != 3 or w2.dim() != 3 or w1.shape != (w2.shape[0], 2 * w2.shape[2], w2.shape[1]):
         return f"weights are {tuple(w1.shape)} and {tuple(w2.shape)}, not [E, 2 I, H] and [E, H, I]"

@@ -30,7 +30,7 @@ def test_patch_by_name(monkeypatch):
     assert VllmConfig.compute_hash is stock and VllmConfig().compute_hash() == asleep
 
 
-def test_a_filter_that_keeps_the_plugin_out_is_said(monkeypatch):
+def test_filter_without_our_plugin_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(PatchError, match="VLLM_PLUGINS='other'"):
         fastkernels.patch("vllm")

@@ -1,0 +1,45 @@
+"""Why an op or a module is not ours: a kind, on which code decides, and a text for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """The outcomes of a patch that need a reason. Values are part of the report's JSON."""
+
+    LEFT_TO_HOST = "left_to_host"  # not requested, and the host's own code is not known to be slower
+    UNTUNED = "untuned"  # not requested, and no table has measurements of this chip
+    UNSUPPORTED = "unsupported"  # our code does not serve this module
+    REPLACED = "replaced"  # another patch has changed the class or the instance
+    DISABLED = "disabled"  # FASTKERNELS_DISABLE
+    BATCH_INVARIANT = "batch_invariant"  # the host promises results that do not depend on the batch
+    NOT_IN_HOST = "not_in_host"  # this host version has no such class
+    UNKNOWN_VERSION = "unknown_version"  # the source of the host's class is not a recorded one
+    NO_SUCH_MODULE = "no_such_module"  # the model has no module of the class
+    CANDIDATE = "candidate"  # a user's candidate runs here
+    CANDIDATE_UNCALLED = "candidate_uncalled"  # installed, and no call yet
+    CANDIDATE_UNUSED = "candidate_unused"  # nothing in the model can run it
+    FUSED = "fused"  # another op of ours runs in its place
+
+    @property
+    def left(self) -> bool:
+        """Whether the host's code stays by our choice. Such a reason is never an error."""
+        return self in (Kind.LEFT_TO_HOST, Kind.UNTUNED)
+
+    @property
+    def harmless(self) -> bool:
+        """Whether a strict patch accepts it."""
+        return self.left or self in _HARMLESS
+
+
+_HARMLESS = (Kind.DISABLED, Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED, Kind.FUSED)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One outcome. Rewording `text` changes no decision."""
+
+    kind: Kind
+    text: str

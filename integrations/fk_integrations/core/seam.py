@@ -1,0 +1,75 @@
+"""Seam: a place in a host where our code goes in. Each is one file in fk_integrations/seams, found by its stem."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastkernels.core.reasons import Reason
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.journal import Journal
+
+FOLDER = Path(__file__).resolve().parents[1] / "seams"
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One module that is to run our class `ours`.
+
+    by_table  only calls that a tuned table lists as faster run ours
+    """
+
+    adapter: Adapter
+    module: Any
+    host_class: type
+    ours: type
+    journal: Journal
+    by_table: bool = False
+
+
+class Seam:
+    """How a module gets our code. Subclasses hold no state.
+
+    live      whether the seam exists in a loaded model; the others are for forks and our own engine
+    optional  whether an unsupported module counts as left to the host when the op was not requested
+    first     whether its targets are handled before all others, which depend on what it changes
+    """
+
+    live = True
+    optional = False
+    first = False
+
+    def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
+        """The modules of exactly this host class, each once; a subclass may have been changed by other code."""
+        return [m for m in model.modules() if type(m) is host_class]
+
+    def passed_over(self, model: Any, host_class: type) -> list[Reason]:
+        """A reason for each module of the same kind that the target does not cover."""
+        return []
+
+    def swap(self, swap: Swap) -> Reason | None:
+        """Make the change, noted in the journal; None, or why nothing was changed."""
+        raise NotImplementedError(f"{type(self).__name__} is not for live models")
+
+
+def names() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__")
+
+
+@cache
+def find(name: str) -> Seam:
+    """The seam of that name. Raises LookupError if there is no such file, or if it defines several seams or none."""
+    if name not in names():
+        raise LookupError(f"unknown seam {name!r}. Known: {', '.join(names())}")
+    module = importlib.import_module(f"fk_integrations.seams.{name}")
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Seam) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise LookupError(f"{module.__file__} defines {len(found)} seams, not one")
+    return found[0]()

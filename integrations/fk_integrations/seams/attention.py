@@ -1,0 +1,22 @@
+"""Attention, through the backend's implementation on the host's own KV layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels.core.reasons import Reason
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.seam import Seam, Swap
+
+
+class Attention(Seam):
+    """The host's adapter makes the change (Adapter.swap_attention)."""
+
+    optional = True
+
+    def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
+        """Layers of the class, or whose `impl` is of it."""
+        return [m for m in model.modules() if host_class in (type(m), type(vars(m).get("impl")))]
+
+    def swap(self, swap: Swap) -> Reason | None:
+        return swap.adapter.swap_attention(swap.module, swap.ours, swap.journal, swap.by_table)

@@ -1,0 +1,16 @@
+"""Leaf modules: norms, activations, rotary embeddings."""
+
+from __future__ import annotations
+
+from fastkernels.core.reasons import Reason
+from fk_integrations.core.live_class import live_class
+from fk_integrations.core.seam import Seam, Swap
+
+
+class Leaf(Seam):
+    """Swaps `__class__` of the instance for a subclass of the host's class with our forward."""
+
+    def swap(self, swap: Swap) -> Reason | None:
+        swap.journal.set_class(swap.module, live_class(swap.host_class, swap.ours))
+        swap.adapter.repin(swap.module, swap.journal)
+        return None

@@ -1,0 +1,79 @@
+"""Seams: one class for each name that a target uses, found by the file's stem."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from fk_integrations.core import seam
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.journal import Journal
+from fk_integrations.core.seam import Seam, Swap
+
+from fastkernels.core import registry
+from fastkernels.core.spec import SEAMS
+
+LIVE = {"attention", "experts", "kernel", "leaf", "module", "quant_method", "scheme"}
+
+
+def test_each_seam_of_a_target_has_exactly_one_class() -> None:
+    used = {target.seam for name in registry.op_names() for target in registry.get(name).targets}
+    assert used <= set(SEAMS) == set(seam.names())
+    classes = [type(seam.find(name)) for name in seam.names()]
+    assert len(set(classes)) == len(classes) == 9
+    assert {name for name in seam.names() if seam.find(name).live} == LIVE
+
+
+def test_a_seam_file_defines_one_class_and_no_function() -> None:
+    for name in seam.names():
+        body = ast.parse((seam.FOLDER / f"{name}.py").read_text()).body
+        assert sum(isinstance(node, ast.ClassDef) for node in body) == 1, name
+        assert not any(isinstance(node, ast.FunctionDef) for node in body), name
+
+
+def test_an_unknown_seam_lists_the_known_ones() -> None:
+    with pytest.raises(LookupError, match=r"unknown seam 'wall'. Known: attention, experts, .*standalone"):
+        seam.find("wall")
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_file_without_exactly_one_seam_is_an_error(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fk_integrations.seams
+
+    classes = "".join(f"class Wall{i}(Seam): pass\n" for i in range(count))
+    (tmp_path / f"wall{count}.py").write_text(f"from fk_integrations.core.seam import Seam\n{classes}")
+    monkeypatch.setattr(seam, "FOLDER", tmp_path)
+    monkeypatch.setattr(fk_integrations.seams, "__path__", [str(tmp_path)])
+    with pytest.raises(LookupError, match=f"wall{count}.py defines {count} seams, not one"):
+        seam.find(f"wall{count}")
+
+
+@pytest.mark.parametrize("name", sorted(set(SEAMS) - LIVE))
+def test_a_seam_that_is_not_live_refuses_a_swap(name: str) -> None:
+    place, module = seam.find(name), torch.nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError, match="not for live models"):
+        place.swap(Swap(Adapter(), module, torch.nn.Linear, torch.nn.Identity, Journal()))
+
+
+@pytest.mark.parametrize("name", ["leaf", "module"])
+def test_a_class_swap_keeps_state_and_is_undone(name: str) -> None:
+    class Ours:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    module, journal = torch.nn.Linear(2, 2), Journal()
+    module._forward_method = module.forward  # as vLLM's CustomOp caches it
+    weight, x = module.weight, torch.randn(3, 2)
+    assert seam.find(name).swap(Swap(Adapter(), module, torch.nn.Linear, Ours, journal)) is None
+    assert isinstance(module, torch.nn.Linear) and module.weight is weight
+    assert torch.equal(module(x), x + 1) and torch.equal(module._forward_method(x), x + 1)
+    journal.undo()
+    assert type(module) is torch.nn.Linear and torch.equal(module._forward_method(x), module(x))
+
+
+def test_every_seam_is_a_subclass_of_seam() -> None:
+    assert all(isinstance(seam.find(name), Seam) for name in seam.names())
