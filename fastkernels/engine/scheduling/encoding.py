@@ -42,19 +42,26 @@ class EncodeRequest:
 
 
 @dataclass
-class EncodeOutput:
-    """The result of a request. data: float32 [H] for task 'embed', [tokens, H] for 'token_embed'."""
+class PoolingOutput:
+    """data: float32 [H] for task 'embed', [tokens, H] for 'token_embed'."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
     data: np.ndarray
-    finished: bool = True
 
     @property
     def embedding(self) -> list[float]:
         """`data` as Python floats."""
         return self.data.tolist()
+
+
+@dataclass
+class PoolingRequestOutput:
+    """The result of a request. Names are vLLM's."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    finished: bool = True
 
 
 class EncodeScheduler:

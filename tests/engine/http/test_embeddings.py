@@ -30,7 +30,7 @@ def url():
 
 @pytest.fixture(scope="module")
 def expected():
-    return [o.data for o in LLM(str(minilm_path()), device="cpu").embed(TEXTS)]
+    return [o.outputs.data for o in LLM(str(minilm_path()), device="cpu").embed(TEXTS)]
 
 
 def post(url, path="/v1/embeddings", **body):
