@@ -20,8 +20,8 @@ from fastkernels.core import tuning as tuned
 from fk_bench.core.rows import Row, Status
 from fk_bench.explain import timing as explain_time
 from fk_bench.kernels import report as kernels_report
-from fk_bench.tables.experiments import MODEL, groups, timed
-from fk_bench.tables.measured import Files
+from fk_bench.tables.layers import MODEL, groups, timed
+from fk_bench.tables.origin import Files
 
 # Of ops whose kernel a tuned table picks: what production runs, its usual choice first.
 PRODUCTION = {"linear": ("cublas",), "attention_decode": ("fa3", "flashinfer")}

@@ -44,7 +44,7 @@ def routing_command(
         Path | None, typer.Option("--rows", help="make the tables from this file, and run nothing")
     ] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="the tables as Markdown, as docs/routing.md has them")
+        bool, typer.Option("--markdown", help="the tables as Markdown, as in docs/reports/2026-11-routing.md")
     ] = False,
     json_only: Annotated[
         bool, typer.Option("--json", help="only the line of JSON on standard output")

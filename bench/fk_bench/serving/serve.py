@@ -94,7 +94,7 @@ def serve(
         bool, typer.Option("--enforce-eager", help="no CUDA graphs")
     ] = DEFAULT.enforce_eager,
 ) -> None:
-    """Serve MODEL over OpenAI's API, until SIGTERM (requests may finish) or Ctrl-C; docs/server.md has the routes."""
+    """Serve MODEL over OpenAI's API, until SIGTERM (requests may finish) or Ctrl-C; docs/serve.md has the routes."""
     from fastkernels.core.registry import UnknownName
     from fastkernels.engine.http import process as serving
     from fastkernels.models.common.weights import CheckpointError

@@ -78,7 +78,7 @@ class Server:
         self.llm.on_step = self._on_step
         self.draining = False
         self.created = int(time.time())
-        self.routes = self._routes(engine.kind)
+        self.routes = self._routes()
         self.app = Gate(self.routes, self.config.api_key, self.config.max_body_size, self.refusal)
 
     def refusal(self) -> str | None:
@@ -101,7 +101,7 @@ class Server:
         self.metrics.failed_steps = self.llm.num_failed_steps
         self.report.write()
 
-    def _routes(self, served: str) -> FastAPI:
+    def _routes(self) -> FastAPI:
         app = FastAPI(title="FastKernels", version=__version__)
         app.router.route_class = StrictJSONRoute
         errors.install(app)
@@ -119,6 +119,7 @@ class Server:
             ("/detokenize", self.detokenize, schema.DETOKENIZE),
         ):
             app.add_api_route(path, post, methods=["POST"], response_model=None, **extra)
+        served = self.llm.engine.kind
         routes = ROUTES[served](self.context)
         for path, name, extra in routes.PATHS:
             app.add_api_route(path, getattr(routes, name), methods=["POST"], response_model=None, **extra)
