@@ -1,9 +1,9 @@
-"""A small OpenAI-style server for tests of the machinery around servers, and the interpreter that starts it.
+"""A small OpenAI-style server for tests, and the interpreter that starts it.
 
-Run as a lane's interpreter it answers the probe (`-c ...`) and serves for `-m MODULE ... --port P`. What it does wrong
-is asked for by environment variables: STUB_NEVER_READY, STUB_DIE_AT=N (dies at the Nth completion), STUB_CRASH (ends at
-start), STUB_SHIFT=N (other tokens), STUB_SHORT (a token less than asked for), STUB_CHILD=FILE (a grandchild that
-ignores SIGTERM, its pid in FILE), STUB_DELAY=SECONDS a token, STUB_CALLS=N (what a patched process reports).
+As a lane's interpreter it answers the probe (`-c ...`) and serves for `-m MODULE ... --port P`. Environment variables
+select faults: STUB_NEVER_READY, STUB_DIE_AT=N (dies at the Nth completion), STUB_CRASH (exits at start), STUB_SHIFT=N
+(other tokens), STUB_SHORT (one token too few), STUB_CHILD=FILE (a grandchild that ignores SIGTERM, with its pid in
+FILE), STUB_DELAY=SECONDS per token, STUB_CALLS=N (calls in the report of a patched process).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Caged children of tests: spawn one, hear what it says."""
+"""Caged children of tests: spawn one, read its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN: dict[str, Any] = dict.fromkeys(STEPS, False)
 
 
 def needs(steps: dict[str, str], *names: str) -> None:
-    """Skip what this machine cannot do; a root with all its capabilities must be able to."""
+    """Skip steps that this machine does not support; root with all capabilities must support all."""
     status = Path("/proc/self/status").read_text().splitlines()
     capabilities = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff"))
     for name in names:
@@ -28,7 +28,7 @@ def needs(steps: dict[str, str], *names: str) -> None:
 
 
 def hear(child: Child, timeout: float = 60.0) -> list[Any]:
-    """All that the child and its descendants say: to the end of the last process that holds the channel."""
+    """All lines of the child and its descendants, until the last process that holds the channel ends."""
     child.channel.settimeout(timeout)
     data = b""
     while part := child.channel.recv(1 << 16):
