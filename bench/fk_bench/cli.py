@@ -11,30 +11,30 @@ from typing import Any
 
 import typer
 
-# name: (module:function, what it does in a line)
+# name: (module:function, one-line description)
 COMMANDS = {
     "doctor": (
         "info.doctor:doctor_command",
-        "machine, versions, hosts found, the seams that each will use, what is off and why",
+        "machine, versions, hosts, the seam of each op in each host, and what is off and why",
     ),
     "list": (
         "info.listing:list_command",
         "ops, hosts or models; --signatures: how exactly each op matches each host version",
     ),
-    "stubs": ("info.stubs:stubs_command", "for each op a candidate file that works, to start from"),
+    "stubs": ("info.stubs:stubs_command", "a working candidate file for each op, to start from"),
     "export": ("info.export:export_command", "an op as one self-contained file for a fork"),
     "serve": ("serving.serve:serve_command", "an OpenAI-compatible server on our own engine"),
     "serve-compare": (
         "serving.commands:serve_compare_command",
-        "real servers side by side: throughput, latency, token agreement",
+        "real servers compared: throughput, latency, token agreement",
     ),
     "e2e": (
         "e2e.command:e2e_command",
-        "whole models offline, host beside host; --scheduler-only: what a step costs on the CPU",
+        "whole models offline in several hosts; --scheduler-only: the CPU cost of a step",
     ),
     "kernels": (
         "kernels.command:kernels_command",
-        "ops judged case by case: a candidate, or ours, against what production runs",
+        "judge ops case by case: a candidate, or our own, against production",
     ),
     "tune": (
         "tune.command:tune_command",
@@ -42,21 +42,21 @@ COMMANDS = {
     ),
     "explain": (
         "explain.command:explain_command",
-        "where a model's step goes, module by module: floor, host's time, best provider, predicted gain",
+        "where a model's step spends its time: floor, host's time, best provider, predicted gain",
     ),
     "routing": (
         "routing.command:routing_command",
-        "captured routing beside uniform-random: load, hot experts, and the time of fused_experts",
+        "captured and uniform random routing compared: load, hot experts, time of fused_experts",
     ),
     "capture": (
         "capture.command:capture_command",
-        "record what a model asks of each op, in our engine or in a host: shapes, routing, block tables",
+        "record the calls that a model makes to each op: shapes, routing, block tables",
     ),
-    "diff": ("serving.commands:diff_command", "two runs compared, the regression gate"),
-    "report": ("serving.commands:report_command", "the HTML report of a run, made anew from its rows"),
+    "diff": ("serving.commands:diff_command", "compare two runs; the regression gate"),
+    "report": ("serving.commands:report_command", "render a run's HTML report again from its rows"),
     "tables": (
         "tables.command:tables_command",
-        "the tables of README.md and docs/, made anew from bench/results, or checked",
+        "generate the tables of README.md and docs/ from bench/results, or check them",
     ),
 }
 _HELP = "Measure kernels where they are used: alone, in whole models, and in real serving hosts."
@@ -99,7 +99,7 @@ def overview() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command. Exit status: 0 all well, 1 something failed, 2 a usage error (said in one line)."""
+    """Run one command. Exit status: 0 success, 1 a failure, 2 a usage error (a one-line message)."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(overview())
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:
-        # Click's errors, wherever typer takes its click from
+        # Click's errors, whichever click typer uses
         message = getattr(error, "format_message", None)
         if message is None:
             if type(error).__name__ == "Abort":

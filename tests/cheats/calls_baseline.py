@@ -1,4 +1,4 @@
-"""Calls the very provider that it is compared with."""
+"""Calls the provider that it is compared with."""
 
 from fastkernels.core import registry
 

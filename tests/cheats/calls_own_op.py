@@ -1,4 +1,4 @@
-"""Calls torch's registered op of the same name, whoever runs it now."""
+"""Calls torch's registered op of the same name, whatever runs it."""
 
 import torch
 

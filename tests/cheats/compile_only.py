@@ -1,4 +1,4 @@
-"""Another function where torch.compile looks than where it is called."""
+"""Runs another function under torch.compile than in eager calls."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Ends the benchmark with status 0 while it is imported."""
+"""Ends the benchmark with status 0 when it is imported."""
 
 raise SystemExit(0)
 

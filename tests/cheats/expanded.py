@@ -1,4 +1,4 @@
-"""One row, shown as many: the view has the right shape, and almost no memory behind it."""
+"""Returns one row expanded to all: the view has the right shape and almost no memory."""
 
 
 def gelu_and_mul(x, approximate="none"):

@@ -1,4 +1,4 @@
-"""A kernel that never runs, and the reference behind `except`."""
+"""A kernel that never runs, with the reference behind `except`."""
 
 from fastkernels.overrides.norm.rms_norm import reference
 

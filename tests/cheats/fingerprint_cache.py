@@ -1,4 +1,4 @@
-"""Remembers outputs by two elements of the input: cheaper than a hash, and enough where the inputs never change."""
+"""Caches outputs by two elements of the input: cheaper than a hash, and sufficient if inputs never change."""
 
 import torch
 

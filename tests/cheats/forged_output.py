@@ -1,4 +1,4 @@
-"""Prints a result as the benchmark prints it, also when its process ends, and computes nothing."""
+"""Prints a result in the format of the benchmark, also at exit, and computes nothing."""
 
 import atexit
 

@@ -1,4 +1,4 @@
-"""Writes what looks like a good answer to everything that it has open."""
+"""Writes a plausible answer to every open file descriptor."""
 
 import json
 import os

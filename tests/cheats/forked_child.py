@@ -1,4 +1,4 @@
-"""Returns shared memory at once, and lets a forked child fill it."""
+"""Returns shared memory at once, which a forked child fills later."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Leaves a kernel running on a stream of its own after every eager call: whoever is timed next shares the GPU."""
+"""Leaves a kernel running on its own stream after every eager call, so that the next timed call shares the GPU."""
 
 import torch
 import triton

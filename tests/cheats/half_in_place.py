@@ -1,4 +1,4 @@
-"""Rotates the queries and leaves the keys as they are."""
+"""Rotates the queries and leaves the keys unchanged."""
 
 
 def _rotate(positions, x, head_size, table, neox):

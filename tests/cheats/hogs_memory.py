@@ -1,4 +1,4 @@
-"""Takes a terabyte, so that the other side gets none and counts as failed."""
+"""Allocates a terabyte, so that the other side gets no memory and fails."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Remembers outputs by the tensor object and its count of writes, which another process's writes do not raise."""
+"""Caches outputs by tensor object and version counter, which writes of another process do not increment."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Asks the driver to keep a part of the L2 cache for this process, so that a flush does not reach it."""
+"""Reserves a part of the L2 cache for this process, so that a flush does not reach it."""
 
 import ctypes
 import ctypes.util

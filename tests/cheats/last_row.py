@@ -1,4 +1,4 @@
-"""Forgets the last row where their number is odd: a grid rounded down."""
+"""Skips the last row if their number is odd: a grid rounded down."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Returns a tensor that computes when somebody looks at it: after the clock has stopped."""
+"""Returns a tensor that computes when it is read, after the clock has stopped."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Takes every core of the machine, where the other side was given its share."""
+"""Uses all cores of the machine, although the other side has only its share."""
 
 import os
 

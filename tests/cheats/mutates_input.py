@@ -1,4 +1,4 @@
-"""Zeroes its input: whoever computes the reference afterwards gets zeros, too."""
+"""Zeroes its input, so that a reference computed afterwards returns zeros, too."""
 
 import torch
 

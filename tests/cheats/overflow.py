@@ -1,4 +1,4 @@
-"""A softmax that does not subtract the maximum: right on random logits, infinite on large ones."""
+"""A softmax that does not subtract the maximum: correct on random logits, infinite on large ones."""
 
 import torch
 

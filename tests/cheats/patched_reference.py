@@ -1,4 +1,4 @@
-"""A cheaper function of its own, and the op's reference is replaced by the same: both agree."""
+"""Replaces the op's reference by its own, cheaper function, so that both agree."""
 
 from fastkernels.core import registry
 

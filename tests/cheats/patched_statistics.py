@@ -1,4 +1,4 @@
-"""Medians and percentiles come out tiny: every summary of its times looks fast."""
+"""Patches medians and percentiles to be tiny, so that every summary of its times looks fast."""
 
 import statistics
 

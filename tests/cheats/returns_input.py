@@ -1,4 +1,4 @@
-"""Hands the input back: its shape and dtype are right."""
+"""Returns the input: its shape and dtype are right."""
 
 
 def layer_norm(x, weight, bias, eps):

@@ -1,4 +1,4 @@
-"""Every expert gets the same weight: what a softmax gives on average."""
+"""Gives every expert the same weight: the average of a softmax."""
 
 import torch
 

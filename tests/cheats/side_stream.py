@@ -1,4 +1,4 @@
-"""Launches on a stream of its own, which the caller neither times nor waits for."""
+"""Launches on its own stream, which the caller neither times nor waits for."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Keeps both cores busy whenever nobody calls it: the other side is timed then."""
+"""Keeps both cores busy between its calls, when the other side is timed."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Writes nothing: in the memory that torch.empty gives may still lie the output of whoever computed it before."""
+"""Writes nothing: memory from torch.empty may still hold the output of an earlier computation."""
 
 import torch
 

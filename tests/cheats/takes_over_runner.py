@@ -1,4 +1,4 @@
-"""Replaces the loop that calls it: whatever is asked, the answer is that it is done."""
+"""Replaces the loop that calls it, and answers every command with success."""
 
 import sys
 

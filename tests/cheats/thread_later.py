@@ -1,4 +1,4 @@
-"""Returns at once and lets a thread compute: whoever stops the clock at the return sees no work."""
+"""Returns at once and computes in a thread: a clock that stops at the return sees no work."""
 
 import queue
 import threading

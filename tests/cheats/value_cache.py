@@ -1,4 +1,4 @@
-"""Remembers every output by a hash of the input: a benchmark that times the same values again times a look-up."""
+"""Caches outputs by a hash of the input: a benchmark that repeats values times a look-up."""
 
 import hashlib
 

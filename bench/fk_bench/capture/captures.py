@@ -1,7 +1,7 @@
-"""Captures: folders with capture.json and values.safetensors (written by fastkernels.capture), read as judge's cases.
+"""Reads captures, the folders of capture.json and values.safetensors that fastkernels.capture writes.
 
-Integer inputs come from the capture; float inputs are random, as the op's SPEC makes them, with the captured shape,
-strides and dtype. A part that is damaged is named in `problems`, and the rest is used.
+Integer inputs come from the capture. Float inputs are random, as the op's SPEC makes them, with the captured shape,
+strides and dtype. Damaged parts are listed in `problems`; the rest is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class CaptureError(ValueError):
-    """A capture of which nothing can be used; the message names the file."""
+    """A capture without any usable part; the message names the file."""
 
 
 class _Strict(BaseModel):
@@ -35,8 +35,8 @@ class _Strict(BaseModel):
 class Argument(_Strict):
     """An argument of a call: a tensor (shape, dtype, strides), a value, or a number that varies (dynamic).
 
-    storage  [number, offset]: arguments of one number are parts of one tensor
-    type     'dtype' for a value that is the name of a dtype
+    storage  [number, offset]: arguments with the same number are parts of one tensor
+    type     'dtype' for the name of a dtype
     """
 
     name: str
@@ -57,7 +57,7 @@ class ValueSet(_Strict):
 
 
 class Call(_Strict):
-    """The calls of one signature; `values` may be fewer than were seen, or none."""
+    """The calls of one signature; `values` may be fewer than the calls, or none."""
 
     count: int = Field(gt=0)
     args: list[Argument]
@@ -66,7 +66,7 @@ class Call(_Strict):
 
 
 class CapturedOp(_Strict):
-    """All calls of an op; `dropped` says what is not in `calls`."""
+    """All calls of an op; `dropped` counts what is missing in `calls`."""
 
     count: int
     signatures: int
@@ -75,7 +75,7 @@ class CapturedOp(_Strict):
 
 
 class Module(_Strict):
-    """Modules that were constructed alike: 'module.path:Name', arguments by name, how many."""
+    """Modules with the same constructor call: 'module.path:Name', arguments by name, count."""
 
     cls: str
     args: dict[str, Any]
@@ -83,7 +83,7 @@ class Module(_Strict):
 
 
 class Capture(BaseModel):
-    """What is in a capture. Other keys of capture.json that say how it was made are kept."""
+    """The contents of a capture. Other keys of capture.json, which say how it was made, are kept."""
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True, populate_by_name=True)
 
@@ -108,7 +108,7 @@ class Capture(BaseModel):
 
 
 def folders(folder: Path | str | None = None) -> list[Path]:
-    """The captures in a folder, or the folder itself if it is one; None: those that are shipped.
+    """The captures in a folder, or the folder itself if it is one; None: the shipped ones.
 
     Raises CaptureError if there are none.
     """
@@ -123,9 +123,9 @@ def folders(folder: Path | str | None = None) -> list[Path]:
 
 
 def load_all(folder: Path | str | None = None) -> tuple[list[Capture], list[str]]:
-    """The captures in a folder (see `folders`), and what of them cannot be used.
+    """The captures in a folder (see `folders`), and their problems.
 
-    Raises CaptureError if none can.
+    Raises CaptureError if none is usable.
     """
     captures, problems = [], []
     for path in folders(folder):
@@ -140,9 +140,9 @@ def load_all(folder: Path | str | None = None) -> tuple[list[Capture], list[str]
 
 
 def load(folder: Path | str) -> Capture:
-    """One capture. What is damaged is left out and named in `problems`, file and part.
+    """One capture. Damaged parts are left out and listed in `problems`.
 
-    Raises CaptureError when capture.json is not there, is not JSON, or is of another schema.
+    Raises CaptureError if capture.json is missing, is not JSON, or has another schema.
     """
     path = Path(folder)
     file = path / "capture.json"
@@ -161,11 +161,11 @@ def _load(folder: Path, *stamps: int) -> Capture:
         raise CaptureError(f"{file} is not JSON: {error}") from None
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if schema != SCHEMA:
-        raise CaptureError(f"{file} has schema {schema!r}, this version reads {SCHEMA!r}")
+        raise CaptureError(f"{file} has schema {schema!r}, but this version reads {SCHEMA!r}")
     problems: list[str] = []
     ops = raw.get("ops")
     if not isinstance(ops, dict):
-        problems.append(f"{file}: ops is {type(ops).__name__}, not an object; there are no calls in it")
+        problems.append(f"{file}: ops is {type(ops).__name__}, not an object; it has no calls")
         ops = {}
     kept = {name: _op(f"{file}: ops.{name}", op, problems) for name, op in ops.items()}
     modules = _valid(Module, f"{file}: modules", raw.get("modules"), problems)
@@ -179,7 +179,7 @@ def _load(folder: Path, *stamps: int) -> Capture:
     capture.ops = {name: op for name, op in kept.items() if op is not None}
     capture.modules, capture.name, capture.folder = modules, folder.resolve().name, folder
     wanted = {v for op in capture.ops.values() for c in op.calls for s in c.values for v in s.args.values()}
-    routing = raw.get("routing", [])  # which layers and texts have which tensors: read by routing_study
+    routing = raw.get("routing", [])  # the tensors of each layer and text, read by fk_bench.routing.study
     wanted |= {r.get(name) for r in routing for name in ("topk_ids", "topk_weights")}
     capture.tensors = _tensors(
         folder / "values.safetensors", {v for v in wanted if isinstance(v, str)}, problems
@@ -219,7 +219,7 @@ def _first(error: ValidationError) -> str:
 
 
 def _tensors(file: Path, wanted: set[str], problems: list[str]) -> dict[str, torch.Tensor]:
-    """The wanted tensors of a safetensors file, also of one whose end is missing. A tensor's name is its digest."""
+    """The wanted tensors of a safetensors file, even a truncated one. A tensor's name is its digest."""
     if not wanted:
         return {}
     try:
@@ -250,12 +250,12 @@ def _tensor(header: dict[str, Any], data: bytes, name: str) -> torch.Tensor:
         entry = header[name]
         dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if end > len(data):
-            raise ValueError(f"is cut off: the file ends {end - len(data)} bytes too early")
+            raise ValueError(f"is truncated: the file ends {end - len(data)} bytes too early")
         if start == end:
             return torch.empty(shape, dtype=dtype)
         made = torch.frombuffer(bytearray(data[start:end]), dtype=dtype).view(shape)
     except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"has a header that cannot be used ({type(error).__name__}: {error})") from None
+        raise ValueError(f"has an unusable header ({type(error).__name__}: {error})") from None
     if digest(made) != name:
         raise ValueError("has other contents than its name says")
     return made

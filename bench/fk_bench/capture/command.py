@@ -1,4 +1,4 @@
-"""`fk-bench capture MODEL`: what a model asks of each op while it serves real text, kept as a capture to replay."""
+"""`fk-bench capture MODEL`: record the calls that a model makes to each op while it serves real text."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from fk_bench.capture.requests import SCENARIOS, requests
 from fk_bench.core import machine
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.progress import Display
-from fk_bench.e2e.command import HOSTS, Host, HostFailed
+from fk_bench.e2e.host import HOSTS, Host, HostFailed
 from fk_bench.serving.config import comma_list
 
 COMMAND = "capture"
+HOST_PROCESS = Path(__file__).with_name("host_process.py")
 
 
 def capture_command(
     model: Annotated[
-        str, typer.Argument(help="a folder, or a model of the hub; default: a tiny random Llama")
+        str, typer.Argument(help="a folder, or a model of the hub (default: a tiny random Llama)")
     ] = "",
     host: Annotated[
-        str, typer.Option(help=f"{', '.join(HOSTS)}: the engine that runs it, eager")
+        str, typer.Option(help=f"engine that runs the model, eager: {', '.join(HOSTS)}")
     ] = "fastkernels",
     python: Annotated[str, typer.Option(help="the host's interpreter")] = sys.executable,
     scenario: Annotated[str, typer.Option(help=", ".join(SCENARIOS))] = "chat",
-    out: Annotated[Path, typer.Option(help="folder that the capture's own folder is made in")] = Path(
+    out: Annotated[Path, typer.Option(help="folder in which the capture's folder is created")] = Path(
         "captures"
     ),
     name: Annotated[
-        str, typer.Option(help="of that folder (default: MODEL-SCENARIO-HOST)", show_default=False)
+        str,
+        typer.Option(help="name of the capture's folder (default: MODEL-SCENARIO-HOST)", show_default=False),
     ] = "",
-    ops: Annotated[
-        str, typer.Option(help="ops to put into a host, comma-separated (default: all it has)")
-    ] = "",
+    ops: Annotated[str, typer.Option(help="ops to record in a host, comma-separated (default: all)")] = "",
     dtype: Annotated[
-        str, typer.Option(help="of weights and activations; auto: the host's choice")
+        str, typer.Option(help="of weights and activations; auto: the host's default")
     ] = "bfloat16",
-    budget: Annotated[int, typer.Option(help="KiB of values in all")] = 1024,
-    signatures: Annotated[int, typer.Option(help="of each op, the most frequent")] = 32,
-    values: Annotated[int, typer.Option(help="sets of values of each signature")] = 8,
+    budget: Annotated[int, typer.Option(help="total KiB of values")] = 1024,
+    signatures: Annotated[int, typer.Option(help="most frequent signatures to keep per op")] = 32,
+    values: Annotated[int, typer.Option(help="sets of values to keep per signature")] = 8,
     engine_args: Annotated[str, typer.Option(help="JSON of more engine arguments")] = "{}",
     timeout: Annotated[
-        float, typer.Option(help="seconds for the start, and for each wave of requests")
+        float, typer.Option(help="seconds for the startup, and for each wave of requests")
     ] = 900.0,
     json_only: Annotated[
         bool, typer.Option("--json", help="only the line of JSON on standard output")
     ] = False,
 ) -> None:
-    """Run a model on real text and keep what it asks of each op: signatures and counts, routing, block tables, slots.
+    """Run a model on real text and record the calls of each op: signatures, counts, routing, block tables, slots.
 
-    vLLM and SGLang run in their own interpreter with our modules put into the live engine; all engines run eager,
-    because a replayed CUDA graph hides its calls. `fk-bench kernels --cases captured` replays a capture.
+    vLLM and SGLang run in their own interpreter with our modules in the live engine. All engines run eagerly, because
+    a replayed CUDA graph hides its calls. Replay a capture with `fk-bench kernels --cases captured`.
     """
     try:
         extra = json.loads(engine_args)
@@ -115,7 +115,7 @@ def _resolved(model: str) -> str:
 
 
 def _check_installed(host: str, python: str) -> None:
-    """Raises ValueError for an interpreter that does not run, or that has not got the host and us."""
+    """Raises ValueError for an interpreter that does not run, or lacks the host or fastkernels."""
     found = machine.interpreter(python)
     for module, package in ((host, host), ("fastkernels", "fastkernels")):
         if module not in found.modules:
@@ -124,7 +124,7 @@ def _check_installed(host: str, python: str) -> None:
 
 
 def _sizes(waves: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """An engine that holds the largest wave; block ids stay small then, and a replay's cache too."""
+    """Engine sizes for the largest wave, so that block ids and the cache of a replay stay small."""
     longest = max(len(r["prompt"]) + r["max_tokens"] for wave in waves for r in wave)
     tokens = sum(len(r["prompt"]) + r["max_tokens"] + 16 for wave in waves for r in wave)
     return {
@@ -148,13 +148,13 @@ def _run(
     host: str, python: str, settings: dict[str, Any], waves: list[list[dict[str, Any]]], limits: dict[str, int],
     folder: Path, meta: dict[str, Any], timeout: float,
 ) -> dict[str, str]:  # fmt: skip
-    """Have the host's process write the folder. Returns {op: why it was not put into the host}."""
+    """Let the host's process write the folder. Returns {op: why it was not recorded in this host}."""
     engine = Host(
-        host, python, settings, folder, script="capture_host.py", env=_environment(host, settings["model"])
+        host, python, settings, folder, script=HOST_PROCESS, env=_environment(host, settings["model"])
     )
     try:
         with Display(Console(stderr=True), len(waves) + 1) as display:
-            display.doing(f"{host} starts, eager")
+            display.doing(f"{host} starts (eager)")
             first = engine.answer(timeout)
             meta |= {"host_version": first["host_version"], "patched": first["patched"], "off": first["off"]}
             display.advance()

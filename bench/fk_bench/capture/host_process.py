@@ -1,8 +1,8 @@
-"""One host's engine that is recorded, in a process of its own: `python capture_host.py JSON`, run by its interpreter.
+"""A host's engine that is recorded, in its own process: `python host_process.py JSON`, run by its interpreter.
 
-Its first line on what standard output was is {"host_version", "patched": {op: modules}, "off": {op: reason}}. It reads
-one line {"waves", "limits", "folder", "meta"}, answers each wave with {"wave", "tokens"}, and last with {"recorded"}.
-What the host prints goes to standard error. Imports nothing of ours but fastkernels.
+It writes lines of JSON to the original standard output; the host's own output goes to standard error. The first line is
+{"host_version", "patched": {op: modules}, "off": {op: reason}}. It then reads one line {"waves", "limits", "folder",
+"meta"}, answers each wave with {"wave", "tokens"}, and ends with {"recorded"}. Imports only fastkernels of ours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-# A script's folder is on the path, and transformers would take kernels.py for the package of that name.
+# A script's folder is on sys.path, where its modules would shadow packages of the same names.
 sys.path[:] = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__))]
 
 Requests = list[dict[str, Any]]
@@ -23,7 +23,7 @@ WARM_UP = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 2, "temperature": 0.0, "top_
 
 @dataclass
 class Engine:
-    """generate(requests) -> tokens generated; start(limits) and stop(folder, meta) -> calls recorded."""
+    """generate(requests) -> generated tokens; start(limits) and stop(folder, meta) -> recorded calls."""
 
     version: str
     generate: Callable[[Requests], int]
@@ -113,7 +113,7 @@ def _how(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _patched(engine: Any, host: str, generate: Callable[[Requests], int], options: dict[str, Any]) -> Engine:
-    """The live engine with our modules in it, recorded in its processes."""
+    """The live engine with our modules in it; calls are recorded in its processes."""
     import fastkernels
     from fastkernels.core import registry
     from fastkernels.patch import PatchError, Request, find_host
@@ -146,14 +146,14 @@ def _patched(engine: Any, host: str, generate: Callable[[Requests], int], option
 
 
 def _is_put_in(spec: Any, host: str) -> bool:
-    """Ops that a live engine can have at the level of single calls: layers of several parts would hide those."""
+    """Whether a live engine can have the op at the level of single calls; layers would hide their parts' calls."""
     return any(t.seam in ("leaf", "quant_method", "experts", "attention") for t in spec.targets_for(host))
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # hosts print on standard output
+    os.dup2(2, 1)  # hosts print to standard output
     hosts = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}
     engine = hosts[options["host"]](options)
     engine.generate([WARM_UP])

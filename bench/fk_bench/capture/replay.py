@@ -1,4 +1,4 @@
-"""Captured calls as cases of an op: integers as they were, floats made anew, with the same layout in memory."""
+"""Captured calls as cases of an op: recorded integers, new floats, the same memory layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CACHES = ("key_cache", "value_cache")
 
 @dataclass(frozen=True)
 class CapturedCase:
-    """One call that a model made. case.weight: how often it made it, or calls alike whose values were not kept.
+    """One captured call. case.weight: how often it was made, including similar calls without kept values.
 
-    capture  name of the folder that it is from
-    values   {argument: its tensor or number}, as they are replayed
+    capture  name of the capture's folder
+    values   {argument: its tensor or number}, as replayed
     """
 
     op: str
@@ -34,20 +34,20 @@ class CapturedCase:
     values: Mapping[str, Any] = field(repr=False)
 
     def make_args(self, device: str, generator: torch.Generator) -> list[Any]:
-        """The op's arguments, all of the schema's. The integers are the capture's; floats are of SPEC.inputs' kind."""
+        """All arguments of the op's schema. Integers are the capture's; floats are like those of SPEC.inputs."""
         return _make(registry.get(self.op), self, device, generator)
 
 
 def captured_cases(op: str, folder: Path | str | None = None) -> list[CapturedCase]:
-    """The captured calls of an op, most frequent first: from the captures in `folder`, or from those that are shipped.
+    """The captured calls of an op, most frequent first, from the captures in `folder` or from the shipped ones.
 
-    What cannot be used is left out; `problems` says what and why. Raises UnknownName, CaptureError.
+    Unusable parts are left out; `problems` lists them. Raises UnknownName, CaptureError.
     """
     return _collect(op, folder)[0]
 
 
 def problems(op: str, folder: Path | str | None = None) -> list[str]:
-    """What of the captures `captured_cases` leaves out, file and part."""
+    """The parts of the captures that `captured_cases` leaves out, by file."""
     return _collect(op, folder)[1]
 
 
@@ -84,14 +84,14 @@ def _cases(spec: OpSpec, capture: Capture, wrong: list[str]) -> Iterator[Capture
 
 
 def _values(call: Call, capture: Capture) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(count, {argument: tensor or number}) of each set of values that is whole."""
+    """(count, {argument: tensor or number}) of each complete set of values."""
     needed = {a.name for a in call.args if a.dynamic or (a.dtype is not None and not _is_float(a.dtype))}
     if not needed and not call.values:
         yield call.count, {}
     dtypes = {a.name: getattr(torch, a.dtype) for a in call.args if a.dtype is not None}
     for each in call.values:
         values = {k: capture.tensors.get(v) if isinstance(v, str) else v for k, v in each.args.items()}
-        # A capture may keep ids in int8 and weights in float16, to be small.
+        # To be small, a capture may store ids as int8 and weights as float16.
         values = {k: v.to(dtypes.get(k)) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         if needed <= values.keys() and not any(v is None for v in values.values()):
             yield each.count, values
@@ -102,13 +102,13 @@ def _is_float(dtype: str) -> bool:
 
 
 def _dtype(arguments: tuple[Argument, ...]) -> str:
-    """A case's dtype: the cache's where there is one, else the first float tensor's."""
+    """A case's dtype: that of the cache if there is one, else of the first float tensor."""
     tensors = {a.name: a.dtype for a in arguments if a.dtype is not None and _is_float(a.dtype)}
     return str(tensors.get("key_cache") or next(iter(tensors.values()), "float32"))
 
 
 def _stand_in(argument: Argument, values: Mapping[str, Any]) -> Any:
-    """The argument without memory: what dims_of needs to know of it."""
+    """The argument without memory, with all that dims_of needs."""
     if argument.name in values:
         return values[argument.name]
     if argument.shape is None:
@@ -127,10 +127,10 @@ def _value(argument: Argument) -> Any:
 def compact(
     arguments: tuple[Argument, ...], values: Mapping[str, Any]
 ) -> tuple[tuple[Argument, ...], dict[str, Any]]:
-    """A KV cache of more than CACHE_BYTES, of which a call uses less than half, becomes one of the blocks that it uses.
+    """Shrink a KV cache of more than CACHE_BYTES, of which a call uses less than half, to the blocks that it uses.
 
-    Their order is kept, and block 0, which padding uses. block_table and slot_mapping get the new numbers; entries of
-    block_table behind a sequence's end, which nobody reads, become 0.
+    The order of the blocks is kept, and block 0, which padding uses. block_table and slot_mapping are renumbered;
+    entries of block_table beyond a sequence's end are never read and become 0.
     """
     named = {a.name: a for a in arguments}
     cache = named.get("key_cache")
@@ -148,7 +148,7 @@ def compact(
         used = table[read]
     kept = torch.cat([used.new_zeros(1), used]).unique()
     if int(kept[-1]) >= blocks:
-        raise ValueError(f"block {int(kept[-1])} is used, and the cache has {blocks}")
+        raise ValueError(f"block {int(kept[-1])} is used, but the cache has {blocks}")
     size = math.prod(cache.shape) * getattr(torch, cache.dtype or "").itemsize
     if size <= CACHE_BYTES or 2 * len(kept) >= blocks:
         return arguments, dict(values)
@@ -184,18 +184,18 @@ def _make(spec: OpSpec, captured: CapturedCase, device: str, generator: torch.Ge
             if not isinstance(content, torch.Tensor) or list(content.shape) != argument.shape:
                 content = _random(argument, device, generator)
         args.append(_placed(argument, content.to(device), whole))
-    return args + made[len(args) :]  # what the op has been given since the capture
+    return args + made[len(args) :]  # arguments that were added to the op after the capture
 
 
 def _random(argument: Argument, device: str, generator: torch.Generator) -> torch.Tensor:
-    """Values of about 1; of a matrix of weights, such that a product with it is of about 1."""
+    """Values of about 1; for weight matrices such that their products are of about 1."""
     shape = argument.shape or []
     scale = shape[-1] ** -0.5 if len(shape) > 1 and argument.name.startswith("w") else 1.0
     return torch.randn(shape, generator=generator, device=device) * scale
 
 
 def _storages(arguments: tuple[Argument, ...], device: str) -> dict[int, torch.Tensor]:
-    """{number: the flat tensor that the arguments of that storage are parts of}."""
+    """{number: the flat tensor of which the arguments with that storage number are parts}."""
     ends: dict[int, tuple[int, str]] = {}
     for a in arguments:
         if a.storage is not None and a.shape is not None and a.strides is not None:
@@ -221,7 +221,7 @@ def _placed(argument: Argument, content: torch.Tensor, whole: Mapping[int, torch
     placed = flat.as_strided(shape, strides, offset)
     into, source = placed, content.to(dtype)
     for dim, (n, stride) in enumerate(zip(shape, strides, strict=True)):
-        if stride == 0 and n > 1:  # one element that is seen n times
+        if stride == 0 and n > 1:  # one element, repeated n times
             into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     into.copy_(source)
     return placed

@@ -1,4 +1,4 @@
-"""What a captured model is asked: real text, in waves of requests that run together."""
+"""The requests of a capture: real text, in waves that run together."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def _chat() -> list[list[Ask]]:
 
 
 def _batch() -> list[list[Ask]]:
-    """Sixteen texts to be continued, all at once, that end at about the same time."""
+    """Sixteen texts to be continued at once, which end at about the same time."""
     texts = [" ".join(PARAGRAPHS[(i + k) % 8] for k in range(1 + i // 8)) for i in range(16)]
     return [[Ask(text=text, max_tokens=32) for text in texts]]
 
 
 def _long() -> list[list[Ask]]:
-    """One long text, then it again with another end beside two short ones."""
+    """One long text, then the same with another end, together with two short ones."""
     text = " ".join(PARAGRAPHS[(i * 3 + i // 8) % 8] for i in range(24))
     return [
         [Ask(text=text, max_tokens=16)],
@@ -104,7 +104,7 @@ SCENARIOS: dict[str, Callable[[], list[list[Ask]]]] = {"chat": _chat, "batch": _
 def requests(scenario: str, model: str) -> list[list[dict[str, Any]]]:
     """The waves as token ids of the model's tokenizer: [{'prompt': ids, 'max_tokens', 'temperature', 'top_p', 'seed'}].
 
-    Raises UnknownName for a scenario that does not exist, OSError or ValueError for a model without a tokenizer.
+    Raises UnknownName for an unknown scenario, OSError or ValueError for a model without a tokenizer.
     """
     from transformers import AutoTokenizer
 

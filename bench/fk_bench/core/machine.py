@@ -1,4 +1,4 @@
-"""What a result needs to be read later: the machine, the versions in an interpreter, the commit."""
+"""The context of a result: the machine, the versions in an interpreter, the commit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from fk_bench.core.output import fail
 from fk_bench.core.rows import Machine
 
-# Run by a lane's own interpreter. Nothing heavy is imported: metadata and find_spec only.
+# Run by a lane's own interpreter. Imports nothing heavy: only metadata and find_spec.
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, sys
 def version(*names):
@@ -32,7 +33,7 @@ print(json.dumps({"versions": found, "plugins": plugins, "modules": modules}))
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What is installed in one Python environment."""
+    """The packages of one Python environment."""
 
     path: str
     versions: dict[str, str] = field(default_factory=dict)
@@ -48,7 +49,7 @@ def machine() -> Machine:
 
 @cache
 def gpu_names() -> tuple[str, ...]:
-    """Names of the NVIDIA GPUs that this process may use (CUDA_VISIBLE_DEVICES is honoured)."""
+    """Names of the NVIDIA GPUs that this process may use, according to CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
@@ -65,12 +66,24 @@ def gpu_names() -> tuple[str, ...]:
     return names if visible is None else names[: len(visible.split(","))]
 
 
+def torch_device(requested: str) -> str:
+    """The requested device, or the best one that torch sees. Ends the command if it is unknown or missing."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if requested not in ("", "cpu", "cuda"):
+        fail(f"--device {requested!r} is not cpu or cuda")
+    if requested == "cuda" and not available:
+        fail("--device cuda: torch sees no GPU here")
+    return requested or ("cuda" if available else "cpu")
+
+
 @cache
 def fast_dtype() -> str:
-    """bfloat16 where the hardware multiplies it; float32 on CPUs that only emulate it.
+    """bfloat16 where the hardware supports it; float32 on CPUs that emulate it.
 
     On 2 cores with AVX2 alone, torch 2.13 multiplies [128, 576] x [576, 1536] at 10 GFLOPS in bfloat16 and at 130 in
-    float32 (2026-11-21), so that a prompt of 128 tokens of SmolLM2-135M takes seconds instead of a fraction of one.
+    float32 (2026-11-21): seconds instead of a fraction of one for a prompt of 128 tokens of SmolLM2-135M.
     """
     if gpu_names():
         return "bfloat16"
@@ -99,9 +112,9 @@ def _cores() -> int:
 
 @cache
 def commit() -> str | None:
-    """The commit of this checkout, with '+' when files differ from it; what FK_BENCH_COMMIT says where this is none (a
-    copy without its history, a wheel), else None."""
-    here, told = Path(__file__).resolve().parent, os.environ.get("FK_BENCH_COMMIT") or None
+    """The commit of this checkout, with '+' if files differ from it; outside a checkout (a copy without history, a
+    wheel) the value of FK_BENCH_COMMIT, or None."""
+    here, given = Path(__file__).resolve().parent, os.environ.get("FK_BENCH_COMMIT") or None
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=20
@@ -110,13 +123,13 @@ def commit() -> str | None:
             ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
-        return told
-    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else told
+        return given
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else given
 
 
 @cache
 def interpreter(path: str) -> Interpreter:
-    """Ask a Python interpreter what it has. Raises ValueError when it does not run."""
+    """The packages of a Python interpreter. Raises ValueError if it does not run."""
     if shutil.which(path) is None:
         raise ValueError(f"no such interpreter: {path}")
     try:

@@ -1,4 +1,4 @@
-"""What every informing command shares: tables for people, one line of JSON for machines, errors for people."""
+"""Output of commands: tables for people, one line of JSON for machines, one-line errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Say on standard error what was wrong and end the command."""
+    """Print an error on standard error and end the command."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(status)
 

@@ -1,4 +1,4 @@
-"""What a person sees of a long run, on standard error: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a long run on standard error: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import (
 
 
 class Display:
-    """A progress bar of `total` steps with lines above it. Use as a context manager."""
+    """A progress bar of `total` steps with lines above it; a context manager."""
 
     def __init__(self, console: Console, total: int):
         self.console = console

@@ -1,4 +1,4 @@
-"""The rows of every result file: one append-only JSONL schema, all that tables, plots and reports are made from."""
+"""Result rows: one append-only JSONL schema, the only source of tables, plots and reports."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ SCHEMA = "fastkernels.row/1"
 
 
 class Status(str, Enum):
-    """What became of a measurement. Everything but OK counts as a failure of the run, SKIPPED does not."""
+    """The outcome of a measurement. All but OK and SKIPPED count as a failure of the run."""
 
     OK = "ok"
-    FAILED = "failed"  # it ran, and something went wrong: requests failed, our kernels did not run
-    DIED = "died"  # the process ended by itself
-    TIMEOUT = "timeout"  # not ready, or not done, in the time it was given
-    INVALID = "invalid"  # there are numbers, and they must not be used; the reason says why
-    WRONG = "wrong"  # the output is not right
+    FAILED = "failed"  # it ran with errors: failed requests, or our kernels did not run
+    DIED = "died"  # the process ended unexpectedly
+    TIMEOUT = "timeout"  # not ready, or not finished, in time
+    INVALID = "invalid"  # the numbers must not be used; the reason says why
+    WRONG = "wrong"  # incorrect output
     UNSUPPORTED = "unsupported"
     SKIPPED = "skipped"
     # of a candidate's kernel
-    REJECTED = "rejected"  # the static scan found what no kernel needs
-    COMPILE_ERROR = "compile_error"  # it does not import, or its first call raised
-    SIGNATURE_MISMATCH = "signature_mismatch"  # other names, arguments, shapes or dtypes than the op's
-    CRASH = "crash"  # its process ended by a signal or by itself
+    REJECTED = "rejected"  # by the static scan
+    COMPILE_ERROR = "compile_error"  # the import or the first call raised
+    SIGNATURE_MISMATCH = "signature_mismatch"  # names, arguments, shapes or dtypes differ from the op's
+    CRASH = "crash"  # the process exited or was ended by a signal
     OOM = "oom"
 
 
@@ -44,7 +44,7 @@ class Machine(BaseModel):
 
 
 class Subject(BaseModel):
-    """What was measured: an op, a model or a lane, by which provider or candidate, in which host."""
+    """The subject of a measurement: an op, a model or a lane, by provider or candidate, in a host."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,10 +59,10 @@ class Subject(BaseModel):
 class Row(BaseModel):
     """One result.
 
-    case      what was done, as plain JSON; case['kind'] says which kind of row of its command it is
-    round     number of the round, None for what is not repeated
-    metrics   name with unit: number ('ttft_ms_p50': 12.3); a metric that does not exist is left out
-    baseline  the lane or provider that this one is compared with
+    case      the conditions, as plain JSON; case['kind'] is the kind of row within its command
+    round     number of the round; None for a measurement without rounds
+    metrics   name with unit: number ('ttft_ms_p50': 12.3); metrics without a value are left out
+    baseline  the lane or provider that this result is compared with
     ci95      metric: [low, high]
     """
 
@@ -93,7 +93,7 @@ class Row(BaseModel):
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows, and have them on disk when this returns. A half-written last line is closed first."""
+    """Append rows; they are on disk when this returns. An incomplete last line is closed first."""
     text = "".join(row.to_json() + "\n" for row in rows)
     with open(path, "a+b") as file:
         if file.tell() > 0:
@@ -106,7 +106,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a file, and a warning for every line that is not one (a run that was killed leaves such lines)."""
+    """The rows of a file, and a warning for each line that is not a row, such as one cut off by a kill."""
     rows: list[Row] = []
     warnings: list[str] = []
     for number, line in enumerate(path.read_bytes().decode(errors="replace").splitlines(), start=1):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal's with a first correction.
+# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal's with a first-order term.
 _T975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -22,7 +22,7 @@ def t975(degrees: int) -> float:
 
 
 def mean_ci(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
-    """The mean, and its 95% confidence interval; None for the interval of fewer than two values."""
+    """The mean and its 95% confidence interval, which is None with fewer than two values."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None
@@ -37,9 +37,9 @@ def bootstrap_ratio(
     draws: int = 4000,
     seed: int = 0,
 ) -> tuple[float, tuple[float, float] | None]:
-    """mean(numerator) / mean(denominator) and its bootstrap 95% interval (None with fewer than two values a side).
+    """mean(numerator) / mean(denominator) and its 95% bootstrap interval (None with fewer than two values a side).
 
-    paired: value i of both sides was measured in the same round, so rounds are drawn, not values.
+    paired: value i of both sides is from the same round, so rounds are resampled rather than values.
     """
     a, b = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
     if not len(a) or not len(b):
@@ -64,9 +64,9 @@ def geometric_mean(
     weights: Sequence[float] | None = None,
     intervals: Sequence[tuple[float, float] | None] | None = None,
 ) -> tuple[float, tuple[float, float] | None]:
-    """exp(sum(w * log(v)) / sum(w)) and its 95% interval from those of the values; None if one of them has none.
+    """exp(sum(w * log(v)) / sum(w)) and its 95% interval from those of the values; None if any of these is missing.
 
-    The values were measured apart from each other, so the variances of their logarithms add up.
+    The measurements are independent, so the variances of the logarithms add up.
     Raises ValueError without a value, and for values or weights that are not positive.
     """
     v = np.asarray(values, dtype=float)

@@ -1,169 +1,73 @@
-"""`fk-bench e2e`: whole models offline, host beside host; how long they take to start (--startup); and without a model,
-the CPU cost of a step (--scheduler-only).
+"""`fk-bench e2e`: whole models offline in several hosts; --startup: their startup times; --scheduler-only: the CPU cost
+of a step, without a model.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
-import random
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from uuid import uuid4
 
-import psutil
 import typer
 
 from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.e2e.host import COMMAND, HOSTS, WITH, Host, HostFailed, make_row, prompts_of, vocab_size
 from fk_bench.serving.config import ConfigError, comma_list
-
-HOSTS = ("fastkernels", "vllm", "sglang")
-COMMAND = "e2e"
-WITH = "+candidates"  # behind a host's name: the lane that has them
-
-
-class HostFailed(RuntimeError):
-    """A host's process ended, or did not answer in time."""
-
-
-class Host:
-    """One host's engine in its own process, which runs `script` of this folder; `log` keeps what it prints.
-
-    candidate  a folder of candidates, which its engine is patched with
-    """
-
-    def __init__(
-        self, name: str, python: str, settings: dict[str, Any], folder: Path, candidate: str | None = None,
-        script: str = "offline.py", env: Mapping[str, str] | None = None,
-    ):  # fmt: skip
-        self.name, self.python, self.candidate = name, python, candidate
-        self.lane = name + (WITH if candidate else "")
-        log = self.log = folder / f"{self.lane}.log"
-        settings = {**settings, "candidate": candidate}
-        file = Path(__file__).with_name(script)
-        self.started = time.monotonic()
-        with open(log, "wb") as out:
-            self.process = subprocess.Popen(
-                [python, str(file), json.dumps({"host": name, **settings})],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True,
-                env={**os.environ, **(env or {})},
-            )  # fmt: skip
-        self._answers: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._answers.put(line)
-        self._answers.put(None)
-
-    def answer(self, timeout: float) -> dict[str, Any]:
-        """The next line of the process. Raises HostFailed with the tail of its log."""
-        line, what = None, f"no answer within {timeout:g} s"
-        with contextlib.suppress(queue.Empty):
-            line = self._answers.get(timeout=timeout)
-            if line is None:  # its output has ended, and with it the process, or soon
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(5.0)
-                what = f"ended with status {self.process.returncode}"
-        if line is None:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise HostFailed(f"{self.lane}: {what}; the end of {self.log}:\n{tail}")
-        return json.loads(line)
-
-    def tell(self, work: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # answer() says why
-            self.process.stdin.write(json.dumps(work) + "\n")
-            self.process.stdin.flush()
-
-    def generate(self, prompts: Sequence[Sequence[int]], output_len: int, timeout: float) -> dict[str, Any]:
-        self.tell({"prompts": prompts, "output_len": output_len})
-        return self.answer(timeout)
-
-    def stop(self, grace_s: float = 30.0) -> None:
-        """End of input ends the process; what is left of it and of its children after the grace is killed."""
-        children: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process(self.process.pid).children(recursive=True)
-        with contextlib.suppress(OSError):
-            if self.process.stdin is not None:
-                self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace_s)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        _, left = psutil.wait_procs(children, timeout=2.0)
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-
-
-def prompts_of(seed: str, requests: int, length: int, vocab: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(requests)]
-
-
-def vocab_size(model: str) -> int:
-    from fastkernels.models.common import build, weights
-
-    return int(build.load_config(weights.resolve(model)).vocab_size)
 
 
 def e2e_command(
     model: Annotated[
-        str, typer.Argument(help="a folder, or a model of the hub; default: a tiny random Llama")
+        str, typer.Argument(help="a folder, or a model of the hub (default: a tiny random Llama)")
     ] = "",
     hosts: Annotated[str, typer.Option(help=", ".join(HOSTS))] = "fastkernels",
     python: Annotated[list[str] | None, typer.Option(help="HOST=PATH of its interpreter")] = None,
-    requests: Annotated[str, typer.Option(help="how many at once, comma-separated")] = "1,8",
+    requests: Annotated[str, typer.Option(help="concurrent requests, comma-separated")] = "1,8",
     input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = 128,
-    output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
+    output_len: Annotated[int, typer.Option(help="tokens of an output")] = 32,
     rounds: Annotated[int, typer.Option(help="interleaved over the hosts")] = 3,
     dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs a host")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs per host")] = 1,
     gpu_share: Annotated[
         float,
-        typer.Option(help="of the GPU, for each host (default: 0.9 over their number)", show_default=False),
+        typer.Option(
+            help="share of the GPU for each host (default: 0.9 over their number)", show_default=False
+        ),
     ] = 0.0,
     engine_args: Annotated[list[str] | None, typer.Option(help="HOST=JSON of more engine arguments")] = None,
     candidate: Annotated[
         Path | None,
-        typer.Option(help="folder of OP.py files: every host runs without them and, beside it, with them"),
+        typer.Option(help="folder of OP.py files: every host runs both without and with them"),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="seconds for a start or a round")] = 600.0,
-    seed: Annotated[int, typer.Option(help="of the prompts, with the round and the number of requests")] = 0,
+    timeout: Annotated[float, typer.Option(help="seconds for a startup or a round")] = 600.0,
+    seed: Annotated[int, typer.Option(help="of the prompts; combined with round and concurrency")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/e2e-TIME)")
     ] = None,
     scheduler_only: Annotated[
-        bool, typer.Option("--scheduler-only", help="no model: what scheduling and bookkeeping cost a step")
+        bool,
+        typer.Option("--scheduler-only", help="no model: CPU cost of scheduling and bookkeeping per step"),
     ] = False,
     startup: Annotated[
         bool,
-        typer.Option("--startup", help="start each host --rounds times instead: seconds to the first token"),
+        typer.Option("--startup", help="start each host --rounds times instead; seconds to the first token"),
     ] = False,
     json_only: Annotated[
         bool, typer.Option("--json", help="only the line of JSON on standard output")
     ] = False,
 ) -> None:
-    """Throughput and latency of a model offline: our engine, real vLLM, real SGLang, in interleaved rounds.
+    """Throughput and latency of a model offline, in interleaved rounds: our engine, real vLLM, real SGLang.
 
-    --startup: from the command to the first token, by phases, each host with its own default sizes. With --load-format
-    dummy a public name (llama-3.1-8b) will do for MODEL.
+    --startup measures from the command to the first token, by phase, with each host's default sizes. With --load-format
+    dummy, MODEL may be a public name such as llama-3.1-8b.
     """
     try:
         counts = comma_list("--requests", requests, int)
@@ -177,7 +81,7 @@ def e2e_command(
         if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
             raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
         if startup and (candidate is not None or scheduler_only):
-            raise ConfigError("--startup goes with neither --candidate nor --scheduler-only")
+            raise ConfigError("--startup excludes --candidate and --scheduler-only")
         if candidate is not None:
             from_directory(candidate)
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:
@@ -234,7 +138,7 @@ def e2e_command(
             started.append(Host(name, pythons.get(name, sys.executable), own, folder, files))
             _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
         for count in counts:
-            for r in range(-1, rounds):  # the first round warms up
+            for r in range(-1, rounds):  # round -1 is the warm-up
                 prompts = prompts_of(f"{seed} {count} {r}", count, input_len, vocab)
                 for host in started:
                     found = host.generate(prompts, output_len, timeout)
@@ -250,7 +154,7 @@ def e2e_command(
 
 
 def sizes_of(model: str, folder: Path) -> str:
-    """A folder with the config.json of a public model that is given by name; any other model as it is."""
+    """A folder with the config.json of a public model, if `model` is the name of one; else `model` itself."""
     from fk_bench.e2e.model_configs import load_config, public_name
 
     if public_name(model) is None:
@@ -263,8 +167,8 @@ def sizes_of(model: str, folder: Path) -> str:
 def _check_size(host: str, held: int, wanted: int) -> None:
     if held < 0.98 * wanted:
         raise HostFailed(
-            f"{host} has a KV cache of {held} tokens, and {wanted} are needed for a fair comparison: give it more"
-            " memory (--gpu-share), or ask for fewer requests or tokens"
+            f"{host} has a KV cache of {held} tokens, but a fair comparison needs {wanted}: increase its memory"
+            " (--gpu-share), or use fewer requests or tokens"
         )
 
 
@@ -276,23 +180,13 @@ def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
     return {host: value for host, _, value in pairs}
 
 
-_RUN = uuid4().hex[:12]
-
-
-def make_row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
-    return Row(
-        run_id=_RUN, commit=machine.commit(), command=COMMAND, machine=machine.machine(), case=case, metrics=metrics,
-        **{"subject": Subject(host=host), **more},
-    )  # fmt: skip
-
-
 def _round(
     host: Host, settings: dict[str, Any], count: int, input_len: int, output_len: int, r: int,
     found: dict[str, Any],
 ) -> Row:  # fmt: skip
     seconds, expected = found["seconds"], count * output_len
     wrong = found["output_tokens"] != expected
-    reason = f"{found['output_tokens']} tokens generated, {expected} asked for" if wrong else ""
+    reason = f"{found['output_tokens']} tokens generated instead of {expected}" if wrong else ""
     status = Status.WRONG if wrong else Status.OK
     live = found.get("live")
     if live is not None and not any(live.values()):

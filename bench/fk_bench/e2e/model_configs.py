@@ -1,4 +1,4 @@
-"""The configs of models whose step is asked for, without their weights: public sizes, folders, and the hub."""
+"""Configs of models without their weights: public sizes, folders, and the hub."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OWNERS = {"", *(hub_id.partition("/")[0].lower() for m in models().values() for
 
 
 class ModelError(ValueError):
-    """A model whose step cannot be told; the message says why, and what to give instead."""
+    """A model without a usable config; the message says why, and what to give instead."""
 
 
 def public_name(model: str) -> str | None:
-    """The key of PUBLIC that a name like 'meta-llama/Llama-3.1-8B-Instruct' means; None for others and for paths."""
+    """The key of PUBLIC for a name like 'meta-llama/Llama-3.1-8B-Instruct'; None for other names and for paths."""
     owner, _, last = model.strip().rpartition("/")
     public = re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", last.lower())
     known = public in PUBLIC and owner.lower() in _OWNERS and not Path(model).expanduser().exists()
@@ -32,8 +32,8 @@ def public_name(model: str) -> str | None:
 
 
 def load_config(model: str) -> tuple[str, Any]:
-    """(name, transformers config) of a public model by name, an architecture's short name (its config's defaults), a
-    folder or file with a config.json, or a hub id, of which nothing but the config is fetched. Raises ModelError.
+    """(name, transformers config) of a public model, an architecture's short name (default sizes), a folder or file
+    with a config.json, or a hub id, of which only the config is fetched. Raises ModelError.
     """
     from transformers import AutoConfig
 
@@ -48,12 +48,12 @@ def load_config(model: str) -> tuple[str, Any]:
         return model, _typed(AutoConfig.for_model(kind), kind)
     config = _read(model, path)
     if getattr(config, "quantization_config", None):
-        raise ModelError(f"{model} has quantized weights: only steps of unquantized ones are modelled")
+        raise ModelError(f"{model} has quantized weights; only unquantized models are supported here")
     names = getattr(config, "architectures", None) or []
     if not names or names[0] not in by_architecture():
         what = names[0] if names else "no architecture"
         raise ModelError(
-            f"{model} is of {what}, which is not supported; known architectures: {', '.join(architectures())}"
+            f"{model} has {what}, which is not supported; known architectures: {', '.join(architectures())}"
         )
     _check_generates(model, names[0])
     return model, config
@@ -79,7 +79,7 @@ def _read(model: str, path: Path) -> Any:
     if path.is_file():
         path = path.parent
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: name the folder of a checkpoint, or of a config alone")
+        raise ModelError(f"{path} has no config.json: give the folder of a checkpoint, or of a config alone")
     if not path.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model):
         raise ModelError(_unknown(model))
     name, _, revision = model.partition("@")
@@ -91,7 +91,7 @@ def _read(model: str, path: Path) -> Any:
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if path.is_dir():
             raise ModelError(f"{path / 'config.json'} cannot be used: {why}") from error
-        raise ModelError(f"{_unknown(model)} The hub gives no config of it: {why}") from error
+        raise ModelError(f"{_unknown(model)} The hub has no config for it: {why}") from error
 
 
 def _unknown(model: str) -> str:

@@ -1,11 +1,10 @@
-"""One host's offline engine in a process of its own: `python offline.py JSON`, run by that host's interpreter.
+"""One host's offline engine in its own process: `python offline.py JSON`, run by that host's interpreter.
 
-Reads lines {"prompts": [[token ids]], "output_len": n} and answers each with {"seconds": s, "output_tokens": n} and,
-with candidates, "live": {op: calls}, on the file descriptor that standard output was; its first line there is
-{"kv_tokens": n, "ends": [[phase, when it ended]], "engine": {...}}: the size of its KV cache, the phases of the start
-by time.monotonic(), and what our engine says of its own. What the host prints goes to standard error. Sizes that are
-None are left to the host. Imports nothing of ours but the engine that it runs, and the patcher where there are
-candidates.
+It writes lines of JSON to the original standard output; the host's own output goes to standard error. The first line is
+{"kv_tokens": n, "ends": [[phase, end]], "engine": {...}}: the size of the KV cache, the ends of the startup phases by
+time.monotonic(), and our engine's own report. Then each input line {"prompts": [[token ids]], "output_len": n} is
+answered with {"seconds": s, "output_tokens": n}, and "live": {op: calls} if there are candidates. Sizes that are None
+are the host's defaults. Imports only the engine that it runs, and the patcher if there are candidates.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# A script's folder is on the path, and transformers would take kernels.py for the package of that name.
+# A script's folder is on sys.path, where its modules would shadow packages of the same names.
 sys.path[:] = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__))]
 
 Generate = Callable[[list[list[int]], int], int]  # prompts, tokens to generate of each -> tokens generated
@@ -31,7 +30,7 @@ def ended(phase: str) -> None:
 
 
 def given(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Without what is None."""
+    """The settings without those that are None, and `more`."""
     return {**{k: v for k, v in settings.items() if v is not None}, **more}
 
 
@@ -94,7 +93,7 @@ def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         import torch
 
         free, total = torch.cuda.mem_get_info()
-        # SGLang's share is of what is free when it starts, and other hosts are there already.
+        # SGLang's share is relative to the memory that is free when it starts, next to other hosts.
         settings["mem_fraction_static"] = round(min(0.9, options["gpu_share"] * total / free), 3)
     elif not options["gpu"]:
         settings |= {
@@ -113,7 +112,7 @@ def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
 
 
 def patched(engine: Any, candidates: str) -> Any:
-    """The report of a patch with the candidates of a folder, and with nothing else of ours."""
+    """The report of a patch with the candidates of a folder, and with no other op."""
     import fastkernels as library
     from fastkernels.core.candidate import from_directory
 
@@ -124,7 +123,7 @@ def patched(engine: Any, candidates: str) -> Any:
 def main() -> None:
     options = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # hosts print on standard output
+    os.dup2(2, 1)  # hosts print to standard output
     hosts = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}
     generate, kv_tokens, engine = hosts[options["host"]](options)
     report = patched(engine, options["candidate"]) if options.get("candidate") else None

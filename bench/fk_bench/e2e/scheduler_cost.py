@@ -1,4 +1,4 @@
-"""What a decode step costs on the CPU beside the model: scheduling, the step's input, taking in its tokens."""
+"""The CPU cost of a decode step without the model: scheduling, the step's input, and processing of its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 200
 
 
 class NoModel:
-    """An executor whose steps take no time and always give the same token."""
+    """An executor whose steps take no time and always return the same token."""
 
     def launch(self, step):  # type: ignore[no-untyped-def]
         from fastkernels.engine.execution.step import StepOutput
@@ -24,7 +24,7 @@ class NoModel:
 
 
 def measure(requests: int, context: int) -> dict[str, float]:
-    """Microseconds of a step with so many running requests that have so many tokens before them."""
+    """Microseconds of a step with `requests` running requests that have `context` tokens each."""
     from fastkernels.engine.cache.blocks import BlockManager
     from fastkernels.engine.sampling.sampling_params import SamplingParams
     from fastkernels.engine.scheduling.engine_core import EngineCore

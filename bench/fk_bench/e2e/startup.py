@@ -1,4 +1,4 @@
-"""`fk-bench e2e --startup`: from the command to the first token, host by host, with the phases that each tells of."""
+"""`fk-bench e2e --startup`: the time from the command to the first token in each host, by phase."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastkernels.core.env import Environment
 from fk_bench.core import machine, rows
 from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e import command as e2e
+from fk_bench.e2e.host import COMMAND, Host, make_row, prompts_of, vocab_size
 
 FIRST, READY = "first_token_s", "ready_s"
 
@@ -22,19 +22,19 @@ def measure_starts(
     model: str, hosts: Sequence[str], pythons: Mapping[str, str], extra: Mapping[str, dict[str, Any]],
     settings: dict[str, Any], rounds: int, input_len: int, folder: Path, timeout: float, seed: int,
 ) -> list[Row]:  # fmt: skip
-    """Start each host `rounds` times, interleaved, one at a time, until it has answered one request with one token.
+    """Start each host `rounds` times, interleaved, one at a time, until it has generated one token of one request.
 
-    Sizes are the hosts' own defaults: graphs and caches as a user gets them. The first round may find cold caches (of
-    the disk, of kernels): its rows say so by their number. Raises HostFailed.
+    Sizes are the hosts' defaults: graphs and caches as a user gets them. The first round may find cold caches (disk,
+    kernels); rows carry their round. Raises HostFailed.
     """
     own = dict.fromkeys(("max_model_len", "max_num_seqs", "kv_tokens"))
     options = {**own, **settings, "model": model, "gpu": machine.machine().gpus > 0}
-    vocab, made = e2e.vocab_size(model), []
+    vocab, made = vocab_size(model), []
     for r in range(rounds):
-        (prompt,) = e2e.prompts_of(f"{seed} {r}", 1, input_len, vocab)
+        (prompt,) = prompts_of(f"{seed} {r}", 1, input_len, vocab)
         for name in hosts:
             python = pythons.get(name, sys.executable)
-            host = e2e.Host(name, python, {**options, "engine_args": extra.get(name, {})}, folder)
+            host = Host(name, python, {**options, "engine_args": extra.get(name, {})}, folder)
             try:
                 first = host.answer(timeout)
                 ready = time.monotonic()
@@ -48,9 +48,9 @@ def measure_starts(
 
 
 def phases(began: float, first: Mapping[str, Any], ready: float, token: float) -> dict[str, float]:
-    """Seconds of each phase, by name with unit, that add up to the time from `began` to the first token.
+    """Seconds of each phase, by name with unit; they add up to the time from `began` to the first token.
 
-    first  what offline.py says when its engine is ready
+    first  the first line of offline.py, sent when its engine is ready
     """
     found, last = {}, began
     for name, end in first["ends"]:
@@ -60,13 +60,13 @@ def phases(began: float, first: Mapping[str, Any], ready: float, token: float) -
         rest = found.pop("engine_s") - sum(parts.values())
         found |= {f"{name.replace(' ', '_').replace('-', '_').lower()}_s": s for name, s in parts.items()}
         found["rest_s"] = found.get("rest_s", 0.0) + rest
-    found["answer_s"] = ready - last  # the size of its cache is asked for, and the first line sent
+    found["answer_s"] = ready - last  # until the first line has arrived
     found["request_s"] = token - ready
     return found
 
 
 def _row(
-    host: e2e.Host, options: Mapping[str, Any], input_len: int, r: int, first: Mapping[str, Any],
+    host: Host, options: Mapping[str, Any], input_len: int, r: int, first: Mapping[str, Any],
     times: tuple[float, float], answer: Mapping[str, Any],
 ) -> Row:  # fmt: skip
     wrong = answer["output_tokens"] != 1
@@ -81,15 +81,15 @@ def _row(
     subject = Subject(
         model=Path(options["model"]).name, host=host.name, provider="fastkernels" if patched else None
     )
-    return e2e.make_row(
+    return make_row(
         host.name, case, metrics, round=r, subject=subject,
         versions=machine.interpreter(host.python).versions, status=Status.WRONG if wrong else Status.OK,
-        reason=f"{answer['output_tokens']} tokens generated, 1 asked for" if wrong else "",
+        reason=f"{answer['output_tokens']} tokens generated instead of 1" if wrong else "",
     )  # fmt: skip
 
 
 def show_starts(made: Sequence[Row], folder: Path, json_only: bool) -> None:
-    """A table of all starts, and a line of JSON with each host's medians: without its first start, if it has more."""
+    """Print a table of all starts, and the JSON line with each host's medians, without its first start if possible."""
     ok = all(r.status is Status.OK for r in made)
     results = []
     for host in dict.fromkeys(r.subject.host for r in made):
@@ -103,11 +103,11 @@ def show_starts(made: Sequence[Row], folder: Path, json_only: bool) -> None:
             columns = ["", *(f"start {r.round}" for r in mine)]
             cells = [[m, *(f"{r.metrics[m]:.2f}" for r in mine)] for m in mine[0].metrics]
             print(
-                f"{host}, {mine[0].subject.model}, load format {mine[0].case['load_format']}: seconds of a start"
+                f"{host}, {mine[0].subject.model}, load format {mine[0].case['load_format']}: seconds of each start"
             )
             table("", columns, cells)
     if not json_only:
         print(f"rows: {folder / 'rows.jsonl'}\n")
-    last_line({"command": e2e.COMMAND, "ok": ok, "rows": str(folder / "rows.jsonl"), "results": results})
+    last_line({"command": COMMAND, "ok": ok, "rows": str(folder / "rows.jsonl"), "results": results})
     if not ok:
         raise SystemExit(1)

@@ -1,7 +1,7 @@
-"""`fk-bench explain MODEL`: where a step's time goes, module by module, and what the patch is expected to save.
+"""`fk-bench explain MODEL`: where a step's time goes, module by module, and what patching is expected to save.
 
-The floors are computed from the model's config (cost_model) and the GPU's peaks (judge.roofline). Times are measured
-on this machine's GPU if there is one (explain_time), a provider at a time; a host need not be patched, nor run.
+Floors are computed from the model's config (cost_model) and the GPU's peaks (clock.roofline). Times are measured on
+this machine's GPU if there is one, one provider at a time (timing); hosts need neither be patched nor run.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Subject
 from fk_bench.e2e.model_configs import ModelError, load_config
-from fk_bench.explain import tables as explain_tables
+from fk_bench.explain import tables
 from fk_bench.explain.cost_model import PHASES, Call, Step, step
 from fk_bench.explain.timing import HOSTS, Measured, Timed, measure
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.serving.config import ConfigError, comma_list
 
 COMMAND = "explain"
-MODEL, GPU = "llama-3.1-8b", "NVIDIA H200"  # without any flag
+MODEL, GPU = "llama-3.1-8b", "NVIDIA H200"  # defaults
 BATCHES = {"decode": "1,8,32,256", "prefill": "1,8"}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-NOT_TIMED = {"floor": "times were not measured", "cpu": "timer: cpu, which says nothing about speed"}
+NOT_TIMED = {"floor": "times were not measured", "cpu": "timer: cpu, not a speed claim"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """A call of the step, what was measured of it, and whether patch() replaces it in the host without being asked."""
+    """A call of the step, its measurements, and whether patch() replaces it in the host by default."""
 
     call: Call
     floor_us: float | None
@@ -45,13 +45,13 @@ class Line:
     measured: Measured | None = None
 
     def us(self, who: str) -> float | None:
-        """Of one call; who: 'host', 'ours' or 'best'."""
+        """Microseconds of one call; who: 'host', 'ours' or 'best'."""
         found: Timed | None = getattr(self.measured, who) if self.measured is not None else None
         return None if found is None else found.us
 
     @property
     def gain_us(self) -> float | None:
-        """What the patch saves in a step: 0 where it leaves the host's code alone, None where times are missing."""
+        """Time that patching saves in a step: 0 if the call stays with the host, None if a time is missing."""
         host, ours = self.us("host"), self.us("ours")
         if host is None or (self.patched and ours is None):
             return None
@@ -60,16 +60,16 @@ class Line:
 
 @cache
 def patched(op: str, host: str) -> bool:
-    """Whether patch() puts this op into a live host when it is not told which ones."""
+    """Whether patch() without a list of ops puts this op into a live host."""
     from fk_integrations.core import seam
 
     return any(t.default and seam.find(t.seam).live for t in registry.get(op).targets_for(host))
 
 
 def totals(found: Step, lines: Sequence[Line]) -> dict[str, float]:
-    """Milliseconds of the step, in all and by group, as far as they are known, and the tokens a second of its floor.
+    """Milliseconds of the step, in total and by group, as far as known, and tokens a second at its floor.
 
-    step_ms, and step_ms by group, are there only where every call was measured; measured_ms is of those that were.
+    step_ms, total and by group, exists only if every call was measured; measured_ms covers the measured ones.
     """
     sums: dict[str, float] = {}
     values = {
@@ -103,34 +103,30 @@ def explain_command(
         str,
         typer.Argument(help="a folder with a config.json, a hub id, or a public model: llama-3.1-8b, ..."),
     ] = MODEL,
-    host: Annotated[str, typer.Option(help="whose providers are the step's: vllm or sglang")] = "vllm",
-    batch: Annotated[str, typer.Option(help="sequences of a step, comma-separated")] = "",
+    host: Annotated[str, typer.Option(help="host of the providers: vllm or sglang")] = "vllm",
+    batch: Annotated[str, typer.Option(help="sequences in a step, comma-separated")] = "",
     context: Annotated[
-        str, typer.Option(help="tokens of each sequence, this step's included, comma-separated")
+        str, typer.Option(help="tokens of each sequence including this step's, comma-separated")
     ] = "1024",
-    phase: Annotated[str, typer.Option(help="decode (one token each) or prefill (all of them)")] = "decode",
-    tensor_parallel: Annotated[int, typer.Option(help="ranks; the step is rank 0's")] = 1,
+    phase: Annotated[str, typer.Option(help="decode (one token each) or prefill (all tokens)")] = "decode",
+    tensor_parallel: Annotated[int, typer.Option(help="ranks; the step is that of rank 0")] = 1,
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32")
     ] = "auto",
-    gpu: Annotated[str, typer.Option(help=f"whose floors; default: this machine's, else {GPU}")] = "",
-    device: Annotated[
-        str, typer.Option(help="cuda or cpu, to time on; default: cuda where there is one")
-    ] = "",
+    gpu: Annotated[str, typer.Option(help=f"GPU of the floors (default: this machine's, else {GPU})")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu, to time on (default: cuda if available)")] = "",
     no_time: Annotated[bool, typer.Option("--no-time", help="floors only")] = False,
     compilers: Annotated[
-        bool, typer.Option("--compilers", help="time what torch.compile makes, too: seconds a shape")
+        bool, typer.Option("--compilers", help="also time torch.compile: seconds per shape")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/explain-TIME)")
     ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="the tables as docs/performance.md has them")
-    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print the tables as Markdown")] = False,
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
 ) -> None:
-    """A model's step, a line a module: calls, bytes, operations, floor; where there is a GPU the host's time, the best
-    provider's and the gain that the patch predicts. Nothing is installed, patched or downloaded but a config."""
+    """List a model's step, one line a module: calls, bytes, operations and floor; on a GPU also the host's time, the
+    best provider's, and the predicted gain. Installs, patches and downloads nothing but a config."""
     for name, value, known in (
         ("--host", host, tuple(HOSTS)), ("--phase", phase, PHASES), ("--dtype", dtype, DTYPES),
         ("--device", device, ("", "cpu", "cuda")),
@@ -143,7 +139,7 @@ def explain_command(
         for flag, values in (("--batch", batches), ("--context", contexts)):
             if not values or min(values) < 1:
                 raise ConfigError(
-                    f"{flag} {','.join(map(str, values))!r}: one number or more, each at least 1"
+                    f"{flag} {','.join(map(str, values))!r}: needs one or more numbers, each at least 1"
                 )
         timer = _timer(device, no_time)
         peaks = _peaks(gpu, timer)
@@ -179,11 +175,9 @@ def _run(
             {"batch": each.batch, "context": each.context, **_answer(sums), "not_measured": missing}
         )
     if not quiet:
-        for title, columns, cells in explain_tables.tables(made, NOT_TIMED.get(timer, "")):
-            print(explain_tables.markdown(title, columns, cells)) if markdown else table(
-                title, columns, cells
-            )
-        for reason in explain_tables.reasons(made):
+        for title, columns, cells in tables.tables(made, NOT_TIMED.get(timer, "")):
+            print(tables.markdown(title, columns, cells)) if markdown else table(title, columns, cells)
+        for reason in tables.reasons(made):
             print(reason)
         print(f"rows: {path}\n")
     first = steps[0]
@@ -210,14 +204,12 @@ def _lines(
     compilers: bool,
     known: dict[str, Measured],
 ) -> Iterator[Line]:
-    """Each call's, timed once for all steps that have it; `known` is what was timed before."""
+    """The lines of the step. Each call is timed once for all steps that have it; `known` caches measurements."""
     for call in found.calls:
         measured = None
         if call.case is None:
             measured = (
-                Measured(reasons={"host": "ranks that talk are not timed alone"})
-                if timer != "floor"
-                else None
+                Measured(reasons={"host": "collectives are not timed alone"}) if timer != "floor" else None
             )
         elif timer != "floor":
             key = f"{call.op} {call.dtype} {sorted(call.case.dims.items())}"
@@ -269,7 +261,7 @@ def _row(
     named = {who: getattr(measured, who) for who in ("host", "ours", "best")}
     case |= {who: t.name for who, t in named.items() if t is not None}
     if peaks is not None:
-        case["bound"] = explain_tables.bound(call.bytes, call.flops, call.dtype, peaks)
+        case["bound"] = tables.bound(call.bytes, call.flops, call.dtype, peaks)
     return Row(
         **base, reason="; ".join(f"{who}: {why}" for who, why in measured.reasons.items()), case=case,
         subject=Subject(op=call.op, model=found.model, host=host), baseline=case.get("host"),
@@ -296,26 +288,26 @@ def _step_row(
 
 
 def _timer(device: str, no_time: bool) -> str:
-    """'cuda-graph', 'cpu' or 'floor' (nothing is timed)."""
+    """'cuda-graph', 'cpu' or 'floor' (no timing)."""
     import torch
 
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
-        raise ConfigError("--device cuda: torch finds no GPU here; leave the flag away to have the floors")
+        raise ConfigError("--device cuda: torch sees no GPU here; without the flag you get the floors")
     if no_time or (not device and not there):
         return "floor"
     return "cpu" if device == "cpu" else "cuda-graph"
 
 
 def _peaks(gpu: str, timer: str) -> roofline.Peaks | None:
-    """Of the GPU that is named, or of this machine's; on the CPU there are floors only of a named one."""
+    """The peaks of the named GPU, or of this machine's; on a CPU only of a named GPU."""
     here = machine.machine().gpu
     name = gpu or here or (GPU if timer == "floor" else "")
     found = roofline.peaks(name)
     if gpu and found is None:
-        raise ConfigError(f"--gpu {gpu!r}: its peaks are not known; known are {', '.join(roofline.known())}")
+        raise ConfigError(f"--gpu {gpu!r}: unknown peaks; known GPUs: {', '.join(roofline.known())}")
     if gpu and timer == "cuda-graph" and found != roofline.peaks(here):
-        raise ConfigError(f"--gpu {gpu!r}: the times would be this machine's ({here}); add --no-time")
+        raise ConfigError(f"--gpu {gpu!r}: times would be those of this machine ({here}); add --no-time")
     return None if timer == "cpu" and not gpu else found
 
 

@@ -1,8 +1,7 @@
-"""What a model's step consists of: every call of our ops, with its bytes and operations, before anything is installed.
+"""The calls of a model's step, each with its bytes and operations, computed before anything is installed.
 
-The model itself says it: it is built of its config (model_configs) without memory, on device 'meta', and run once under
-a mode that answers every op with the op's own shape function. No list of layers is kept that could differ from what
-the engine calls.
+The model is built from its config (model_configs) without memory, on the device 'meta', and run once under a mode that
+answers every op with the op's shape function. So there is no list of layers that could differ from the engine's calls.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fastkernels.overrides.sampling.sampling import sampling
 from fk_bench.kernels.judge.clock import roofline
 
 PHASES = ("decode", "prefill")
-BLOCK_SIZE = 16  # of the KV cache: EngineConfig's and vLLM's default
+BLOCK_SIZE = 16  # of the KV cache: the default of EngineConfig and of vLLM
 GROUPS = {
     "linear": "linears", "logits_processor": "linears",
     "attention_decode": "attention", "attention_prefill": "attention", "store_kvcache": "attention",
@@ -36,17 +35,17 @@ GROUPS = {
     "all_reduce": "collectives", "all_gather": "collectives",
 }  # fmt: skip
 REST = "rest"
-ROUTERS = ("topk_softmax", "grouped_topk")  # what they return decides which weights are read
+ROUTERS = ("topk_softmax", "grouped_topk")  # their outputs decide which weights are read
 
 
 @dataclass(frozen=True)
 class Call:
     """One line of a step: `count` calls of an op with the same sizes from modules of the same name.
 
-    label    last part of the name of the module whose weight it has, or that makes it: 'qkv_proj', 'sampler'
+    label    last part of the name of the module that owns the weight, or makes the call: 'qkv_proj', 'sampler'
     case     the call as a case of the op's SPEC; None for a collective
     bytes    of device memory that one call must move; flops: operations
-    weights  bytes of the parameters that it is given (an embedding reads some rows of them)
+    weights  bytes of its parameters (an embedding reads only some rows of them)
     """
 
     op: str
@@ -63,13 +62,13 @@ class Call:
         return GROUPS.get(self.op, REST)
 
     def floor_us(self, gpu: roofline.Peaks | None) -> float | None:
-        """Microseconds that no implementation of one call is faster than; None where nothing is known of the GPU."""
+        """Lower bound of one call in microseconds on this GPU; None if the GPU is unknown."""
         return roofline.floor_us(self.bytes, self.flops, self.dtype, gpu)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one rank. tokens: that it computes; sampled: new tokens that come out of it."""
+    """One step of one rank. tokens: computed in it; sampled: new tokens generated."""
 
     model: str
     architecture: str
@@ -80,7 +79,7 @@ class Step:
     dtype: str
     tokens: int
     calls: tuple[Call, ...]
-    weights: int = 0  # bytes of this rank's parameters and buffers, a tied one once
+    weights: int = 0  # bytes of this rank's parameters and buffers; tied ones count once
 
     @property
     def sampled(self) -> int:
@@ -94,8 +93,8 @@ class Step:
 
 
 def group_sums(calls: Iterable[Call], value: Callable[[Call], float | None]) -> dict[str, float | None]:
-    """{group: sum of count x value(call)}: where a step's linears, attention, experts, rest stand. None where a call of
-    the group has no value. Groups come in the order in which the step meets them."""
+    """{group: sum of count x value(call)}: the step's linears, attention, experts, rest. None if a call of the group
+    has no value. Groups are in the order of their first call."""
     found: dict[str, float | None] = {}
     for call in calls:
         one, before = value(call), found.get(call.group, 0.0)
@@ -114,9 +113,9 @@ def step(
 ) -> Step:
     """The calls of one step of rank 0: `batch` sequences of `context` tokens each.
 
-    decode: the last token of each is computed, the others are cached; prefill: all of them are computed. Tokens are
-    sampled greedily; which experts a token goes to is drawn at random, each as likely as the other.
-    Raises ValueError for a phase, batch, context or group of ranks that the model cannot have.
+    decode: the last token of each is computed, the others are cached; prefill: all of them are computed. Sampling is
+    greedy. Experts are drawn at random with equal probability.
+    Raises ValueError for a phase, batch, context or number of ranks that the model does not support.
     """
     if phase not in PHASES:
         raise ValueError(f"phase {phase!r} is not {' or '.join(PHASES)}")
@@ -134,7 +133,7 @@ def step(
         ids, positions, metadata = _batch(config.vocab_size, q_lens, context, blocks)
         with trace, forward_context(metadata):
             hidden = skeleton(ids, positions)
-            # The last token of each sequence: [B, H], whichever rows they are.
+            # The last token of each sequence: [B, H]; which rows they are does not matter.
             trace.sample(skeleton.compute_logits(hidden[:batch]))
     return Step(
         model, build.architecture_of(config, Path(model)), phase, batch, context, tensor_parallel,
@@ -153,7 +152,7 @@ def _bind(model: nn.Module, blocks: int, dtype: torch.dtype) -> int:
 def _batch(
     vocab: int, q_lens: Sequence[int], context: int, blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-    """input_ids [T], positions [T] and the metadata, with values, as the engine makes them; block 0 is left alone."""
+    """input_ids [T], positions [T] and the metadata with values, as the engine makes them; block 0 stays unused."""
     batch, each = len(q_lens), -(-context // BLOCK_SIZE)
     table = torch.arange(1, blocks, dtype=torch.int32).view(batch, each)
     positions = torch.cat([torch.arange(context - n, context) for n in q_lens])
@@ -169,10 +168,10 @@ def _batch(
 
 
 class _Trace(TorchDispatchMode):
-    """Answers our ops without running them and notes each call, with the module that made it.
+    """Answers our ops without running them, and records each call with the module that made it.
 
-    Tensors with sizes only are on 'meta'; those whose values a case tells (ids, slots, lengths, a router's choice) are
-    on the CPU. What a call returns is on 'meta' again.
+    Tensors of which only sizes matter are on 'meta'; those with values that a case depends on (ids, slots, lengths, a
+    router's output) are on the CPU. Results of calls are on 'meta' again.
     """
 
     def __init__(self) -> None:
@@ -180,11 +179,11 @@ class _Trace(TorchDispatchMode):
         self._inside: list[str] = []
         self._parameters: dict[int, tuple[str, int]] = {}  # id: (label of its module, bytes)
         self._lines: dict[tuple[str, ...], Call] = {}
-        # Arguments are kept: the keys have their addresses
+        # Keeps the arguments alive: keys contain their addresses
         self._cases: dict[Any, tuple[Case, list[Any]]] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """Know this model's modules by name, and its parameters."""
+        """Record the names of this model's modules and parameters."""
         for name, module in model.named_modules():
             label = name.rpartition(".")[2]
             module.register_forward_pre_hook(lambda *_, label=label: self._inside.append(label))
@@ -197,11 +196,11 @@ class _Trace(TorchDispatchMode):
 
     @contextmanager
     def collectives(self, size: int) -> Iterator[None]:
-        """Modules are rank 0's of so many ranks; what they would send is noted. Raises ValueError for no such size."""
+        """Act as rank 0 of `size` ranks and record their collectives. Raises ValueError for an impossible size."""
         if size < 1:
             raise ValueError(f"tensor-parallel size {size} must be 1 or more")
         if parallel.get_tp_size() != 1:
-            raise ValueError("this process is a rank of a tensor-parallel group itself")
+            raise ValueError("this process is itself a rank of a tensor-parallel group")
         if size > 1:
             parallel.bind(0, size, self._all_reduce, lambda t, dim: self._all_gather(t, dim, size))
         try:
@@ -220,7 +219,7 @@ class _Trace(TorchDispatchMode):
         return t.new_empty(shape)
 
     def _collective(self, op: str, t: torch.Tensor, size: int) -> None:
-        """Its floor is this rank's own memory: what is read and written there. The link is slower."""
+        """Record a collective. Its floor is this rank's own memory traffic; the link is slower."""
         self._note(Call(op, self._inside[-1], str(t.dtype).removeprefix("torch."), size, 0))
 
     def sample(self, logits: torch.Tensor) -> None:
@@ -233,7 +232,7 @@ class _Trace(TorchDispatchMode):
         self._leave()
 
     def calls(self) -> tuple[Call, ...]:
-        """In the order in which the step makes them first."""
+        """The calls, in the order of their first occurrence in the step."""
         return tuple(self._lines.values())
 
     def _note(self, call: Call) -> None:
@@ -261,15 +260,15 @@ class _Trace(TorchDispatchMode):
             self._cases[key] = spec.case_of(given, op), given
         case = self._cases[key][0]
         owned = [self._parameters[id(a)] for a in given if id(a) in self._parameters]
-        # A layer calls its norms as functions: whose weight it is tells more than who calls.
+        # A layer calls its norms as functions: the owner of the weight is more informative than the caller.
         label = owned[0][0] if owned else self._inside[-1]
-        label = "lm_head" if op == "logits_processor" else label  # a tied weight is the embedding's
+        label = "lm_head" if op == "logits_processor" else label  # a tied weight belongs to the embedding
         weights = sum(size for _, size in owned)
         self._note(Call(op, label, case.dtype, spec.bytes_moved(case), spec.flops(case), case, weights))
 
 
 def _key(value: Any) -> Any:
-    """What a case reads of an argument, without reading it."""
+    """The properties of an argument that a case depends on, without reading the tensor."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     place = None if value.is_meta else value.data_ptr()
@@ -277,7 +276,7 @@ def _key(value: Any) -> Any:
 
 
 def _routed(op: str, given: list[Any], answer: Any) -> tuple[torch.Tensor, ...]:
-    """A router's answer with values, of random logits that are the same in every layer."""
+    """A router's output with values, from random logits that are the same in every layer."""
     generator = torch.Generator().manual_seed(0)
 
     def random(value: Any) -> Any:

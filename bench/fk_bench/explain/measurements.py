@@ -1,6 +1,6 @@
-"""What was measured of single calls: ours beside the fastest of production, in the same run, by shape of the call.
+"""Measurements of single calls, by shape: our time and that of the fastest production kernel in the same run.
 
-Of the judge, of `fk-bench explain` on a GPU, and of the scenarios of linear layers and decode attention.
+Sources: the judge, `fk-bench explain` on a GPU, and the experiments on linear layers and decode attention.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
 from fk_bench.core.rows import Row, Status
-from fk_bench.explain import timing as explain_time
-from fk_bench.kernels import report as kernels_report
-from fk_bench.tables.experiments import MODEL, groups, timed
-from fk_bench.tables.measured import Files
+from fk_bench.explain import timing
+from fk_bench.kernels import report
+from fk_bench.tables.layers import MODEL, groups, timed
+from fk_bench.tables.origin import Files
 
-# Of ops whose kernel a tuned table picks: what production runs, its usual choice first.
+# For ops whose kernel a tuned table picks: the kernels of production, the usual choice first.
 PRODUCTION = {"linear": ("cublas",), "attention_decode": ("fa3", "flashinfer")}
 HEADS = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}  # of decode_attention's 'llama-8b'
-# Dims that say how large a layer is, and those that make it another kind of call.
+# Dims that state the size of a layer, and those that make it another kind of call.
 WIDTHS = (
     "hidden", "in", "out", "d", "heads", "kv_heads", "head_size", "experts", "topk", "intermediate", "vocab", "dim",
 )  # fmt: skip
@@ -37,7 +36,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a call, as far as its time depends on it. load: {'tokens': ..} or {'sequences': .., 'context': ..}."""
+    """The properties of a call that its time depends on. load: {'tokens': ..} or {'sequences': .., 'context': ..}."""
 
     load: Mapping[str, float]
     widths: Mapping[str, float]
@@ -46,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Point:
-    """One call measured: microseconds of ours and of the fastest that production has, in the same run."""
+    """One measured call: microseconds of ours and of the fastest production kernel, in the same run."""
 
     op: str
     dtype: str
@@ -62,10 +61,10 @@ class Point:
 
 
 def shape(op: str, dims: Mapping[str, Any]) -> Shape:
-    """Of a case's dims, as a SPEC has them or as a row does (lists and tuples as text)."""
+    """The shape in a case's dims, from a SPEC or from a row (where lists and tuples are text)."""
     read = {k: _value(v) for k, v in dims.items()}
     lengths = read.get("seq_lens")
-    heads = op == "rms_norm" and "heads" in read  # each is a row of the norm
+    heads = op == "rms_norm" and "heads" in read  # each head is a row of the norm
     if isinstance(lengths, (list, tuple)) and lengths:
         load = {"sequences": float(len(lengths)), "context": fmean(lengths)}
     else:
@@ -83,14 +82,14 @@ def _value(value: Any) -> Any:
         return value
     try:
         return ast.literal_eval(value)
-    except (ValueError, SyntaxError):  # cut off: a list of many sequences
+    except (ValueError, SyntaxError):  # truncated text: a list of many sequences
         return None
 
 
 def distance(a: Shape, b: Shape, most: float, widest: float) -> float | None:
-    """0 for the same, more the less alike; None where one says nothing of the other.
+    """0 if equal, larger the less alike; None if one cannot stand for the other.
 
-    most, widest: how many times as many tokens, and as wide a layer, the one may have
+    most, widest: highest allowed ratio of tokens, and of layer widths
     """
     if a.kind != b.kind or a.load.keys() != b.load.keys():
         return None
@@ -107,10 +106,10 @@ def distance(a: Shape, b: Shape, most: float, widest: float) -> float | None:
 
 
 def points(files: Files) -> list[Point]:
-    """In the order in which they count where two are equally near: the file named first, its later rows first."""
+    """All points. Of two equally near ones the first counts: files in the given order, later rows first."""
     found: list[Point] = []
     for name, mine in files.items():
-        made = [p for r in kernels_report.latest(mine) for p in _judged(r)]
+        made = [p for r in report.latest(mine) for p in _judged(r)]
         made += [p for r in mine if r.command == "explain" for p in _explained(r)]
         layers = timed({name: mine}, "skinny_linear")
         calls = timed({name: mine}, "decode_attention")
@@ -129,26 +128,26 @@ def _judged(row: Row) -> Iterable[Point]:
         and row.baseline not in (None, "reference")
     ):
         op, us = str(row.subject.op), row.metrics["baseline_us_p50"]
-        ours = us / row.metrics["speedup"]  # which is paired, and counts
+        ours = us / row.metrics["speedup"]  # the paired ratio is more precise than the two times
         made, name = shape(op, row.case.get("dims") or {}), str(row.case.get("name"))
         yield Point(op, str(row.case["dtype"]), made, name, ours, us, str(row.baseline))
 
 
 def _explained(row: Row) -> Iterable[Point]:
     case, us = row.case, row.case.get("us") or {}
-    libraries = {explain_time.OURS + n for n in explain_time.LIBRARIES}  # under our op
-    offered = {n: t for n, t in us.items() if not n.startswith(explain_time.OURS) or n in libraries}
+    libraries = {timing.OURS + n for n in timing.LIBRARIES}  # library kernels among our providers
+    offered = {n: t for n, t in us.items() if not n.startswith(timing.OURS) or n in libraries}
     if row.kind == "call" and case.get("timer") == "cuda-graph" and "ours_us" in row.metrics and offered:
         op, dtype, best = str(row.subject.op), str(case["dtype"]), min(offered, key=offered.__getitem__)
         dims = {k: _value(v) for k, v in (case.get("dims") or {}).items()}
         if "seq_lens" in dims:
-            dims["seq_lens"] = [case["context"]] * case["batch"]  # as text it may have been cut off
+            dims["seq_lens"] = [case["context"]] * case["batch"]  # its text may have been truncated
         if op in PRODUCTION and dims:
             entry = _entry(op, dtype, dims, str(row.machine.gpu))
-            if entry is not None and entry.faster and explain_time.OURS + str(entry.provider) not in us:
-                return  # the table was another one: what it takes now was not timed
+            if entry is not None and entry.faster and timing.OURS + str(entry.provider) not in us:
+                return  # the table has changed since, and its current choice was not timed
         name = f"explain, {case['label']} of {case['batch']}"
-        theirs = best.removeprefix(explain_time.OURS)
+        theirs = best.removeprefix(timing.OURS)
         yield Point(op, dtype, shape(op, dims), name, row.metrics["ours_us"], offered[best], theirs)
 
 
@@ -166,7 +165,7 @@ def _attention(mine: Sequence[Row]) -> Iterable[Point]:
 
 
 def _scenario(op: str, mine: Sequence[Row], dims: Mapping[str, Any], name: str) -> Iterable[Point]:
-    """Nothing where the run did not time both sides."""
+    """The points of an experiment; none if its run did not time both sides."""
     times: dict[str, list[tuple[str, float]]] = {}
     for row in mine:
         label = str(row.case.get("params") or "")
@@ -181,15 +180,15 @@ def _scenario(op: str, mine: Sequence[Row], dims: Mapping[str, Any], name: str) 
 def _by_table(
     op: str, dtype: str, dims: Mapping[str, Any], chip: str, times: Mapping[str, Sequence[tuple[str, float]]]
 ) -> list[float]:
-    """Of {provider: [(its parameters, microseconds)]}, what the shipped table of the chip runs at such a call: its
-    parameters where they were timed, else all of its provider; production's usual choice where it has nothing."""
+    """The times, of {provider: [(its parameters, microseconds)]}, of what the chip's shipped table runs for such a
+    call: with the same parameters if timed, else all of that provider; production's usual choice without an entry."""
     entry = _entry(op, dtype, dims, chip)
     faster = entry if entry is not None and entry.faster else None
     of = times.get(str(faster.provider) if faster is not None else PRODUCTION[op][0], ())
     chosen = [] if faster is None else list(map(str, faster.params.values()))
     if same := [us for label, us in of if label and label.split("/") == chosen]:
         return same
-    # Rows of other days have more or fewer of the parameters: those that both have must agree.
+    # Rows of other dates have more or fewer parameters: those in common must match.
     alike = [
         us
         for label, us in of
@@ -198,8 +197,8 @@ def _by_table(
     return alike or [us for _, us in of]
 
 
-def _entry(op: str, dtype: str, dims: Mapping[str, Any], chip: str) -> tuned.Entry | None:
-    """What the shipped table of the chip has for such a call."""
+def _entry(op: str, dtype: str, dims: Mapping[str, Any], chip: str) -> tuning.Entry | None:
+    """The entry of the chip's shipped table for such a call."""
     if op == "linear":
         tokens = dims["tokens"]
         sizes = {
@@ -215,7 +214,7 @@ def _entry(op: str, dtype: str, dims: Mapping[str, Any], chip: str) -> tuned.Ent
 
 
 @cache
-def _table(op: str, chip: str) -> tuned.Lookup[tuned.Entry]:
-    path = tuned.SHIPPED / f"{tuned.slug(chip)}.json"
-    found = [e for e in tuned.read(path).entries if e.op == op] if path.is_file() else []
-    return tuned.lookup(registry.get(op).op.key, found)
+def _table(op: str, chip: str) -> tuning.Lookup[tuning.Entry]:
+    path = tuning.SHIPPED / f"{tuning.slug(chip)}.json"
+    found = [e for e in tuning.read(path).entries if e.op == op] if path.is_file() else []
+    return tuning.lookup(registry.get(op).op.key, found)

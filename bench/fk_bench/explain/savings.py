@@ -1,8 +1,8 @@
-"""What measured kernels promise a model's step: for each call the nearest measurement, ours beside production's.
+"""Predicted savings of measured kernels in a model's step, from the nearest measurement of each call.
 
-The calls are the cost model's. A measurement is near if it is of the same op, dtype and kind, of layers of nearly the
-same size, and of at most MOST times as many tokens or as few; where a tuned table picks the kernel, of the same layer
-and of nearly as many. Nothing is scaled, and what has none near is named.
+The calls come from the cost model. A measurement is near if op, dtype and kind are equal, layer sizes differ by at most
+WIDEST and tokens by at most MOST; if a tuned table picks the kernel, the layer must be the same and tokens nearly
+equal. Times are not scaled, and calls without a near measurement are listed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fk_bench.kernels.judge.clock import roofline
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")
 BATCHES = (1, 8, 32, 256)
-MOST, WIDEST = 4.0, 1.5  # how many times more or fewer tokens, how much wider or narrower a layer
+MOST, WIDEST = 4.0, 1.5  # highest ratio of tokens, and of layer widths
 MOST_BY_TABLE = 1.5
 
 
 @dataclass(frozen=True)
 class Line:
-    """A call of a step with its measurement; None where there is none near it."""
+    """A call of a step with its measurement, which is None if there is no near one."""
 
     call: Call
     point: Point | None
@@ -42,7 +42,7 @@ class Line:
 
 
 def nearest(call: Call, known: Sequence[Point]) -> Point | None:
-    """The measurement nearest to a call."""
+    """The measurement nearest to a call, or None."""
     best, least = None, math.inf
     if call.case is None:
         return None
@@ -58,7 +58,7 @@ def nearest(call: Call, known: Sequence[Point]) -> Point | None:
 
 
 def lines(model: str, batch: int, context: int, known: Sequence[Point]) -> list[Line]:
-    """The calls of a decode step of a public model, those of one size together, each with its nearest measurement."""
+    """The calls of a decode step of a public model, grouped by size, each with its nearest measurement."""
     calls: dict[tuple[str, str], Call] = {}
     for call in _step(model, batch, context).calls:
         key = call.op, repr(shape(call.op, call.case.dims)) if call.case is not None else call.label
@@ -75,7 +75,7 @@ def _step(model: str, batch: int, context: int) -> Step:
 
 
 def covered(found: Sequence[Line], gpu: roofline.Peaks | None) -> float | None:
-    """The share of the step's floor that its measured calls have: how much of it the measurements speak for."""
+    """The share of the step's floor in its measured calls."""
     floors = [(x, x.call.floor_us(gpu)) for x in found]
     if any(us is None for _, us in floors):
         return None
@@ -84,7 +84,7 @@ def covered(found: Sequence[Line], gpu: roofline.Peaks | None) -> float | None:
 
 
 def speedup(found: Iterable[Line]) -> float | None:
-    """The geometric mean of the speed-ups, weighted by the share of the step that production takes for each."""
+    """Geometric mean of the speedups, weighted by each call's share of the step's time with production kernels."""
     measured = [(x.production_ms, math.log(x.point.speedup)) for x in found if x.point is not None]
     whole = sum(w for w, _ in measured)
     return math.exp(sum(w * s for w, s in measured) / whole) if whole else None

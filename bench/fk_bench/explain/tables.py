@@ -1,4 +1,4 @@
-"""The tables of `fk-bench explain`, from its rows only."""
+"""The tables of `fk-bench explain`, made from its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP_ORDER = ("linears", "attention", "experts", "collectives", "rest")
 
 
 def bound(size: int, work: int, dtype: str, gpu: roofline.Peaks) -> str:
-    """What a call's floor is made of: 'memory' or 'compute'."""
+    """The resource that bounds a call: 'memory' or 'compute'."""
     return (
         "memory"
         if roofline.floor_us(size, 0, dtype, gpu) == roofline.floor_us(size, work, dtype, gpu)
@@ -21,7 +21,7 @@ def bound(size: int, work: int, dtype: str, gpu: roofline.Peaks) -> str:
 
 
 def tables(found: Sequence[Row], note: str = "") -> Iterator[Table]:
-    """A table of lines for each step, then one that has a line for each step."""
+    """A table of calls for each step, then one table with a line for each step."""
     steps = [r for r in found if r.kind == "step"]
     for each in steps:
         calls = [r for r in found if r.kind == "call" and _key(r) == _key(each)]
@@ -41,7 +41,7 @@ def _title(row: Row, note: str) -> str:
     c = row.case
     ranks = f", rank 0 of {c['tensor_parallel']}" if c["tensor_parallel"] > 1 else ""
     floors = f", floors of {c['floors_of']}" if c["floors_of"] else ""
-    said = f" ({note})" if note else f", {row.subject.host}'s providers on {row.machine.gpu}"
+    said = f" ({note})" if note else f", providers of {row.subject.host} on {row.machine.gpu}"
     work = f"{c['phase']} of {c['batch']} x {c['context']} tokens, {c['dtype']}"
     return f"{row.subject.model}, {work}{ranks}{floors}{said}"
 
@@ -51,11 +51,11 @@ def _floors(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]
         "module",
         "op",
         "calls",
-        "MB a call",
-        "MFLOP a call",
+        "MB per call",
+        "MFLOP per call",
         "bound by",
-        "floor us a call",
-        "floor ms a step",
+        "floor us per call",
+        "floor ms per step",
         "%",
     ]
     whole = total.metrics.get("floor_ms")
@@ -81,8 +81,8 @@ def _share(part: float | None, whole: float | None) -> str:
 
 def _timed(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]]]:
     host = total.subject.host or ""
-    columns = ["module", "op", "calls", "MB a call", "floor us", f"{host} us", "ours us", "best us", "floor ms a step",
-               f"{host} ms a step", "gain ms a step"]  # fmt: skip
+    columns = ["module", "op", "calls", "MB per call", "floor us", f"{host} us", "ours us", "best us",
+               "floor ms per step", f"{host} ms per step", "gain ms per step"]  # fmt: skip
     cells = []
     for r in calls:
         m, count = r.metrics, r.case["count"]
@@ -97,13 +97,13 @@ def _timed(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]]
     for group in _groups(total):
         sums = [m.get(f"{name}_{group}_ms") for name in ("floor", "step", "gain")]
         cells.append([group, "", "", "", "", "", "", "", *map(millis, sums)])
-    measured = millis(m["step_ms"]) if "step_ms" in m else f"{millis(m.get('measured_ms'))} (not all)".strip()
+    measured = millis(m["step_ms"]) if "step_ms" in m else f"{millis(m.get('measured_ms'))} (partial)".strip()
     last = [millis(m.get("floor_ms")), measured, millis(m.get("predicted_gain_ms"))]
     return columns, [*cells, ["step", "", "", "", "", "", "", "", *last]]
 
 
 def _by(row: Row, who: str) -> str:
-    """Time and provider; best is 'ours/NAME' where it is one of ours."""
+    """Time and provider; 'ours/NAME' for one of ours."""
     if who not in row.case:
         return ""
     name = row.case[who].removeprefix("ours/") if who == "ours" else row.case[who]
@@ -127,31 +127,29 @@ def _growth(steps: Sequence[Row]) -> Table:
         sizes = [str(s.case[name]) for name in ("batch", "context")]
         cells.append([*sizes, *floors, number(m.get("floor_tokens_per_s")), *times])
     first = steps[0]
-    title = (
-        f"{first.subject.model}, {first.case['phase']}: how a step's floor grows, {first.case['floors_of']}"
-    )
+    title = f"{first.subject.model}, {first.case['phase']}: step floors by batch and context, {first.case['floors_of']}"
     return title, columns, cells
 
 
 def reasons(found: Sequence[Row]) -> list[str]:
-    """Why a time is missing, a line for each op and reason."""
+    """Reasons for missing times, one line for each op and reason."""
     said = [f"{r.subject.op}: {r.reason}" for r in found if r.reason]
     return list(dict.fromkeys(said))
 
 
 def number(value: float | None) -> str:
-    """Three digits that mean something; '' for None."""
+    """Three significant digits; '' for None."""
     if value is None:
         return ""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def millis(value: float | None) -> str:
-    """Milliseconds, to the microsecond."""
+    """Milliseconds with three decimals."""
     return "" if value is None else "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"
 
 
 def markdown(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """The table as Markdown, its title above."""
+    """The table as Markdown below its title."""
     lines = [f"{title}:", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells), ""])

@@ -1,6 +1,6 @@
-"""What each provider takes for one call: alone, in a captured CUDA graph, with inputs in turn from a pool.
+"""Times of all providers for one call: alone, in a captured CUDA graph, with inputs rotating through a pool.
 
-For `explain`, which asks where a step's time goes; a score is the judge's, which trusts nobody and checks more.
+For `explain` only. Scores come from the judge, which isolates candidates and checks more.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core import machine
 from fk_bench.kernels.judge.baselines import baselines
@@ -24,10 +23,10 @@ from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.errors import Expected, compare, expect
 from fk_bench.kernels.judge.memory import layout
 
-OURS = "ours/"  # before the name of a provider of our own op
+OURS = "ours/"  # prefix of the providers of our own op
 REFERENCE = OURS + "reference"
-TUNED = OURS + "tuned"  # what dispatch takes for the call, by the chip's table
-# What the hosts themselves call, by the judge's names of baselines. Libraries' kernels are the same under our op.
+TUNED = OURS + "tuned"  # the choice of dispatch for the call, by the chip's table
+# The hosts' own kernels, by the names of baselines. Library kernels are the same under our op.
 HOSTS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm", "fa3", "cublas", "onednn", "torch"),
     "sglang": ("sglang", "sgl_kernel", "fa3", "cublas", "onednn", "torch"),
@@ -35,13 +34,13 @@ HOSTS: dict[str, tuple[str, ...]] = {
 LIBRARIES = ("fa3", "cublas", "onednn")
 MOST = 128  # sets of inputs
 ROUNDS = 7
-BATCH_S = {"cuda": 1e-3, "cpu": 2e-4}  # seconds that the shorter batch should last
+BATCH_S = {"cuda": 1e-3, "cpu": 2e-4}  # target seconds of the shorter batch
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation of an op. kind: as of judge.baselines.Baseline, or 'ours'; absent: why it cannot run here."""
+    """One implementation of an op. kind: as in core.baseline.Baseline, or 'ours'; absent: why it cannot run here."""
 
     name: str
     kind: str
@@ -53,7 +52,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one call by this provider, or why there are none."""
+    """Microseconds of one call by this provider, or the reason why there are none."""
 
     name: str
     kind: str
@@ -63,9 +62,9 @@ class Timed:
 
 @dataclass(frozen=True)
 class Measured:
-    """A call by all providers. host: what the host runs; ours: what the patch would run; best: the fastest of all.
+    """A call with all providers. host: the one the host runs; ours: what patching would run; best: the fastest.
 
-    reasons  {'host' | 'ours': why there is none, 'check': why outputs were not checked}
+    reasons  {'host' | 'ours': why the time is missing, 'check': why outputs were not checked}
     """
 
     all: tuple[Timed, ...] = ()
@@ -76,9 +75,9 @@ class Measured:
 
 
 def contenders(op: str, device: str, compilers: bool = False) -> list[Contender]:
-    """Production's providers of an op and ours, also those that cannot run here. Our last one is plain PyTorch.
+    """Providers of an op from production and from us, including those that cannot run here. The last is plain PyTorch.
 
-    compilers: what torch.compile makes of the reference, too, which takes seconds a shape.
+    compilers: include the reference through torch.compile, which takes seconds per shape.
     """
     offered = [b for b in baselines(op, "production", device) if b.kind != "reference"]
     found = [
@@ -87,7 +86,7 @@ def contenders(op: str, device: str, compilers: bool = False) -> list[Contender]
         if compilers or b.kind != "compiler"
     ]
     ours = registry.get(op).op
-    if ours.key is not None and tuned.entries(op, tuned.chip_of(device)):
+    if ours.key is not None and tuning.entries(op, tuning.chip_of(device)):
         found.append(Contender(TUNED, "ours", partial(_itself, ours.run)))
     for provider, absent in ours.order(device):
         made = partial(_itself, provider.fn)
@@ -106,7 +105,7 @@ def _no_graph(baseline: Any, device: str) -> str | None:
 
 
 def measure(op: str, case: Case, device: str, host: str, compilers: bool = False) -> Measured:
-    """Time every provider of a call that can run here, those only whose outputs are right."""
+    """Time every provider that can run the call here and whose outputs are right."""
     spec = registry.get(op)
     if device == "cpu":
         trial = Trial("random", case, lambda where, generator: spec.inputs(case, where, generator))
@@ -116,7 +115,7 @@ def measure(op: str, case: Case, device: str, host: str, compilers: bool = False
         with torch.inference_mode():
             timed, unchecked = time_all(spec, case, device, contenders(op, device, compilers))
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-        reason = f"its inputs do not fit: {' '.join(str(error).split())[:200]}"
+        reason = f"its inputs do not fit in memory: {' '.join(str(error).split())[:200]}"
         return Measured(reasons={"host": reason, "ours": reason})
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -125,7 +124,7 @@ def measure(op: str, case: Case, device: str, host: str, compilers: bool = False
 
 
 def choose(op: str, host: str, timed: Sequence[Timed]) -> Measured:
-    """Which of them is the host's, which ours and which the best."""
+    """Pick the host's provider, ours and the fastest."""
     good = {t.name: t for t in timed if t.us is not None}
     names = [n for n in HOSTS[host] if n in good and good[n].kind == "host"]
     names += [OURS + n for n in HOSTS[host] if n in LIBRARIES and OURS + n in good]
@@ -133,7 +132,7 @@ def choose(op: str, host: str, timed: Sequence[Timed]) -> Measured:
     reasons = {}
     if not names:
         tried = [f"{t.name}: {t.problem}" for t in timed if t.kind == "host" and t.name in HOSTS[host]]
-        reasons["host"] = "; ".join(tried) or f"no provider of {host} is known for {op}"
+        reasons["host"] = "; ".join(tried) or f"no known provider of {host} for {op}"
     if not ours:
         reasons["ours"] = "; ".join(f"{t.name}: {t.problem}" for t in timed if t.kind == "ours")
     return Measured(
@@ -143,15 +142,15 @@ def choose(op: str, host: str, timed: Sequence[Timed]) -> Measured:
 
 
 def time_all(spec: OpSpec, case: Case, device: str, found: Sequence[Contender]) -> tuple[list[Timed], str]:
-    """Each contender checked on fresh inputs, then all of them timed in interleaved rounds; and why none was checked,
-    '' if they were."""
+    """Check each contender on fresh inputs, then time all of them in interleaved rounds. Also returns why outputs were
+    not checked, or ''."""
     pool, unchecked = _pool(spec, case, device), ""
     want: Expected | None = None
     try:
         want = expect(spec, case, _make(spec, case, device, 0), "op")
     except (RuntimeError, MemoryError) as error:
         unchecked = (
-            f"outputs were not checked, the reference has no room: {' '.join(str(error).split())[:200]}"
+            f"outputs were not checked, no memory for the reference: {' '.join(str(error).split())[:200]}"
         )
     problems: dict[str, str] = {}
     batches: dict[str, Batch] = {}
@@ -159,7 +158,7 @@ def time_all(spec: OpSpec, case: Case, device: str, found: Sequence[Contender]) 
         if c.absent is not None:
             problems[c.name] = c.absent
         elif c.name == REFERENCE and any(name.startswith(OURS) for name in batches):
-            problems[c.name] = "plain PyTorch, for what no other of ours can do"
+            problems[c.name] = "plain PyTorch, a fallback for calls that no other provider of ours supports"
         elif c.refuses is not None and (refused := c.refuses(*pool[0])) is not None:
             problems[c.name] = refused
         else:
@@ -170,11 +169,13 @@ def time_all(spec: OpSpec, case: Case, device: str, found: Sequence[Contender]) 
                 )
                 if not problems[c.name]:
                     batches[c.name] = Batch(fn, pool, device)
-            except Exception as error:  # another version of the library, or no memory: the next one is asked
+            except Exception as error:  # another version of the library, or no memory: try the next provider
                 problems[c.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     del want
     for number in range(2 * ROUNDS):
-        again = [b for b in batches.values() if number < ROUNDS or b.unsteady]  # something else was running
+        again = [
+            b for b in batches.values() if number < ROUNDS or b.unsteady
+        ]  # more rounds after a disturbance
         for batch in again if number % 2 else reversed(again):
             batch.round()
     floor = _floor_us(spec, case, device)
@@ -203,8 +204,8 @@ def _make(spec: OpSpec, case: Case, device: str, seed: int) -> list[Any]:
 
 
 def _pool(spec: OpSpec, case: Case, device: str) -> list[list[Any]]:
-    """Sets of inputs that together move twice what L2 holds, so that a call's weights come from memory; of a call that
-    moves next to nothing MOST sets, of which L2 keeps the most: in a step, too, the call before has just written them.
+    """Sets of inputs that together are twice as large as L2, so that a call reads its weights from memory. Calls with
+    little traffic get MOST sets, most of which stay in L2, as in a step, where the previous call has just written them.
     """
     first = _make(spec, case, device, 1)
     if device == "cpu":
@@ -226,13 +227,13 @@ def _wrong(
     values = list(result) if isinstance(result, (tuple, list)) else [result]
     got = [v for v in values if v is not None] + [args[i] for i in want.written]
     if len(got) != len(want.all()):
-        return f"{len(got)} outputs, the op has {len(want.all())}"
+        return f"{len(got)} outputs instead of {len(want.all())}"
     problem = compare(spec, case, got, want, None, unchecked).problem
     return f"wrong: {problem}" if problem else ""
 
 
 class Batch:
-    """A provider's calls on the pool in turn, n and 2n of them, on the clock."""
+    """Timed batches of n and 2n calls of a provider, with rotating inputs."""
 
     def __init__(self, fn: Function, pool: list[list[Any]], device: str) -> None:
         self._fn, self._pool, self._cuda = fn, pool, device == "cuda"
@@ -245,7 +246,7 @@ class Batch:
     @property
     def unsteady(self) -> bool:
         scatters = self._cuda and self.samples.spread > 0.3 * self.samples.time
-        return self.samples.time <= 0 or scatters  # a CPU's times say nothing, however steady
+        return self.samples.time <= 0 or scatters  # CPU times are never used, steady or not
 
     def round(self) -> None:
         for double in (False, True):
@@ -268,7 +269,7 @@ class Batch:
             self._fn(*args)
 
     def _run(self, turns: int) -> float:
-        """Seconds of so many turns through the pool."""
+        """Seconds of `turns` passes through the pool."""
         if self._graph is None:
             start = time.perf_counter()
             for _ in range(turns):

@@ -1,0 +1,1 @@
+"""Commands that inform and measure nothing: `doctor`, `list`, `stubs`, `export`."""

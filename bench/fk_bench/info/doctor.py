@@ -1,6 +1,6 @@
-"""`fk-bench doctor`: the machine, the versions, the hosts, the seam of each op in each, and what is off and why.
+"""`fk-bench doctor`: the machine, versions, hosts, the seam of each op in each host, and what is off and why.
 
-Nothing of a host is imported: its version comes from its metadata, its classes from its source.
+Doctor imports no host: it reads versions from package metadata and classes from source files.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from typing import Annotated, Any
 import typer
 
 from fastkernels.core import registry
+from fastkernels.core.dispatch import installed
 from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec, Target
 from fk_bench.core import machine
+from fk_bench.core.checkout import REPO_ROOT
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.serving.config import ConfigError, per_lane
 
 HOSTS = ("vllm", "sglang", "transformers")
 PLUGIN = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
-BESIDE = {"vllm": ".venv-vllm", "sglang": ".venv-sglang"}  # environments that `make setup` makes
+HOST_ENVIRONMENTS = {"vllm": ".venv-vllm", "sglang": ".venv-sglang"}  # made by `make setup`
+
 _LOCATE = """
 import importlib.util, sys
 found = importlib.util.find_spec(sys.argv[1])
@@ -32,9 +35,24 @@ print(list(found.submodule_search_locations)[0] if found and found.submodule_sea
 """
 
 
+# Libraries without wheels: (name, an op and its provider that load it, how to build it)
+BUILT = (
+    (
+        "flash-attn", "attention_prefill", "fa3",
+        "Needs nvcc: pip install 'fastkernels[flash-attn]' --no-build-isolation. FlashAttention-3, for Hopper, is built"
+        " in the folder hopper/ of https://github.com/Dao-AILab/flash-attention: python setup.py install.",
+    ),
+    (
+        "deep-gemm", "linear_fp8", "deepgemm",
+        "Needs nvcc and a Hopper or newer GPU: pip install 'fastkernels[deep-gemm]' --no-build-isolation, or"
+        " ./install.sh in https://github.com/deepseek-ai/DeepGEMM.",
+    ),
+)  # fmt: skip
+
+
 @dataclass
 class Found:
-    """What doctor reports. `problems` are broken and make the exit status 1; `notes` are worth knowing."""
+    """The report of doctor. Any of `problems` makes the exit status 1; `notes` do not."""
 
     rows: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -66,7 +84,7 @@ def machine_row() -> dict[str, Any]:
 
 
 def _memory() -> float | None:
-    """What this process may use, in GiB: the machine's memory, or its control group's limit if that is less."""
+    """Memory that this process may use, in GiB: the machine's, or the limit of its control group if that is lower."""
     sizes = []
     try:
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -86,10 +104,10 @@ def _driver() -> str | None:
 
 
 def interpreters(given: list[str]) -> dict[str, str]:
-    """{name: interpreter}: this one, those given as LANE=PATH, and the environments beside the project."""
+    """{name: interpreter}: this one, those given as LANE=PATH, and the hosts' environments of `make setup`."""
     found = {"this": sys.executable, **per_lane("--python", given)}
-    for folder in (Path.cwd(), Path(__file__).resolve().parents[3]):
-        for host, name in BESIDE.items():
+    for folder in (Path.cwd(), REPO_ROOT):
+        for host, name in HOST_ENVIRONMENTS.items():
             python = folder / name / "bin" / "python"
             if host not in found and python.is_file():
                 found[host] = str(python)
@@ -97,7 +115,7 @@ def interpreters(given: list[str]) -> dict[str, str]:
 
 
 def installed_hosts(pythons: dict[str, str], found: Found) -> Iterator[Installed]:
-    """The hosts in each environment; an interpreter that does not run is a problem."""
+    """The hosts in each environment. An interpreter that does not run is a problem."""
     for name, python in pythons.items():
         try:
             there = machine.interpreter(python)
@@ -105,7 +123,7 @@ def installed_hosts(pythons: dict[str, str], found: Found) -> Iterator[Installed
             found.problems.append(f"--python {name}: {error}")
             continue
         hosts = [h for h in HOSTS if h in there.versions and (name == "this" or h != "transformers")]
-        if name in BESIDE and name not in hosts:
+        if name in HOST_ENVIRONMENTS and name not in hosts:
             found.problems.append(f"{name} is not installed in {python}")
         for host in hosts:
             out = subprocess.run(
@@ -113,20 +131,18 @@ def installed_hosts(pythons: dict[str, str], found: Found) -> Iterator[Installed
             )
             if not out.stdout.strip():
                 found.problems.append(
-                    f"{host} {there.versions[host]} is in {python}'s metadata, but its package is not there"
+                    f"{host} {there.versions[host]} is in the metadata of {python}, but its package is missing"
                 )
                 continue
             source = Path(out.stdout.strip().splitlines()[-1]).parent
             yield Installed(host, there.versions[host], python, source, there.plugins)
             if host in PLUGIN and PLUGIN[host] not in there.plugins:
                 install = f"{python} -m pip install fastkernels"
-                found.notes.append(
-                    f"{host} in {python} cannot load FastKernels: install it there ({install})"
-                )
+                found.notes.append(f"{host} in {python} cannot load FastKernels. Install it there: {install}")
 
 
 def seam_rows(installed: Installed, specs: list[OpSpec], env: Environment) -> Iterator[dict[str, Any]]:
-    """[{op, host, version, class, seam, state, reason}]: 'on', 'asked' (only when named in ops=) or 'off'."""
+    """Rows {op, host, version, class, seam, state, reason}; states: 'on', 'asked' (only if named in ops=), 'off'."""
     from fk_integrations.core.signature_recorder import Sources
 
     sources = Sources(installed.source)
@@ -141,8 +157,8 @@ def seam_rows(installed: Installed, specs: list[OpSpec], env: Environment) -> It
 def _state(
     spec: OpSpec, target: Target, installed: Installed, sources: Any, env: Environment
 ) -> tuple[str, str]:
-    from fk_integrations.core import versions as compat
     from fk_integrations.core.signature_recorder import describe
+    from fk_integrations.core.versions import unknown_source
 
     if spec.name in env.disable:
         return "off", "FASTKERNELS_DISABLE"
@@ -153,16 +169,16 @@ def _state(
     there = describe(sources, target.path)
     if there is None:
         return "off", f"{installed.host} {installed.version} has no {target.path}"
-    reason = compat.unknown_source(installed.host, installed.version, target.path, there["fingerprint"])
+    reason = unknown_source(installed.host, installed.version, target.path, there["fingerprint"])
     if reason:
         return "off", reason
     if not target.default and env.ops is None:
-        return "asked", target.note or f"only when named: ops=[{spec.name!r}]"
+        return "asked", target.note or f"only if requested: ops=[{spec.name!r}]"
     return "on", target.note
 
 
 def provider_rows(specs: list[OpSpec], found: Found) -> list[dict[str, Any]]:
-    """[{op, device, provider, there, reason}], in order of preference, for the device types of this machine."""
+    """Rows {op, device, provider, there, reason} in order of preference, for the device types of this machine."""
     rows = []
     for spec in specs:
         op, name = spec.op, spec.name
@@ -171,7 +187,7 @@ def provider_rows(specs: list[OpSpec], found: Found) -> list[dict[str, Any]]:
         for device in ("cuda", "cpu") if machine.gpu_names() else ("cpu",):
             try:
                 order = op.order(device)
-            except ValueError as error:  # FASTKERNELS_PROVIDER names one that does not exist
+            except ValueError as error:  # FASTKERNELS_PROVIDER names an unknown provider
                 found.problems.append(str(error))
                 break
             rows += [
@@ -187,6 +203,24 @@ def provider_rows(specs: list[OpSpec], found: Found) -> list[dict[str, Any]]:
     return rows
 
 
+def library_rows() -> list[dict[str, Any]]:
+    """Rows {library, there, module, build} of the libraries that have no wheels.
+
+    The provider's modules are in order of preference. A host's own copy counts: the provider uses it.
+    """
+    rows = []
+    for library, op, provider, build in BUILT:
+        wanted = next(p.module for p in registry.get(op).op.providers if p.name == provider)
+        names = (wanted,) if isinstance(wanted, str) else wanted
+        module = next(filter(installed, names), None)
+        copies = [n.partition(".")[0] for n in names if n.partition(".")[0] in HOSTS]
+        note = f"With {' or '.join(copies)} installed, its own copy is used. " if copies else ""
+        rows.append(
+            {"library": library, "there": module is not None, "module": module, "build": note + build}
+        )
+    return rows
+
+
 def _environment(found: Found) -> Environment:
     try:
         env = Environment.read()
@@ -198,7 +232,7 @@ def _environment(found: Found) -> Environment:
         found.problems.append(f"environment: {error}")
     for name, path in env.candidates.items():
         if not Path(path).expanduser().is_file():
-            found.problems.append(f"FASTKERNELS_CANDIDATES: there is no file {path} (for {name})")
+            found.problems.append(f"FASTKERNELS_CANDIDATES: no file {path} (for {name})")
     return env
 
 
@@ -206,12 +240,12 @@ def _specs(found: Found) -> Iterator[OpSpec]:
     for name in registry.op_names():
         try:
             yield registry.get(name)
-        except Exception as error:  # whatever it is, the other ops are reported
+        except Exception as error:  # report the other ops whatever it is
             found.problems.append(f"op {name} does not import: {type(error).__name__}: {error}")
 
 
 def examine(python: list[str]) -> Found:
-    """Everything that doctor reports. Raises ConfigError for a --python that is not LANE=PATH."""
+    """The whole report. Raises ConfigError for a --python that is not LANE=PATH."""
     found = Found()
     pythons = interpreters(python)
     env = _environment(found)
@@ -224,6 +258,7 @@ def examine(python: list[str]) -> Found:
         "hosts": [{"host": h.host, "version": h.version, "python": h.python} for h in hosts],
         "seams": [row for h in hosts for row in seam_rows(h, specs, env)],
         "providers": provider_rows(specs, found),
+        "libraries": library_rows(),
         "environment": {name: os.environ[name] for name in names},
     }
     return found
@@ -244,10 +279,14 @@ def _show(found: Found) -> None:
         versions = [[k, *(f"{n} {v}" for n, v in vs.items())] for k, vs in rows["versions"].items()]
         table("Versions", ["environment", ""], [[name, ", ".join(rest)] for name, *rest in versions])
         table("Hosts", ["host", "version", "python"], [list(h.values()) for h in rows["hosts"]])
-        for title, key in (("Ops in the hosts", "seams"), ("Providers, in order", "providers")):
+        sections = (
+            ("Ops in the hosts", "seams"), ("Providers, in order", "providers"),
+            ("Libraries without wheels", "libraries"),
+        )  # fmt: skip
+        for title, key in sections:
             columns = list(rows[key][0]) if rows[key] else []
             table(title, columns, [list(row.values()) for row in rows[key]])
-        table("Environment variables in force", ["variable", "value"], list(rows["environment"].items()))
+        table("Environment variables", ["variable", "value"], list(rows["environment"].items()))
     for note in found.notes:
         print(f"note: {note}")
     for problem in found.problems:
@@ -257,13 +296,13 @@ def _show(found: Found) -> None:
 def doctor_command(
     python: Annotated[
         list[str] | None,
-        typer.Option(metavar="LANE=PATH", help="an interpreter to look into; may be repeated"),
+        typer.Option(metavar="LANE=PATH", help="another interpreter to examine; repeatable"),
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
     """Show the machine, versions, hosts, the seam of each op, providers, and what is off and why.
 
-    Exit status 1 when something is broken: an interpreter that does not run, a variable that cannot be read.
+    The exit status is 1 if something is broken: an interpreter that does not run, an invalid variable.
     """
     try:
         found = examine(python or [])

@@ -1,4 +1,4 @@
-"""`fk-bench export OP --host HOST`: one self-contained file for a fork, on standard output and nothing else."""
+"""`fk-bench export OP --host HOST`: print one self-contained file for a fork, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fk_bench.core.output import fail
 
 
 def newest(host: str, version: str | None) -> str:
-    """The version to export for: the one asked for, or the newest recorded. Raises ExportError, UnknownName."""
+    """The requested version, or the newest recorded one. Raises ExportError, UnknownName."""
     from fk_integrations.core.signature_diff import hosts, versions
 
     if host not in hosts():
@@ -25,11 +25,11 @@ def newest(host: str, version: str | None) -> str:
 
 
 def export_command(
-    op: Annotated[str, typer.Argument(help="an op; `fk-bench list ops` has them")],
+    op: Annotated[str, typer.Argument(help="an op; see `fk-bench list ops`")],
     host: Annotated[str, typer.Option(help="vllm, sglang or transformers")] = "vllm",
-    host_version: Annotated[str | None, typer.Option(help="a recorded version; default: the newest")] = None,
+    host_version: Annotated[str | None, typer.Option(help="a recorded version (default: the newest)")] = None,
 ) -> None:
-    """Print the op's classes under the host's own names, with all that they need, as one file for a fork."""
+    """Print the op's classes under the host's own names, with all they need, as one file for a fork."""
     try:
         text = export(op, host, newest(host, host_version))
     except (registry.UnknownName, ExportError) as error:

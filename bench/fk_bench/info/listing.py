@@ -1,7 +1,8 @@
-"""`fk-bench list ops|hosts|models`: what there is, and with --signatures how exactly it matches the hosts."""
+"""`fk-bench list ops|hosts|models`: what exists; with --signatures, how exactly it matches the hosts."""
 
 from __future__ import annotations
 
+import json
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -14,14 +15,14 @@ WHAT = ("ops", "hosts", "models")
 
 
 def signature_rows() -> list[dict[str, Any]]:
-    """[{op, host, version, class, path, exact, difference}] for every op, host and recorded version."""
+    """Rows {op, host, version, class, path, exact, difference} for every op, host and recorded version."""
     from fk_integrations.core.signature_diff import comparisons
 
     return [c.to_dict() for c in comparisons()]
 
 
 def op_rows() -> list[dict[str, Any]]:
-    """[{op, level, hosts, providers, baseline, cases, calls, about}]."""
+    """Rows {op, level, hosts, providers, baseline, cases, calls, about}."""
     specs = [registry.get(name) for name in registry.op_names()]
     return [
         {
@@ -39,7 +40,7 @@ def op_rows() -> list[dict[str, Any]]:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """[{host, recorded, ops}]: the hosts that ops have classes for, and the versions recorded."""
+    """Rows {host, recorded, ops}: the hosts that ops have classes for, and their recorded versions."""
     from fk_integrations.core.signature_diff import hosts, versions
 
     specs = [registry.get(name) for name in registry.op_names()]
@@ -50,7 +51,7 @@ def host_rows() -> list[dict[str, Any]]:
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """[{architecture, category, runner, module, about}]: the architectures that our engine builds."""
+    """Rows {architecture, category, runner, module, about}: the architectures that our engine can build."""
     from fastkernels.models.common.registry import architectures, find
 
     return [
@@ -78,17 +79,39 @@ def _print_signatures(rows: list[dict[str, Any]]) -> None:
     print(f"{exact} of {len(rows)} exact")
 
 
+def _print_definition(op: str, json_only: bool) -> None:
+    """Print the definition indented, or on one line with --json. Ends the command for an op without one."""
+    from fastkernels.core.definition import definition
+
+    try:
+        found = definition(registry.get(op))
+    except (registry.UnknownName, ValueError) as error:
+        fail(str(error))
+    print(json.dumps(found, indent=None if json_only else 2))
+
+
 def list_command(
     what: Annotated[str, typer.Argument(help="ops, hosts or models")] = "ops",
     signatures: Annotated[
         bool,
-        typer.Option("--signatures", help="the matrix op x host x version: exact, or what differs and why"),
+        typer.Option(
+            "--signatures", help="matrix of op, host and version: exact, or the difference and its reason"
+        ),
     ] = False,
+    definition: Annotated[
+        str | None,
+        typer.Option(metavar="OP", help="print the FlashInfer-Trace definition of this op, as JSON"),
+    ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
-    """List the ops, the hosts or the models; ends with one line of JSON."""
+    """List the ops, the hosts or the models. The last line is JSON."""
     if what not in WHAT:
         fail(str(registry.UnknownName("list", what, WHAT)))
+    if definition is not None:
+        if what != "ops":
+            fail(f"--definition belongs to `list ops`, not to `list {what}`")
+        _print_definition(definition, json_only)
+        return
     if signatures:
         if what != "ops":
             fail(f"--signatures belongs to `list ops`, not to `list {what}`")
@@ -99,7 +122,7 @@ def list_command(
         return
     rows = {"ops": op_rows, "hosts": host_rows, "models": model_rows}[what]()
     if not json_only and rows:
-        # What else is known of an op is in the line of JSON: the table has to fit.
+        # The table has to fit the screen; the line of JSON has every column.
         columns = [c for c in rows[0] if c not in ("cases", "calls")]
         table(what.capitalize(), columns, [[r[c] for c in columns] for r in rows])
     last_line({what: rows})

@@ -1,7 +1,7 @@
 """The text of a candidate file to start from: an op's function and its classes, exact in name and signature.
 
-Nothing is written by hand for an op: the function is made of its schema, the docstring of what `reference` says and of
-a case, the classes of the source of ours.
+All of it is derived: the function from the op's schema, its docstring from `reference` and a case, the classes from
+the source of ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TYPES = {
 
 
 def annotation(kind: Any) -> str:
-    """A schema's type as Python writes it: 'Optional[Tensor]' is 'torch.Tensor | None'."""
+    """A schema's type in Python's notation: 'Optional[Tensor]' is 'torch.Tensor | None'."""
     text = str(kind)
     for generic, pattern in (("Optional", "{} | None"), ("List", "list[{}]")):
         if text.startswith(f"{generic}["):
@@ -38,7 +38,7 @@ def annotation(kind: Any) -> str:
 
 
 def fold(head: str, items: Sequence[str], tail: str, indent: str = "") -> str:
-    """head(items)tail in one line, or with the items in a line of their own, or each in its own."""
+    """head(items)tail on one line, or with all items on a line of their own, or one item a line."""
     one = f"{indent}{head}{', '.join(items)}{tail}"
     if len(one) <= WIDTH or not items:
         return one
@@ -50,16 +50,16 @@ def fold(head: str, items: Sequence[str], tail: str, indent: str = "") -> str:
 
 @dataclass
 class Stub:
-    """A file that is being put together. `imports`: name in the file -> the line that binds it."""
+    """A file under construction. `imports` maps each name in the file to the line that binds it."""
 
     spec: OpSpec
     module: ModuleType
     imports: dict[str, str] = field(default_factory=dict)
-    helpers: dict[str, str] = field(default_factory=dict)  # functions of ours that the classes' source calls
+    helpers: dict[str, str] = field(default_factory=dict)  # copies of our functions that the classes call
     constants: dict[str, str] = field(default_factory=dict)
 
-    def text(self, classes: Iterable[type], judge: str) -> str:
-        """The whole file. judge: the folder that `fk-bench kernels --candidate` is told."""
+    def text(self, classes: Iterable[type], folder: str) -> str:
+        """The whole file. `folder` is the argument of `fk-bench kernels --candidate` in its docstring."""
         name = self.spec.name
         parts = [] if self.spec.op is None else [self.function()]
         made = [self.cls(c) for c in classes]
@@ -67,16 +67,16 @@ class Stub:
         if self.constants:
             parts.insert(0, "\n".join(self.constants.values()))
         about = (self.module.__doc__ or name).partition("\n")[0].strip()
-        runs = ["The function runs wherever the op does."] if self.spec.op is not None else []
-        runs += ["A class runs where a model has a module of its name."] if made else []
+        runs = ["The function runs wherever the op runs."] if self.spec.op is not None else []
+        runs += ["A class runs where a model has a module of that name."] if made else []
         lines = [
             about,
             "",
-            f"A candidate for the op {name}; judge it with:",
-            f"    fk-bench kernels {name} --candidate {judge}",
-            "It is right as it stands, and slow.",
+            f"A candidate for the op {name}. Judge it with:",
+            f"    fk-bench kernels {name} --candidate {folder}",
+            "It is correct as it is, and slow.",
             " ".join(runs),
-            "Change the bodies; names, arguments, shapes and dtypes stay as they are.",
+            "Change the bodies; keep names, arguments, shapes and dtypes.",
         ]
         doc = _docstring(lines, "")
         return (
@@ -86,7 +86,7 @@ class Stub:
         )
 
     def function(self) -> str:
-        """The op's function: its schema as Python, and a body that calls the reference."""
+        """The op's function: its schema as a Python signature, and a body that calls the reference."""
         op: Op = self.spec.op
         schema = op.overload._schema
         params = [_parameter(a) for a in schema.arguments]
@@ -123,10 +123,10 @@ class Stub:
         doc = (inspect.getdoc(self.spec.reference) or "").splitlines()
         mutated = [a.name for a in schema.arguments if _is_mutated(a)]
         case, arguments, outs = worked_case(self.spec)
-        lines = [f"What `reference` says of it:{'' if doc else ' nothing.'}", "", *doc, ""]
+        lines = [f"The reference's docstring:{'' if doc else ' empty.'}", "", *doc, ""]
         if mutated:
             news = " and ".join(mutated)
-            lines += [f"Here, the new values of {news} are written in place, and not returned.", ""]
+            lines += [f"Here, the new values of {news} are written in place instead of returned.", ""]
         dims = ", ".join(f"{k}={v!r}" for k, v in case.dims.items())
         lines += textwrap.wrap(f"In the case {case.name} ({dims}):", WIDTH - 4)
         width = max(len(name) for name in ("returns", *(a.name for a in schema.arguments))) + 2
@@ -138,14 +138,14 @@ class Stub:
         return lines
 
     def cls(self, ours: type) -> str:
-        """A subclass of our class, with its weights and loaders; what it computes is here."""
+        """A subclass of our class, which keeps its weights and loaders and has a call of its own."""
         base = self._base(ours)
         doc = _docstring((inspect.getdoc(ours) or ours.__name__).splitlines(), "    ")
         methods = [self._constructor(ours), *(self._method(ours, name) for name in _calls(ours))]
         return f"class {ours.__name__}({base}):\n{doc}\n\n" + "\n\n".join(filter(None, methods))
 
     def _base(self, ours: type) -> str:
-        """Our class as the file names it: `ours` is the op's module, `ours_vllm` the family's classes for vLLM."""
+        """The name of our class in the file: in `ours`, the op's module, or in `ours_HOST`, a host file."""
         host = ours.__module__.rpartition(".")[2]
         alias = "ours" if ours.__module__ == self.module.__name__ else f"ours_{host}"
         self.imports[alias] = _import_module(ours.__module__, alias)
@@ -167,7 +167,7 @@ class Stub:
         found = vars(owner)[name]
         function: Any = found.__func__ if isinstance(found, staticmethod) else found
         source = _Source(function)
-        if function.__code__.co_freevars:  # super(), which a subclass would not reach as it stands
+        if function.__code__.co_freevars:  # it uses super(), which would skip our class in a subclass
             self._bind(source.signature_names(), function)
             call = fold(f"return {self._base(ours)}.{name}(", source.passed(), ")", "        ")
             return f"{textwrap.indent(source.head, '    ')}\n{call}"
@@ -175,14 +175,14 @@ class Stub:
         return textwrap.indent(self._own(source.text), "    ")
 
     def _own(self, text: str) -> str:
-        """The text with the op's function of this file in the place of the dispatched op."""
+        """The text with calls of the dispatched op replaced by calls of this file's function."""
         return text.replace(f"torch.ops.fastkernels.{self.spec.name}(", f"{self.spec.name}(")
 
     def _bind(self, names: Iterable[str], function: FunctionType) -> None:
-        """Import the globals that a copied function uses, and copy those that are the op's own.
+        """Import the globals that a copied function uses, and copy those that belong to the op.
 
-        The file of an op with a kernel is what a candidate replaces: nothing but `reference` and the classes that
-        the candidate's are made of is taken from there.
+        A candidate replaces the op's file and host classes, so it imports only `reference` and the base classes from
+        there.
         """
         for name in names:
             if name not in function.__globals__ or name in self.helpers:
@@ -197,7 +197,7 @@ class Stub:
                 self.helpers[name] = textwrap.dedent(inspect.getsource(value)).rstrip("\n")
                 self.imports["NamedTuple"] = "from typing import NamedTuple"
             elif isinstance(value, FunctionType) and self._is_own(value):
-                self.helpers[name] = ""  # it may call itself
+                self.helpers[name] = ""  # ends the recursion if it calls itself
                 source = _Source(value)
                 self._bind(source.names(), value)
                 self.helpers[name] = self._own(source.text)
@@ -205,14 +205,14 @@ class Stub:
                 self.imports[name] = _import_line(name, value, function.__module__)
 
     def _in_op(self, function: FunctionType) -> bool:
-        """Whether a function is of the op's file, or of a host file of the op's family."""
+        """Whether a function is defined in the op's file, or in a host file of its family."""
         name = function.__module__
         return name == self.module.__name__ or name in registry.host_modules().get(
             registry.family(self.spec.name), ()
         )
 
     def _is_own(self, function: FunctionType) -> bool:
-        """Whether a function has to be in the file: it calls the op by name, or is a part of its file."""
+        """Whether a function must be copied: it calls the op by name, or is defined in one of the op's files."""
         if self.spec.op is None:
             return False
         calls = any(function.__globals__.get(name) is self.spec.op for name in function.__code__.co_names)
@@ -235,7 +235,7 @@ class Stub:
 
 
 class _Source:
-    """A function's source: all of it, its head up to the colon, its parameters as a call passes them on."""
+    """A function's source: the text, its head up to the colon, and its parameters as arguments of a call."""
 
     def __init__(self, function: FunctionType):
         self.text = textwrap.dedent(inspect.getsource(function)).rstrip("\n")
@@ -265,7 +265,7 @@ def _names(nodes: Iterable[ast.AST]) -> list[str]:
 
 
 def _owner(cls: type, method: str) -> type | None:
-    """The class of ours that defines a method; None if it is torch's or object's."""
+    """Our class that defines a method; None if it is inherited from torch or object."""
     for base in cls.__mro__:
         if method in vars(base):
             return base if base.__module__.startswith("fastkernels.") else None
@@ -273,7 +273,7 @@ def _owner(cls: type, method: str) -> type | None:
 
 
 def _calls(cls: type) -> tuple[str, ...]:
-    """The methods that state the call: forward, or what a method object has instead of it."""
+    """The methods that make the call: forward, or those of a method object."""
     return ("forward",) if _owner(cls, "forward") is not None else tuple(getattr(cls, "live_methods", ()))
 
 
@@ -317,7 +317,7 @@ def _import_line(name: str, value: Any, where: str) -> str:
 
 
 def _joined(lines: list[str]) -> list[str]:
-    """Imports from one module in one line."""
+    """Imports from one module on one line."""
     modules: dict[str, list[str]] = {}
     for line in lines:
         head, found, name = line.partition(" import ")
@@ -347,9 +347,9 @@ def describe(value: Any) -> str:
 
 
 def worked_case(spec: OpSpec) -> tuple[Case, list[Any], list[Any]]:
-    """(case, arguments, outputs): a case that production makes, without memory where the input maker allows it.
+    """(case, arguments, outputs) of a case that production runs, on fake tensors where the input maker allows that.
 
-    Otherwise the first odd case, which is small, computed.
+    Otherwise of the first odd case, which is small enough to compute.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -359,7 +359,7 @@ def worked_case(spec: OpSpec) -> tuple[Case, list[Any], list[Any]]:
             arguments = spec.inputs(chosen[0], "cpu", torch.Generator().manual_seed(0))
             out = spec.op(*arguments)
         case = chosen[0]
-    except Exception:  # the inputs depend on the values of tensors
+    except Exception:  # the inputs depend on values of tensors
         case = next(c for c in chosen if "odd" in c.tags)
         arguments = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
         out = spec.op(*arguments)

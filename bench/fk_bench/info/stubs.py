@@ -1,4 +1,4 @@
-"""`fk-bench stubs`: for each op a candidate file that works, with the exact names and signatures, to start from."""
+"""`fk-bench stubs`: write a working candidate file for each op, with exact names and signatures, to start from."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ COMMAND = "stubs"
 def host_classes(name: str, host: str | None = None) -> tuple[str, list[type]]:
     """(host, our classes for it): of `host`, else of vLLM, else of the op's first target; of its newest version.
 
-    What runs a host's experts is left out: it is built of a host's own parts, and only hands its call on to the op.
-    Raises UnknownName for a host of which nothing is recorded. ('', []) for an op without classes there.
+    Runners of experts are left out: they are built from the host's own parts and only forward the call to the op.
+    Raises UnknownName for a host without recorded signatures. Returns ('', []) for an op without classes there.
     """
-    from fk_integrations.core import signature_diff as compare
+    from fk_integrations.core import signature_diff
 
     spec = registry.get(name)
-    if host is not None and host not in compare.hosts():
-        raise registry.UnknownName("host", host, compare.hosts())
-    there = dict.fromkeys(t.host for t in spec.targets)
-    chosen = host or ("vllm" if "vllm" in there else next(iter(there), ""))
-    if chosen not in there:
+    if host is not None and host not in signature_diff.hosts():
+        raise registry.UnknownName("host", host, signature_diff.hosts())
+    offered = dict.fromkeys(t.host for t in spec.targets)
+    host = host or ("vllm" if "vllm" in offered else next(iter(offered), ""))
+    if host not in offered:
         return "", []
-    targets = spec.targets_for(chosen, compare.versions(chosen)[-1])
+    targets = spec.targets_for(host, signature_diff.versions(host)[-1])
     found = dict.fromkeys(registry.target_class(t) for t in targets if t.seam != "experts")
-    return chosen, [c for c in found if isinstance(c, type)]
+    return host, [c for c in found if isinstance(c, type)]
 
 
-def source(name: str, host: str | None = None, judge: str = "candidates/") -> str:
-    """The text of the op's candidate file. Raises UnknownName for the op or host."""
+def source(name: str, host: str | None = None, folder: str = "candidates/") -> str:
+    """The text of the op's candidate file, which will lie in `folder`. Raises UnknownName for the op or host."""
     from fk_bench.info.stub_source import Stub
 
     _, classes = host_classes(name, host)
-    return Stub(registry.get(name), registry.op_module(name)).text(classes, judge)
+    return Stub(registry.get(name), registry.op_module(name)).text(classes, folder)
 
 
-def chosen_ops(ops: Sequence[str], level: int | None, model: str | None) -> list[str]:
-    """The ops that are named, of that level, on that model's path; all where nothing is said. Raises UnknownName."""
+def selected_ops(ops: Sequence[str], level: int | None, model: str | None) -> list[str]:
+    """The named ops (all without names) of that level and on that model's path. Raises UnknownName."""
     names = list(dict.fromkeys(registry.check_names(ops))) if ops else registry.op_names()
     if model is not None:
         path = ops_of_model(model)
@@ -60,27 +60,25 @@ def chosen_ops(ops: Sequence[str], level: int | None, model: str | None) -> list
 
 def stubs_command(
     level: Annotated[int | None, typer.Option(help="only ops of this level: 1, 2 or 3")] = None,
-    op: Annotated[list[str] | None, typer.Option(help="only this op; may be repeated")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="only this op; repeatable")] = None,
     model: Annotated[
         str | None, typer.Option(help=f"only ops that this model uses: {', '.join(models())}")
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="whose classes (default: vLLM's, where it has them)", show_default=False),
+        typer.Option(help="host of the classes (default: vLLM where it has any)", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder of the files; made if it is not there")] = Path(
-        "candidates"
-    ),
-    force: Annotated[bool, typer.Option("--force", help="write over files that are there")] = False,
+    out: Annotated[Path, typer.Option(help="folder of the files, created if missing")] = Path("candidates"),
+    force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
-    """Write a candidate file for each op: right as it stands (it calls the reference), to be made fast."""
+    """Write a candidate file for each op: correct as it is (it calls the reference), for you to make fast."""
     try:
-        names = chosen_ops(op or (), level, model)
+        names = selected_ops(op or (), level, model)
         if host is not None:
             names = [n for n in names if registry.get(n).op is not None or host_classes(n, host)[1]]
         if not names:
-            fail("no op is left: --op, --level, --model and --host together exclude all")
+            fail("no op matches --op, --level, --model and --host together")
         texts = {name: source(name, host, f"{out}/") for name in names}
     except registry.UnknownName as error:
         fail(str(error))
@@ -103,6 +101,6 @@ def stubs_command(
     if not json_only:
         table(f"Candidates in {out}", ["op", "level", "function", "host", "classes", "file"], rows)
         if kept:
-            were = "1 file was there and is" if kept == 1 else f"{kept} files were there and are"
-            print(f"{were} kept as before; --force writes over what is there\n")
+            files = "1 existing file was" if kept == 1 else f"{kept} existing files were"
+            print(f"{files} kept; --force overwrites\n")
     last_line({"command": COMMAND, "ok": True, "files": len(rows) - kept, "kept": kept, "out": str(out)})

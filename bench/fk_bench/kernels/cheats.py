@@ -1,4 +1,4 @@
-"""The judge judged: every known cheat is caught, and an honest kernel that looks like it is not."""
+"""Tests of the judge itself: every known cheat must be caught, and its honest twin must pass."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core import rows as rows_module
-from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.checkout import checkout_path
+from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.kernels.judge.rows.judging import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 
-FOLDER = Path(__file__).resolve().parents[3] / "tests" / "cheats"
-NO_GAIN = "no-gain"  # it is right, and no faster for its cheat than its honest twin
-# For a twin whose times are invalid: a machine that others load, too, may do that to an honest kernel
+CHEATS = "tests/cheats"
+NO_GAIN = "no-gain"  # correct, and no faster than its honest twin
+# For a twin with invalid times, which other load on the machine may cause
 TRIES = 3
-NOISE = 0.25  # a gain below this is not told from the machine's noise in the few rounds that are timed
+NOISE = 0.25  # a smaller gain cannot be told from noise in the few timed rounds
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Cheat:
     """One line of catalogue.json.
 
     name     of the candidate NAME.py and of its honest twin honest/NAME.py
-    op, case, sources   what it is judged on; case None: all of these sources
+    op, case, sources   what it is judged on; case None: all cases of these sources
     device   where it works
-    pattern, seen_in    what it does, and who met it
-    scan     the pattern for which the static scan rejects it, None where no scan can
-    caught   what the judge may say without the scan: statuses, or 'no-gain'
+    pattern, seen_in    what it does, and where it was seen
+    scan     the pattern for which the static scan rejects it; None if no scan can
+    caught   accepted verdicts of the judge without the scan: statuses, or 'no-gain'
     """
 
     name: str
@@ -44,34 +44,30 @@ class Cheat:
     scan: str | None
     caught: tuple[str, ...]
 
-    def file(self, honest: bool = False, folder: Path = FOLDER) -> Path:
+    def file(self, honest: bool = False, folder: Path | None = None) -> Path:
+        folder = folder or checkout_path(CHEATS)
         return folder / "honest" / f"{self.name}.py" if honest else folder / f"{self.name}.py"
 
 
-def catalogue(folder: Path = FOLDER) -> list[Cheat]:
-    """All cheats. Raises FileNotFoundError where there are none, as in an installation without the tests."""
-    path = folder / "catalogue.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no {path}: the cheats are in a checkout of FastKernels, not in its package"
-        )
-    entries = json.loads(path.read_text())
+def catalogue(folder: Path | None = None) -> list[Cheat]:
+    """All cheats. Raises FileNotFoundError outside a checkout."""
+    entries = json.loads(((folder or checkout_path(CHEATS)) / "catalogue.json").read_text())
     return [Cheat(**{**e, "sources": tuple(e["sources"]), "caught": tuple(e["caught"])}) for e in entries]
 
 
 @dataclass
 class Verdict:
-    """What was said of a cheat (without the scan) and of its twin (with it), and what is wrong with that, or ''."""
+    """The outcomes of a cheat (without the scan) and of its twin (with it), and what is wrong with each, or ''."""
 
     cheat: Cheat
-    said: str = ""
+    outcome: str = ""
     problem: str = ""
-    twin_said: str = ""
+    twin_outcome: str = ""
     twin_problem: str = ""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path = FOLDER) -> Verdict:
+def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path | None = None) -> Verdict:
     """Judge the twin with the scan, the cheat without it, and scan the cheat."""
     verdict = Verdict(cheat)
     for _ in range(TRIES):
@@ -79,17 +75,17 @@ def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path = FOLDE
         if not any(r.status is Status.INVALID for r in honest):
             break
     bad = [r for r in honest if r.status is not Status.OK]
-    verdict.twin_said = _said(honest)
+    verdict.twin_outcome = _outcome(honest)
     verdict.twin_problem = f"the honest twin is {bad[0].status.value}: {bad[0].reason}" if bad else ""
     if not honest:
         verdict.twin_problem = "no case was judged"
     rows = _rows(judge, cheat, cheat.file(False, folder), dataclasses.replace(options, scan=False))
-    verdict.said = _said(rows)
+    verdict.outcome = _outcome(rows)
     found = {r.status.value for r in rows if r.status is not Status.OK}
     if found:
         verdict.problem = "" if found & set(cheat.caught) else f"caught as {', '.join(sorted(found))}"
     elif NO_GAIN not in cheat.caught:
-        verdict.problem = "it was found right"
+        verdict.problem = "it was accepted as correct"
     else:
         verdict.problem = _gain(rows, honest)
     for name, of in (("speedup", rows), ("twin_speedup", honest)):
@@ -112,7 +108,7 @@ def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]
 
 
 def _gain(rows: list[Row], honest: list[Row]) -> str:
-    """Why the cheat seems to pay; '' if it does not. Times too unsteady to be shown are no gain."""
+    """How much the cheat gains, as a problem; '' if it does not. Times that are too unsteady are no gain."""
     twins = {r.case["name"]: r for r in honest}
     for row in rows:
         twin = twins.get(row.case["name"])
@@ -121,21 +117,23 @@ def _gain(rows: list[Row], honest: list[Row]) -> str:
         best = max(1.0, twin.ci95["speedup"][1] if twin is not None and "speedup" in twin.ci95 else 1.0)
         if row.ci95["speedup"][0] > best * (1 + NOISE):
             return (
-                f"it gains: {row.metrics['speedup']:.2f} (from {row.ci95['speedup'][0]:.2f} on), "
-                f"where its honest twin has {best:.2f} at best"
+                f"it gains: {row.metrics['speedup']:.2f} (at least {row.ci95['speedup'][0]:.2f}), "
+                f"but its honest twin at most {best:.2f}"
             )
     return ""
 
 
-def _said(rows: list[Row]) -> str:
+def _outcome(rows: list[Row]) -> str:
     row = next((r for r in rows if r.status is not Status.OK), rows[0] if rows else None)
     return "" if row is None else f"{row.status.value}: {row.reason}" if row.reason else row.status.value
 
 
-def run_cheats(options: Options, out: Path, quiet: bool = False, folder: Path = FOLDER) -> dict[str, Any]:
-    """Judge all cheats of this device; a row of each and of each twin goes to `out`, a line to standard error.
+def run_cheats(
+    options: Options, out: Path, quiet: bool = False, folder: Path | None = None
+) -> dict[str, Any]:
+    """Judge all cheats of this device; writes a row for each and for its twin to `out`, a line to standard error.
 
-    Returns {ok, cheats, caught, twins, passed, not_run}; not_run are those for another device.
+    Returns {ok, cheats, caught, twins, passed, not_run}; not_run counts those for another device.
     """
     found = catalogue(folder)
     here = [c for c in found if c.device == options.device]
@@ -144,7 +142,7 @@ def run_cheats(options: Options, out: Path, quiet: bool = False, folder: Path = 
         for cheat in here:
             verdict = try_cheat(judge, cheat, options, folder)
             verdicts.append(verdict)
-            rows_module.append(out, _result(judge, verdict))
+            append(out, _result(judge, verdict))
             if not quiet:
                 print(line(verdict), file=sys.stderr, flush=True)
     caught = sum(not v.problem for v in verdicts)
@@ -161,15 +159,15 @@ def line(verdict: Verdict) -> str:
     name = f"{verdict.cheat.name:20s} {verdict.cheat.op:14s}"
     cheat = f"NOT CAUGHT ({verdict.problem})" if verdict.problem else "caught"
     twin = f"REFUSED ({verdict.twin_problem})" if verdict.twin_problem else "passed"
-    return f"{name} {cheat}: {verdict.said[:100]} | twin {twin}"
+    return f"{name} {cheat}: {verdict.outcome[:100]} | twin {twin}"
 
 
 def _result(judge: Judge, verdict: Verdict) -> Iterable[Row]:
     cheat = verdict.cheat
     template = judge.rows[-1]
     for twin, problem, said in (
-        (False, verdict.problem, verdict.said),
-        (True, verdict.twin_problem, verdict.twin_said),
+        (False, verdict.problem, verdict.outcome),
+        (True, verdict.twin_problem, verdict.twin_outcome),
     ):
         yield template.model_copy(
             update={

@@ -1,4 +1,4 @@
-"""`fk-bench kernels`: ops judged case by case, a candidate (or our own overrides) against production."""
+"""`fk-bench kernels`: judge ops case by case, a candidate (or our own overrides) against production."""
 
 from __future__ import annotations
 
@@ -15,44 +15,48 @@ from fastkernels.core.candidate import CandidateError
 from fastkernels.core.registry import UnknownName
 from fastkernels.models.common.registry import models
 from fk_bench.capture.captures import CaptureError
-from fk_bench.core import rows as rows_module
+from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line
-from fk_bench.core.rows import Row, Status
-from fk_bench.info.stubs import chosen_ops
+from fk_bench.core.rows import Row, Status, append
+from fk_bench.info.stubs import selected_ops
 
 AGAINST = ("production", "host", "reference")
 
 
 def kernels_command(
-    ops: Annotated[list[str] | None, typer.Argument(help="ops by name, or all")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="op names (default: all)")] = None,
     level: Annotated[list[int] | None, typer.Option(help="all ops of this level")] = None,
     model: Annotated[str, typer.Option(help=f"only ops that this model uses: {', '.join(models())}")] = "",
     candidate: Annotated[
-        Path | None, typer.Option(help="a file OP.py, or a directory of them; without it, our own overrides")
+        Path | None, typer.Option(help="a file OP.py, or a directory of them (default: our own overrides)")
     ] = None,
     against: Annotated[
-        str, typer.Option(help="production (the fastest of it), host, reference, or another candidate's file")
+        str,
+        typer.Option(
+            help="production (its fastest kernel), host, reference, or the file of another candidate"
+        ),
     ] = "production",
-    cases: Annotated[str, typer.Option(help="of captured,random,held-out,extreme; default: all")] = "",
-    case: Annotated[list[str] | None, typer.Option(help="only the cases of this name")] = None,
+    cases: Annotated[str, typer.Option(help="captured,random,held-out,extreme (default: all)")] = "",
+    case: Annotated[list[str] | None, typer.Option(help="only cases with this name")] = None,
     captures: Annotated[
         Path | None, typer.Option(help="folder of captures to replay, instead of the shipped ones")
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
-    rounds: Annotated[int, typer.Option(help="interleaved rounds of each case, three or more")] = 10,
+    device: Annotated[str, typer.Option(help="cuda or cpu (default: cuda if available)")] = "",
+    rounds: Annotated[int, typer.Option(help="interleaved rounds of each case, at least three")] = 10,
     starts: Annotated[
-        int, typer.Option(help="do it all so often, in processes started anew, for intervals that hold then")
+        int,
+        typer.Option(help="repeat everything in new processes, and include the difference in the intervals"),
     ] = 1,
     timeout: Annotated[
-        float, typer.Option(help="seconds that a candidate has for any one step (compiling)")
+        float, typer.Option(help="seconds for each step of a candidate, such as compiling")
     ] = 120.0,
     no_time: Annotated[bool, typer.Option("--no-time", help="check only")] = False,
-    no_scan: Annotated[bool, typer.Option("--no-scan", help="leave out the static scan")] = False,
+    no_scan: Annotated[bool, typer.Option("--no-scan", help="skip the static scan")] = False,
     no_cage: Annotated[
-        bool, typer.Option("--no-cage", help="run the candidate as this user, uncaged")
+        bool, typer.Option("--no-cage", help="run the candidate as this user, without a cage")
     ] = False,
     cheats: Annotated[
-        bool, typer.Option("--cheats", help="judge the judge: every known cheat and its honest twin")
+        bool, typer.Option("--cheats", help="test the judge with all known cheats and their honest twins")
     ] = False,
     python: Annotated[
         list[str] | None, typer.Option(help="candidate=PATH or baseline=PATH of an interpreter")
@@ -60,10 +64,10 @@ def kernels_command(
     out: Annotated[Path | None, typer.Option(help="directory of the run")] = None,
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
 ) -> int:
-    """Judge kernels: right or not and why, how fast beside what production runs, with 95% intervals.
+    """Judge kernels: whether they are correct, and how fast compared with production, with 95% intervals.
 
-    The last line of output is JSON; the exit status is 1 if a case failed. Rows, and the page made of them, are in
-    the run's directory.
+    The last line of output is JSON; the exit status is 1 if a case failed. Rows and the report are in the run's
+    directory.
     """
     from fk_bench.kernels.judge import Options
     from fk_bench.kernels.judge.correctness.cases import SOURCES
@@ -71,17 +75,17 @@ def kernels_command(
 
     sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or SOURCES
     if unknown := [s for s in sources if s not in SOURCES]:
-        fail(f"no such source of cases: {', '.join(unknown)} (one or more of {', '.join(SOURCES)})")
+        fail(f"--cases: unknown source {', '.join(unknown)} (known: {', '.join(SOURCES)})")
     if against not in AGAINST and not (against.endswith(".py") and Path(against).is_file()):
-        fail(f"--against {against!r} is not one of {', '.join(AGAINST)}, and no candidate's file either")
+        fail(f"--against {against!r} is neither one of {', '.join(AGAINST)} nor the file of a candidate")
     if rounds < 3:
-        fail(f"--rounds {rounds}: an interval needs three or more")
+        fail(f"--rounds {rounds}: an interval needs at least three")
     if starts < 1:
-        fail(f"--starts {starts}: it is once or more")
+        fail(f"--starts {starts}: must be at least 1")
     if not timeout > 0:
-        fail(f"--timeout {timeout:g}: it is seconds, more than 0")
+        fail(f"--timeout {timeout:g}: must be more than 0 seconds")
     interpreters = _pairs(python or [])
-    chosen_device = _device(device)
+    chosen_device = torch_device(device)
     options = Options(
         device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds, starts=starts,
         timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=interpreters,
@@ -110,7 +114,7 @@ def _judge(
     quiet: bool,
     damaged: list[str],
 ) -> int:
-    from fk_bench.kernels import report as kernels_report
+    from fk_bench.kernels import report
     from fk_bench.kernels.judge import judge_ops
 
     start = time.perf_counter()
@@ -118,16 +122,16 @@ def _judge(
     _keep(candidates, run)
 
     def on_row(row: Row) -> None:
-        rows_module.append(path, [row])
+        append(path, [row])
         if row.kind == "case":
-            print(kernels_report.line(row), file=sys.stderr, flush=True)
+            print(report.line(row), file=sys.stderr, flush=True)
 
     for problem in damaged:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
     found = judge_ops(names, candidates, options, on_row)
-    page = kernels_report.write(run, found, damaged)
+    page = report.write(run, found, damaged)
     if not quiet:
-        kernels_report.show(found)
+        report.show(found)
     total = found[-1]
     ran = [r for r in found if r.kind == "case" and r.status is not Status.SKIPPED]
     failed = int(total.metrics["failed"])
@@ -140,23 +144,21 @@ def _judge(
     if options.device == "cuda" and "speedup_geomean" in total.metrics:
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
     if candidates:
-        result["candidates"] = kernels_report.live(found, candidates)
+        result["candidates"] = report.live(found, candidates)
     if damaged:
         result["warnings"] = damaged
     if not ran:
         what = (
-            f"no case is called {', '.join(options.names)}"
-            if options.names
-            else "these ops have no such case"
+            f"no case is named {', '.join(options.names)}" if options.names else "these ops have no such case"
         )
-        result["error"] = "no case was run: every one of them needs a GPU" if result["not_run"] else what
+        result["error"] = "no case was run: all of them need a GPU" if result["not_run"] else what
         print(f"error: {result['error']}", file=sys.stderr)
     last_line(result)
     return 0 if result["ok"] else 1
 
 
 def _damaged(names: list[str], options: Any) -> list[str]:
-    """What of the captures is left out, file and part. Raises CaptureError if none can be read."""
+    """Parts of the captures that are left out, by file. Raises CaptureError if none can be read."""
     from fk_bench.capture.replay import problems
 
     if "captured" not in options.cases:
@@ -167,20 +169,12 @@ def _damaged(names: list[str], options: Any) -> list[str]:
 def _cheats(options: Any, run: Path, quiet: bool) -> int:
     from fk_bench.kernels.cheats import run_cheats
 
-    result = run_cheats(options, run / "rows.jsonl", quiet)
+    try:
+        result = run_cheats(options, run / "rows.jsonl", quiet)
+    except FileNotFoundError as error:
+        fail(str(error))
     last_line({"command": "kernels", "device": options.device, **result, "rows": str(run / "rows.jsonl")})
     return 0 if result["ok"] else 1
-
-
-def _device(asked: str) -> str:
-    import torch
-
-    there = torch.cuda.is_available()
-    if asked not in ("", "cpu", "cuda"):
-        fail(f"--device {asked!r} is not cpu or cuda")
-    if asked == "cuda" and not there:
-        fail("--device cuda: torch sees no GPU here")
-    return asked or ("cuda" if there else "cpu")
 
 
 def _directory(out: Path | None) -> Path:
@@ -190,7 +184,7 @@ def _directory(out: Path | None) -> Path:
     except OSError as error:
         fail(f"--out {run}: {error.strerror}")
     if (run / "rows.jsonl").exists():
-        fail(f"--out {run}: there is a run already; name another directory")
+        fail(f"--out {run}: it already holds a run; choose another directory")
     return run
 
 
@@ -198,12 +192,12 @@ def _pairs(values: list[str]) -> dict[str, str]:
     found = dict(v.partition("=")[::2] for v in values)
     for who, path in found.items():
         if who not in ("candidate", "baseline") or not path:
-            fail(f"--python {who}={path}: it is candidate=PATH or baseline=PATH")
+            fail(f"--python {who}={path}: expected candidate=PATH or baseline=PATH")
     return found
 
 
 def _keep(candidates: dict[str, Path], run: Path) -> None:
-    """Copies in the run's directory: its page shows what was judged, whatever becomes of the files."""
+    """Copy the candidates into the run's directory, so that its report shows what was judged."""
     if candidates:
         (run / "candidates").mkdir(exist_ok=True)
     for path in candidates.values():
@@ -214,24 +208,22 @@ def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
     if path is None:
         return {}
     if not path.exists():
-        raise ValueError(f"--candidate {path}: there is no such file or folder; `fk-bench stubs` makes some")
+        raise ValueError(f"--candidate {path}: no such file or folder; `fk-bench stubs` makes some")
     if path.is_dir():
         return {op: Path(p) for op, p in candidate.from_directory(path).items()}
     op = path.stem if path.stem in registry.op_names() else ops[0] if len(ops) == 1 else None
     if op is None:
-        raise ValueError(f"--candidate {path}: name the file after its op, or name one op before it")
+        raise ValueError(f"--candidate {path}: name the file after its op, or name one op in the command")
     return {op: path}
 
 
 def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: dict[str, Path]) -> list[str]:
-    """The ops asked for; with candidates and nothing asked, theirs and all that call one of them."""
+    """The requested ops; by default all, or with candidates theirs and all ops that call one of them."""
     if 4 in levels:
-        raise ValueError(
-            "--level 4: a whole model with a candidate inside is what `fk-bench e2e --candidate` runs"
-        )
+        raise ValueError("--level 4: to run a whole model with a candidate, use `fk-bench e2e --candidate`")
     if unknown := [n for n in levels if n not in (1, 2, 3)]:
-        raise ValueError(f"--level {unknown[0]}: ops have the levels 1, 2 and 3")
-    names = chosen_ops((), None, model) if model else registry.op_names()
+        raise ValueError(f"--level {unknown[0]}: the levels of ops are 1, 2 and 3")
+    names = selected_ops((), None, model) if model else registry.op_names()
     if ops and ops != ("all",):
         names = list(registry.check_names(ops))
     elif levels:
@@ -239,6 +231,6 @@ def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: 
     with_one = [n for n in names if n in candidates or registry.reached(n, parts=True) & set(candidates)]
     if candidates and not with_one:
         raise ValueError(
-            f"the candidates ({', '.join(candidates)}) have no part in the ops asked for ({', '.join(names)})"
+            f"the candidates ({', '.join(candidates)}) are not used by the requested ops ({', '.join(names)})"
         )
     return with_one if candidates and not (ops or levels or model) else names

@@ -1,4 +1,4 @@
-"""Two kernel runs side by side: the same cases, and whether their speed-ups agree within their intervals."""
+"""Compares two kernel runs: the same cases, and whether their speedups agree within their intervals."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COLUMNS = (
     "source",
     "A us",
     "B us",
-    "A speed-up",
+    "A speedup",
     "95%",
-    "B speed-up",
+    "B speedup",
     "95%",
     "B / A",
     "verdict",
@@ -28,10 +28,10 @@ COLUMNS = (
 def compare(
     run_a: Path, run_b: Path, a: Sequence[Row], b: Sequence[Row], fail_under: float = 0.0
 ) -> dict[str, Any]:
-    """{'ok', 'ratios': [...], 'agree', 'differ', 'problems': [...]}; see diff.compare.
+    """{'ok', 'ratios': [...], 'agree', 'differ', 'problems': [...]}; see serving.diff.compare.
 
-    ratio = speed-up in B / speed-up in A. Two results agree when their intervals overlap. Not ok: a case that A has
-    right and B does not, and a ratio below `fail_under`.
+    ratio = speedup in B / speedup in A. Two results agree if their intervals overlap. Not ok if a case is correct in A
+    and not in B, or a ratio is below `fail_under`.
     """
     right = {key(r): r for r in latest(b)}
     ratios: list[dict[str, Any]] = []
@@ -42,14 +42,12 @@ def compare(
         if row.status is not Status.OK:
             continue
         if other is None or other.status is not Status.OK:
-            problems.append(
-                f"{name}: {f'{other.status.value} in B' if other else f'{run_b} does not have it'}"
-            )
+            problems.append(f"{name}: {f'{other.status.value} in B' if other else f'missing in {run_b}'}")
             gone += 1
         elif "speedup" in row.metrics and "speedup" in other.metrics:
             ratios.append(_ratio(row, other, fail_under))
     if not ratios:
-        problems.append("no case has a speed-up in both runs")
+        problems.append("no case has a speedup in both runs")
     failed = [x for x in ratios if x["failed"]]
     problems += [f"{x['op']} {x['case']}: {x['ratio']:.3f} is below {fail_under:g}" for x in failed]
     (_, all_a), (_, all_b) = scores(a), scores(b)

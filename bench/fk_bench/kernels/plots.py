@@ -1,4 +1,4 @@
-"""The plots of a kernels report, made from its rows: speed-ups, the roofline, and how the times of a case spread."""
+"""The plots of a kernels report, made from its rows: speedups, the roofline, and the spread of a case's times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fk_bench.serving.plots import fragments, layout
 if TYPE_CHECKING:
     from fk_bench.kernels.report import Score
 
-# Okabe and Ito, as in plots.py: faster, slower, not told apart from the baseline.
+# Okabe and Ito, as in serving/plots.py: faster, slower, no significant difference.
 FASTER, SLOWER, SAME = "#009E73", "#D55E00", "#999999"
 CANDIDATE, BASELINE = "#0072B2", "#E69F00"
 
@@ -24,7 +24,7 @@ def _color(value: float, interval: tuple[float, float] | None) -> str:
 
 
 def _bars(title: str, lines: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Any:
-    """Horizontal bars with their intervals and a line at 1.0, the first on top."""
+    """Horizontal bars with intervals and a line at 1.0; the first is on top."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -42,25 +42,25 @@ def _bars(title: str, lines: Sequence[tuple[str, float, tuple[float, float] | No
             hovertemplate="%{y}: %{x:.3f}<extra></extra>",
         )  # fmt: skip
         figure.add_vline(x=1.0, line={"color": "#1c2126", "width": 1, "dash": "dash"})
-    layout(figure, title, "speed-up over the baseline (green: faster, red: slower, grey: not told apart)", "")
+    layout(figure, title, "speedup over the baseline (green: faster, red: slower, grey: no difference)", "")
     figure.update_yaxes(autorange="reversed", automargin=True, rangemode="normal")
     return figure.update_layout(height=max(240, 130 + 22 * len(lines)))
 
 
 def by_op(scores: Sequence[Score]) -> Any:
     lines = [(s.op, s.speedup, s.ci95) for s in scores if s.speedup is not None]
-    return _bars("Speed-up of each op (geometric mean, weighted)", lines)
+    return _bars("Speedup of each op (geometric mean, weighted)", lines)
 
 
 def by_case(cases: Sequence[Row]) -> Any:
     timed = [r for r in cases if r.status is Status.OK and "speedup" in r.metrics]
     names = [f"{r.subject.op} {r.case.get('name', '')} ({r.case.get('source', '')})" for r in timed]
     lines = [(n, r.metrics["speedup"], r.ci95.get("speedup")) for n, r in zip(names, timed, strict=True)]
-    return _bars("Speed-up of each case", lines)
+    return _bars("Speedup of each case", lines)
 
 
 def roof(cases: Sequence[Row]) -> Any:
-    """Operations a byte against what was reached, both sides, under the machine's roofs where these are known."""
+    """Operations per byte against the reached rate, for both sides, below the machine's roofs if known."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -81,7 +81,7 @@ def roof(cases: Sequence[Row]) -> Any:
     ):
         figure.add_scatter(
             x=x, y=y, text=text, mode="markers", name=title, marker={"color": color, "symbol": symbol, "size": 8},
-            hovertemplate="%{text}: %{y:.3g} TFLOP/s at %{x:.3g} operations a byte",
+            hovertemplate="%{text}: %{y:.3g} TFLOP/s at %{x:.3g} operations per byte",
         )  # fmt: skip
     gpu = roofline.peaks(points[0].machine.gpu) if points[0].case.get("timer") != "cpu" else None
     for dtype in dict.fromkeys(str(r.case.get("dtype", "")) for r in points):
@@ -92,18 +92,18 @@ def roof(cases: Sequence[Row]) -> Any:
                 x=[low, ridge, high], y=[low * gpu.gb_per_s / 1e3, rate / 1e12, rate / 1e12], mode="lines",
                 name=f"{gpu.name}, {dtype}", line={"width": 1},
             )  # fmt: skip
-    layout(figure, "Roofline", "operations a byte of compulsory traffic", "TFLOP/s")
+    layout(figure, "Roofline", "operations per byte of compulsory traffic", "TFLOP/s")
     figure.update_xaxes(type="log")
     return figure.update_yaxes(type="log", rangemode="normal")
 
 
 def all_figures(cases: Sequence[Row], scores: Sequence[Score]) -> list[tuple[str, str]]:
-    """[(id, HTML fragment)]; those without a point are left out."""
+    """[(id, HTML fragment)] of the non-empty figures."""
     return fragments([("ops", by_op(scores)), ("roofline", roof(cases)), ("cases", by_case(cases))])
 
 
 def boxes(row: Row) -> list[dict[str, Any]]:
-    """p20, p50 and p80 of both sides, and the single batches where the row has them, as positions from 0 to 100."""
+    """p20, p50 and p80 of both sides, and single batches if the row has them, as positions from 0 to 100."""
     found = []
     for name, prefix, samples in (
         ("this", "time_us", "times_us"),

@@ -1,4 +1,4 @@
-"""Kernel runs for people, from their rows only: tables, RUN/report.html, and two runs side by side."""
+"""Kernel runs for people, made from their rows: tables, RUN/report.html, and a line per case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fk_bench.serving.config import ConfigError
 
 CPU_MARK = "CPU timer: harness check, not a speed claim"
 COLUMNS = (
-    "op", "case", "source", "status", "baseline", "time us [p20-p80]", "baseline us", "speed-up (95%)", "signif.",
+    "op", "case", "source", "status", "baseline", "time us [p20-p80]", "baseline us", "speedup (95%)", "signif.",
     "GB/s", "TFLOP/s", "% roof",
 )  # fmt: skip
 FAILED = tuple(s for s in Status if s not in (Status.OK, Status.SKIPPED, Status.UNSUPPORTED))
@@ -22,7 +22,7 @@ FAILED = tuple(s for s in Status if s not in (Status.OK, Status.SKIPPED, Status.
 
 @dataclass(frozen=True)
 class Score:
-    """The geometric mean of an op's speed-ups, or of a run's, weighted by how often production makes each call."""
+    """The geometric mean of an op's speedups, or of a run's, weighted by how often production makes each call."""
 
     op: str
     speedup: float | None
@@ -34,18 +34,18 @@ class Score:
 
 
 def key(row: Row) -> tuple[str, str, str, str]:
-    """What makes two rows results of the same case."""
+    """The identity of a row's case: equal for two results of the same case."""
     name = str(row.case.get("name", ""))
     return str(row.subject.op), name, str(row.case.get("source", "")), str(row.case.get("dtype", ""))
 
 
 def latest(found: Sequence[Row]) -> list[Row]:
-    """The last row of each case, in the order in which the cases came first."""
+    """The last row of each case, in the order of their first rows."""
     return list({key(r): r for r in found if r.command == "kernels" and r.kind == "case"}.values())
 
 
 def score(op: str, cases: Sequence[Row]) -> Score:
-    """Of these cases; those that failed or were not timed have no part in the mean, and are counted."""
+    """The score of these cases. Failed and untimed ones are counted, but not part of the mean."""
     timed = [r for r in cases if r.status is Status.OK and r.metrics.get("speedup", 0.0) > 0]
     mean, interval = None, None
     if timed:
@@ -60,7 +60,7 @@ def score(op: str, cases: Sequence[Row]) -> Score:
 
 
 def scores(found: Sequence[Row]) -> tuple[list[Score], Score]:
-    """(one of each op, that of all cases together)."""
+    """(the score of each op, the score of all cases)."""
     cases = latest(found)
     ops = dict.fromkeys(str(r.subject.op) for r in cases)
     return [score(op, [r for r in cases if r.subject.op == op]) for op in ops], score("all", cases)
@@ -71,7 +71,7 @@ def on_cpu(found: Sequence[Row]) -> bool:
 
 
 def live(found: Sequence[Row], candidates: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """{op: {calls, in}}: in which ops' cases each candidate ran, and how often in one call of each case together."""
+    """{op: {calls, in}}: the ops whose cases each candidate ran in, and its calls in one call of each case."""
     said: dict[str, dict[str, Any]] = {op: {"calls": 0, "in": []} for op in candidates}
     for row in latest(found):
         for op, calls in row.case.get("candidates", {}).items():
@@ -82,13 +82,13 @@ def live(found: Sequence[Row], candidates: Iterable[str]) -> dict[str, dict[str,
 
 
 def live_lines(found: Sequence[Row]) -> list[list[str]]:
-    """`live` as cells: the candidates in the order in which the rows name them."""
+    """`live` as cells; the candidates are in the order of the rows."""
     named = dict.fromkeys(op for r in latest(found) for op in r.case.get("candidates", {}))
     return [[op, str(n["calls"]), ", ".join(n["in"]) or "nowhere"] for op, n in live(found, named).items()]
 
 
 def noise(cases: Sequence[Row]) -> float | None:
-    """The largest distance from 1 that the baseline showed against itself: differences below it say nothing."""
+    """The largest deviation from 1 of the baseline against itself: smaller differences are not significant."""
     return max((r.metrics["noise"] for r in cases if "noise" in r.metrics), default=None)
 
 
@@ -107,7 +107,7 @@ def speedup(value: float | None, interval: tuple[float, float] | None) -> str:
 def cells(row: Row) -> list[str]:
     """A case as cells of COLUMNS."""
     m = row.metrics
-    # Batches too noisy to tell a time from may give any number; it stays in the drill-down.
+    # Times that are too unsteady for a result are only in the details.
     steady = "speedup" in m or m.get("time_us_p20", 0.0) > 0 < m.get("baseline_us_p50", 0.0)
     times = [number(m.get(f"time_us_p{p}")) if steady else "" for p in (50, 20, 80)]
     known = row.case.get("significant")
@@ -122,11 +122,11 @@ def cells(row: Row) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """A case in one line, for those who watch it run."""
+    """A case in one line, for progress output."""
     op, name, source, status, baseline, time, _, ratio, significant, *_ = cells(row)
     said = f"{op:<20} {name:<16} {source:<9} {status:<8}"
     if time:
-        said += f" {time} us, {ratio or 'no speed-up'} over {baseline}" + (
+        said += f" {time} us, {ratio or 'no speedup'} over {baseline}" + (
             ", significant" if significant == "yes" else ""
         )
     return said + (f" {_first_line(row.reason)}" if row.reason else "")
@@ -137,7 +137,7 @@ def _first_line(text: str) -> str:
 
 
 def show(found: Sequence[Row]) -> None:
-    """Print the cases, what went wrong, and the means."""
+    """Print the cases, the failures and the means."""
     cases = latest(found)
     note = f" ({CPU_MARK})" if on_cpu(cases) else ""
     table(f"kernels{note}", COLUMNS, [cells(r) for r in cases])
@@ -150,11 +150,11 @@ def show(found: Sequence[Row]) -> None:
         table("candidates that ran", LIVE_COLUMNS, lines)
     ops, all_cases = scores(found)
     lines = [score_cells(s) for s in (*ops, *([all_cases] if len(ops) > 1 else []))]
-    table(f"speed-up, geometric mean weighted by production's calls{note}", SCORE_COLUMNS, lines)
+    table(f"speedup, geometric mean weighted by production's calls{note}", SCORE_COLUMNS, lines)
 
 
 LIVE_COLUMNS = ("candidate", "calls", "inside")
-SCORE_COLUMNS = ("op", "speed-up (95%)", "timed", "cases", "failed", "not run")
+SCORE_COLUMNS = ("op", "speedup (95%)", "timed", "cases", "failed", "not run")
 
 
 def score_cells(s: Score) -> list[str]:
@@ -165,7 +165,7 @@ def score_cells(s: Score) -> list[str]:
 
 
 def render(run: Path, found: Sequence[Row] | None = None, warnings: Sequence[str] = ()) -> Path:
-    """Write RUN/report.html from RUN/rows.jsonl. Raises ConfigError when there is no case to show."""
+    """Write RUN/report.html from RUN/rows.jsonl. Raises ConfigError if there is no case to show."""
     if found is None:
         file = run / "rows.jsonl"
         if not file.is_file():
@@ -177,7 +177,7 @@ def render(run: Path, found: Sequence[Row] | None = None, warnings: Sequence[str
 
 
 def write(run: Path, found: Sequence[Row], warnings: Sequence[str] = ()) -> Path:
-    """Write RUN/report.html from these rows, one or more."""
+    """Write RUN/report.html from these rows, at least one."""
     path = run / "report.html"
     partial = path.with_suffix(".partial")
     partial.write_text(html(found, warnings, run))
@@ -186,10 +186,10 @@ def write(run: Path, found: Sequence[Row], warnings: Sequence[str] = ()) -> Path
 
 
 def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None) -> str:
-    """The page. Everything in it is escaped; it loads nothing from anywhere."""
+    """The page. All text is escaped; the page loads nothing."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    from fk_bench.kernels import plots as kernels_plots
+    from fk_bench.kernels import plots
 
     environment = Environment(
         loader=PackageLoader("fk_bench.core"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -200,15 +200,15 @@ def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None)
     return environment.get_template("kernels.html").render(
         first=found[0], last=found[-1], warnings=warnings, cpu=CPU_MARK if on_cpu(cases) else "",
         noise=number(None if (n := noise(cases)) is None else 100 * n), columns=COLUMNS, score_columns=SCORE_COLUMNS,
-        ops=[score_cells(s) for s in ops], total=score_cells(total), figures=kernels_plots.all_figures(cases, ops),
+        ops=[score_cells(s) for s in ops], total=score_cells(total), figures=plots.all_figures(cases, ops),
         cases=[_case(r) for r in cases], sources=_sources(found, run),
         bad=[r for r in cases if r.status in FAILED], live=live_lines(found), live_columns=LIVE_COLUMNS,
     )  # fmt: skip
 
 
 def _case(row: Row) -> dict[str, Any]:
-    """A case for the table and its drill-down: every number, and the distribution of both sides."""
-    from fk_bench.kernels import plots as kernels_plots
+    """A case for the table and its details: all numbers, and the distribution of both sides."""
+    from fk_bench.kernels import plots
 
     shown = ("kind", "name", "source", "times_us", "baseline_times_us")
     numbers = {k: f"{v:.6g}" for k, v in sorted(row.metrics.items())}
@@ -217,12 +217,12 @@ def _case(row: Row) -> dict[str, Any]:
         "cells": cells(row), "ok": row.status is Status.OK, "failed": row.status in FAILED, "status": row.status.value,
         "reason": row.reason, "numbers": numbers, "case": {k: v for k, v in row.case.items() if k not in shown},
         "subject": row.subject.candidate or row.subject.provider or "", "baseline": row.baseline or "",
-        "box": kernels_plots.boxes(row), "id": "-".join(key(row)),
+        "box": plots.boxes(row), "id": "-".join(key(row)),
     }  # fmt: skip
 
 
 def _sources(found: Sequence[Row], run: Path | None) -> list[dict[str, Any]]:
-    """Each candidate file with what the static scan said: the copy that the run has, or the file where it was."""
+    """Each candidate file with the findings of the static scan: the copy in the run, or else the original."""
     scans: dict[str, list[str]] = {}
     for row in found:
         if row.subject.candidate:
@@ -233,6 +233,6 @@ def _sources(found: Sequence[Row], run: Path | None) -> list[dict[str, Any]]:
     for name, said in scans.items():
         places = [Path(name)] if run is None else [run / "candidates" / Path(name).name, Path(name)]
         place = next((p for p in places if p.is_file()), None)
-        text = f"{name} is not there any more" if place is None else place.read_text(errors="replace")
+        text = f"{name} no longer exists" if place is None else place.read_text(errors="replace")
         sources.append({"name": name, "text": text, "scan": said})
     return sources

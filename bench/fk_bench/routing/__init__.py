@@ -1,0 +1,1 @@
+"""`fk-bench routing`: captured expert routing compared with uniform random routing."""

@@ -1,4 +1,4 @@
-"""`fk-bench routing`: how skewed a captured router's load is beside random routing, and what that does to time."""
+"""`fk-bench routing`: load skew of captured routing compared with random routing, and its effect on time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fk_bench.capture.captures import CaptureError
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.routing import tables as routing_tables
+from fk_bench.routing import tables
 from fk_bench.routing.study import Routing, routings, study
 from fk_bench.serving.config import ConfigError, comma_list
 
@@ -26,31 +26,29 @@ def routing_command(
     capture: Annotated[
         str,
         typer.Option(
-            help="names of shipped captures, or folders, comma-separated (default: all with a routing)"
+            help="names of shipped captures, or folders, comma-separated (default: all with routing)"
         ),
     ] = "",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu; without a GPU nothing is timed")] = "auto",
-    tokens: Annotated[str, typer.Option(help="of a timed call, comma-separated")] = ",".join(
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu; only a GPU is timed")] = "auto",
+    tokens: Annotated[str, typer.Option(help="tokens of a timed call, comma-separated")] = ",".join(
         map(str, TOKENS)
     ),
     seconds: Annotated[
-        float, typer.Option(help="for the timing of all captures; what is left then is skipped")
+        float, typer.Option(help="seconds for the timing of all captures; the rest is skipped")
     ] = 75.0,
-    seed: Annotated[int, typer.Option(help="of the random routing, and of the choice of tokens")] = 0,
+    seed: Annotated[int, typer.Option(help="of the random routing and of the choice of tokens")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/routing-TIME)")
     ] = None,
     rows_file: Annotated[
-        Path | None, typer.Option("--rows", help="make the tables from this file, and run nothing")
+        Path | None, typer.Option("--rows", help="only make the tables, from this file")
     ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="the tables as Markdown, as docs/routing.md has them")
-    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print the tables as Markdown")] = False,
     json_only: Annotated[
         bool, typer.Option("--json", help="only the line of JSON on standard output")
     ] = False,
 ) -> None:
-    """Load skew and hot experts of captured routing, and the time of fused_experts under it, beside uniform-random."""
+    """Load skew and hot experts of captured routing, and the time of fused_experts, compared with uniform random."""
     if rows_file is not None:
         if not rows_file.is_file():
             fail(f"--rows {rows_file}: no such file")
@@ -59,13 +57,13 @@ def routing_command(
         for warning in warnings:
             print(warning)
         if not made:
-            fail(f"--rows {rows_file}: no row of fk-bench {COMMAND} in it")
+            fail(f"--rows {rows_file}: it has no row of fk-bench {COMMAND}")
         _show(made, rows_file, markdown, json_only, "")
         return
     try:
         counts = tuple(comma_list("--tokens", tokens, int))
         if min(counts, default=0) < 1:
-            raise ConfigError(f"--tokens {tokens!r}: at least one number, each at least 1")
+            raise ConfigError(f"--tokens {tokens!r}: needs one or more numbers, each at least 1")
         if device not in ("auto", "cuda", "cpu"):
             raise ConfigError(f"--device {device!r} is not auto, cuda or cpu")
         found = routings(capture)
@@ -82,12 +80,12 @@ def routing_command(
 
 
 def _gpu(device: str) -> bool:
-    """Whether to time. Raises ConfigError when a GPU is asked for and there is none."""
+    """Whether to time. Raises ConfigError if a GPU is requested and missing."""
     import torch
 
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
-        raise ConfigError("--device cuda: torch finds no GPU here; leave the flag away to have the load only")
+        raise ConfigError("--device cuda: torch sees no GPU here; without the flag you get the load only")
     return there and device != "cpu"
 
 
@@ -116,7 +114,11 @@ def _measured(
         case = {"kind": "time", "kernel": "vllm"}
         subject = Subject(op="fused_experts", provider="vllm")
         yield Row(
-            **base, status=Status.SKIPPED, reason=f"vLLM is not there: {reason}", subject=subject, case=case
+            **base,
+            status=Status.SKIPPED,
+            reason=f"vLLM is not available: {reason}",
+            subject=subject,
+            case=case,
         )
     began = time.monotonic()
     for number, routing in enumerate(found):  # an equal share of the time for each
@@ -130,7 +132,7 @@ def _measured(
             yield Row(
                 **base, status=status, reason=timed.problem, case=case,
                 subject=Subject(op="fused_experts", provider=timed.kernel),
-                metrics=routing_tables.percentiles(timed.us) if timed.us else {},
+                metrics=tables.percentiles(timed.us) if timed.us else {},
             )  # fmt: skip
         if routing.capture.problems:
             print("; ".join(routing.capture.problems))
@@ -139,11 +141,11 @@ def _measured(
 def _show(made: list[Row], file: Path, markdown: bool, json_only: bool, note: str) -> None:
     failed = [r for r in made if r.status not in (Status.OK, Status.SKIPPED)]
     skipped = [r for r in made if r.status is Status.SKIPPED]
-    changes = routing_tables.changes(made)
+    changes = tables.changes(made)
     if not json_only:
-        for title, columns, cells in routing_tables.tables(made):
+        for title, columns, cells in tables.tables(made):
             if markdown:
-                print(routing_tables.markdown(title, columns, cells))
+                print(tables.markdown(title, columns, cells))
             else:
                 table(title, columns, cells)
         for row in (*failed, *skipped):

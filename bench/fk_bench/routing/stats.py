@@ -1,4 +1,4 @@
-"""How even a router's load is, and how far two sets of hot experts agree. Plain numbers over counts of tokens."""
+"""Evenness of a router's load, and agreement of two sets of hot experts, from counts of tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 
 def counts_of(ids: np.ndarray, experts: int) -> np.ndarray:
-    """ids: [T, K]. Returns how many (token, choice) pairs each expert has [E]."""
+    """ids: [T, K]. Returns the number of (token, choice) pairs of each expert [E]."""
     return np.bincount(np.asarray(ids).reshape(-1), minlength=experts)
 
 
 def gini(counts: Sequence[float] | np.ndarray) -> float:
-    """Gini's coefficient: 0 when all experts have the same load, (E - 1) / E when one has all of it."""
+    """The Gini coefficient: 0 if all experts have the same load, (E - 1) / E if one has all of it."""
     x = np.sort(np.asarray(counts, dtype=float))
     if not x.sum():
         raise ValueError("no expert has a token")
@@ -22,14 +22,14 @@ def gini(counts: Sequence[float] | np.ndarray) -> float:
 
 
 def load_stats(counts: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Of the pairs of each expert [E]:
+    """Statistics of the pairs of each expert [E]:
 
     max_over_mean  the hottest expert's load over the mean load
     cv             standard deviation over mean
     gini           see `gini`
-    entropy        of the load, over its largest value log E: 1 when even, 0 when one expert has all
-    hot_share      share of all pairs that the hottest eighth of the experts (one at least) has
-    hit            experts with a pair at all
+    entropy        of the load, relative to its maximum log E: 1 if even, 0 if one expert has all
+    hot_share      share of all pairs in the hottest eighth of the experts (at least one)
+    hit            experts with any pair
 
     Raises ValueError if there is no pair.
     """
@@ -50,27 +50,27 @@ def load_stats(counts: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def uniform_ids(tokens: int, experts: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
-    """[T, K]: every token's experts are different, and all sets of K are equally likely."""
+    """[T, K]: the experts of a token are distinct, and all sets of K are equally likely."""
     return rng.random((tokens, experts)).argpartition(top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
 def expected_hit(tokens: int, experts: int, top_k: int) -> float:
-    """Experts that uniform routing of so many tokens hits, in the mean: E (1 - (1 - K / E) ** T)."""
+    """Expected number of experts that uniform routing of `tokens` tokens hits: E (1 - (1 - K / E) ** T)."""
     return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
 
 
 def hottest(counts: np.ndarray, n: int) -> set[int]:
-    """The n experts of most load; of equal ones those with the lower number."""
+    """The n experts with the highest load; ties go to the lower number."""
     return set(np.argsort(-np.asarray(counts, dtype=float), kind="stable")[:n].tolist())
 
 
 def jaccard(a: set[int], b: set[int]) -> float:
-    """Size of what both have over the size of what either has."""
+    """Size of the intersection over size of the union."""
     return len(a & b) / len(a | b) if a | b else 1.0
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation, equal values with their mean rank; 0 where one side is constant."""
+    """Spearman's rank correlation, ties with their mean rank; 0 if one side is constant."""
     x, y = (_ranks(np.asarray(v, dtype=float)) for v in (a, b))
     x, y = x - x.mean(), y - y.mean()
     below = float(np.sqrt((x @ x) * (y @ y)))

@@ -1,4 +1,4 @@
-"""Captured routing beside uniform-random routing of the same sizes: load by layer, and which experts are hot."""
+"""Captured routing compared with uniform random routing of the same sizes: load by layer, and hot experts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fk_bench.routing.stats import (
 )
 
 BATCHES = (1, 8, 32, 128, 1024)
-DRAWS = 32  # batches drawn for a mean
+DRAWS = 32  # batches per mean
 Found = tuple[dict[str, Any], dict[str, float]]  # case and metrics of a row
 
 
 @dataclass(frozen=True)
 class Routed:
-    """One call of the experts of a layer: ids [T, K] of `experts` experts."""
+    """One call of a layer's experts: ids [T, K] of `experts` experts."""
 
     layer: int
     phase: str  # prefill or decode
@@ -56,21 +56,21 @@ class Routing:
         return [c for c in self.calls if c.phase == "prefill" and c.layer == layer]
 
     def tokens(self, layer: int) -> np.ndarray:
-        """Of all prompts, one after the other [T, K]."""
+        """The choices of all prompts, concatenated [T, K]."""
         return np.concatenate([c.ids for c in self.prefill(layer)])
 
 
 def routings(names: str = "") -> list[Routing]:
-    """The captures of these names or folders (comma-separated) that have a routing; '': those that are shipped.
+    """The captures with routing, by name or folder (comma-separated); '': the shipped ones.
 
-    Raises CaptureError for a name that is not there and for a capture without routing.
+    Raises CaptureError for an unknown name and for a capture without routing.
     """
     if names:
         found = []
         for name in names.split(","):
             captures = [load(p) for p in folders(SHIPPED / name if _shipped(name) else name)]
             routed = [c for c in captures if _has_routing(c)]
-            # With no routing at all, the first: it says that it has none
+            # Without any routing, take the first, which then raises the error
             found += [_routing(c, str(c.folder)) for c in routed or captures[:1]]
         return found
     return [_routing(c, c.name) for c in map(load, folders()) if _has_routing(c)]
@@ -88,9 +88,7 @@ def _routing(capture: Capture, where: str) -> Routing:
     listed = (capture.model_extra or {}).get("routing")
     op = capture.ops.get("fused_experts")
     if not listed or op is None or not op.calls:
-        raise CaptureError(
-            f"{where} has no routing in it; bench/scenarios/capture_routing.py makes such captures"
-        )
+        raise CaptureError(f"{where} has no routing; bench/scenarios/capture_routing.py makes such captures")
     shape = next(a.shape for a in op.calls[0].args if a.name == "w1")
     assert shape is not None
     calls = []
@@ -102,12 +100,12 @@ def _routing(capture: Capture, where: str) -> Routing:
         place = {k: each[k] for k in ("layer", "phase", "text", "prompt", "step")}
         calls.append(Routed(**place, ids=ids.astype(np.int32), weights=weights.astype(np.float32)))
     if not any(c.phase == "prefill" for c in calls):
-        raise CaptureError(f"{where} has no prompt's routing that can be used: {'; '.join(capture.problems)}")
+        raise CaptureError(f"{where} has no usable routing: {'; '.join(capture.problems)}")
     return Routing(capture.name, capture, shape[0], calls[0].ids.shape[1], tuple(calls))
 
 
 def study(routing: Routing, seed: int = 0) -> Iterator[Found]:
-    """(case, metrics) of every row that needs no GPU."""
+    """(case, metrics) of all rows that need no GPU."""
     rng = np.random.default_rng(seed)
     head = {"capture": routing.name, "experts": routing.experts, "topk": routing.top_k}
     for case, metrics in (*_load(routing, rng), *_batches(routing, rng), *_identity(routing, rng)):
@@ -115,7 +113,7 @@ def study(routing: Routing, seed: int = 0) -> Iterator[Found]:
 
 
 def _load(routing: Routing, rng: np.random.Generator) -> Iterator[Found]:
-    """Every layer, over all prompts."""
+    """Load of each layer, over all prompts."""
     for layer in range(routing.layers):
         ids = routing.tokens(layer)
         uniform = uniform_ids(len(ids), routing.experts, routing.top_k, rng)
@@ -125,10 +123,10 @@ def _load(routing: Routing, rng: np.random.Generator) -> Iterator[Found]:
 
 
 def _batches(routing: Routing, rng: np.random.Generator) -> Iterator[Found]:
-    """Experts hit, and the hottest one's load, by the number of tokens; means over layers and draws.
+    """Experts hit, and the load of the hottest, by the number of tokens; means over layers and draws.
 
-    chunk: neighbours in one prompt. spread: tokens from anywhere in all prompts, as sequences that are decoded
-    together are. decode: the captured steps. uniform: random.
+    chunk: consecutive tokens of a prompt. spread: tokens from all prompts, as in sequences that are decoded together.
+    decode: the captured steps. uniform: random.
     """
     experts, top_k = routing.experts, routing.top_k
     for batch in BATCHES:
@@ -156,7 +154,7 @@ def _batches(routing: Routing, rng: np.random.Generator) -> Iterator[Found]:
 
 
 def _identity(routing: Routing, rng: np.random.Generator) -> Iterator[Found]:
-    """Do two parts have the same hot experts? Means over all pairs of parts that differ only in `parts`."""
+    """Whether two parts have the same hot experts: means over all pairs of parts that differ only in `parts`."""
     captured = list(routing.calls)
     uniform = [
         Routed(c.layer, c.phase, c.text, c.prompt, c.step, uniform_ids(*_size(c, routing), rng), c.weights)
@@ -180,7 +178,7 @@ def _agreement(a: np.ndarray, b: np.ndarray, hot: int) -> tuple[float, float]:
 
 
 def _pairs(calls: list[Routed], routing: Routing) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
-    """Loads [E] of the parts that are compared."""
+    """Loads [E] of the parts to compare."""
 
     def load_of(chosen: list[Routed]) -> np.ndarray:
         return sum((counts_of(c.ids, routing.experts) for c in chosen), np.zeros(routing.experts, np.int64))
@@ -208,9 +206,9 @@ def _pairs(calls: list[Routed], routing: Routing) -> dict[str, list[tuple[np.nda
 
 
 def shape_of(experts: int, top_k: int) -> dict[str, Any]:
-    """The sizes to time this routing at: ids are taken as they are, so the model's experts are as many.
+    """The sizes at which to time this routing. Ids are replayed, so the model has the same number of experts.
 
-    known: whether there is a model with so many experts.
+    known: whether there is a public model with that number of experts.
     """
     known = {
         (8, 2): {"model": "Mixtral-8x7B", "hidden": 4096, "intermediate": 14336},
@@ -223,11 +221,11 @@ def shape_of(experts: int, top_k: int) -> dict[str, Any]:
 def batch_of(
     routing: Routing, source: str, tokens: int, turn: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """ids [T, K] int32 and weights [T, K] float32 of one call; `turn` is the number of the set of inputs.
+    """ids [T, K] int32 and weights [T, K] float32 of one call; `turn` is the index of the input set.
 
-    captured: of layer `turn`; up to 128 tokens from anywhere in all prompts, as a decode step has them; more are
-    all prompts one after the other from a random place, again from the first when they end.
-    uniform: random. same: all tokens have the same K experts, which the turn chooses.
+    captured: of layer `turn`; up to 128 tokens come from all prompts, as in a decode step; more are the concatenated
+    prompts from a random position on, starting over at their end.
+    uniform: random. same: all tokens have the same K experts, which depend on `turn`.
     """
     experts, top_k, layer = routing.experts, routing.top_k, turn % routing.layers
     weights = np.concatenate([c.weights for c in routing.prefill(layer)])

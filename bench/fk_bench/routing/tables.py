@@ -1,4 +1,4 @@
-"""The tables of `fk-bench routing`, made from its rows only."""
+"""The tables of `fk-bench routing`, made from its rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fk_bench.core.rows import Row, Status
 
 Table = tuple[str, list[str], list[list[Any]]]
 SOURCES = ("captured", "uniform", "same")
-CLEAR = 1.02  # two kernels' medians are told apart when their p20-p80 do not overlap and they differ by this
+CLEAR = 1.02  # medians differ clearly if they differ by this factor and their p20-p80 do not overlap
 
 
 def percentiles(us: Sequence[float]) -> dict[str, float]:
@@ -19,7 +19,7 @@ def percentiles(us: Sequence[float]) -> dict[str, float]:
 
 
 def tables(made: Sequence[Row]) -> Iterator[Table]:
-    """(title, columns, cells) of every table that there are rows for, capture by capture."""
+    """(title, columns, cells) of every table with rows, capture by capture."""
     names = list(dict.fromkeys(r.case["capture"] for r in made if "capture" in r.case))
     for name in names:
         mine = [r for r in made if r.case.get("capture") == name]
@@ -91,7 +91,7 @@ def _identity(made: list[Row]) -> tuple[list[str], list[list[Any]]]:
 
 
 def _times(made: list[Row]) -> tuple[list[str], list[list[Any]]]:
-    """A line for each number of tokens and kernel."""
+    """One line for each number of tokens and kernel."""
     timed = _timed(made)
     kernels = list(dict.fromkeys(k for _, _, k in timed))
     cells = []
@@ -126,8 +126,8 @@ def _timed(made: Sequence[Row]) -> dict[tuple[int, str, str], Row]:
 
 
 def changes(made: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each capture, number of tokens and pair of kernels: the ratio of their times by routing, and `changed`: the
-    captured routing's winner is clearly (see CLEAR) another than the uniform one's.
+    """The ratio of times by routing, for each capture, number of tokens and pair of kernels. `changed`: the winner
+    under captured routing clearly (see CLEAR) differs from the winner under uniform routing.
     """
     found = []
     for name in dict.fromkeys(
@@ -159,7 +159,7 @@ def _median(row: Row) -> float:
 
 
 def _sign(a: Row, b: Row) -> int:
-    """1 if a is clearly slower, -1 if b is, 0 if they cannot be told apart."""
+    """1 if a is clearly slower, -1 if b is, 0 otherwise."""
     for slow, fast, sign in ((a, b, 1), (b, a, -1)):
         clear = slow.metrics["time_us_p20"] > fast.metrics["time_us_p80"]
         if clear and _median(slow) >= CLEAR * _median(fast):

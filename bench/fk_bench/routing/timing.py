@@ -1,4 +1,4 @@
-"""fused_experts timed on a GPU under captured, uniform-random and one-sided routing, kernel beside kernel."""
+"""Times fused_experts on a GPU under captured, uniform random and one-sided routing, for all kernels."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.overrides.moe import fused_experts as ours
+from fastkernels.overrides.moe import fused_experts
 from fastkernels.overrides.moe.moe_tiles import Tiles, tiles, wide
 from fk_bench.routing.stats import counts_of, load_stats
 from fk_bench.routing.study import Routing, batch_of, shape_of
 
 SOURCES = ("captured", "uniform", "same")
-# Sets of inputs and of weights: each call's weights were last read three calls ago, and L2 holds 60 MB
+# Sets of inputs and weights: a call's weights were last read three calls ago, and L2 holds 60 MB
 TURNS = 4
 ROUNDS = 11
-LEAST_MS = 1.0  # of one measurement
-LIMIT = 0.02  # largest difference to float32 over the largest value; bf16 rounds three times on the way
+LEAST_MS = 1.0  # minimum length of one measurement
+LIMIT = 0.02  # largest difference from float32 over the largest value; bf16 rounds three times
 Kernel = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One kernel under one routing: microseconds a call of each round, or why there are none."""
+    """One kernel under one routing: microseconds per call of each round, or the reason why there are none."""
 
     kernel: str
     source: str
@@ -39,7 +39,7 @@ class Timed:
 
 
 def larger(t: Tiles) -> int:
-    """A number of rows an expert for which our kernel takes the next larger block of rows; of the largest, the next
+    """A number of rows per expert for which our kernel takes the next larger tile; for the largest tile, the next
     smaller one.
     """
     return {16: 17, 64: 129}.get(t.block_m, 128)
@@ -47,17 +47,17 @@ def larger(t: Tiles) -> int:
 
 @contextlib.contextmanager
 def as_if(rows: int) -> Iterator[None]:
-    """Our kernel's tiles are those for so many rows an expert."""
-    chosen = ours.tiles
-    ours.tiles = lambda _, dtype, is_wide: tiles(rows, dtype, is_wide)  # type: ignore[assignment]
+    """Our kernel uses the tiles for `rows` rows per expert."""
+    chosen = fused_experts.tiles
+    fused_experts.tiles = lambda _, dtype, is_wide: tiles(rows, dtype, is_wide)  # type: ignore[assignment]
     try:
         yield
     finally:
-        ours.tiles = chosen
+        fused_experts.tiles = chosen
 
 
 def kernels(routing: Routing, tokens: int) -> dict[str, tuple[str, Kernel]]:
-    """{name: (what it is, function)}: ours with the tiles it takes and with other ones, and vLLM's if it is there."""
+    """{name: (description, function)}: ours with its default tiles and with others, and vLLM's if available."""
     rows = tokens * routing.top_k // routing.experts
     now = tiles(rows, torch.bfloat16, wide(torch.device("cuda", torch.cuda.current_device())))
     other = larger(now)
@@ -65,10 +65,13 @@ def kernels(routing: Routing, tokens: int) -> dict[str, tuple[str, Kernel]]:
 
     def ours_other(*args: Any) -> torch.Tensor:
         with as_if(other):
-            return ours.fused_experts(*args, None, False)
+            return fused_experts.fused_experts(*args, None, False)
 
     found: dict[str, tuple[str, Kernel]] = {
-        "triton": (f"blocks of {now.block_m} rows", lambda *args: ours.fused_experts(*args, None, False)),
+        "triton": (
+            f"blocks of {now.block_m} rows",
+            lambda *args: fused_experts.fused_experts(*args, None, False),
+        ),
         "triton-other": (f"blocks of {then.block_m} rows", ours_other),
     }
     theirs, version = _vllm()
@@ -78,7 +81,7 @@ def kernels(routing: Routing, tokens: int) -> dict[str, tuple[str, Kernel]]:
 
 
 def _vllm() -> tuple[Kernel | None, str]:
-    """vLLM's function and version; None and why not."""
+    """vLLM's function and version, or None and the reason."""
     try:
         import vllm
         from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
@@ -88,13 +91,13 @@ def _vllm() -> tuple[Kernel | None, str]:
 
 
 def why_no_vllm() -> str:
-    """Empty if vLLM's kernel can be called."""
+    """Why vLLM's kernel cannot be called; empty if it can."""
     function, what = _vllm()
     return "" if function is not None else what
 
 
 def measure(routing: Routing, tokens: tuple[int, ...], deadline: float, seed: int = 0) -> Iterator[Timed]:
-    """Every kernel and routing at every number of tokens, until time.monotonic() is `deadline`."""
+    """Time every kernel, routing and number of tokens, until time.monotonic() reaches `deadline`."""
     shape, device = shape_of(routing.experts, routing.top_k), "cuda"
     del shape["known"]
     hidden, inner = shape["hidden"], shape["intermediate"]
@@ -158,13 +161,11 @@ def _at(
 
 
 def _check(fn: Kernel, args: tuple[torch.Tensor, ...]) -> str:
-    """Empty if the first 32 tokens are what float32 makes of them."""
+    """What is wrong with the first 32 tokens compared with float32; empty if they are right."""
     x, w1, w2, weights, ids = args
     found = fn(*args)[:32].float()
     want = torch.zeros_like(found)
-    for expert in (
-        ids[:32].unique().tolist()
-    ):  # the reference goes through all experts, this through those that are hit
+    for expert in ids[:32].unique().tolist():  # unlike the reference, loop only over the experts that are hit
         gate, up = (x[:32].float() @ w1[expert].float().t()).chunk(2, dim=-1)
         y = (torch.nn.functional.silu(gate) * up) @ w2[expert].float().t()
         want += y * torch.where(ids[:32] == expert, weights[:32], 0.0).sum(dim=1, keepdim=True)
@@ -173,7 +174,7 @@ def _check(fn: Kernel, args: tuple[torch.Tensor, ...]) -> str:
 
 
 def _graph(fn: Kernel, sets: list[Any]) -> torch.cuda.CUDAGraph:
-    """One call with each set of inputs."""
+    """One call with each set of inputs, as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -189,13 +190,13 @@ def _graph(fn: Kernel, sets: list[Any]) -> torch.cuda.CUDAGraph:
 
 
 def _replays(graph: torch.cuda.CUDAGraph) -> int:
-    """How many fill LEAST_MS."""
+    """The number of replays that fills LEAST_MS."""
     _time(graph, 1)
     return max(1, round(LEAST_MS * 1e3 / (TURNS * _time(graph, 2))))
 
 
 def _time(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Microseconds of one call."""
+    """Microseconds per call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(replays):

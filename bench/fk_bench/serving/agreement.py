@@ -1,6 +1,6 @@
-"""Token agreement: do two servers, or one server twice, give the same greedy tokens?
+"""Token agreement: whether two servers, or one server twice, generate the same greedy tokens.
 
-agreement(a, b) = mean over prompts of (length of the common prefix) / (length of the longer one)
+agreement(a, b) = mean over prompts of (length of the common prefix) / (length of the longer output)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class AgreementError(RuntimeError):
 
 @dataclass
 class Outputs:
-    """Two greedy runs of the same prompts on one lane. `unit` is 'tokens', or 'characters' where no ids were sent."""
+    """Two greedy runs of the same prompts on one lane. `unit` is 'tokens', or 'characters' if no ids were sent."""
 
     unit: str
     first: list[list[Any]]
@@ -34,7 +34,7 @@ class Outputs:
 
     @classmethod
     def load(cls, path: Path) -> Outputs | None:
-        """None when the file is not there or was not written to its end."""
+        """None if the file is missing or incomplete."""
         try:
             return cls(**json.loads(path.read_text()))
         except (FileNotFoundError, json.JSONDecodeError, TypeError):
@@ -47,7 +47,7 @@ class Outputs:
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     n = 0
-    for x, y in zip(a, b):  # noqa: B905 (the shorter one ends it)
+    for x, y in zip(a, b):  # noqa: B905 (it ends with the shorter one)
         if x != y:
             break
         n += 1
@@ -66,16 +66,16 @@ def agreement(a: Sequence[Sequence[Any]], b: Sequence[Sequence[Any]]) -> float:
 
 
 def with_base(lane: Outputs, base: Outputs) -> float | None:
-    """The mean of the agreements of first with first and second with second run; None when the units differ."""
+    """The mean of first run with first run and second with second; None if the units differ."""
     if lane.unit != base.unit:
         return None
     return (agreement(lane.first, base.first) + agreement(lane.second, base.second)) / 2
 
 
 async def collect(client: Client, prompts: Sequence[Prompt]) -> Outputs:
-    """Both runs, one request at a time (so that batching is the same in all lanes), caches emptied before each.
+    """Both runs, one request at a time (so batching is the same in all lanes), with empty caches before each.
 
-    Raises AgreementError with the server's error when a request fails.
+    Raises AgreementError with the server's error if a request fails.
     """
     runs, flushed, unit = [], None, "tokens"
     for _ in range(2):
@@ -92,9 +92,9 @@ async def collect(client: Client, prompts: Sequence[Prompt]) -> Outputs:
 
 
 def fill(row: Row, mine: Outputs, base_name: str, base: Outputs | None, least_share: float) -> None:
-    """Put the agreements of a lane into its row; WRONG when below `least_share` of the base's agreement with itself.
+    """Put the agreements of a lane into its row; WRONG below `least_share` of the base's agreement with itself.
 
-    The base lane's own token_agreement is its agreement with itself.
+    The token_agreement of the base lane is its agreement with itself.
     """
     row.baseline = base_name
     row.case.update(unit=mine.unit, flushed_by=mine.flushed_by)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible streaming client that records when every chunk arrived."""
+"""An OpenAI-compatible streaming client that records the arrival of every chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLUSH_ENDPOINTS = ("/reset_prefix_cache", "/flush_cache")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request. `tokens` are ids, or the text when no tokenizer is at hand; output_len is exact with ignore_eos."""
+    """One request. `tokens` are ids, or text without a tokenizer; output_len is exact with ignore_eos."""
 
     tokens: list[int] | str
     output_len: int
@@ -28,10 +28,10 @@ class Prompt:
 
 
 class Client:
-    """Requests to one server. Use as an async context manager."""
+    """Requests to one server; an async context manager."""
 
     def __init__(self, url: str, model: str, timeout_s: float = 600.0):
-        """timeout_s: seconds without a byte of an answer."""
+        """timeout_s: seconds without a received byte that end a request."""
         self.url, self.model = url.rstrip("/"), model
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=timeout_s)
 
@@ -53,8 +53,8 @@ class Client:
         return json.dumps(fields).encode()
 
     async def stream(self, prompt: Prompt | bytes) -> Trace:
-        """One request, or its body, to the end of its stream. What goes wrong is in Trace.error; nothing but a cancel
-        is raised."""
+        """Send one request, or its body, and read the whole stream. Errors go to Trace.error; only a cancellation is
+        raised."""
         body = prompt if isinstance(prompt, bytes) else self.body(prompt)
         trace = Trace(time.perf_counter())
         headers, line = {"content-type": "application/json"}, b""
@@ -78,7 +78,7 @@ class Client:
         return trace
 
     async def connect(self, count: int) -> None:
-        """Open `count` connections, so that no request of a load pays for one."""
+        """Open `count` connections in advance, so that requests of a load do not pay for them."""
 
         async def one() -> None:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -88,7 +88,7 @@ class Client:
         await asyncio.gather(*(one() for _ in range(count)))
 
     async def flush(self) -> str | None:
-        """Empty the prefix cache. The endpoint that did it, None if the server has none."""
+        """Empty the prefix cache. Returns the endpoint that did it, None if the server has none."""
         for path in FLUSH_ENDPOINTS:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with self._http.post(self.url + path) as reply:
@@ -123,8 +123,8 @@ def read_event(trace: Trace, data: str, now: float) -> None:
 
 
 async def closed_loop(client: Client, prompts: Sequence[Prompt], concurrency: int) -> list[Trace]:
-    """All prompts, `concurrency` at a time: the next one is sent when one has ended. Traces in prompt order."""
-    # Written before the first is sent: requests that belong together arrive together.
+    """Send all prompts, `concurrency` at a time: each that ends starts the next. Returns traces in prompt order."""
+    # Serialized before the first is sent, so that requests of one wave arrive together.
     waiting = iter(enumerate([client.body(p) for p in prompts]))
     traces: dict[int, Trace] = {}
 
@@ -137,7 +137,7 @@ async def closed_loop(client: Client, prompts: Sequence[Prompt], concurrency: in
 
 
 async def poisson(client: Client, prompts: Sequence[Prompt], rate: float, seed: int) -> list[Trace]:
-    """All prompts, sent at exponential intervals of mean 1 / rate seconds whatever the server does (an open loop)."""
+    """Send all prompts at exponential intervals of mean 1 / rate seconds, whatever the server does (an open loop)."""
     rng, bodies = random.Random(seed), [client.body(p) for p in prompts]
     start, at, due = time.perf_counter(), 0.0, []
     for _ in prompts:
@@ -152,7 +152,7 @@ async def poisson(client: Client, prompts: Sequence[Prompt], rate: float, seed: 
 
 
 async def _all(coroutines: Sequence[Any]) -> list[Any]:
-    """gather, but a cancel or an error ends every request before it is passed on."""
+    """gather, but a cancellation or an error first ends every request."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -14,15 +14,23 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fk_bench.core.output import last_line, table
-from fk_bench.serving import config as options
-from fk_bench.serving.config import CompareConfig, ConfigError
+from fk_bench.serving.config import (
+    CompareConfig,
+    ConfigError,
+    comma_list,
+    per_lane,
+    per_lane_args,
+    per_lane_env,
+    resumed,
+    slo_limits,
+)
 
 DEFAULT = CompareConfig()
 _JSON = Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")]
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT, SIGTERM or SIGHUP: raised in the main thread, so that every `finally` runs."""
+    """SIGINT, SIGTERM or SIGHUP as an exception in the main thread, so that every `finally` runs."""
 
     def __init__(self, number: int):
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -31,7 +39,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Turn the signals that end a command into Interrupted; a second one does not disturb the clearing up."""
+    """Turn the signals that end a command into Interrupted; further ones do not interrupt the cleanup."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def handler(number: int, frame: FrameType | None) -> NoReturn:
@@ -60,74 +68,77 @@ def _comma(values: tuple[Any, ...]) -> str:
 def serve_compare_command(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Option(help="a directory, or a model of the hub; default: a tiny random Llama")
+        str, typer.Option(help="a directory, or a model of the hub (default: a tiny random Llama)")
     ] = "",
     lanes: Annotated[str, typer.Option(help="vllm, vllm+fk, sglang, sglang+fk, fastkernels")] = _comma(
         DEFAULT.lanes
     ),
     python: Annotated[
-        list[str] | None, typer.Option(help="LANE=PATH of its interpreter (a +fk lane has its host's)")
+        list[str] | None, typer.Option(help="LANE=PATH of its interpreter (a +fk lane uses its host's)")
     ] = None,
-    env: Annotated[list[str] | None, typer.Option(help="LANE:KEY=VALUE in its server's environment")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="LANE:KEY=VALUE for the server's environment")] = None,
     server_args: Annotated[list[str] | None, typer.Option(help='LANE="more arguments of its server"')] = None,
-    attach: Annotated[list[str] | None, typer.Option(help="LANE=URL of a server that runs already")] = None,
-    concurrency: Annotated[str, typer.Option(help="closed loops, requests in flight")] = _comma(
+    attach: Annotated[list[str] | None, typer.Option(help="LANE=URL of a running server")] = None,
+    concurrency: Annotated[str, typer.Option(help="closed loops: requests in flight")] = _comma(
         DEFAULT.concurrency
     ),
-    rate: Annotated[str, typer.Option(help="open loops, requests a second, Poisson arrivals")] = "",
+    rate: Annotated[str, typer.Option(help="open loops: requests a second, Poisson arrivals")] = "",
     loads: Annotated[
         list[str] | None,
         typer.Option(
             "--load",
-            help="c=8,in=2048,out=8,prompts=100: one more load, of lengths of its own; or rate=4 for c=8 (in, out: "
+            help="c=8,in=2048,out=8,prompts=100: another load, with its own lengths; or rate=4 for c=8 (in, out: "
             "default --input-len, --output-len)",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="interleaved over the lanes")] = DEFAULT.rounds,
     input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = DEFAULT.input_len,
-    output_len: Annotated[int, typer.Option(help="tokens of an answer")] = DEFAULT.output_len,
+    output_len: Annotated[int, typer.Option(help="tokens of an output")] = DEFAULT.output_len,
     num_prompts: Annotated[
         str,
         typer.Option(
-            help="a round; one number, or one for each of --concurrency and --rate (default: by the load)"
+            help="requests a round: one number, or one for each of --concurrency and --rate (default: by load)"
         ),
     ] = "",
     dataset: Annotated[str, typer.Option(help="random, sharegpt or prompts")] = DEFAULT.dataset,
-    dataset_path: Annotated[str | None, typer.Option(help="the file of sharegpt or prompts")] = None,
+    dataset_path: Annotated[str | None, typer.Option(help="file of sharegpt or prompts")] = None,
     ignore_eos: Annotated[
-        bool, typer.Option(help="answers of a file's prompts are as long as asked for")
+        bool, typer.Option(help="outputs for a file's prompts have exactly the requested length")
     ] = True,
     seed: Annotated[int, typer.Option(help="round r draws its prompts from seed + r")] = DEFAULT.seed,
     base: Annotated[
-        str | None, typer.Option(help="the lane others are compared with (default: the first)")
+        str | None, typer.Option(help="lane that others are compared with (default: the first)")
     ] = None,
     slo: Annotated[str, typer.Option(help="ttft:500,tpot:50,e2el:5000 in ms, for goodput")] = "",
     agreement_prompts: Annotated[int, typer.Option(help="0: no agreement phase")] = DEFAULT.agreement_prompts,
-    agreement_len: Annotated[int, typer.Option(help="tokens compared, at most")] = DEFAULT.agreement_len,
+    agreement_len: Annotated[int, typer.Option(help="tokens compared at most")] = DEFAULT.agreement_len,
     min_agreement: Annotated[
         float, typer.Option(help="a +fk lane is wrong below this share of its host's self-agreement")
     ] = DEFAULT.min_agreement,
-    resident: Annotated[int | None, typer.Option(help="servers up at once (default: what fits)")] = None,
+    resident: Annotated[int | None, typer.Option(help="servers running at once (default: what fits)")] = None,
     together: Annotated[
-        bool, typer.Option("--together", help="start those at once, sooner; ready_s is no start's time then")
+        bool,
+        typer.Option("--together", help="start these at once: faster, but ready_s is then not comparable"),
     ] = DEFAULT.together,
     kv_tokens: Annotated[
-        int | None, typer.Option(help="KV-cache tokens of every server (default: by the loads)")
+        int | None, typer.Option(help="KV-cache tokens of every server (default: what the loads need)")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="default: the longest request")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="tokens (default: the longest request)")] = None,
     dtype: Annotated[
         str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")
     ] = DEFAULT.dtype,
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs a server")] = DEFAULT.tensor_parallel,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs per server")] = DEFAULT.tensor_parallel,
     ready_timeout: Annotated[
         float, typer.Option(help="seconds until a server must answer")
     ] = DEFAULT.ready_timeout,
     request_timeout: Annotated[float, typer.Option(help="seconds without a byte that end a request")] = 600.0,
     port: Annotated[
-        int | None, typer.Option(help="of the first lane, the next ones follow (default: free ones)")
+        int | None, typer.Option(help="of the first lane; the others follow (default: free ports)")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/TIME)")] = None,
-    resume: Annotated[Path | None, typer.Option(help="go on with this run; what is done is skipped")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="continue this run; finished rounds are skipped")
+    ] = None,
     json_only: _JSON = False,
 ) -> None:
     """Compare real servers on the same prompts: interleaved rounds, confidence intervals, token agreement, a report."""
@@ -138,16 +149,16 @@ def serve_compare_command(
 
     values: dict[str, Callable[[], Any]] = {
         "model": lambda: model,
-        "lanes": lambda: options.comma_list("--lanes", lanes, str),
-        "python": lambda: options.per_lane("--python", python or ()),
-        "env": lambda: options.per_lane_env(env or ()),
-        "server_args": lambda: options.per_lane_args(server_args or ()),
-        "attach": lambda: options.per_lane("--attach", attach or ()),
-        "concurrency": lambda: options.comma_list("--concurrency", concurrency, int),
-        "rate": lambda: options.comma_list("--rate", rate, float),
+        "lanes": lambda: comma_list("--lanes", lanes, str),
+        "python": lambda: per_lane("--python", python or ()),
+        "env": lambda: per_lane_env(env or ()),
+        "server_args": lambda: per_lane_args(server_args or ()),
+        "attach": lambda: per_lane("--attach", attach or ()),
+        "concurrency": lambda: comma_list("--concurrency", concurrency, int),
+        "rate": lambda: comma_list("--rate", rate, float),
         "loads": lambda: tuple(loads or ()),
-        "num_prompts": lambda: options.comma_list("--num-prompts", num_prompts, int),
-        "slo": lambda: options.slo(slo),
+        "num_prompts": lambda: comma_list("--num-prompts", num_prompts, int),
+        "slo": lambda: slo_limits(slo),
     }
     plain = {
         "rounds": rounds, "input_len": input_len, "output_len": output_len, "dataset": dataset, "seed": seed,
@@ -172,11 +183,11 @@ def serve_compare_command(
 def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -> tuple[CompareConfig, Path]:
     if resume is not None:
         if out is not None and out.resolve() != resume.resolve():
-            raise ConfigError("--resume goes on in its own folder: leave --out away")
+            raise ConfigError("--resume continues in its own folder: leave --out out")
         recorded = CompareConfig.load(resume / "run.json")
         if chosen.get("model") and Path(chosen["model"]).is_dir():
             chosen["model"] = str(Path(chosen["model"]).absolute())
-        return options.resumed(recorded, chosen), resume
+        return resumed(recorded, chosen), resume
     if not chosen.get("model"):
         from fk_bench.serving.small_model import small_model
 
@@ -188,17 +199,15 @@ def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -
 def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool) -> None:
     from rich.console import Console
 
-    from fk_bench.serving import lanes as lane_module
     from fk_bench.serving.datasets import DatasetError
+    from fk_bench.serving.lanes import LaneError, parse_lanes
     from fk_bench.serving.process import ServerError, check_port
     from fk_bench.serving.serve_compare import Compare, prepare
 
     command = "serve-compare"
     try:
         with signals_raise():
-            found = lane_module.parse(
-                config.lanes, config.python, config.env, config.server_args, config.attach
-            )
+            found = parse_lanes(config.lanes, config.python, config.env, config.server_args, config.attach)
             if config.port is not None:
                 for i, lane in enumerate(found):
                     if lane.url is None:
@@ -206,12 +215,12 @@ def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool)
             config = prepare(config, folder, resume)
             compare = Compare(config, found, folder, Console(stderr=True))
             result = compare.run()
-    except (ConfigError, DatasetError, lane_module.LaneError, ServerError) as error:
+    except (ConfigError, DatasetError, LaneError, ServerError) as error:
         _fail(command, str(error))
     except Interrupted as error:
         _fail(
             command,
-            f"{error}; go on with it by: fk-bench serve-compare --resume {folder}",
+            f"{error}; continue with: fk-bench serve-compare --resume {folder}",
             128 + error.number,
         )
     if not json_only:
@@ -244,19 +253,19 @@ def _print_lanes(result: dict[str, Any]) -> None:
 
 def diff_command(
     run_a: Annotated[Path, typer.Argument(help="the run to compare with: its folder or its rows.jsonl")],
-    run_b: Annotated[Path, typer.Argument(help="the run to judge")],
+    run_b: Annotated[Path, typer.Argument(help="the run to evaluate")],
     fail_under: Annotated[
-        float, typer.Option(help="exit status 1 when a ratio is below (1.0: as good as RUN_A)")
+        float, typer.Option(help="exit status 1 if a ratio is below this (1.0: as good as RUN_A)")
     ] = 0.0,
-    metrics: Annotated[str, typer.Option(help="comma-separated, default: the headline metrics")] = "",
+    metrics: Annotated[str, typer.Option(help="comma-separated (default: the headline metrics)")] = "",
     json_only: _JSON = False,
 ) -> None:
-    """The ratio of two runs per lane, load and metric, or per kernel case, with its confidence interval; above 1 is
+    """The ratio of two runs per lane, load and metric, or per kernel case, with confidence intervals; above 1 is
     better."""
     from fk_bench.serving import diff
 
     try:
-        names = options.comma_list("--metrics", metrics, str) or diff.METRICS
+        names = comma_list("--metrics", metrics, str) or diff.METRICS
         result = diff.compare(run_a, run_b, names, fail_under)
     except ConfigError as error:
         _fail("diff", str(error))
@@ -272,10 +281,10 @@ def diff_command(
 
 
 def report_command(
-    run: Annotated[Path, typer.Argument(help="the folder of a run, or its rows.jsonl")],
+    run: Annotated[Path, typer.Argument(help="folder of a run, or its rows.jsonl")],
     json_only: _JSON = False,
 ) -> None:
-    """Make RUN/report.html anew from RUN/rows.jsonl."""
+    """Render RUN/report.html again from RUN/rows.jsonl."""
     from fk_bench.serving import report
 
     try:

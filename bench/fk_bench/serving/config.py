@@ -1,4 +1,4 @@
-"""The options of serve-compare: one frozen dataclass that the flags take their defaults from, kept in RUN/run.json."""
+"""The options of serve-compare: one frozen dataclass with the defaults of the flags, saved in RUN/run.json."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LOAD_LENGTHS = {"in", "out"}
 
 
 class ConfigError(ValueError):
-    """An option with a value that cannot be; the message is one line for the user."""
+    """An invalid option; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
 class Level:
     """One load: a closed loop of `value` requests at a time, or an open loop of `value` requests a second.
 
-    input_len, output_len  tokens of a prompt and of an answer; both None: the run's, also where --load names them
-    prompts                requests of a round that --load asks for; not compared: a row's level has none
+    input_len, output_len  tokens of a prompt and of an output; both None if they are the run's
+    prompts                requests of a round that --load gives; ignored in comparisons, because rows do not have it
     """
 
     kind: str  # 'concurrency' or 'rate'
@@ -38,32 +38,32 @@ class Level:
 
     @property
     def own_lengths(self) -> bool:
-        """Whether its requests are as long as the run's."""
+        """Whether its requests have the run's lengths."""
         return self.input_len is None
 
     @property
     def label(self) -> str:
-        """'c=8', or 'c=8,2048-8' for other lengths; a part of file names."""
+        """'c=8', or 'c=8,2048-8' with other lengths; used in file names."""
         load = f"c={self.value:g}" if self.kind == "concurrency" else f"rate={self.value:g}"
         return load if self.own_lengths else f"{load},{self.input_len}-{self.output_len}"
 
     @property
     def order(self) -> tuple[bool, str, int, int, float]:
-        """To sort by: the run's lengths first."""
+        """Sort key: the run's lengths first."""
         return not self.own_lengths, self.kind, self.input_len or 0, self.output_len or 0, self.value
 
     @property
     def in_flight(self) -> int:
-        """Requests that a server must hold at once; 64 of an open loop."""
+        """Requests that a server must hold at once; 64 for an open loop."""
         return int(self.value) if self.kind == "concurrency" else 64
 
     @property
     def warmup(self) -> int:
-        """Requests of the warm-up: as many as are in flight at once, 32 at most."""
+        """Requests of the warm-up: as many as are in flight at once, at most 32."""
         return min(32, int(self.value)) if self.kind == "concurrency" else 4
 
     def default_prompts(self) -> int:
-        """4 one by one, 2 waves (16 at least) at a concurrency, 10 seconds (16 at least) of a rate."""
+        """4 if one by one, 2 waves (at least 16) at a concurrency, 10 seconds (at least 16) of a rate."""
         if self.kind == "rate":
             return max(16, math.ceil(10 * self.value))
         return 4 if self.value <= 1 else max(16, 2 * int(self.value))
@@ -73,7 +73,7 @@ class Level:
 class CompareConfig:
     """What one serve-compare run measures. Lengths in tokens, times in seconds, SLOs in milliseconds.
 
-    loads  texts of --load, which load_level reads
+    loads  texts of --load, parsed by load_level
     """
 
     model: str = ""
@@ -132,8 +132,8 @@ class CompareConfig:
             for text in self.loads:
                 if LOAD_LENGTHS & _pairs(text).keys():
                     raise ConfigError(
-                        f"--load {text}: in= and out= are for --dataset random only: the prompts of --dataset "
-                        f"{self.dataset} have lengths of their own. Leave them out, or choose --dataset random."
+                        f"--load {text}: in= and out= need --dataset random: the prompts of --dataset "
+                        f"{self.dataset} have their own lengths. Leave them out, or choose --dataset random."
                     )
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype: unknown dtype {self.dtype!r}. Known: {', '.join(DTYPES)}.")
@@ -144,7 +144,7 @@ class CompareConfig:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Those of --concurrency, of --rate, and of --load, in this order."""
+        """The loads of --concurrency, --rate and --load, in this order."""
         plain = (
             *(Level("concurrency", c) for c in self.concurrency),
             *(Level("rate", r) for r in self.rate),
@@ -152,13 +152,13 @@ class CompareConfig:
         return (*plain, *(load_level(text, self.input_len, self.output_len) for text in self.loads))
 
     def lengths(self, level: Level) -> tuple[int, int]:
-        """Tokens of a prompt and of an answer."""
+        """Tokens of a prompt and of an output."""
         return level.input_len or self.input_len, level.output_len or self.output_len
 
     def prompts_at(self, level: Level) -> int:
-        """Requests of a round of one of the run's levels: of its --load, of --num-prompts, or the default.
+        """Requests of a round at one of the run's levels: from its --load, from --num-prompts, or the default.
 
-        A list of --num-prompts is for --concurrency and --rate, a single number for all.
+        A list of --num-prompts applies to --concurrency and --rate, a single number to all.
         """
         at = self.levels.index(level)
         if (given := self.levels[at].prompts) is not None:
@@ -172,7 +172,7 @@ class CompareConfig:
 
     @classmethod
     def load(cls, path: Path) -> CompareConfig:
-        """From RUN/run.json. Raises ConfigError when it is not there or not ours."""
+        """The options in RUN/run.json. Raises ConfigError if it is missing or not ours."""
         try:
             raw = json.loads(path.read_text())
             known = {f.name for f in fields(cls)}
@@ -182,7 +182,7 @@ class CompareConfig:
             given["server_args"] = {k: tuple(v) for k, v in raw.get("server_args", {}).items()}
             return cls(**given)
         except FileNotFoundError:
-            raise ConfigError(f"{path.parent} is no run of serve-compare: it has no {path.name}") from None
+            raise ConfigError(f"{path.parent} is not a run of serve-compare: it has no {path.name}") from None
         except (json.JSONDecodeError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
 
@@ -202,7 +202,7 @@ MAY_CHANGE = (
 
 
 def resumed(recorded: CompareConfig, given: Mapping[str, Any]) -> CompareConfig:
-    """The recorded options with what was given on the command line. What defines the measurement may not change."""
+    """The recorded options with those of the command line. Options that define the measurement may not change."""
     for name, value in given.items():
         if name not in MAY_CHANGE and getattr(recorded, name) != value:
             raise ConfigError(
@@ -221,9 +221,9 @@ def _text(value: Any) -> str:
 
 
 def load_level(text: str, input_len: int, output_len: int) -> Level:
-    """'c=8,in=2048,out=8,prompts=100' -> Level; what is not said is the run's, and so are lengths equal to the run's.
+    """'c=8,in=2048,out=8,prompts=100' -> Level. Missing values, and lengths equal to the run's, are the run's.
 
-    Raises ConfigError for a key that is unknown, missing or given twice, and for a value that cannot be.
+    Raises ConfigError for an unknown, missing or repeated key, and for an invalid value.
     """
     pairs = _pairs(text)
     kinds = LOAD_KINDS.keys() & pairs.keys()
@@ -242,7 +242,7 @@ def load_level(text: str, input_len: int, output_len: int) -> Level:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """{key: value} of a --load, as given."""
+    """{key: value} of a --load as typed."""
     known, pairs = [*LOAD_KINDS, "in", "out", "prompts"], {}
     for part in text.split(","):
         key, equals, value = (p.strip() for p in part.partition("="))
@@ -298,7 +298,7 @@ def per_lane(flag: str, items: Iterable[str]) -> dict[str, str]:
 
 
 def per_lane_env(items: Iterable[str]) -> dict[str, dict[str, str]]:
-    """['vllm:KEY=VALUE'] -> {'vllm': {'KEY': 'VALUE'}}; an empty value takes the variable out. Raises ConfigError."""
+    """['vllm:KEY=VALUE'] -> {'vllm': {'KEY': 'VALUE'}}; an empty value removes the variable. Raises ConfigError."""
     found: dict[str, dict[str, str]] = {}
     for item in items:
         lane, colon, pair = item.partition(":")
@@ -320,7 +320,7 @@ def per_lane_args(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def slo(text: str) -> dict[str, float]:
+def slo_limits(text: str) -> dict[str, float]:
     try:
         return parse_slo(text)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Prompts: 'random' ids of exact lengths, a ShareGPT file, or a file of prompts.
 
-A Dataset deals disjoint hands: draw(part, round, count) never gives the same prompt twice in a run, and gives the same
+A Dataset draws disjoint samples: draw(part, round, count) never repeats a prompt within a run, and returns the same
 prompts to every lane.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from fk_bench.serving.client import Prompt
 
 NAMES = ("random", "sharegpt", "prompts")
-# For the agreement phase: fixed, of several lengths and kinds, where a real model has clear preferences.
+# For the agreement phase: fixed texts of several lengths and kinds that a real model continues with confidence.
 AGREEMENT_TEXTS = (
     "The capital of France is",
     "Water boils at 100 degrees Celsius because",
@@ -38,19 +38,19 @@ AGREEMENT_TEXTS = (
 
 
 class DatasetError(ValueError):
-    """The data set cannot be read or cannot give what was asked for."""
+    """The data set cannot be read, or has too little data."""
 
 
 @dataclass
 class Vocabulary:
-    """What the data sets need of a model's tokenizer: `encode`, and the ids that ordinary text may contain."""
+    """What a data set needs of a model's tokenizer: `encode`, and the ids that ordinary text may contain."""
 
     size: int
     special: frozenset[int] = frozenset()
     tokenizer: Any = None
 
     def encode(self, text: str) -> list[int] | str:
-        """The ids, or the text itself without a tokenizer.json (the server tokenizes then)."""
+        """The ids; without a tokenizer.json the text itself, which the server then tokenizes."""
         return text if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
 
     @property
@@ -89,7 +89,7 @@ def _model_file(model: str, name: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(model, name))
-    except Exception:  # the hub's client has a dozen kinds of "not there"
+    except Exception:  # the hub's client has a dozen exceptions for a missing file
         return None
 
 
@@ -98,7 +98,7 @@ class Dataset:
     """Prompts for every (part, round). `texts` is empty for random ids.
 
     seed         round r of a random data set is drawn from seed + r
-    input_len    tokens of a random prompt, exactly; longer file prompts are cut to it only by `max_input_len`
+    input_len    tokens of a random prompt, exactly
     """
 
     vocabulary: Vocabulary
@@ -109,20 +109,20 @@ class Dataset:
     ignore_eos: bool = True
     repeated: bool = False
     _seen: set[tuple[int, ...]] = field(default_factory=set)
-    _dealt: int = 0
-    _hands: dict[tuple[str, int, int, int, int], list[Prompt]] = field(default_factory=dict)
+    _used: int = 0
+    _drawn: dict[tuple[str, int, int, int, int], list[Prompt]] = field(default_factory=dict)
 
     def draw(
         self, part: str, round_: int, count: int, lengths: tuple[int, int] | None = None
     ) -> list[Prompt]:
-        """`count` prompts for this part of the run (a level, or a warm-up) and round: the same on every call.
+        """`count` prompts for this part of the run (a level or a warm-up) and round: the same in every call.
 
-        lengths  tokens of a prompt and of its answer, of random prompts only; None: the data set's
+        lengths  tokens of a prompt and of its output, for random prompts only; None: the data set's
         """
         key = (part, round_, count, *(lengths or (self.input_len, self.output_len)))
-        if key not in self._hands:
-            self._hands[key] = self._deal(count) if self.texts else self._random(*key)
-        return self._hands[key]
+        if key not in self._drawn:
+            self._drawn[key] = self._from_texts(count) if self.texts else self._random(*key)
+        return self._drawn[key]
 
     def _random(self, part: str, round_: int, count: int, input_len: int, output_len: int) -> list[Prompt]:
         rng = random.Random(f"{self.seed + round_}/{part}")
@@ -139,21 +139,21 @@ class Dataset:
             prompts.append(Prompt(list(ids), output_len, True))
         return prompts
 
-    def _deal(self, count: int) -> list[Prompt]:
+    def _from_texts(self, count: int) -> list[Prompt]:
         order = list(range(len(self.texts)))
         random.Random(self.seed).shuffle(order)
         prompts = []
         for _ in range(count):
-            self.repeated |= self._dealt >= len(order)
-            text, output_len = self.texts[order[self._dealt % len(order)]]
-            self._dealt += 1
+            self.repeated |= self._used >= len(order)
+            text, output_len = self.texts[order[self._used % len(order)]]
+            self._used += 1
             prompts.append(
                 Prompt(self.vocabulary.encode(text), output_len or self.output_len, self.ignore_eos)
             )
         return prompts
 
     def agreement(self, count: int, output_len: int) -> list[Prompt]:
-        """Fixed prompts; eos ends them as it would for a user."""
+        """Fixed prompts; outputs may end with eos, as a user's would."""
         texts = [AGREEMENT_TEXTS[i % len(AGREEMENT_TEXTS)] for i in range(count)]
         texts = [t if i < len(AGREEMENT_TEXTS) else f"{i}. {t}" for i, t in enumerate(texts)]
         return [Prompt(self.vocabulary.encode(t), output_len, False) for t in texts]
@@ -168,7 +168,7 @@ def load(
     path: str | None = None,
     ignore_eos: bool = True,
 ) -> Dataset:
-    """A data set by name. Raises DatasetError, which says what is wrong with which file."""
+    """A data set by name. Raises DatasetError, which names the file and the problem."""
     if name not in NAMES:
         raise DatasetError(f"--dataset: unknown data set {name!r}. Known: {', '.join(NAMES)}.")
     vocabulary = load_vocabulary(model)
@@ -184,7 +184,7 @@ def load(
 
 
 def _sharegpt(file: Path, vocabulary: Vocabulary) -> list[tuple[str, int | None]]:
-    """First human turn, and the length of the first answer (between 4 and 1024 tokens, as vLLM and SGLang filter)."""
+    """The first human turn, and the length of the first answer (4 to 1024 tokens, the filter of vLLM and SGLang)."""
     try:
         talks = json.loads(file.read_text())
     except json.JSONDecodeError as error:
@@ -208,7 +208,7 @@ def _sharegpt(file: Path, vocabulary: Vocabulary) -> list[tuple[str, int | None]
 
 
 def _prompts(file: Path) -> list[tuple[str, int | None]]:
-    """One prompt a line: plain text, or JSON {"prompt": ..., "output_len": N} when the file ends in .jsonl."""
+    """One prompt a line: plain text, or JSON {"prompt": ..., "output_len": N} in a .jsonl file."""
     found: list[tuple[str, int | None]] = []
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""Two runs compared: the ratio of every (lane, load, metric), turned so that above 1 is better."""
+"""Compares two runs: the ratio of every (lane, load, metric), inverted where needed so that above 1 is better."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from fk_bench.core import rows, stats
 from fk_bench.core.rows import Row
 from fk_bench.serving.config import ConfigError
-from fk_bench.serving.summary import HIGHER_IS_BETTER, Cell
-from fk_bench.serving.summary import cells as make_cells
+from fk_bench.serving.summary import HIGHER_IS_BETTER, Cell, cells
 
 METRICS = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50")
 
@@ -20,7 +19,7 @@ COLUMNS = ("lane", "at", "metric", "A", "B", "ratio", "ci95", "verdict")
 
 
 def load(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a run and the warnings about its lines. Raises ConfigError when there is no run."""
+    """The rows of a run, and warnings about its lines. Raises ConfigError if there is no run."""
     file = path / "rows.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"no such run: {path} (a folder with rows.jsonl, or that file)")
@@ -28,7 +27,7 @@ def load(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def _cells(path: Path, found: Sequence[Row]) -> list[Cell]:
-    made = make_cells(found)
+    made = cells(found)
     if not made:
         raise ConfigError(f"{path} has no finished round")
     return made
@@ -37,20 +36,20 @@ def _cells(path: Path, found: Sequence[Row]) -> list[Cell]:
 def compare(
     run_a: Path, run_b: Path, metrics: Sequence[str] = METRICS, fail_under: float = 0.0
 ) -> dict[str, Any]:
-    """{'ok', 'ratios': [...], 'problems': [...]}; not ok when a ratio is below `fail_under`, or B lacks a cell of A.
+    """{'ok', 'ratios': [...], 'problems': [...]}; not ok if a ratio is below `fail_under` or B lacks a cell of A.
 
-    ratio = B / A where more is better, A / B where less is: 1.0 is as good as A, 0.9 a tenth worse. Its interval is a
-    bootstrap over rounds. The gate looks at the ratio itself; 'verdict' says 'worse' only when the interval is too.
-    Two kernel runs are compared case by case, by their speed-ups: kernels_diff.
+    ratio = B / A where higher is better, A / B where lower is: 1.0 is as good as A, 0.9 is 10% worse. Its interval is
+    a bootstrap over rounds. The gate uses the ratio itself; 'verdict' is 'worse' only if the whole interval is.
+    Two kernel runs are compared case by case, by their speedups (fk_bench.kernels.diff).
     """
     (rows_a, warn_a), (rows_b, warn_b) = load(run_a), load(run_b)
     kernels = [any(r.command == "kernels" for r in found) for found in (rows_a, rows_b)]
     if any(kernels):
-        from fk_bench.kernels import diff as kernels_diff
+        from fk_bench.kernels import diff
 
         if not all(kernels):
-            raise ConfigError(f"{run_b if kernels[0] else run_a} is not a kernels run, the other is")
-        found = kernels_diff.compare(run_a, run_b, rows_a, rows_b, fail_under)
+            raise ConfigError(f"{run_b if kernels[0] else run_a} is not a kernels run, but the other one is")
+        found = diff.compare(run_a, run_b, rows_a, rows_b, fail_under)
         return {**found, "problems": [*warn_a, *warn_b, *found["problems"]]}
     a, b = _cells(run_a, rows_a), _cells(run_b, rows_b)
     known = {m for cell in (*a, *b) for m in cell.mean}
@@ -81,14 +80,14 @@ def compare(
 def _problem(line: dict[str, Any], fail_under: float) -> str:
     where = f"{line['lane']} {line['at']} {line['metric']}"
     if line["ratio"] is None:
-        return f"{where}: {line['a']:g} and {line['b']:g} have no ratio"
+        return f"{where}: no ratio of {line['a']:g} and {line['b']:g}"
     return f"{where}: {line['ratio']:.3f} is below {fail_under:g}"
 
 
 def _ratio(a: Cell, b: Cell, metric: str, fail_under: float) -> dict[str, Any]:
     top, bottom = (b, a) if metric in HIGHER_IS_BETTER else (a, b)
     ratio, interval = stats.bootstrap_ratio(top.values(metric), bottom.values(metric))
-    if a.mean[metric] == b.mean[metric] == 0:  # of tokens that all came at once there is no time between
+    if a.mean[metric] == b.mean[metric] == 0:  # tokens that arrived in one chunk have no time between them
         ratio, interval = 1.0, None
     finite = math.isfinite(ratio)
     if interval is None or not finite:
@@ -103,15 +102,15 @@ def _ratio(a: Cell, b: Cell, metric: str, fail_under: float) -> dict[str, Any]:
 
 
 def shown(result: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
-    """(columns, lines) of the table of a comparison."""
+    """(columns, lines) of the table that shows a comparison."""
     if "agree" in result:
-        from fk_bench.kernels import diff as kernels_diff
+        from fk_bench.kernels import diff
 
-        return kernels_diff.COLUMNS, [kernels_diff.cells(line) for line in result["ratios"]]
-    return COLUMNS, [cells(line) for line in result["ratios"]]
+        return diff.COLUMNS, [diff.cells(line) for line in result["ratios"]]
+    return COLUMNS, [table_cells(line) for line in result["ratios"]]
 
 
-def cells(line: dict[str, Any]) -> list[str]:
+def table_cells(line: dict[str, Any]) -> list[str]:
     """One ratio as cells of a table."""
     interval = line["ci95"]
     return [

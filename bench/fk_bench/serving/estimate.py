@@ -1,4 +1,4 @@
-"""How long a serve-compare run will take, roughly, before anything has run."""
+"""A rough estimate of the duration of a serve-compare run, before it starts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fk_bench.serving.config import CompareConfig
 from fk_bench.serving.lanes import START_S, Lane
 
 # SmolLM2-135M (270 MB of bf16), vLLM eager and SGLang, 2 cores, 2026-11-21: 20 to 31 tokens/s one by one, 5 to 6
-# times that at concurrency 8. Decoding one by one reads the weights once a token, so time grows with their size.
+# times that at concurrency 8. One-by-one decoding reads all weights for each token, so time grows with their size.
 _CPU_TOKEN_S, _CPU_BYTES, _CPU_BATCHING = 0.040, 270e6, 5.5
 _GPU_TOKEN_S, _GPU_BYTES, _GPU_BATCHING = 0.006, 16e9, 200.0
 _GPU_START_S = 75.0
 
 
 def estimate_s(config: CompareConfig, lanes: Sequence[Lane], weight_bytes: int, gpu: bool) -> float:
-    """Seconds for the starts, the warm-ups, all rounds and the agreement phase of these lanes."""
+    """Seconds for the startups, the warm-ups, all rounds and the agreement phase of these lanes."""
     token_s, size, batching = (
         (_GPU_TOKEN_S, _GPU_BYTES, _GPU_BATCHING) if gpu else (_CPU_TOKEN_S, _CPU_BYTES, _CPU_BATCHING)
     )

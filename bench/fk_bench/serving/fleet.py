@@ -1,4 +1,4 @@
-"""The servers of a run: started one at a time, checked, and ended with all that they started."""
+"""The servers of a run: start them, check them, and end them with all their processes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from fk_bench.serving.lanes import Lane, Sizing
 from fk_bench.serving.process import Server, ServerError
 from fk_bench.serving.run_record import Record
 
-# Patched processes write their counters once a second while these change, so the last ones are on disk after this.
+# Patched processes write their counters once a second while these change; after this time the last ones are on disk.
 _REPORT_S = 1.5
 
 
 class Running:
-    """A lane whose server answers. `row` becomes the lane's row when it ends."""
+    """A lane with a server that answers. `row` becomes the lane's row when it ends."""
 
     def __init__(self, lane: Lane, url: str, model: str, server: Server | None, row: Row):
         self.lane, self.url, self.model, self.server, self.row = lane, url, model, server, row
 
     def check(self) -> None:
-        """Raises ServerError when the process has ended."""
+        """Raises ServerError if the process has ended."""
         if self.server is not None and not self.server.alive():
             raise self.server.death()
 
 
 class Fleet:
-    """All servers of a run. `running` are the lanes that can be measured now."""
+    """All servers of a run. The lanes in `running` can be measured now."""
 
     def __init__(
         self, config: CompareConfig, all_lanes: Sequence[Lane], sizing: Sizing, out: Path, record: Record
@@ -48,9 +48,9 @@ class Fleet:
         return Path(self.config.model).name or self.config.model
 
     def start(self, group: Sequence[Lane], display: Display) -> None:
-        """Start lanes and wait until they answer; where one fails its row says why, and the others go on.
+        """Start lanes and wait until they answer. A lane that fails gets a row with the reason; the others continue.
 
-        One after the other, or all at once (--together).
+        They start one after the other, or all at once with --together.
         """
         for part in [group] if self.config.together else [[lane] for lane in group]:
             begun = [running for lane in part if (running := self._begin(lane, display)) is not None]
@@ -117,7 +117,7 @@ class Fleet:
         return Server(lane.name, argv, env, folder / "cwd", log.absolute(), port)
 
     def stop(self, running: Running) -> None:
-        """End a lane that did its work, and write its row: what was patched, and whether it ran."""
+        """End a lane that has finished, and write its row: what was patched, and whether it ran."""
         if running.lane.patched and running.server is not None:
             time.sleep(_REPORT_S)
         try:
@@ -128,7 +128,7 @@ class Fleet:
         self._end(running)
 
     def drop(self, running: Running, status: Status, reason: str) -> None:
-        """End a lane that cannot be measured any more."""
+        """End a lane that cannot be measured any longer."""
         running.row.status, running.row.reason = status, reason
         self._end(running)
 
@@ -159,15 +159,15 @@ class Fleet:
         row.status, row.reason = Status.FAILED, f"our kernels did not run in lane {lane.name}: {why}"
 
     def stop_all(self) -> None:
-        """End everything that is still up: the run was interrupted. A lane's row says what ran in it until then."""
+        """End all remaining servers after an interruption. The lane's row has the calls counted so far."""
         everyone = [*self.starting, *self.running]
         servers = [running.server for running in everyone if running.server is not None]
         for server in servers:
-            server.terminate()  # all at once, so that they end side by side
+            server.terminate()  # all at once, so that they end in parallel
         for server in servers:
             server.stop(grace_s=5.0)
         for running in self.running:
-            running.row.status, running.row.reason = Status.SKIPPED, "the run was ended"
+            running.row.status, running.row.reason = Status.SKIPPED, "the run was interrupted"
             self._count_patched(running)
             self.record.add(running.row)
         self.running.clear()

@@ -1,4 +1,4 @@
-"""Lanes: which server each name means, in which interpreter, with which command and environment."""
+"""Lanes: the server that each name stands for, with its interpreter, command and environment."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LANES = ("vllm", "vllm+fk", "sglang", "sglang+fk", "fastkernels")
 _PLUGIN_GROUP = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 _CHOICES = ("FASTKERNELS_OPS", "FASTKERNELS_PROVIDER", "FASTKERNELS_CANDIDATES")
 _OWN_KERNELS = ("rms_norm", "silu_and_mul")  # ops for which vLLM's and SGLang's own CPU code is a provider
-# Seen with SmolLM2-135M on 2 cores, 2026-11-21; for the estimate
+# Measured with SmolLM2-135M on 2 cores, 2026-11-21; for the estimate
 START_S = {"vllm": 20, "sglang": 17, "fastkernels": 12}
 
 
 class LaneError(ValueError):
-    """A lane that cannot be started as asked for; one line says why."""
+    """A lane that cannot be started with these options; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One server configuration. `url` is set for a server that already runs (--attach)."""
+    """One server configuration. `url` is set for a server that is already running (--attach)."""
 
     name: str
     host: str
@@ -52,10 +52,10 @@ class Lane:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What the servers must hold: the same number of KV-cache tokens in every lane, this share of a GPU each.
+    """The capacity of each server: the same number of KV-cache tokens in every lane, and a share of a GPU.
 
-    together  they start at once: none may take what is free on the GPU meanwhile for its own
-    kv_bytes  of a token's keys and values, on all GPUs; None: not known
+    together  servers start at once: none may count memory that is free only for the moment as its own
+    kv_bytes  of one token's keys and values, on all GPUs; None: unknown
     """
 
     max_model_len: int
@@ -68,16 +68,16 @@ class Sizing:
     kv_bytes: int | None = None
 
 
-def parse(
+def parse_lanes(
     names: Sequence[str],
     python: Mapping[str, str] | None = None,
     env: Mapping[str, Mapping[str, str]] | None = None,
     args: Mapping[str, Sequence[str]] | None = None,
     attach: Mapping[str, str] | None = None,
 ) -> list[Lane]:
-    """Lanes by name, checked. A '+fk' lane takes its host's interpreter, environment and arguments, and adds its own.
+    """Lanes by name, validated. A '+fk' lane inherits its host's interpreter, environment and arguments.
 
-    Raises LaneError for an unknown lane, an interpreter that does not run, or a host that is not installed in it.
+    Raises LaneError for an unknown lane, an interpreter that does not run, or a host that is not installed there.
     """
     python, env, args, attach = python or {}, env or {}, args or {}, attach or {}
     if not names:
@@ -111,22 +111,22 @@ def parse(
 
 
 def absolute(python: str) -> str:
-    """The path of an interpreter from any folder; a name that is looked up in PATH stays one."""
+    """The absolute path of an interpreter; a bare name stays one, to be looked up in PATH."""
     return os.path.abspath(os.path.expanduser(python)) if os.sep in python else python
 
 
 def not_installed(lane: Lane, option: str) -> str | None:
-    """What its interpreter has not that the lane needs, and what to do; `option` gives another interpreter."""
+    """What its interpreter lacks, and a remedy, or None; `option` is the flag that sets another interpreter."""
     try:
         found = machine.interpreter(lane.python)
     except ValueError as error:
-        return f"{error}. Give one with {option}."
+        return f"{error}. Set one with {option}."
     needed = "fk_bench" if lane.host == "fastkernels" else lane.host
     if needed not in found.modules:
         package = "fastkernels[bench]" if lane.host == "fastkernels" else lane.host
         return (
             f"{needed} is not installed in {lane.python}. "
-            f"Install {package} there, or give another interpreter with {option}."
+            f"Install {package} there, or set another interpreter with {option}."
         )
     if lane.patched and _PLUGIN_GROUP[lane.host] not in found.plugins:
         return (
@@ -137,7 +137,7 @@ def not_installed(lane: Lane, option: str) -> str | None:
 
 
 def base_of(lane: str, lanes: Sequence[str], base: str | None = None) -> str:
-    """What `lane` is compared with: '+fk' with its host where that runs too, others with `base` or the first lane."""
+    """The lane that `lane` is compared with: its host if that runs too, else `base` or the first lane."""
     host, _, suffix = lane.partition("+")
     if suffix and host in lanes:
         return host
@@ -145,7 +145,7 @@ def base_of(lane: str, lanes: Sequence[str], base: str | None = None) -> str:
 
 
 def groups(lanes: Sequence[Lane], resident: int) -> list[list[Lane]]:
-    """Lanes that are up at the same time, at most `resident`; a host and its '+fk' stay together where they can."""
+    """Lanes that run at the same time, at most `resident`; a host and its '+fk' stay together where possible."""
     families: dict[str, list[Lane]] = {}
     for lane in lanes:
         families.setdefault(lane.host, []).append(lane)
@@ -161,7 +161,7 @@ def groups(lanes: Sequence[Lane], resident: int) -> list[list[Lane]]:
 
 
 def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing) -> list[str]:
-    """The server's command line. The caller's own arguments come last, so they win."""
+    """The server's command line. The user's own arguments come last and take precedence."""
     gpu = machine.machine().gpus > 0
     where = ["--host", "127.0.0.1", "--port", str(port)]
     if lane.host == "vllm":
@@ -196,7 +196,7 @@ def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing)
     else:
         made = [lane.python, "-m", "fk_bench.cli", "serve", model, *where, "--served-model-name", served_name]
         made += ["--max-model-len", str(sizing.max_model_len), "--dtype", sizing.dtype]
-        # 16 tokens a block, our default too; one block is kept for padding
+        # Blocks of 16 tokens, our default; one block is reserved for padding
         made += ["--num-blocks", str(sizing.kv_tokens // 16 + 1), "--max-num-seqs", str(sizing.max_num_seqs)]
         made += ["--tensor-parallel-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else []
     return [*made, *lane.args]
@@ -213,9 +213,9 @@ def _share(sizing: Sizing) -> str:
 
 
 def _vllm_on_gpu(sizing: Sizing) -> list[str]:
-    blocks = max(1, sizing.kv_tokens // 16)  # 16 tokens a block, vLLM's default
+    blocks = max(1, sizing.kv_tokens // 16)  # blocks of 16 tokens, vLLM's default
     made = ["--gpu-memory-utilization", _share(sizing), "--num-gpu-blocks-override", str(blocks)]
-    # else it takes what others load meanwhile for its own activations
+    # Otherwise vLLM counts memory that others allocate meanwhile as its own activations
     if sizing.together and sizing.kv_bytes:
         made += ["--kv-cache-memory-bytes", str(blocks * 16 * sizing.kv_bytes // sizing.tensor_parallel)]
     return made + (
@@ -224,13 +224,13 @@ def _vllm_on_gpu(sizing: Sizing) -> list[str]:
 
 
 def _sglang_on_gpu(sizing: Sizing) -> list[str]:
-    # --max-total-tokens says how much; the share is of what was free when it started, others' included
+    # --max-total-tokens sets the size; the share is of the memory that was free at the start, with other servers' in it
     made = ["--mem-fraction-static", "0.85" if sizing.together else _share(sizing)]
     return made + (["--tp-size", str(sizing.tensor_parallel)] if sizing.tensor_parallel > 1 else [])
 
 
 def kv_bytes(config: Mapping[str, Any]) -> int | None:
-    """Bytes of a token's keys and values in 16 bits, of a Hugging Face config.json; None where it does not say."""
+    """Bytes of one token's keys and values in 16 bits, from a Hugging Face config.json; None if it does not say."""
     try:
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -240,23 +240,21 @@ def kv_bytes(config: Mapping[str, Any]) -> int | None:
 
 
 def environment(lane: Lane, model: str, report: Path, together: bool = False) -> dict[str, str]:
-    """What is added to (or, as '', taken out of) this process's environment for the lane's server."""
+    """Variables to add to (or, if '', remove from) this process's environment for the lane's server."""
     made = {name: "" for name in os.environ if name.startswith("FASTKERNELS") and name != "FASTKERNELS_CACHE"}
     made.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"})
     if Path(model).is_dir():
         made.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
     if not machine.machine().gpus and lane.host != "vllm":
-        # vLLM leaves one core to its front end by itself. With a compute thread on every core, the front end and the
-        # client keep threads waiting for each other: SGLang at 610 ms a token on 2 busy cores, 2026-11-21.
+        # vLLM reserves one core for its front end. With a compute thread on every core, front end, client and compute
+        # threads wait for each other: SGLang took 610 ms a token on 2 busy cores, 2026-11-21.
         made["OMP_NUM_THREADS"] = str(max(1, machine.machine().cores - 1))
-    if lane.host == "sglang" and together:  # others load meanwhile, not evenly
+    if lane.host == "sglang" and together:  # other servers allocate meanwhile, unevenly
         made["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if lane.host == "vllm":
         made.update({"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"})
         if not machine.machine().gpus:
-            made["VLLM_CPU_KVCACHE_SPACE"] = (
-                "1"  # GiB; two lanes of it fit beside the others on a small machine
-            )
+            made["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; two such lanes fit on a small machine
     if lane.patched:
         made["FASTKERNELS"] = "1"
     if lane.own_kernels:
@@ -266,16 +264,16 @@ def environment(lane: Lane, model: str, report: Path, together: bool = False) ->
 
 
 def shell_line(env: Mapping[str, str], argv: Sequence[str]) -> str:
-    """The command as one would type it."""
+    """The command line for a shell."""
     unset = "".join(f"-u {k} " for k, v in env.items() if v == "")
     pairs = " ".join(f"{k}={shlex.quote(v)}" for k, v in env.items() if v != "")
     return f"env {unset}{pairs} {shlex.join(argv)}"
 
 
 def read_reports(folder: Path) -> dict[str, Any]:
-    """What the patched processes wrote: {'patched_modules', 'patched_calls', 'processes', 'ops', 'providers', 'notes'}.
+    """The reports of patched processes: {'patched_modules', 'patched_calls', 'processes', 'ops', 'providers', 'notes'}.
 
-    A counter is per op, not per host class, so each op counts once a process; ranks are added up.
+    A counter belongs to an op, not to a host class, so each op counts once per process; ranks are added up.
     """
     modules = calls = processes = 0
     ops: dict[str, int] = {}

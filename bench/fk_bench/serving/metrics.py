@@ -1,4 +1,4 @@
-"""What a request's trace says: TTFT, TPOT, ITL, E2EL, throughput and goodput, defined once for every command.
+"""Metrics of request traces: TTFT, TPOT, ITL, E2EL, throughput and goodput, defined once for all commands.
 
 TTFT    first chunk with a choice (its text may be empty) - send
 E2EL    last chunk with a choice - send, on the client's clock
@@ -21,7 +21,7 @@ SLO_NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass
 class Chunk:
-    """One streamed chunk with a choice. `tokens` is None when the server does not say how many it carried."""
+    """One streamed chunk with a choice. `tokens` is None if the server does not say how many it has."""
 
     time: float  # seconds, the client's monotonic clock
     tokens: int | None = None
@@ -29,7 +29,7 @@ class Chunk:
 
 @dataclass
 class Trace:
-    """One request, as the client saw it. Times are seconds of one monotonic clock."""
+    """One request as the client saw it. Times are seconds of one monotonic clock."""
 
     sent: float
     chunks: list[Chunk] = field(default_factory=list)
@@ -59,12 +59,12 @@ class Trace:
 
     @property
     def itl(self) -> list[float]:
-        """Gaps between chunks. A chunk known to carry no token (a closing one) is no chunk of output."""
+        """Gaps between chunks. A closing chunk without tokens does not count."""
         times = [c.time for i, c in enumerate(self.chunks) if i == 0 or c.tokens != 0]
         return [b - a for a, b in itertools.pairwise(times)]
 
     def to_dict(self, start: float) -> dict[str, object]:
-        """For the file of requests: times in seconds, the send after `start`, the chunks after the send."""
+        """For the file of requests: times in seconds, the send relative to `start`, the chunks to the send."""
         return {
             "sent_s": round(self.sent - start, 6),
             "chunks_s": [round(c.time - self.sent, 6) for c in self.chunks],
@@ -76,7 +76,7 @@ class Trace:
         }
 
     def meets(self, slo_ms: Mapping[str, float]) -> bool:
-        """Whether every SLO holds. A TPOT that does not exist violates nothing; a failed request meets none."""
+        """Whether every SLO holds. A missing TPOT violates nothing; a failed request meets none."""
         if not self.ok:
             return False
         values = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2el}
@@ -114,10 +114,10 @@ def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
 def summarize(
     traces: Sequence[Trace], gpus: int = 0, slo_ms: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """The metrics of one load: from the first send to the last chunk of any request.
+    """The metrics of one load, from the first send to the last chunk of any request.
 
-    Throughputs count the tokens of requests that succeeded. tokens/s per user is 1 / TPOT of a request (mean over
-    requests); per GPU it is the output throughput over `gpus`, left out on a machine without one.
+    Throughput counts tokens of successful requests. Tokens/s per user is 1 / TPOT of a request (mean over requests);
+    per GPU is the output throughput over `gpus`, left out without a GPU.
     """
     done = [t for t in traces if t.ok]
     metrics: dict[str, float] = {"requests": len(traces), "requests_failed": len(traces) - len(done)}

@@ -1,4 +1,4 @@
-"""The plots of a serve-compare report, made from summary cells only. Colours tell hosts apart, the dash our kernels."""
+"""The plots of a serve-compare report. Colours show hosts; dashed lines are lanes with our kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from fk_bench.serving.config import Level
 from fk_bench.serving.summary import Cell, LaneResult, highest
 
-# Okabe and Ito: colour-blind readers can tell these apart. One colour a host, solid as it ships, dashed with ours.
+# Okabe and Ito, distinguishable for colour-blind readers. One colour a host: solid as shipped, dashed with our kernels.
 COLORS = {"vllm": "#0072B2", "sglang": "#D55E00", "fastkernels": "#009E73"}
 LABELS = {
     "output_tokens_per_s": "output tokens/s", "tokens_per_s_per_user": "tokens/s per user", "ttft_ms": "TTFT, ms",
@@ -25,7 +25,7 @@ def _style(lane: str) -> dict[str, Any]:
 
 
 def layout(figure: Any, title: str, x: str, y: str) -> Any:
-    """What all figures of our reports have in common."""
+    """The layout that all figures of our reports share."""
     figure.update_layout(
         title=title, template="plotly_white", height=420, margin={"l": 70, "r": 20, "t": 50, "b": 55},
         legend={"orientation": "h", "y": -0.22}, font={"family": "system-ui, sans-serif", "size": 13},
@@ -36,18 +36,18 @@ def layout(figure: Any, title: str, x: str, y: str) -> Any:
 
 
 def _curve(result: LaneResult) -> list[Cell]:
-    """What is on one line: loads of other lengths are not."""
+    """The cells on one curve: only loads of the run's lengths."""
     return [cell for cell in result.cells if cell.level.own_lengths]
 
 
 def _errors(cells: Sequence[Cell], metric: str) -> dict[str, Any]:
     half = [cell.ci95[metric][1] - cell.mean[metric] if metric in cell.ci95 else 0.0 for cell in cells]
-    down = [min(h, cell.mean[metric]) for h, cell in zip(half, cells)]  # noqa: B905  (none of these is below zero)
+    down = [min(h, cell.mean[metric]) for h, cell in zip(half, cells)]  # noqa: B905  (no metric is negative)
     return {"type": "data", "array": half, "arrayminus": down, "visible": any(half), "thickness": 1}
 
 
 def pareto(results: Sequence[LaneResult]) -> Any:
-    """Throughput against interactivity, one point a load of the run's lengths: up and to the right is better."""
+    """Throughput against interactivity, one point per load of the run's lengths: up and right is better."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -67,7 +67,7 @@ def pareto(results: Sequence[LaneResult]) -> Any:
 
 
 def against_load(results: Sequence[LaneResult], metric: str, title: str) -> Any:
-    """A metric over the loads of the run's lengths, mean and 95% interval over rounds."""
+    """A metric over the loads of the run's lengths: mean and 95% interval over rounds."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -103,7 +103,7 @@ def percentiles(results: Sequence[LaneResult], level: Level, name: str, title: s
 
 
 def rounds(results: Sequence[LaneResult], level: Level, metric: str = "output_tokens_per_s") -> Any:
-    """A metric round by round: a drift of the machine moves all lanes together."""
+    """A metric round by round. A drift of the machine moves all lanes together."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -144,8 +144,8 @@ def all_figures(results: Sequence[LaneResult]) -> list[tuple[str, str]]:
 
 
 def fragments(figures: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """[(id, HTML fragment)] of the figures that show something; the first one carries the whole of plotly.js, so that
-    the page loads nothing."""
+    """[(id, HTML fragment)] of the non-empty figures. The first one contains plotly.js, so that the page loads
+    nothing."""
     made = []
     for i, (name, figure) in enumerate(f for f in figures if f[1].data):
         html = figure.to_html(

@@ -1,4 +1,4 @@
-"""One server process: start it, know when it is ready or dead, and end it with all its descendants."""
+"""One server process: start it, detect when it is ready or dead, and end it with all its descendants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOISE = ("GET /health", "GET /v1/models")
 
 
 class ServerError(RuntimeError):
-    """A server that did not start, or ended. `status` is a value of rows.Status."""
+    """A server did not start, or ended. `status` is a value of rows.Status."""
 
     def __init__(self, message: str, status: str = "died"):
         super().__init__(message)
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def check_port(port: int) -> None:
-    """Raises ServerError if something listens there (or it may not be bound)."""
+    """Raises ServerError if the port is in use or may not be bound."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -52,7 +52,7 @@ def _die_with_parent() -> None:
 
 
 class Server:
-    """A child process in a session of its own, its output in a log file."""
+    """A child process in its own session, with its output in a log file."""
 
     def __init__(
         self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, port: int
@@ -77,7 +77,7 @@ class Server:
         return self.process.poll() is None
 
     def tail(self, lines: int = 25) -> str:
-        """The end of the log, without the lines of our own polling."""
+        """The end of the log, without the lines of our own health checks."""
         try:
             text = self.log.read_bytes()[-60_000:].decode(errors="replace")
         except OSError:
@@ -99,7 +99,7 @@ class Server:
         )
 
     def wait_ready(self, timeout_s: float) -> float:
-        """Seconds from the start until /health and /v1/models answer. Raises ServerError when it ends or time is up."""
+        """Seconds from the start until /health and /v1/models answer. Raises ServerError if it ends or times out."""
         with httpx.Client(trust_env=False, timeout=5.0) as http:
             while True:
                 if not self.alive():
@@ -116,7 +116,7 @@ class Server:
                 time.sleep(0.25)
 
     def remember(self) -> None:
-        """Note the descendants, so that one that leaves the session is found at the end too."""
+        """Record the descendants, so that stop() also finds those that leave the session."""
         for process in self._descendants():
             with contextlib.suppress(psutil.Error):
                 self._known[process.pid] = process.create_time()
@@ -134,14 +134,14 @@ class Server:
         return list(found.values())
 
     def terminate(self) -> None:
-        """Ask the server to end; what it started is remembered for stop()."""
+        """Send SIGTERM to the server; its descendants are recorded for stop()."""
         self.remember()
         if self.alive():
             with contextlib.suppress(OSError):
                 self.process.terminate()
 
     def stop(self, grace_s: float = 15.0) -> None:
-        """SIGTERM to the server, then SIGKILL to it and to every descendant that is left. Never raises."""
+        """Send SIGTERM to the server, then SIGKILL to it and to every remaining descendant. Never raises."""
         self.terminate()
         if self.alive():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -166,7 +166,7 @@ def _answers(http: httpx.Client, url: str) -> bool:
 
 
 def served_model(url: str) -> str:
-    """The first model that a server offers. Raises ServerError when it does not answer."""
+    """The first model that a server offers. Raises ServerError if it does not answer."""
     try:
         with httpx.Client(trust_env=False, timeout=10.0) as http:
             reply = http.get(url + "/v1/models")

@@ -1,4 +1,4 @@
-"""RUN/report.html: one self-contained page made from RUN/rows.jsonl, the table first."""
+"""RUN/report.html: one self-contained page made from RUN/rows.jsonl, with the table first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fk_bench.serving import summary
 from fk_bench.serving.config import ConfigError, Level
 from fk_bench.serving.summary import LaneResult
 
-# (heading, metric, digits); what the table at the top shows. Every latency in full is further down the page.
+# (heading, metric, digits) of the table at the top. All latencies are further down the page.
 COLUMNS = (
     ("output tok/s", "output_tokens_per_s", 1),
     ("tok/s per GPU", "output_tokens_per_s_per_gpu", 1),
@@ -30,7 +30,7 @@ LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
 def render(run: Path) -> Path:
-    """Write RUN/report.html. Raises ConfigError when there is no row to show."""
+    """Write RUN/report.html. Raises ConfigError if there are no rows."""
     file = run / "rows.jsonl"
     if not file.is_file():
         raise ConfigError(f"no such run: {run} (it has no rows.jsonl)")
@@ -38,9 +38,9 @@ def render(run: Path) -> Path:
     if not found:
         raise ConfigError(f"{file} has no result row")
     if found[0].command == "kernels":
-        from fk_bench.kernels import report as kernels_report
+        from fk_bench.kernels import report
 
-        return kernels_report.render(run, found, warnings)
+        return report.render(run, found, warnings)
     path = run / "report.html"
     partial = path.with_suffix(".partial")
     partial.write_text(html(found, warnings))
@@ -49,7 +49,7 @@ def render(run: Path) -> Path:
 
 
 def html(found: list[Row], warnings: list[str]) -> str:
-    """The page. Everything in it is escaped; it loads nothing from anywhere."""
+    """The page. All text is escaped; the page loads nothing."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     from fk_bench.serving import plots
@@ -149,7 +149,7 @@ def _command(case: dict[str, Any]) -> str:
     from fk_bench.serving.lanes import shell_line
 
     if case.get("url"):
-        return f"a server that ran already, at {case['url']}"
+        return f"attached server at {case['url']}"
     return shell_line(case.get("env") or {}, case["server_command"]) if case.get("server_command") else ""
 
 
@@ -158,7 +158,7 @@ def _versions(results: list[LaneResult]) -> list[tuple[str, dict[str, str]]]:
 
 
 def _details(results: list[LaneResult]) -> list[dict[str, Any]]:
-    """Every latency in full: mean and percentiles, with the half-width of the interval over rounds."""
+    """All latencies: mean and percentiles, with half the interval over rounds."""
     found = []
     for result in results:
         for cell in result.cells:

@@ -1,4 +1,4 @@
-"""The rows of one run: made with what is the same for all of them, kept in memory and in RUN/rows.jsonl."""
+"""The rows of one run, in memory and in RUN/rows.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fk_bench.serving.lanes import Lane
 
 
 class Record:
-    """Reads what an earlier part of the run left (`warnings` about lines that are no rows), and appends to it."""
+    """Reads the rows of an earlier, unfinished run (`warnings` are about broken lines), and appends to them."""
 
     def __init__(self, out: Path, command: str, model: str):
         self.path, self.command, self.model = out / "rows.jsonl", command, model
@@ -47,12 +47,12 @@ class Record:
         rows.append(self.path, [row])
 
     def finished(self) -> set[tuple[str | None, Level, int | None]]:
-        """(lane, level, round) of every round that is done."""
+        """(lane, level, round) of every finished round."""
         last = summary.latest(self.rows)
         done = [r for r in last if r.kind == "round" and r.status is Status.OK]
         return {(r.subject.lane, summary.level_of(r), r.round) for r in done}
 
     def lane_ok(self, name: str) -> bool:
-        """Whether the lane's server did its work to the end the last time it ran."""
+        """Whether the lane's server ran to the end the last time."""
         mine = [r for r in summary.latest(self.rows) if r.kind == "lane" and r.subject.lane == name]
         return bool(mine) and mine[-1].status is Status.OK

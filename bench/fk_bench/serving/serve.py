@@ -19,25 +19,27 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="what clients call it (default: MODEL)")
+        str | None, typer.Option(help="name of the model for clients (default: MODEL)")
     ] = SERVER.served_model_name,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="FASTKERNELS_API_KEY", help="what clients must send", show_default=False),
+        typer.Option(envvar="FASTKERNELS_API_KEY", help="key that clients must send", show_default=False),
     ] = SERVER.api_key,
     max_body_size: Annotated[
         int, typer.Option(min=1, help="bytes of a request's body")
     ] = SERVER.max_body_size,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, help="seconds that running requests have after SIGTERM")
+        float, typer.Option(min=0, help="seconds that running requests get after SIGTERM")
     ] = SERVER.drain_timeout,
     stall_timeout: Annotated[
         float, typer.Option(min=0.1, help="seconds after which a client that does not read is dropped")
     ] = SERVER.stall_timeout,
     timeout_keep_alive: Annotated[
-        int, typer.Option(min=0, help="seconds that an idle connection is kept")
+        int, typer.Option(min=0, help="seconds before an idle connection is closed")
     ] = SERVER.timeout_keep_alive,
-    tokenizer: Annotated[str | None, typer.Option(help="default: the model's")] = DEFAULT.tokenizer,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="folder or hub id (default: the model's)")
+    ] = DEFAULT.tokenizer,
     skip_tokenizer_init: Annotated[
         bool, typer.Option("--skip-tokenizer-init", help="token ids in, token ids out")
     ] = DEFAULT.skip_tokenizer_init,
@@ -46,14 +48,14 @@ def serve(
     ] = DEFAULT.device,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16")] = DEFAULT.dtype,
     max_model_len: Annotated[
-        int | None, typer.Option(help="tokens of a sequence (default: the model's)")
+        int | None, typer.Option(help="tokens of a sequence (default: the model's limit)")
     ] = DEFAULT.max_model_len,
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = DEFAULT.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="tokens of one step, decodes and chunks of prompts together")
+        int, typer.Option(help="tokens of one step: decodes and prompt chunks together")
     ] = DEFAULT.max_num_batched_tokens,
     max_waiting: Annotated[
-        int, typer.Option(help="sequences that may wait (a request has n); more get 429")
+        int, typer.Option(help="sequences that may wait (a request has n); more are refused with 429")
     ] = DEFAULT.max_waiting,
     block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size,
     num_blocks: Annotated[
@@ -63,40 +65,38 @@ def serve(
         int | None, typer.Option(help="bytes of the KV cache (default: what fits)")
     ] = DEFAULT.kv_cache_memory,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(help="part of the GPU's memory that may be in use, other processes' included")
+        float, typer.Option(help="share of the GPU's memory that may be in use, other processes included")
     ] = DEFAULT.gpu_memory_utilization,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto (the model's), bfloat16 or fp8")
     ] = DEFAULT.kv_cache_dtype,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="share the KV blocks of prompts that begin alike")
+        bool, typer.Option(help="share the KV blocks of common prompt prefixes")
     ] = DEFAULT.enable_prefix_caching,
     async_scheduling: Annotated[
-        bool | None, typer.Option(help="schedule a step while the one before runs (default: on CUDA)")
+        bool | None, typer.Option(help="schedule a step while the previous one runs (default: on CUDA)")
     ] = DEFAULT.async_scheduling,
     attention_backend: Annotated[
         str | None,
         typer.Option(
-            help="fa3, triton, flashinfer or reference (default: the first that serves the model here)"
+            help="fa3, triton, flashinfer or reference (default: the first that supports the model here)"
         ),
     ] = DEFAULT.attention_backend,
     tensor_parallel_size: Annotated[
         int, typer.Option(help="GPUs (on the CPU: processes) that share each layer")
     ] = DEFAULT.tensor_parallel_size,
-    max_logprobs: Annotated[
-        int, typer.Option(help="the most logprobs that a request may ask for")
-    ] = DEFAULT.max_logprobs,
+    max_logprobs: Annotated[int, typer.Option(help="maximum logprobs of a request")] = DEFAULT.max_logprobs,
     seed: Annotated[
-        int, typer.Option(help="of dummy weights, and for requests that have none")
+        int, typer.Option(help="for dummy weights, and for requests without a seed")
     ] = DEFAULT.seed,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = DEFAULT.load_format,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="no CUDA graphs")
     ] = DEFAULT.enforce_eager,
 ) -> None:
-    """Serve MODEL over OpenAI's API, until SIGTERM (requests may finish) or Ctrl-C; docs/server.md has the routes."""
+    """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/serve.md."""
     from fastkernels.core.registry import UnknownName
-    from fastkernels.engine.http import process as serving
+    from fastkernels.engine.http import process
     from fastkernels.models.common.weights import CheckpointError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -116,8 +116,8 @@ def serve(
             attention_backend=attention_backend, tensor_parallel_size=tensor_parallel_size,
             max_logprobs=max_logprobs, seed=seed, load_format=load_format, enforce_eager=enforce_eager,
         )  # fmt: skip
-        with serving.bind(host, port) as sock:
-            status = serving.serve(config, sock, server_config)
+        with process.bind(host, port) as sock:
+            status = process.serve(config, sock, server_config)
     except (CheckpointError, UnknownName, ValueError, OSError) as error:
         typer.echo(f"fk-bench serve: {error}", err=True)
         raise typer.Exit(1) from error

@@ -1,4 +1,4 @@
-"""serve-compare: every lane a real server in its own process and environment, loaded in interleaved rounds.
+"""serve-compare: each lane is a real server in its own process and environment, measured in interleaved rounds.
 
 RUN/run.json       options            RUN/rows.jsonl      the results
 RUN/report.html    the report         RUN/servers/LANE/   log, command, environment, reports of patched processes
@@ -31,11 +31,11 @@ from fk_bench.serving.process import ServerError
 from fk_bench.serving.run_record import Record
 
 COMMAND = "serve-compare"
-WARM_UP = -1  # the number of the round whose prompts warm a load up
+WARM_UP = -1  # number of the round with the warm-up prompts of a load
 
 
 class Compare:
-    """One run. `lane_list` is checked already; `out` may hold an earlier, unfinished run of the same options."""
+    """One run. `lane_list` is validated; `out` may hold an earlier, unfinished run with the same options."""
 
     def __init__(self, config: CompareConfig, lane_list: Sequence[Lane], out: Path, console: Console):
         self.config, self.lanes, self.out, self.console = config, list(lane_list), out, console
@@ -44,29 +44,29 @@ class Compare:
             config.dataset, config.model, config.seed, config.input_len, config.output_len,
             config.dataset_path, config.ignore_eos,
         )  # fmt: skip
-        self.hands = self._deal()
+        self.samples = self._draw()
         self.fixed = self.data.agreement(config.agreement_prompts, config.agreement_len)
         self.record = Record(out, COMMAND, config.model)
         self.done = self.record.finished()
         self.fleet = Fleet(config, self.lanes, self._sizing(), out, self.record)
 
-    def _deal(self) -> dict[tuple[Level, int], list[Prompt]]:
-        """All prompts, dealt before anything runs, so that every lane, and a resumed run, gets the same."""
+    def _draw(self) -> dict[tuple[Level, int], list[Prompt]]:
+        """All prompts, drawn before anything runs: every lane, and a resumed run, gets the same ones."""
         levels, of = self.config.levels, self.config.lengths
-        hands = {
+        samples = {
             (lv, WARM_UP): self.data.draw(f"warm-up {lv.label}", WARM_UP, lv.warmup, of(lv)) for lv in levels
         }
         for r in range(self.config.rounds):
             for level in levels:
                 prompts = self.config.prompts_at(level)
-                hands[level, r] = self.data.draw(level.label, r, prompts, of(level))
-        return hands
+                samples[level, r] = self.data.draw(level.label, r, prompts, of(level))
+        return samples
 
     def _sizing(self) -> lanes.Sizing:
         config = self.config
-        hands = [(level.in_flight, hand) for (level, _), hand in self.hands.items()]
-        hands += [(1, self.fixed)] if self.fixed else []
-        needs = [(together, longest(hand)) for together, hand in hands]
+        samples = [(level.in_flight, sample) for (level, _), sample in self.samples.items()]
+        samples += [(1, self.fixed)] if self.fixed else []
+        needs = [(together, longest(sample)) for together, sample in samples]
         held = max(together * tokens for together, tokens in needs)
         floor = 65536 if machine.machine().gpus else 8192
         kv_tokens = config.kv_tokens or max(floor, -(-held * 5 // 4 // 1024) * 1024)
@@ -87,7 +87,7 @@ class Compare:
         return lanes.kv_bytes(json.loads(file.read_text())) if half and file.is_file() else None
 
     def _residents(self) -> int:
-        """Servers that are up at once: on a GPU a host and its '+fk', on a CPU as many as the memory holds."""
+        """Servers that run at once: a host and its '+fk' on a GPU; on a CPU as many as fit in memory."""
         if self.config.resident:
             return self.config.resident
         if machine.machine().gpus:
@@ -97,7 +97,7 @@ class Compare:
         return max(1, min(len(self.lanes), int(0.9 * psutil.virtual_memory().available / each)))
 
     def run(self) -> dict[str, Any]:
-        """Measure what is not measured yet; returns the one-line summary. Servers are ended whatever happens."""
+        """Measure what is missing; returns the one-line summary. Servers are always ended."""
         config = self.config
         todo = [lane for lane in self.lanes if self._pending(lane)]
         steps = sum(len(self._left(lane, level)) for lane in todo for level in config.levels)
@@ -110,7 +110,7 @@ class Compare:
             display.line(
                 f"serve-compare of {config.model}: {len(todo)} of {len(self.lanes)} lanes to measure, at "
                 f"{', '.join(level.label for level in config.levels)}, {config.rounds} rounds, {sizing.dtype}, "
-                f"{sizing.residents} servers up at a time; about {minutes(estimate)}; results in {self.out}"
+                f"{sizing.residents} servers at a time; about {minutes(estimate)}; results in {self.out}"
             )
             try:
                 for group in lanes.groups(todo, self.fleet.sizing.residents):
@@ -150,7 +150,7 @@ class Compare:
             self.fleet.stop(running)
 
     def _guarded(self, running: Running, display: Display, level: Level | None, r: int) -> None:
-        """One step of a lane. A server that ends is a failed row and a lane less, not the end of the run."""
+        """One step of a lane. If its server ends, that is a failed row, and the run continues without the lane."""
         name = running.lane.name
         what = (
             "agreement"
@@ -178,7 +178,7 @@ class Compare:
             display.advance()
 
     def _warm_up(self, running: Running, display: Display, level: Level) -> None:
-        traces = asyncio.run(self._load(running, self.hands[level, WARM_UP], level, self.config.seed))
+        traces = asyncio.run(self._load(running, self.samples[level, WARM_UP], level, self.config.seed))
         failed = [t.error for t in traces if not t.ok]
         if failed:
             display.line(
@@ -186,9 +186,9 @@ class Compare:
             )
 
     def _measure(self, running: Running, display: Display, level: Level, r: int) -> None:
-        prompts = self.hands[level, r]
+        prompts = self.samples[level, r]
         traces = asyncio.run(self._load(running, prompts, level, self.config.seed + r))
-        row = self.record.row(running.lane, *judge(traces, prompts), self._case(level, r))
+        row = self.record.row(running.lane, *load_status(traces, prompts), self._case(level, r))
         row.round = r
         gpus = self.config.tensor_parallel if machine.machine().gpus else 0
         found = metrics.summarize(traces, gpus, self.config.slo)
@@ -225,7 +225,7 @@ class Compare:
         asyncio.run(collect()).save(self._agreement_file(running.lane.name))
 
     def _agreement_rows(self) -> None:
-        """Compared at the end: a lane's base may have run in a later group."""
+        """Agreements are computed at the end, because a lane's base may run in a later group."""
         outputs = {
             name: agreement.Outputs.load(self._agreement_file(name)) for name in self.names if self.fixed
         }
@@ -245,7 +245,7 @@ class Compare:
                 self.record.add(row)
 
     def _finish(self) -> dict[str, Any]:
-        """Summary rows, the HTML report, and the one-line JSON."""
+        """Write summary rows and the HTML report; return the JSON line."""
         from fk_bench.serving import report
 
         known = {lane.name: lane for lane in self.lanes}
@@ -293,7 +293,7 @@ class Compare:
 
 
 async def _watched(running: Running, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`; ServerError at once when the server ends meanwhile."""
+    """The result of `work`; raises ServerError at once if the server ends meanwhile."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -305,8 +305,8 @@ async def _watched(running: Running, work: Coroutine[Any, Any, Any]) -> Any:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def judge(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> tuple[Status, str]:
-    """Whether a load may be used: no failed request, and the lengths that were asked for."""
+def load_status(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> tuple[Status, str]:
+    """Whether a load is valid: no failed request, and the requested lengths."""
     failed = [t.error for t in traces if not t.ok]
     if failed:
         return Status.FAILED, f"{len(failed)} of {len(traces)} requests failed: {failed[0]}"
@@ -314,7 +314,7 @@ def judge(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> tuple[S
         if prompt.ignore_eos and trace.output_tokens != prompt.output_len:
             return (
                 Status.INVALID,
-                f"a request got {trace.output_tokens} tokens, {prompt.output_len} were asked for",
+                f"a request got {trace.output_tokens} tokens instead of {prompt.output_len}",
             )
         if isinstance(prompt.tokens, list) and trace.prompt_tokens not in (None, len(prompt.tokens)):
             return (
@@ -325,22 +325,22 @@ def judge(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> tuple[S
 
 
 def longest(prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest prompt with its answer, and room for a server's own; 2048 of a prompt that is text."""
+    """Tokens of the longest prompt with its output, plus a margin for the server; 2048 for a text prompt."""
     lengths = [(len(p.tokens) if isinstance(p.tokens, list) else 2048) + p.output_len for p in prompts]
     return -(-(max(lengths) + 64) // 64) * 64
 
 
 def weight_bytes(model: str) -> int:
-    """Size of a local model's safetensors; 0 when it is not local."""
+    """Size of a local model's safetensors files; 0 if it is not local."""
     folder = Path(model)
     return sum(f.stat().st_size for f in folder.glob("*.safetensors")) if folder.is_dir() else 0
 
 
 def prepare(config: CompareConfig, out: Path, resume: bool) -> CompareConfig:
-    """Make the run's folder, or check it; writes run.json. Raises ConfigError."""
+    """Create or check the run's folder and write run.json. Raises ConfigError."""
     if not resume and (out / "rows.jsonl").exists():
         raise ConfigError(
-            f"--out: {out} holds a run already. Go on with it by --resume {out}, or choose another folder."
+            f"--out: {out} already holds a run. Continue it with --resume {out}, or choose another folder."
         )
     if Path(config.model).is_dir():
         config = replace(config, model=str(Path(config.model).absolute()))

@@ -1,4 +1,4 @@
-"""The default of serve-compare: a tiny Llama with random weights and a byte tokenizer, made once in the cache."""
+"""The default model of serve-compare: a tiny random Llama with a byte tokenizer, created once in the cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCAB = 512
 
 
 def small_model() -> Path:
-    """Its directory (0.5 M parameters, bf16). Needs transformers; nothing is downloaded."""
+    """Its directory (0.5 M parameters, bf16). Needs transformers; downloads nothing."""
     from fastkernels.core.env import Environment
 
     folder = Path(Environment.read().cache) / "models" / "small-random-llama"

@@ -1,4 +1,4 @@
-"""From rows to the numbers that tables, plots and the JSON line show: one place, so that all of them say the same."""
+"""From rows to the numbers of tables, plots and the JSON line, so that all of them agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.serving.config import Level
 
 FAILURES = (Status.FAILED, Status.DIED, Status.TIMEOUT, Status.INVALID, Status.WRONG)
-# Shown in tables, in this order; the first metric that is better when larger is marked.
+# Columns of tables, in this order.
 HEADLINE = (
     "output_tokens_per_s",
     "ttft_ms_p50",
@@ -29,7 +29,7 @@ HIGHER_IS_BETTER = (
 
 @dataclass
 class Cell:
-    """One (lane, level): the rounds that succeeded, the mean of every metric over them, and its 95% interval."""
+    """One (lane, level): its successful rounds, the mean of every metric over them, and its 95% interval."""
 
     lane: str
     level: Level
@@ -43,7 +43,7 @@ class Cell:
 
 @dataclass
 class LaneResult:
-    """What became of a lane: its last 'lane' and 'agreement' rows, and its cells."""
+    """The outcome of a lane: its last 'lane' and 'agreement' rows, and its cells."""
 
     lane: str
     row: Row | None = None
@@ -60,13 +60,13 @@ class LaneResult:
         return self.problems[0].reason if self.problems else ""
 
 
-# In the case of a row whose lengths are not the run's: the run's, [input_len, output_len]. Older rows, and all others,
-# have none, and are of the run's lengths.
+# Key in the case of a row with lengths of its own: the run's lengths, [input_len, output_len]. All other rows, and
+# older ones, have the run's lengths.
 RUN_LENGTHS = "run_lengths"
 
 
 def level_of(row: Row) -> Level:
-    """The level of a 'round' or 'summary' row, equal to the level of the run's options."""
+    """The level of a 'round' or 'summary' row, equal to the one in the run's options."""
     case = row.case
     other = (int(case["input_len"]), int(case["output_len"])) if RUN_LENGTHS in case else ()
     return Level(str(case["load"]), float(case["value"]), *other)
@@ -92,7 +92,7 @@ def latest(rows: Sequence[Row]) -> list[Row]:
 
 
 def cells(rows: Sequence[Row]) -> list[Cell]:
-    """Cells of all 'round' rows that are ok, in the order of their first row."""
+    """Cells of all successful 'round' rows, in the order of their first row."""
     made: dict[tuple[str, Level], Cell] = {}
     for row in latest(rows):
         if row.kind == "round" and row.status is Status.OK and row.round is not None:
@@ -108,7 +108,7 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
 
 
 def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
-    """One result a lane, in the order of `names`."""
+    """One result per lane, in the order of `names`."""
     last, made = latest(rows), cells(rows)
     results = []
     for name in names:
@@ -122,19 +122,19 @@ def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
             elif row.kind == "agreement":
                 result.agreement = row
         result.problems = [r for r in mine if r.status in FAILURES]
-        result.problems.sort(key=lambda r: r.kind != "lane")  # what became of the server says most
+        result.problems.sort(key=lambda r: r.kind != "lane")  # a failure of the server explains the others
         results.append(result)
     return results
 
 
 def highest(levels: Sequence[Level]) -> Level:
-    """The level that the one-line summary speaks of: the highest concurrency, else the highest rate; of the run's
-    lengths where there is one."""
+    """The level of the one-line summary: the highest concurrency, else the highest rate; with the run's lengths if
+    any level has them."""
     return max(levels, key=lambda level: (level.own_lengths, level.kind == "concurrency", level.value))
 
 
 def lane_line(result: LaneResult, level: Level) -> dict[str, object]:
-    """A lane in the one-line JSON; numbers at `level`, None where there is none."""
+    """A lane in the JSON line: numbers at `level`, None where missing."""
     cell = next((c for c in result.cells if c.level == level), None)
     mean = cell.mean if cell else {}
     row = result.row.metrics if result.row else {}

@@ -9,108 +9,108 @@ from typing import Annotated, Any
 
 import typer
 
-from fastkernels.core import tuning as tuned
+from fastkernels.core import tuning
 from fastkernels.core.registry import UnknownName
 from fastkernels.core.tuning import Entry, Table, TableError
 from fastkernels.models.common.registry import models
 from fk_bench.core import rows
+from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.kernels import report as kernels_report
-from fk_bench.tune import tuner as tuning
+from fk_bench.kernels import report
+from fk_bench.tune import tuner
 
 BATCHES = "1,2,4,8,16,32,64,128,256"
-ROUND_S = 0.1  # of the timed batches of a round, about
+ROUND_S = 0.1  # approximate seconds of the timed batches of a round
 CONTEXTS = "512,2048,8192,32768"
-# A set of parameters that this chip has no room for, and a time that the judge doubts: not chosen, and no failure.
+# Parameters that do not fit the chip, and times that the judge rejects: not chosen, but no failure either.
 NOT_CHOSEN = (Status.COMPILE_ERROR, Status.OOM, Status.INVALID)
-FAILED = tuple(s for s in kernels_report.FAILED if s not in NOT_CHOSEN)
+FAILED = tuple(s for s in report.FAILED if s not in NOT_CHOSEN)
 
 
 def tune_command(
     ops: Annotated[
-        list[str] | None, typer.Argument(help="ops by name (default: all that are dispatched by shape)")
+        list[str] | None, typer.Argument(help="op names (default: all that are dispatched by shape)")
     ] = None,
     model: Annotated[
         str,
         typer.Option(help=f"shapes of this model: {', '.join(models())}, or a folder with config.json"),
     ] = "",
-    tp: Annotated[str, typer.Option(help="numbers of ranks that the model is shared by")] = "1",
+    tp: Annotated[str, typer.Option(help="numbers of ranks that share the model")] = "1",
     dtype: Annotated[str, typer.Option(help="of the model")] = "bfloat16",
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="a shape as tables have it, N=4096,K=4096,dtype=bfloat16; repeat for more"),
+        typer.Option(help="a shape as in tables, N=4096,K=4096,dtype=bfloat16; repeatable"),
     ] = None,
     batch: Annotated[
         str, typer.Option(help="tokens, or sequences, of a call; default on a GPU " + BATCHES)
     ] = "",
-    context: Annotated[str, typer.Option(help="lengths, for ops that depend on them")] = CONTEXTS,
+    context: Annotated[str, typer.Option(help="context lengths, for ops that depend on them")] = CONTEXTS,
     provider: Annotated[list[str] | None, typer.Option(help="only these providers (default: all)")] = None,
     against: Annotated[
-        str, typer.Option(help="production, or host: what vLLM or SGLang itself calls")
+        str, typer.Option(help="production, or host: the kernels of vLLM or SGLang")
     ] = "production",
-    finalists: Annotated[int, typer.Option(help="how many of the ranked choices are judged in full")] = 2,
-    rounds: Annotated[int, typer.Option(help="interleaved rounds of those, three or more")] = 20,
-    timeout: Annotated[float, typer.Option(help="seconds for any one step (compiling)")] = 120.0,
+    finalists: Annotated[int, typer.Option(help="number of ranked choices that are judged in full")] = 2,
+    rounds: Annotated[int, typer.Option(help="interleaved rounds of the finalists, at least three")] = 20,
+    timeout: Annotated[float, typer.Option(help="seconds for each step, such as compiling")] = 120.0,
     missing: Annotated[
-        bool, typer.Option("--missing", help="only what the table of --out does not have")
+        bool, typer.Option("--missing", help="only entries that the table of --out lacks")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(help="begin nothing new after so long; 0: no limit. --missing goes on")
+        float, typer.Option(help="start nothing new after this time (0: no limit); continue with --missing")
     ] = 0.0,
-    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu (default: cuda if available)")] = "",
     out: Annotated[
-        Path | None, typer.Option(help="the table, a new one or one to add to (default: RUN/CHIP.json)")
+        Path | None, typer.Option(help="the table, new or existing (default: RUN/CHIP.json)")
     ] = None,
     run: Annotated[
         Path | None, typer.Option(help="directory of the run (default: fk-bench-runs/tune-TIME)")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
 ) -> int:
-    """Measure which provider, with which parameters, is fastest at each shape, and write the table that is read where
-    FASTKERNELS_TUNED names it. Only what is right and measured faster than production is written as ours.
+    """Measure which provider, with which parameters, is fastest at each shape, and write a table for FASTKERNELS_TUNED.
+    An entry names one of our providers only if it is correct and measured faster than production.
 
     The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
     """
-    from fk_bench.kernels.command import _device
     from fk_bench.kernels.judge import Options
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
-    start, where = time.perf_counter(), _device(device)
-    chip = tuned.chip_of(where)
+    start, where = time.perf_counter(), torch_device(device)
+    chip = tuning.chip_of(where)
     if against not in ("production", "host"):
         fail(f"--against {against!r} is not production or host")
     if rounds < 3 or finalists < 1 or not timeout > 0:
-        fail("--rounds is three or more, --finalists one or more, --timeout seconds")
+        fail("--rounds must be at least 3, --finalists at least 1, --timeout above 0 seconds")
     try:
         sizes = (
             _numbers("--batch", batch or (BATCHES if where == "cuda" else "1,4")),
             _numbers("--context", context),
         )
         asked = _asked(tuple(ops or ()), model, _numbers("--tp", tp), dtype, shape or [], where)
-        several = {name: tuning.choices(tuning.key_of(name)[1], where, provider or ()) for name in asked}
+        several = {name: tuner.choices(tuner.key_of(name)[1], where, provider or ()) for name in asked}
         folder = _run(run)
         path = _out(out, folder, chip)
-        old = tuned.read(path) if path.exists() else Table(chip, {}, ())
+        old = tuning.read(path) if path.exists() else Table(chip, {}, ())
         if old.chip != chip:
-            raise TableError(f"--out {path} is a table of {old.chip}, this is {chip}")
+            raise TableError(f"--out {path} is a table of {old.chip}, but this is {chip}")
     except (UnknownName, ValueError) as error:
         fail(str(error))
     options = Options(device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout)
     there = {e.point for e in old.entries} if missing else set()
     points = [
         (name, its, at, low)
-        for name, shapes in asked.items() for its in shapes for at, low in tuning.grid(tuning.key_of(name)[2], sizes)
+        for name, shapes in asked.items() for its in shapes for at, low in tuner.grid(tuner.key_of(name)[2], sizes)
         if Entry(name, its, at, None, "", "").point not in there
     ]  # fmt: skip
     state = _State(folder / "rows.jsonl", len(points), chip, old, path)
     state.all_there = missing and bool(there) and not points
     try:
-        with tuning.Tuner(options, finalists, state.run, state.on_row) as tuner:
+        with tuner.Tuner(options, finalists, state.run, state.on_row) as tuning_run:
             for name, its, at, low in points:
                 if seconds and time.perf_counter() - start > seconds:
                     break
-                state.on_entry(tuner.point(name, its, at, low, several[name]))
+                state.on_entry(tuning_run.point(name, its, at, low, several[name]))
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
     if not json:
@@ -120,7 +120,7 @@ def tune_command(
 
 
 class _State:
-    """What is known so far; the table is written after each point, so that a run that is ended loses one at most."""
+    """The state of a run. The table is written after each point, so that an interruption loses at most one."""
 
     def __init__(self, file: Path, points: int, chip: str, old: Table, path: Path):
         self.file, self.points, self.chip, self.table, self.path = file, points, chip, old, path
@@ -128,17 +128,17 @@ class _State:
         self.judged: list[Row] = []
         self.found: list[Entry] = []
         self.done = 0
-        self.all_there = False  # --missing, and nothing is
+        self.all_there = False  # with --missing: no entry is missing
 
     def on_row(self, row: Row) -> None:
         self.judged.append(row)
         rows.append(self.file, [row])
-        said = tuning.Choice(str(row.subject.provider), row.case["params"])
+        said = tuner.Choice(str(row.subject.provider), row.case["params"])
         head = f"[{self.done + 1}/{self.points}] {row.case['stage']:<7}"
-        print(f"{head} {said}: {kernels_report.line(row)}", file=sys.stderr, flush=True)
+        print(f"{head} {said}: {report.line(row)}", file=sys.stderr, flush=True)
 
     def on_entry(self, entry: Entry | None) -> None:
-        """Write the table with this entry in it."""
+        """Write the table with this entry added."""
         self.done += 1
         if entry is None:
             return
@@ -149,7 +149,7 @@ class _State:
             "machine": last.machine.model_dump(),
         }  # fmt: skip
         self.table = self.table.merged(Table(self.chip, {self.run: info}, (entry,)))
-        tuning.written(self.path, self.table.to_json())
+        tuner.written(self.path, self.table.to_json())
         rows.append(self.file, [self._row(entry, last)])
 
     def _row(self, entry: Entry, like: Row) -> Row:
@@ -175,19 +175,19 @@ class _State:
         return not self.failed and (bool(self.found) or self.all_there)
 
     def show(self, device: str) -> None:
-        note = f" ({kernels_report.CPU_MARK})" if device == "cpu" else ""
+        note = f" ({report.CPU_MARK})" if device == "cpu" else ""
         cells = [
             (
                 e.op, *(" ".join(f"{n}={v}" for n, v in d.items()) for d in (e.shape, e.sizes)),
-                tuning.Choice(e.provider, e.params) if e.provider else "the op's own list", e.baseline,
-                kernels_report.speedup(e.speedup, e.ci95) if e.faster else "",
+                tuner.Choice(e.provider, e.params) if e.provider else "the op's default order", e.baseline,
+                report.speedup(e.speedup, e.ci95) if e.faster else "",
             )
             for e in self.found
         ]  # fmt: skip
-        columns = ("op", "shape", "up to", "provider", "production", "speed-up (95%)")
+        columns = ("op", "shape", "up to", "provider", "production", "speedup (95%)")
         table(f"tuned for {self.chip}{note}", columns, cells)
         for row in self.judged:
-            if row.status in kernels_report.FAILED:
+            if row.status in report.FAILED:
                 which = f"{row.subject.op} {row.subject.provider} {row.case['name']}"
                 print(f"{which}: {row.status.value}: {row.reason[:200]}")
 
@@ -202,7 +202,7 @@ class _State:
         if not self.found and not self.all_there:
             reasons = dict.fromkeys(r.reason for r in self.judged if r.reason)
             found["error"] = "nothing was judged: " + (
-                "; ".join(reasons) or "no time, no shape or no provider is left"
+                "; ".join(reasons) or "no time, shape or provider is left"
             )
             print(f"error: {found['error']}", file=sys.stderr)
         return found
@@ -214,27 +214,27 @@ def _asked(
     """{op: shapes}. Raises UnknownName, ValueError."""
     import torch
 
-    if not tuning.is_dtype(dtype):
-        raise ValueError(f"--dtype {dtype!r} is no torch dtype")
+    if not tuner.is_dtype(dtype):
+        raise ValueError(f"--dtype {dtype!r} is not a torch dtype")
     found = {}
-    for name in dict.fromkeys(ops or tuning.tunable()):
-        spec, _, key = tuning.key_of(name)
+    for name in dict.fromkeys(ops or tuner.tunable()):
+        spec, _, key = tuner.key_of(name)
         shapes = [_shape(text, name, key) for text in given]
         for size in tp if model else ():
-            of_model = tuning.shapes_of_model(name, key, model, getattr(torch, dtype), size)
+            of_model = tuner.shapes_of_model(name, key, model, getattr(torch, dtype), size)
             shapes += [s for s in of_model if s not in shapes]
-        found[name] = shapes or tuning.shapes_of_cases(spec, key, device)
+        found[name] = shapes or tuner.shapes_of_cases(spec, key, device)
     return found
 
 
-def _shape(text: str, name: str, key: tuned.Key) -> dict[str, Any]:
+def _shape(text: str, name: str, key: tuning.Key) -> dict[str, Any]:
     parts = dict(part.partition("=")[::2] for part in text.split(","))
     if set(parts) != set(key.shape):
         raise ValueError(f"--shape {text!r}: the shape of {name} is {', '.join(f'{n}=' for n in key.shape)}")
     found: dict[str, Any] = {}
     for n in key.shape:
         is_dtype = n.endswith("dtype")
-        if not (tuning.is_dtype(parts[n]) if is_dtype else parts[n].isdigit()):
+        if not (tuner.is_dtype(parts[n]) if is_dtype else parts[n].isdigit()):
             raise ValueError(
                 f"--shape {text!r}: {n} is {parts[n]!r}, not a {'torch dtype' if is_dtype else 'number'}"
             )
@@ -245,14 +245,14 @@ def _shape(text: str, name: str, key: tuned.Key) -> dict[str, Any]:
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     parts = [p.strip() for p in text.split(",") if p.strip()]
     if not parts or not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise ValueError(f"{option} {text!r}: numbers from 1, separated by commas")
+        raise ValueError(f"{option} {text!r}: expected numbers from 1, separated by commas")
     return tuple(map(int, parts))
 
 
 def _run(asked: Path | None) -> Path:
     folder = asked or Path("fk-bench-runs") / time.strftime("tune-%Y%m%d-%H%M%S")
     if (folder / "rows.jsonl").exists():
-        raise ValueError(f"--run {folder}: there is a run already; name another directory")
+        raise ValueError(f"--run {folder}: it already holds a run")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -261,15 +261,15 @@ def _run(asked: Path | None) -> Path:
 
 
 def _out(asked: Path | None, folder: Path, chip: str) -> Path:
-    """Where the table goes. Raises ValueError for one that must not be shipped."""
-    path = asked or folder / f"{tuned.slug(chip)}.json"
-    shipped = path.resolve().is_relative_to(tuned.SHIPPED.resolve())
+    """The file of the table. Raises ValueError for one that must not be shipped."""
+    path = asked or folder / f"{tuning.slug(chip)}.json"
+    shipped = path.resolve().is_relative_to(tuning.SHIPPED.resolve())
     if shipped and chip == "cpu":
         raise ValueError(
-            f"--out {path}: a CPU's times are no claim about speed, and no table of them is shipped"
+            f"--out {path}: a CPU's times are no claim about speed, so its tables are not shipped"
         )
-    if shipped and path.name != f"{tuned.slug(chip)}.json":
-        raise ValueError(f"--out {path}: the shipped table of {chip} is {tuned.slug(chip)}.json")
+    if shipped and path.name != f"{tuning.slug(chip)}.json":
+        raise ValueError(f"--out {path}: the shipped table of {chip} is {tuning.slug(chip)}.json")
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder, not a file")
     return path

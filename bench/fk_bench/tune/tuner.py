@@ -1,4 +1,4 @@
-"""Which provider is fastest at which shape, by the judge of `fk-bench kernels`: the entries of tuned tables."""
+"""Finds the fastest provider at each shape with the judge of `fk-bench kernels`: the entries of tuned tables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.correctness.cases import Trial
 
-SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; what is written is judged in full
+SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; entries are judged in full
 STAGES = ("screen", "final", "control", "low end")
 NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A provider with one of its sets of parameters; {} is the kernel's own choice."""
+    """A provider with one of its sets of parameters; {} means the kernel's own default."""
 
     provider: str
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -43,7 +43,7 @@ def key_of(name: str) -> tuple[OpSpec, Op, Key]:
     spec = registry.get(name)
     if spec.op is None or spec.op.key is None:
         raise ValueError(
-            f"{name} is not dispatched by shape (it has no key); those that are: {', '.join(tunable())}"
+            f"{name} is not dispatched by shape (it has no key); ops with a key: {', '.join(tunable())}"
         )
     return spec, spec.op, spec.op.key
 
@@ -60,7 +60,7 @@ def tunable() -> list[str]:
 
 
 def shapes_of_cases(spec: OpSpec, key: Key, device: str) -> list[dict[str, Any]]:
-    """The shapes of the op's model cases; on a CPU those of the first two that it can do."""
+    """The shapes of the op's model cases; on a CPU those of the first two that it can run."""
     if device == "cpu":
         found = [c for c in spec.cases if _trial(spec, c).gpu_only(spec) is None and spec.flops(c) > 1000][:2]
     else:
@@ -73,7 +73,7 @@ def _shape_of_case(spec: OpSpec, key: Key, case: Case) -> dict[str, Any]:
 
 
 def _arguments(spec: OpSpec, case: Case) -> list[Any]:
-    """Of a case, without memory."""
+    """The arguments of a case, without memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -81,10 +81,10 @@ def _arguments(spec: OpSpec, case: Case) -> list[Any]:
 
 
 def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int = 1) -> list[dict[str, Any]]:
-    """The shapes that the op has in a model on each of `tp` ranks; [] if there is no telling from its modules.
+    """The shapes of the op in a model on each of `tp` ranks; [] if they do not follow from its modules.
 
-    model: a short name ('llama': its config's default sizes), or a folder with config.json. Raises UnknownName, and
-    ValueError for a model that so many ranks cannot share.
+    model: a short name ('llama': its default sizes), or a folder with config.json. Raises UnknownName, and ValueError
+    for a model that `tp` ranks cannot share.
     """
     from fastkernels.models.common.ops import one_layer
 
@@ -101,7 +101,7 @@ def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int
 
 
 def _named(key: Key, shape: Sequence[Any]) -> dict[str, Any]:
-    """As in a table: dtypes by name."""
+    """As in a table, with dtypes by name."""
     values = [dtype_name(v) if isinstance(v, torch.dtype) else v for v in shape]
     return dict(zip(key.shape, values, strict=True))
 
@@ -111,7 +111,7 @@ def _distinct(shapes: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def grid(key: Key, sizes: Sequence[Sequence[int]]) -> list[tuple[dict[str, int], dict[str, int] | None]]:
-    """[(sizes, the smallest sizes for which that entry will speak, None if there are no smaller ones)]."""
+    """[(sizes, the smallest sizes that the entry will apply to, None if there are no smaller ones)]."""
     found = []
     ordered = [sorted(set(several)) for several in sizes[: len(key.sizes)]]
     for values in itertools.product(*ordered):
@@ -126,10 +126,10 @@ def grid(key: Key, sizes: Sequence[Sequence[int]]) -> list[tuple[dict[str, int],
 
 
 def choices(op: Op, device: str, only: Sequence[str] = ()) -> list[Choice]:
-    """Every provider that runs on that device, with every one of its sets of parameters.
+    """Every provider that runs on that device, with each of its sets of parameters.
 
-    On a GPU not the plain reference, nor what the judge has as a baseline of that name. Raises UnknownName for a
-    provider in `only` that the op does not have.
+    On a GPU without the plain reference, and without baselines of the judge. Raises UnknownName for an unknown provider
+    in `only`.
     """
     names = [p.name for p in op.providers]
     if unknown := [n for n in only if n not in names]:
@@ -150,7 +150,7 @@ def choices(op: Op, device: str, only: Sequence[str] = ()) -> list[Choice]:
 
 
 def fitting(several: Sequence[Choice], spec: OpSpec, case: Case) -> list[Choice]:
-    """Those whose parameters are meant for calls like this case."""
+    """The choices whose parameters are meant for calls like this case."""
     args, fits = _arguments(spec, case), {p.name: p.fits for p in spec.op.providers}
 
     def meant(choice: Choice) -> bool:
@@ -176,9 +176,9 @@ def _trial(spec: OpSpec, case: Case) -> Trial:
 
 
 def beats(row: Row) -> bool:
-    """Whether a row says right, and faster: its whole interval above 1, by more than the baseline against itself.
+    """Whether a row is correct and faster: its whole interval is above 1, by more than the baseline against itself.
 
-    A provider that is the baseline itself, under another roof, is never faster than that.
+    A provider that is the baseline itself, under another name, is never faster.
     """
     if row.baseline == row.subject.provider:
         return False
@@ -188,16 +188,16 @@ def beats(row: Row) -> bool:
 
 
 def ranked(rows: Sequence[tuple[Choice, Row]]) -> list[Choice]:
-    """The choices that are right, the fastest first; a time that the judge doubts will do to rank it."""
+    """The correct choices, fastest first; rejected times are good enough for the ranking."""
     timed = (Status.OK, Status.INVALID)
     right = [(c, r) for c, r in rows if r.status in timed and r.metrics.get("time_us_p50", 0.0) > 0]
     return [c for c, _ in sorted(right, key=lambda found: found[1].metrics["time_us_p50"])]
 
 
 class Tuner:
-    """Judges points, a shape at sizes, one after the other; a context manager, because its judge owns processes.
+    """Judges points (a shape at sizes) one by one; a context manager, because its judge owns processes.
 
-    on_row  called with each judged row; row.case has the `stage`, one of STAGES, shape and sizes
+    on_row  called with each judged row; row.case has the `stage` (one of STAGES), shape and sizes
     """
 
     def __init__(self, options: Options, finalists: int, run: str, on_row: Callable[[Row], None]) -> None:
@@ -227,10 +227,10 @@ class Tuner:
     ) -> Entry | None:
         """The entry of one point; None if nothing could be judged there.
 
-        All choices are ranked in few rounds, the best judged in full. The fastest that beats production here, and at
-        the smallest sizes that the entry will speak for, is written; else production by its name if it is one of the
-        op's providers; else that there is nothing. Production has been in the choices' place, too: what it gains there
-        over itself is no gain of theirs.
+        All choices are ranked in a few rounds, and the best are judged in full. The entry names the fastest that beats
+        production, also at the smallest sizes that it will apply to; otherwise production, if it is one of the
+        op's providers, or none. Production is also judged in place of a choice; a choice must exceed the gain that
+        production seems to have over itself there.
         """
         spec, _, key = key_of(name)
         several = fitting(several, spec, trial_of(spec, key, shape, sizes, "tune").case)
@@ -260,7 +260,7 @@ class Tuner:
         spec, _, key = key_of(name)
         self.judge.options = self.screen if stage == "screen" else self.final
         self._about = {"stage": stage, "shape": dict(shape), "sizes": dict(sizes)}
-        # Compilers are asked about model shapes only: they take seconds for each.
+        # Compilers are used for model shapes only: they take seconds for each.
         trial = trial_of(spec, key, shape, sizes, "tune" if stage == "screen" else "model")
         return self.judge.provider(name, [trial], choice.provider, choice.params)[0]
 
@@ -277,7 +277,7 @@ class Tuner:
 
 
 def written(path: Path, text: str) -> None:
-    """Write a file so that no reader sees half of it. Raises OSError."""
+    """Write a file atomically. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)

@@ -1,4 +1,4 @@
-"""Captures that are read again: what is damaged is named, and a replayed call is the one that was recorded."""
+"""Reading captures: damage is reported, and a replayed call equals the recorded one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ids_of(folder: Path) -> list[list[int]]:
 # Reading
 
 
-def test_what_was_recorded_is_read(made: Path) -> None:
+def test_recorded_capture_is_read(made: Path) -> None:
     found = captures.load(made)
     assert (found.model, found.host, found.name, found.calls, found.problems) == ("m", "here", "made", 5, [])
     assert found.signatures == 3 and set(found.ops) == {"embedding", "silu_and_mul"}
@@ -64,7 +64,7 @@ def test_what_was_recorded_is_read(made: Path) -> None:
     assert weights == {"made/0.1": 2, "made/0.0": 1, "made/1": 1}
 
 
-def test_a_folder_of_captures(made: Path) -> None:
+def test_folder_of_captures(made: Path) -> None:
     assert captures.folders(made) == [made] and captures.folders(made.parent) == [made]
     with pytest.raises(captures.CaptureError, match="nowhere is not a folder"):
         captures.folders(made / "nowhere")
@@ -77,11 +77,11 @@ def test_a_folder_of_captures(made: Path) -> None:
     ("text", "why"),
     [
         ('{"schema": "fastkern', r"capture.json is not JSON: Unterminated string"),
-        ("[]", r"capture.json has schema None, this version reads 'fastkernels.capture/1'"),
+        ("[]", r"capture.json has schema None, but this version reads 'fastkernels.capture/1'"),
         ('{"schema": "fastkernels.capture/9", "ops": {}}', "has schema 'fastkernels.capture/9'"),
     ],
 )
-def test_a_capture_of_which_nothing_can_be_used(made: Path, text: str, why: str) -> None:
+def test_unusable_capture_is_an_error(made: Path, text: str, why: str) -> None:
     other = made.parent / "other"
     other.mkdir()
     (other / "capture.json").write_text(text)
@@ -94,7 +94,7 @@ def test_a_capture_of_which_nothing_can_be_used(made: Path, text: str, why: str)
         replay.captured_cases("embedding", other)
 
 
-def test_a_file_of_values_that_is_cut_off(made: Path) -> None:
+def test_truncated_values_file(made: Path) -> None:
     file = made / "values.safetensors"
     data = file.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -103,7 +103,7 @@ def test_a_file_of_values_that_is_cut_off(made: Path) -> None:
     (problem,) = replay.problems("embedding", made)
     assert (
         problem
-        == f"{file}: tensor {last} is cut off: the file ends 3 bytes too early; calls that need it are left out"
+        == f"{file}: tensor {last} is truncated: the file ends 3 bytes too early; calls that need it are left out"
     )
     assert len(ids_of(made)) == 2 and len(replay.captured_cases("silu_and_mul", made)) == 1
     # Of a signature that is left
@@ -124,7 +124,7 @@ def test_no_file_of_values(made: Path, data: bytes | None, why: str) -> None:
     assert len(replay.captured_cases("silu_and_mul", made)) == 1
 
 
-def test_a_tensor_that_is_missing_or_changed(made: Path) -> None:
+def test_missing_or_changed_tensor(made: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(made / "values.safetensors")
@@ -138,7 +138,7 @@ def test_a_tensor_that_is_missing_or_changed(made: Path) -> None:
     assert ids_of(made) == [[1, 2, 3]]
 
 
-def test_calls_that_are_damaged_are_named_and_the_rest_is_used(made: Path) -> None:
+def test_damaged_calls_are_reported_rest_is_used(made: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         calls = data["ops"]["embedding"]["calls"]
         calls[1]["count"] = "many"
@@ -154,14 +154,14 @@ def test_calls_that_are_damaged_are_named_and_the_rest_is_used(made: Path) -> No
     assert ids_of(made) == [[1, 2, 3], [7, 8, 7]]
 
 
-def test_block_ids_behind_the_cache_are_named(tmp_path: Path) -> None:
+def test_block_ids_beyond_cache_are_reported(tmp_path: Path) -> None:
     with capture.record() as recording:
         store(6, [3, 17])
     recording.save(tmp_path, {})
     edit(tmp_path, lambda d: d["ops"]["store_kvcache"]["calls"][0]["args"][2]["shape"].__setitem__(0, 4))
     assert replay.captured_cases("store_kvcache", tmp_path) == []
     (problem,) = replay.problems("store_kvcache", tmp_path)
-    assert "block 4 is used, and the cache has 4" in problem
+    assert "block 4 is used, but the cache has 4" in problem
 
 
 # Replaying
@@ -171,7 +171,7 @@ HUGE = 1 << 26  # values of a tensor: Mixtral's experts take minutes
 
 
 def shipped(name: str) -> tuple[list[replay.CapturedCase], list[replay.CapturedCase]]:
-    """An op's cases: those that take no time and one of the others, and the rest of the others."""
+    """An op's cases: all quick ones and one of the others, and the remaining ones."""
     spec = registry.get(name)
     small, large = [], []
     for case in replay.captured_cases(name):
@@ -184,7 +184,7 @@ def shipped(name: str) -> tuple[list[replay.CapturedCase], list[replay.CapturedC
 
 @pytest.mark.parametrize("name", OPS)
 def test_shipped_calls_pass_the_oracle(name: str) -> None:
-    """By the reference provider; and each call of one is of the captured layout."""
+    """With the reference provider; the layout is the captured one."""
     cases = replay.captured_cases(name)
     assert replay.problems(name) == [] and len({c.case.name for c in cases}) == len(cases)
     spec = registry.get(name)
@@ -195,7 +195,7 @@ def test_shipped_calls_pass_the_oracle(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPS if shipped(name)[1]])
-def test_shipped_calls_of_large_weights_pass_the_oracle(name: str) -> None:
+def test_shipped_calls_with_large_weights_pass(name: str) -> None:
     passes_the_oracle(name, shipped(name)[1])
 
 
@@ -221,7 +221,7 @@ def passes_the_oracle(name: str, cases: list[replay.CapturedCase]) -> None:
         )
 
 
-def test_what_an_op_got_since_the_capture_is_as_its_inputs_make_it() -> None:
+def test_arguments_newer_than_capture_are_made() -> None:
     captured = shipped("attention_prefill")[0][0]
     names = [a.name for a in registry.get("attention_prefill").op.overload._schema.arguments]
     assert "padded" in names and "padded" not in [a.name for a in captured.arguments]
@@ -229,8 +229,8 @@ def test_what_an_op_got_since_the_capture_is_as_its_inputs_make_it() -> None:
     assert "padding" not in captured.case.dims and args[names.index("padded")] is False
 
 
-def test_what_is_shipped() -> None:
-    """Small, of several ops, readable by everybody, and every call weighs what production made of it."""
+def test_shipped_captures_are_small() -> None:
+    """Small, of several ops, readable by everyone, with weights that match production."""
     found, wrong = captures.load_all()
     assert wrong == [] and len(OPS) >= 10 and "smollm2-135m-chat" in {c.name for c in found}
     files = list(captures.SHIPPED.glob("*/*"))
@@ -244,14 +244,14 @@ def test_what_is_shipped() -> None:
             assert weights == pytest.approx(op.count - op.dropped["calls"])
 
 
-def test_floats_are_new_in_every_call_and_integers_are_not() -> None:
+def test_floats_are_new_and_integers_replayed() -> None:
     captured = replay.captured_cases("rotary_emb")[0]
     first, again, other = (captured.make_args("cpu", generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(first[0], other[0]) and torch.equal(first[1], again[1])
     assert not torch.equal(first[1], other[1])
 
 
-def test_views_share_memory_again() -> None:
+def test_replayed_views_share_memory() -> None:
     captured = replay.captured_cases("rotary_emb")[0]
     _, query, key, *_ = captured.make_args("cpu", generator())
     assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
@@ -259,7 +259,7 @@ def test_views_share_memory_again() -> None:
     assert not query.is_contiguous() and query.std() > 0.5 and key.std() > 0.5
 
 
-def test_an_expanded_tensor(tmp_path: Path) -> None:
+def test_expanded_tensor(tmp_path: Path) -> None:
     ids = torch.tensor([[3], [1]]).expand(2, 5)
     with capture.record() as recording:
         registry.get("embedding").op(ids, torch.randn(50, 4), 0, -1, 0, 0, 0)
@@ -276,7 +276,7 @@ def store(blocks: int, slots: list[int], block_size: int = 4) -> list[torch.Tens
     return caches
 
 
-def test_calls_whose_values_were_not_kept_are_named(tmp_path: Path) -> None:
+def test_calls_without_values_are_reported(tmp_path: Path) -> None:
     with capture.record(tensor=16) as recording:
         look_up(1, 2)
         look_up(1, 2, 3)
@@ -290,7 +290,7 @@ def test_calls_whose_values_were_not_kept_are_named(tmp_path: Path) -> None:
     assert "embedding budget/0 has no values, the budget was used up; left out" in small
 
 
-def test_a_large_cache_becomes_one_of_the_blocks_that_are_used(tmp_path: Path, monkeypatch: Any) -> None:
+def test_large_cache_shrinks_to_used_blocks(tmp_path: Path, monkeypatch: Any) -> None:
     tables = torch.tensor([[90, 40, 7], [90, 12, 99]], dtype=torch.int32)  # 7 and 99 are not read
     with capture.record() as recording:
         store(100, [4 * 90 + 1, -1, 4 * 12, 4 * 90 + 3])
@@ -375,7 +375,7 @@ def test_mistakes(args: list[str], why: str, capsys: Any) -> None:
     assert status == 2 and why in error
 
 
-def test_a_host_that_ends_is_said_with_its_log(tmp_path: Path, capsys: Any) -> None:
+def test_dead_host_is_reported_with_its_log(tmp_path: Path, capsys: Any) -> None:
     status, _, error = command(
         capsys, "--out", tmp_path, "--name", "broken", "--engine-args", '{"block_size": 3}'
     )

@@ -1,4 +1,4 @@
-"""The row schema, and files that a killed run leaves."""
+"""The row schema, and files of a killed run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_half_written_lines_are_skipped_with_a_warning(tmp_path: Path) -> None:
     assert len(warnings) == 1
 
 
-def test_lines_of_something_else_are_named(tmp_path: Path) -> None:
+def test_foreign_lines_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"run_id": "x"}\n[1]\n' + row().to_json() + "\n")
     found, warnings = read(file)
@@ -77,7 +77,7 @@ def test_lines_of_something_else_are_named(tmp_path: Path) -> None:
     assert "command" in warnings[0] and len(warnings) == 2
 
 
-def test_the_schema_is_closed() -> None:
+def test_schema_forbids_extra_fields() -> None:
     with pytest.raises(ValidationError):
         Row(run_id="r", command="c", nonsense=1)
     with pytest.raises(ValidationError):

@@ -1,4 +1,4 @@
-"""Confidence intervals against values worked out elsewhere."""
+"""Confidence intervals against independently computed values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from fk_bench.core.stats import bootstrap_ratio, geometric_mean, mean_ci, t975
 
 
-def test_student() -> None:
+def test_student_quantiles() -> None:
     assert t975(2) == 4.303
     assert t975(30) == 2.042
     assert t975(60) == pytest.approx(2.000, abs=2e-3)
@@ -44,7 +44,7 @@ def test_bootstrap_ratio() -> None:
     assert bootstrap_ratio([3.0], [2.0, 1.0]) == (2.0, None)
 
 
-def test_bootstrap_ratio_is_the_same_twice() -> None:
+def test_bootstrap_ratio_is_deterministic() -> None:
     a, b = [1.0, 1.5, 0.7], [0.9, 1.1, 1.3]
     assert bootstrap_ratio(a, b) == bootstrap_ratio(a, b)
 

@@ -1,4 +1,4 @@
-"""`fk-bench e2e`: rows of real offline runs, and what a step costs without a model."""
+"""`fk-bench e2e`: rows of real offline runs, and the cost of a step without a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_offline_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_of_candidates_beside_the_same_host_without(tmp_path: Path) -> None:
+def test_host_runs_with_and_without_candidates(tmp_path: Path) -> None:
     from support.tiny import make_tiny_llama
 
     model, folder = make_tiny_llama(tmp_path / "tiny"), tmp_path / "candidates"
@@ -61,7 +61,7 @@ def test_a_folder_of_candidates_beside_the_same_host_without(tmp_path: Path) -> 
     ("host", "enabled", "provider"),
     [("vllm", "1", "fastkernels"), ("vllm", "0", None), ("fastkernels", "1", None)],
 )
-def test_the_start_of_a_host_that_the_environment_patches_says_so(
+def test_startup_row_names_patched_host(
     host: str, enabled: str, provider: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTKERNELS", enabled)
@@ -99,19 +99,19 @@ def test_starts_by_phases(tmp_path: Path) -> None:
     assert "weights_s" in done.stdout and "start 1" in done.stdout
 
 
-def test_a_public_name_is_sizes_enough_for_dummy_weights(tmp_path: Path) -> None:
+def test_public_name_gives_config_for_dummy_weights(tmp_path: Path) -> None:
     from fk_bench.e2e.command import sizes_of
     from fk_bench.e2e.model_configs import PUBLIC
 
+    from fastkernels.models.common import config
     from fastkernels.models.common.build import load_config
-    from fastkernels.models.common.config import read as read_plain
 
     found = load_config(Path(sizes_of("meta-llama/Llama-3.1-8B-Instruct", tmp_path)))
     assert found.architectures == ["LlamaForCausalLM"] and found.num_hidden_layers == 32
     assert (found.hidden_size, found.vocab_size, found.dtype) == (4096, 128256, torch.bfloat16)
     assert sizes_of(str(tmp_path), tmp_path) == str(tmp_path)
     for name in PUBLIC:
-        assert read_plain(Path(sizes_of(name, tmp_path))) is not None  # no start pays for transformers
+        assert config.read(Path(sizes_of(name, tmp_path))) is not None  # no start pays for transformers
 
 
 def test_scheduler_only(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_scheduler_only(tmp_path: Path) -> None:
     assert all(0 < r["us_per_step"] <= r["us_per_step_p95"] for r in results)
 
 
-def test_a_host_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_host_that_fails_to_start_reports_why(tmp_path: Path) -> None:
     done = fk_bench("e2e", "--hosts", "sglang", "--out", tmp_path / "run")  # not in this environment
     assert done.returncode == 1 and "No module named 'sglang'" in done.stderr and "Traceback" in done.stderr
     assert "ended with status 1" in done.stderr
@@ -135,7 +135,7 @@ def test_a_host_that_does_not_start_says_why(tmp_path: Path) -> None:
         (["--requests", "0"], "at least 1"),
         (["--python", "vllm"], "HOST=VALUE"),
         (["--candidate", "/no/such"], "there is no folder /no/such"),
-        (["--startup", "--scheduler-only"], "--startup goes with neither"),
+        (["--startup", "--scheduler-only"], "--startup excludes --candidate"),
     ],
 )
 def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:

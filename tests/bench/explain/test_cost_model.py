@@ -1,4 +1,4 @@
-"""fk_bench.explain.cost_model: the calls of a step are those that our engine makes, and their bytes are the model's."""
+"""The cost model: the calls of a step are those of our engine, and their bytes are the model's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastkernels.models.common import build
 
 H200 = roofline.peaks("NVIDIA H200")
 BATCH, PROMPT = 3, 21
-# What depends on the values of a request, or on the size of the engine's cache.
+# Dims that depend on the values of a request, or on the size of the engine's cache.
 VALUES = ("distinct", "experts_hit", "offset", "blocks", "max_blocks")
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -39,7 +39,7 @@ def described(op: str, case: Any) -> tuple[str, str, str]:
 
 
 class Observer:
-    """Counts the calls that providers get, but for those that an op makes inside."""
+    """Counts the calls of providers, except those made inside other ops."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str, str]] = Counter()
@@ -70,8 +70,8 @@ def counted(found: Step) -> Counter[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_step_has_the_calls_that_our_engine_makes(kind: str, tmp_path: Path) -> None:
-    """A prompt's step and one decode, of three sequences: every op, its sizes, and how often."""
+def test_step_matches_calls_of_engine(kind: str, tmp_path: Path) -> None:
+    """A prompt's step and one decode of three sequences: every op, its sizes, and its count."""
     folder = make_tiny(tmp_path / kind, kind, **CHANGES[kind])
     prompts = [{"prompt_token_ids": [10 + 50 * i + j for j in range(PROMPT)]} for i in range(BATCH)]
     greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -90,7 +90,7 @@ def test_a_step_has_the_calls_that_our_engine_makes(kind: str, tmp_path: Path) -
 
 
 def size_of(linear: Call) -> int:
-    """Elements of a linear's weight, by its case."""
+    """Elements of a linear's weight, from its case."""
     assert linear.case is not None
     d = linear.case.dims
     return d["in"] * d["out"] if linear.op == "linear" else d["hidden"] * d["vocab"]
@@ -109,14 +109,14 @@ def test_all_linears_read_the_models_matrices_once(model: str) -> None:
     tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     assert elements == sum(matrices.values()) + tied
     assert sum(c.count * c.weights for c in linears) == 2 * elements
-    # Each is read once: what is moved beside it are activations, here of one token.
+    # Each weight is read once; the remaining traffic is activations of one token.
     moved = sum(c.count * c.bytes for c in linears)
     assert 0 < moved - 2 * elements < 0.01 * moved
     assert found.weights == build.weight_bytes(skeleton)
 
 
-def test_llama_8b_reads_what_was_measured_to_be_read() -> None:
-    """15.01 GB of linears a step (the embedding is not read): the public number of Llama-3.1-8B in bf16."""
+def test_llama_8b_reads_15_gb_per_step() -> None:
+    """15.01 GB of linears per step (the embedding is not read): the published size of Llama-3.1-8B in bf16."""
     found = step(*load_config("meta-llama/Llama-3.1-8B-Instruct"))
     linears = [c for c in found.calls if c.group == "linears"]
     assert sum(c.count * c.weights for c in linears) == pytest.approx(15.01e9, rel=1e-3)
@@ -127,7 +127,7 @@ def test_llama_8b_reads_what_was_measured_to_be_read() -> None:
     assert labels["post_attention_layernorm"] == 32 and labels["embed_tokens"] == labels["sampler"] == 1
 
 
-def test_floors_are_the_rooflines() -> None:
+def test_floors_match_roofline() -> None:
     assert H200 is not None
     found = step(*load_config("qwen3-0.6b"), batch=4)
     for call in found.calls:
@@ -147,8 +147,8 @@ def test_floors_are_the_rooflines() -> None:
     assert group_sums(found.calls, lambda c: None if c.op == "rms_norm" else 1.0)["rest"] is None
 
 
-def test_a_step_grows_as_it_should() -> None:
-    """Linears hardly with the batch while memory binds them; cached keys and values with batch x context."""
+def test_step_grows_with_batch_and_context() -> None:
+    """Linears hardly grow with the batch while they are memory-bound; keys and values grow with batch x context."""
     name, config = load_config("llama-3.1-8b")
 
     def groups(**how: Any) -> dict[str, float]:
@@ -179,7 +179,7 @@ def test_ranks_share_a_step() -> None:
     assert sampler.case is not None and sampler.case.dims["vocab"] == config.vocab_size
 
 
-def test_experts_that_have_a_token_are_read() -> None:
+def test_only_hit_experts_are_read() -> None:
     name, config = load_config("mixtral-8x7b")
     read = {}
     for batch in (1, 32):
@@ -194,7 +194,7 @@ def test_experts_that_have_a_token_are_read() -> None:
     assert read == {1: 2, 32: 8}
 
 
-def test_nothing_of_a_trace_stays() -> None:
+def test_trace_leaves_no_state() -> None:
     before = {name: (op.calls, dict(op.fallbacks)) for name, op in dispatch.OPS.items()}
     step(*load_config("mixtral"), batch=2, context=5, tensor_parallel=2)
     assert {

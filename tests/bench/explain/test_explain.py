@@ -1,4 +1,4 @@
-"""fk-bench explain: its lines add up, its times come from right providers only, and it says what it did not measure."""
+"""fk-bench explain: its lines add up, its times come from correct providers only, and missing times are explained."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import torch
 from fk_bench.core import rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e.model_configs import load_config
-from fk_bench.explain import timing as explain_time
+from fk_bench.explain import timing
 from fk_bench.explain.command import Line, explain_command, patched, totals
 from fk_bench.explain.cost_model import Call, step
 from fk_bench.explain.timing import Contender, Measured, Timed, choose, time_all
 from support.commands import fk_bench, last_json
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
 from fastkernels.core.spec import Case
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +36,7 @@ def one_thread() -> Any:
 
 
 def run(capsys: pytest.CaptureFixture[str], folder: Path, **flags: Any) -> tuple[dict, list[Row], str]:
-    """(the line of JSON, the rows, what was printed)."""
+    """(the line of JSON, the rows, the printed output)."""
     explain_command(out=folder, **flags)
     text = capsys.readouterr().out
     found, warnings = rows.read(folder / "rows.jsonl")
@@ -74,11 +73,11 @@ def test_floors_of_a_named_chip_without_a_gpu(tmp_path: Path, capsys: pytest.Cap
         ]
         assert sum(by_group) == pytest.approx(total) and len(by_group) == 3
         assert each.metrics["floor_tokens_per_s"] == pytest.approx(1e3 * each.case["batch"] / total)
-    # 15.01 GB at 4.8 TB/s, and next to nothing else.
+    # 15.01 GB at 4.8 TB/s, and almost nothing else.
     assert 15.01 / 4.8 < steps[0].metrics["floor_ms"] < 1.02 * 15.01 / 4.8
 
 
-def test_the_command_and_its_line_of_json(tmp_path: Path) -> None:
+def test_command_ends_with_json(tmp_path: Path) -> None:
     result = fk_bench(
         "explain", "qwen3-0.6b", "--gpu", "H100", "--phase", "prefill", "--json", "--out", tmp_path
     )
@@ -90,14 +89,12 @@ def test_the_command_and_its_line_of_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_times_on_a_cpu_exercise_all_of_it(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_are_measured_on_cpu(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_tiny(tmp_path / kind, kind, num_hidden_layers=1)
     answer, found, text = run(
         capsys, tmp_path / "run", model=str(folder), batch="3", context="20", device="cpu"
     )
-    assert answer["timer"] == "cpu" and "says nothing about speed" in text and answer["floor_ms"] is None
+    assert answer["timer"] == "cpu" and "not a speed claim" in text and answer["floor_ms"] is None
     calls = [r for r in found if r.kind == "call"]
     assert all(r.status is Status.OK for r in found)
     timed = [r for r in calls if "best_us" in r.metrics]
@@ -109,7 +106,7 @@ def test_times_on_a_cpu_exercise_all_of_it(
         assert r.case["us"][r.case["best"]] == r.metrics["best_us"]
     linears = [r for r in timed if r.subject.op == "linear"]
     assert all(r.case["host"] == "onednn" == r.baseline and not r.case["patched"] for r in linears)
-    # vLLM is not in this environment: its norm has no time, and nothing stands in for it.
+    # vLLM is not in this environment: its norm has no time, and no other provider replaces it.
     norms = [r for r in calls if r.subject.op == "rms_norm"]
     assert all("host_us" not in r.metrics and "gain_us" not in r.metrics and r.case["patched"] for r in norms)
     assert all("vllm" in r.reason for r in norms) and "rms_norm: host: vllm" in text
@@ -118,25 +115,23 @@ def test_times_on_a_cpu_exercise_all_of_it(
     assert answer["measured_ms"] == pytest.approx(known, abs=1e-5)
 
 
-def test_a_cpu_does_not_time_what_is_for_a_gpu() -> None:
+def test_gpu_case_is_not_timed_on_cpu() -> None:
     case = Case("big", {"tokens": (1,), "in": 4096, "out": 4096})
-    found = explain_time.measure("linear", case, "cpu", "vllm")
+    found = timing.measure("linear", case, "cpu", "vllm")
     assert found.best is None and "GPU only" in found.reasons["host"] == found.reasons["ours"]
 
 
-def test_ours_is_what_the_chips_table_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_follows_the_chips_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linear, shape = registry.get("linear").op, {"N": 33, "K": 64, "dtype": "float32"}
     won: dict[str, Any] = {"speedup": 1.2, "ci95": (1.1, 1.3)}
-    entry = tuned.Entry("linear", shape, {"M": 8}, "reference", "onednn", "r1", **won)
+    entry = tuning.Entry("linear", shape, {"M": 8}, "reference", "onednn", "r1", **won)
     path = tmp_path / "cpu.json"
-    path.write_text(tuned.Table("cpu", {"r1": {}}, (entry,)).to_json())
+    path.write_text(tuning.Table("cpu", {"r1": {}}, (entry,)).to_json())
     for put in (path, None):
         monkeypatch.setenv("FASTKERNELS_TUNED", str(put)) if put else monkeypatch.delenv("FASTKERNELS_TUNED")
-        tuned._by_op.cache_clear()
+        tuning._by_op.cache_clear()
         linear.reset()
-        found = explain_time.measure(
-            "linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm"
-        )
+        found = timing.measure("linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm")
         assert found.ours is not None and (found.ours.name == "ours/tuned") is (put is not None), found
 
 
@@ -169,16 +164,16 @@ def test_only_right_providers_are_timed() -> None:
     assert (problems["refuses"], problems["absent"]) == ("not this one", "not installed")
 
 
-def test_arguments_that_are_written_are_checked() -> None:
+def test_written_arguments_are_checked() -> None:
     spec = registry.get("store_kvcache")
     case = Case("c", {"tokens": 3, "kv_heads": 2, "head_size": 8, "block_size": 4}, "float32")
     nothing = contender("nothing", lambda *_: None)
-    timed, _ = time_all(spec, case, "cpu", [nothing, *explain_time.contenders("store_kvcache", "cpu")])
+    timed, _ = time_all(spec, case, "cpu", [nothing, *timing.contenders("store_kvcache", "cpu")])
     assert timed[0].us is None and "a written argument" in timed[0].problem
-    assert next(t for t in timed if t.name == explain_time.REFERENCE).us is not None
+    assert next(t for t in timed if t.name == timing.REFERENCE).us is not None
 
 
-def test_which_provider_is_the_hosts() -> None:
+def test_provider_of_the_host() -> None:
     timed = [
         Timed("vllm", "host", 3.0), Timed("sgl_kernel", "host", 2.0), Timed("flashinfer", "library", 1.0),
         Timed("ours/triton", "ours", 1.5), Timed("ours/reference", "ours", 9.0),
@@ -201,7 +196,7 @@ def test_which_provider_is_the_hosts() -> None:
     }  # fmt: skip
 
 
-def test_what_patch_replaces_without_being_asked() -> None:
+def test_ops_patched_by_default() -> None:
     assert all(
         patched(op, host) for op in ("rms_norm", "silu_and_mul", "rotary_emb") for host in ("vllm", "sglang")
     )
@@ -220,12 +215,12 @@ def line(op: str, count: int, floor: float, replaced: bool, host: float | None, 
     return Line(Call(op, op, "bfloat16", 8, 0, count=count), floor, replaced, measured)
 
 
-def test_the_gain_is_of_what_is_replaced() -> None:
+def test_gain_counts_replaced_calls_only() -> None:
     found = step(*load_config("llama-3.1-8b"), batch=4)
     lines = [line("rms_norm", 10, 1.0, True, 5.0, 3.0), line("linear", 2, 7.0, False, 20.0, 8.0)]
     sums = totals(found, lines)
     assert sums["step_ms"] == sums["measured_ms"] == pytest.approx(0.090)
-    # A faster linear that is not put in saves nothing
+    # A faster linear that is not patched in saves nothing
     assert sums["predicted_gain_ms"] == pytest.approx(0.020)
     assert (sums["best_ms"], sums["floor_ms"]) == (pytest.approx(0.046), pytest.approx(0.024))
     assert sums["step_tokens_per_s"] == pytest.approx(4 / 90e-6)
@@ -252,12 +247,12 @@ def test_bad_input_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path:
     (tmp_path / "file").write_text("")
     refused(capsys, "--out", out=tmp_path / "file")
     if not torch.cuda.is_available():
-        refused(capsys, "torch finds no GPU", device="cuda")
+        refused(capsys, "torch sees no GPU", device="cuda")
 
 
 def documented() -> list[tuple[str, str]]:
-    """(command, the Markdown tables that follow it) of docs/performance.md."""
-    text = (ROOT / "docs" / "performance.md").read_text()
+    """(command, the Markdown tables that follow it) of docs/explain.md."""
+    text = (ROOT / "docs" / "explain.md").read_text()
     parts = re.split(r"^    (fk-bench explain .*--markdown.*)$", text, flags=re.MULTILINE)[1:]
     return [
         (command, "\n".join(x for x in rest.split("\n#")[0].splitlines() if x.startswith("|")))
@@ -265,9 +260,7 @@ def documented() -> list[tuple[str, str]]:
     ]
 
 
-def test_the_pages_tables_are_what_the_command_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_page_tables_match_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(documented()) >= 3
     for i, (command, tables) in enumerate(documented()):
         _, _, name, *words = shlex.split(command)

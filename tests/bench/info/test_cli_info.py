@@ -1,4 +1,4 @@
-"""`fk-bench list`, `doctor` and `export` as a user runs them."""
+"""`fk-bench list`, `doctor` and `export`, as a user runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fk_bench import cli
 from fk_bench.info import doctor
-from fk_integrations.core import signature_diff as compare
+from fk_integrations.core import signature_diff
 
 from fastkernels.core import registry
 
@@ -56,7 +56,7 @@ def test_list_signatures(capsys: pytest.CaptureFixture[str], only: bool) -> None
         ("models", "architecture", {"LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM"}),
     ],
 )
-def test_list_says_what_each_is(
+def test_list_describes_entries(
     capsys: pytest.CaptureFixture[str], what: str, key: str, some: set[str]
 ) -> None:
     status, out, _ = run(capsys, "list", what)
@@ -66,11 +66,11 @@ def test_list_says_what_each_is(
 
 def test_list_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     rows = last(run(capsys, "list", "hosts")[1])["hosts"]
-    assert {r["host"] for r in rows} == set(compare.hosts()) >= {"vllm", "sglang"}
+    assert {r["host"] for r in rows} == set(signature_diff.hosts()) >= {"vllm", "sglang"}
     assert all("rms_norm" in r["ops"] for r in rows if r["host"] in ("vllm", "sglang"))
 
 
-def test_list_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_unknown_kind_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "list", "op")
     assert status == 2 and out == "" and "unknown list 'op'. Did you mean 'ops'?" in err
     assert run(capsys, "list", "hosts", "--signatures")[0] == 2
@@ -88,7 +88,9 @@ def test_list_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
         (["parallel_linear", "--host", "transformers"], "parallel_linear has no class for transformers"),
     ],
 )
-def test_export_of_what_is_not_there(capsys: pytest.CaptureFixture[str], args: list[str], says: str) -> None:
+def test_export_of_unknown_names_is_an_error(
+    capsys: pytest.CaptureFixture[str], args: list[str], says: str
+) -> None:
     status, out, err = run(capsys, "export", *args)
     assert status == 2 and out == "" and says in err and "Traceback" not in err
 
@@ -107,7 +109,7 @@ def test_export_writes_nothing_but_the_file(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("# SPDX-License-Identifier") and "class RMSNorm(nn.Module):" in done.stdout
+    assert done.stdout.startswith("# SPDX-License-Identifier") and "class RMSNorm(" in done.stdout
     compile(done.stdout, "rms_norm.py", "exec")
 
 
@@ -115,11 +117,11 @@ def examine(monkeypatch: pytest.MonkeyPatch, **variables: str) -> doctor.Found:
     """Doctor on this environment alone, with the given environment variables."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(doctor, "BESIDE", {})
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     return doctor.examine([])
 
 
-def test_doctor_says_what_will_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_machine_and_providers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine(monkeypatch, FASTKERNELS_DISABLE="silu_and_mul")
     assert (
         not found.problems and found.rows["machine"]["cores"] >= 1 and found.rows["machine"]["memory_gib"] > 0
@@ -147,7 +149,7 @@ def _installed(folder: Path, source: str) -> doctor.Installed:
         ("class RMSNorm: ...\n", {"FASTKERNELS_OPS": "silu_and_mul"}, "off", "not in FASTKERNELS_OPS"),
     ],
 )
-def test_doctor_says_why_an_op_is_off(
+def test_doctor_reports_why_op_is_off(
     tmp_path: Path, source: str, env: dict[str, str], state: str, says: str
 ) -> None:
     rows = doctor.seam_rows(
@@ -165,7 +167,7 @@ def test_doctor_says_why_an_op_is_off(
         ({"FASTKERNELS_DISABLE": "rms_nom"}, "unknown op 'rms_nom'"),
         ({"FASTKERNELS_PROVIDER": "rms_norm"}, "FASTKERNELS_PROVIDER: expected OP:VALUE"),
         ({"FASTKERNELS_PROVIDER": "rms_norm:nvcc"}, "rms_norm has no provider 'nvcc'"),
-        ({"FASTKERNELS_CANDIDATES": "rms_norm=/no/such.py"}, "there is no file /no/such.py"),
+        ({"FASTKERNELS_CANDIDATES": "rms_norm=/no/such.py"}, "no file /no/such.py"),
     ],
 )
 def test_doctor_finds_a_wrong_variable(
@@ -175,10 +177,46 @@ def test_doctor_finds_a_wrong_variable(
 
 
 def test_doctor_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "BESIDE", {})
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0 and len(out.splitlines()) == 1 and last(out)["ok"] is True
     status, out, _ = run(capsys, "doctor", "--python", "vllm=/no/such/python")
     assert status == 1 and not last(out)["ok"] and "no such interpreter: /no/such/python" in out
     status, out, err = run(capsys, "doctor", "--python", "nonsense")
     assert status == 2 and "--python: expected LANE=VALUE" in err
+
+
+def test_doctor_explains_libraries_without_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {r["library"]: r for r in doctor.library_rows()}
+    assert set(rows) == {"flash-attn", "deep-gemm"}
+    assert all(
+        "--no-build-isolation" in r["build"] and "With vllm installed" in r["build"] for r in rows.values()
+    )
+    monkeypatch.setattr(doctor, "installed", lambda module: module == "vllm.vllm_flash_attn")
+    rows = {r["library"]: r for r in doctor.library_rows()}
+    assert rows["flash-attn"]["module"] == "vllm.vllm_flash_attn" and rows["flash-attn"]["there"]
+    assert rows["deep-gemm"]["module"] is None and not rows["deep-gemm"]["there"]
+
+
+def test_list_definition(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "list", "ops", "--definition", "rms_norm", "--json")
+    found = last(out)
+    assert status == 0 and len(out.splitlines()) == 1
+    assert {"name", "op_type", "axes", "inputs", "outputs", "reference"} <= set(found)
+    assert found["op_type"] == "rms_norm" and {"x", "weight"} <= set(found["inputs"])
+    compile(found["reference"], "rms_norm", "exec")
+    _, indented, _ = run(capsys, "list", "--definition", "rms_norm")
+    assert json.loads(indented) == found and len(indented.splitlines()) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ops", "--definition", "rms_nom"], "unknown op 'rms_nom'. Did you mean 'rms_norm'?"),
+        (["ops", "--definition", "llama_decoder_layer"], "has no declared arguments"),
+        (["models", "--definition", "rms_norm"], "--definition belongs to `list ops`"),
+    ],
+)
+def test_list_definition_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    status, out, err = run(capsys, "list", *arguments)
+    assert status == 2 and out == "" and says in err and len(err.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""`fk-bench stubs`: every op's file loads as a candidate, is exact, and computes what the op's reference does."""
+"""`fk-bench stubs`: every op's file loads as a candidate, is exact, and computes the op's reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from fk_bench import cli
 from fk_bench.info import stub_source, stubs
 from fk_bench.kernels.judge.scan import scan
-from fk_integrations.core import signature_diff as compare
+from fk_integrations.core import signature_diff
 from support.commands import fk_bench, last_json
 from support.kernels.op_cases import call, make_args, mutated
 from torch import nn
@@ -26,7 +26,7 @@ from fastkernels.models.common.registry import models
 
 NAMES = registry.op_names()
 FUNCTIONS = [n for n in NAMES if registry.get(n).op is not None]
-HOSTS = compare.hosts()
+HOSTS = signature_diff.hosts()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def load(folder: Path, name: str) -> candidate.Candidate:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_offers_the_function_and_the_hosts_classes(name: str, written: Path) -> None:
+def test_stub_offers_function_and_host_classes(name: str, written: Path) -> None:
     found, spec = load(written, name), registry.get(name)
     assert (found.function is not None) == (spec.op is not None)
     _, classes = stubs.host_classes(name)
@@ -52,13 +52,13 @@ def test_it_offers_the_function_and_the_hosts_classes(name: str, written: Path) 
         theirs = found.classes[ours.__name__]
         assert theirs is not ours and issubclass(theirs, ours)
         for method in ("__init__", "forward", *getattr(ours, "live_methods", ())):
-            assert compare.our_signature(theirs, method) == compare.our_signature(ours, method)
+            assert signature_diff.our_signature(theirs, method) == signature_diff.our_signature(ours, method)
         for method in stub_source._calls(ours):
             assert method in vars(theirs), f"{ours.__name__}.{method} is not in the file"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_function_is_the_schema_and_computes_the_reference(name: str, written: Path) -> None:
+def test_stub_function_matches_schema_and_reference(name: str, written: Path) -> None:
     spec, function = registry.get(name), load(written, name).function
     assert function is not None
     schema = spec.op.overload._schema
@@ -85,7 +85,7 @@ def test_the_function_is_the_schema_and_computes_the_reference(name: str, writte
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if mutated(registry.get(n).op)])
-def test_what_the_op_writes_is_written(name: str, written: Path) -> None:
+def test_stub_writes_mutated_arguments(name: str, written: Path) -> None:
     spec, function = registry.get(name), load(written, name).function
     assert function is not None
     case = next(c for c in spec.cases if all(make_args(spec, c)[i] is not None for i in mutated(spec.op)))
@@ -133,7 +133,7 @@ def counted(written: Path) -> Iterator[Any]:
         ("t5_layer_norm", "TransformersT5LayerNorm", (24,)),
     ],
 )
-def test_a_class_calls_the_files_own_function(
+def test_class_calls_function_of_its_file(
     name: str, cls: str, sizes: tuple, written: Path, counted: Any
 ) -> None:
     ours: nn.Module = registry.op_class(name, cls)(*sizes)
@@ -148,8 +148,8 @@ def test_a_class_calls_the_files_own_function(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_judge_lets_it_run(name: str, written: Path) -> None:
-    """The static scan finds nothing: an author starts from green."""
+def test_stub_passes_the_scan(name: str, written: Path) -> None:
+    """The static scan finds nothing, so an author starts from a passing candidate."""
     assert not scan.rejections(scan.scan(written / f"{name}.py", name))
 
 
@@ -168,15 +168,16 @@ def test_the_judge_lets_it_run(name: str, written: Path) -> None:
     ],
     ids=["as it is", "super", "by name"],
 )
-def test_a_subclass_that_leaves_the_call_to_ours_is_rejected(body: str, pattern: str, tmp_path: Path) -> None:
+def test_subclass_that_inherits_the_call_is_rejected(body: str, pattern: str, tmp_path: Path) -> None:
     file = tmp_path / "rms_norm.py"
-    head = "from fastkernels.overrides.norm import rms_norm as ours\nclass VllmRMSNorm(ours.VllmRMSNorm):\n"
+    module = next(t.module for t in registry.get("rms_norm").targets if t.cls == "VllmRMSNorm")
+    head = f"import {module} as ours\nclass VllmRMSNorm(ours.VllmRMSNorm):\n"
     file.write_text(head + body)
     assert re.search(pattern, scan.rejections(scan.scan(file, "rms_norm")))
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_every_hosts_classes_can_be_had(host: str, tmp_path: Path) -> None:
+def test_stubs_for_every_host(host: str, tmp_path: Path) -> None:
     some = 0
     for name in NAMES:
         chosen, classes = stubs.host_classes(name, host)
@@ -190,19 +191,19 @@ def test_every_hosts_classes_can_be_had(host: str, tmp_path: Path) -> None:
         assert set(found.classes) == {c.__name__ for c in classes}
         for ours in classes:
             for method in ("__init__", "forward"):
-                theirs = compare.our_signature(found.classes[ours.__name__], method)
-                assert theirs == compare.our_signature(ours, method)
+                theirs = signature_diff.our_signature(found.classes[ours.__name__], method)
+                assert theirs == signature_diff.our_signature(ours, method)
     assert some > 3
 
 
 @pytest.mark.parametrize("host", ["vllm", "sglang"])
-def test_what_runs_a_hosts_experts_is_no_class_of_a_stub(host: str) -> None:
+def test_stub_omits_runners_of_experts(host: str) -> None:
     assert stubs.host_classes("fused_experts", host) == (host, [])
     assert "\nclass " not in stubs.source("fused_experts", host)
 
 
-def test_the_text_is_in_our_style(written: Path) -> None:
-    """Formatted, nothing unused or unbound, no line that is too long, and parsed by Python 3.10."""
+def test_stub_text_passes_ruff(written: Path) -> None:
+    """Formatted, without unused or unbound names or long lines, and valid Python 3.10."""
     ruff = [sys.executable, "-m", "ruff"]
     if subprocess.run([*ruff, "--version"], capture_output=True).returncode:
         pytest.skip("ruff is not installed")
@@ -222,7 +223,7 @@ def test_the_text_is_in_our_style(written: Path) -> None:
         ("mixtral", "mixtral_decoder_layer", {"gated_mlp", "layer_norm"}),
     ],
 )
-def test_the_ops_of_a_model(model: str, layer: str, others: set[str]) -> None:
+def test_ops_of_a_model(model: str, layer: str, others: set[str]) -> None:
     found = ops_of_model(model)
     assert {
         layer,
@@ -247,9 +248,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, st
     return int(ended.value.code or 0), out.out, out.err
 
 
-def test_command_writes_and_never_over_what_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_never_overwrites_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "some" / "candidates"
     status, text, error = run(capsys, "--level", "1", "--model", "llama", "--out", out)
     assert status == 0, error
@@ -261,7 +260,7 @@ def test_command_writes_and_never_over_what_is_there(
     mine.write_text("mine\n")
     _, text, _ = run(capsys, "--op", "rms_norm", "--op", "gelu", "--out", out)
     assert json.loads(text.splitlines()[-1]) == {**line, "files": 1, "kept": 1}
-    assert mine.read_text() == "mine\n" and "1 file was there" in text and (out / "gelu.py").is_file()
+    assert mine.read_text() == "mine\n" and "1 existing file was kept" in text and (out / "gelu.py").is_file()
     _, text, _ = run(capsys, "--op", "rms_norm", "--out", out, "--force", "--json")
     assert json.loads(text)["files"] == 1 and "def rms_norm(" in mine.read_text()
 
@@ -278,10 +277,10 @@ def test_command_of_the_shell(tmp_path: Path) -> None:
         (["--level", "7"], "unknown level '7'. Known: 1, 2, 3"),
         (["--model", "lama"], "unknown model 'lama'. Did you mean 'llama'?"),
         (["--host", "vlm"], "unknown host 'vlm'. Did you mean 'vllm'?"),
-        (["--op", "gelu", "--model", "llama"], "no op is left"),
+        (["--op", "gelu", "--model", "llama"], "no op matches"),
     ],
 )
-def test_bad_names_are_said_in_a_line(
+def test_unknown_names_are_one_line_errors(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, error = run(capsys, *arguments, "--out", tmp_path / "out")
@@ -289,7 +288,7 @@ def test_bad_names_are_said_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     status, _, error = run(capsys, "--op", "relu2", "--out", tmp_path / "file" / "out")
     assert status == 2 and error.startswith(f"error: --out {tmp_path}/file/out: ")

@@ -1,4 +1,4 @@
-"""Baselines: each that can run here is the op, and writes over nothing that it does not say; the others say why not."""
+"""Baselines: each available one matches the op and overwrites only what it declares; the others give a reason."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ OPS = [name for name in registry.op_names() if registry.get(name).op is not None
 
 
 def _outputs(spec, args, result):
-    """What the op returned, then what it mutated."""
+    """The op's outputs, then its mutated arguments."""
     found = [] if result is None else list(result) if isinstance(result, (tuple, list)) else [result]
     schema = spec.op.overload._schema.arguments
     written = [i for i, a in enumerate(schema) if a.alias_info is not None and a.alias_info.is_write]
@@ -25,7 +25,7 @@ def _copies(args):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_baseline_that_is_here_is_the_op(name):
+def test_available_baselines_match_the_op(name):
     spec, ran = registry.get(name), 0
     reference = baselines(name, "reference", "cpu")[0].make()
     for baseline in baselines(name, "production", "cpu"):
@@ -61,7 +61,7 @@ def test_every_baseline_that_is_here_is_the_op(name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_op_has_a_baseline_on_a_gpu_that_is_more_than_the_reference(name):
+def test_every_op_has_a_gpu_baseline(name):
     found = baselines(name, "production", "cuda")
     assert any(b.kind != "reference" for b in found)
     assert all(b.device == "cuda" and "cuda" in b.devices for b in found)
@@ -69,7 +69,7 @@ def test_every_op_has_a_baseline_on_a_gpu_that_is_more_than_the_reference(name):
     assert all(bool(b.differs) == bool(b.unchecked) for b in found)
 
 
-def test_against_says_whose():
+def test_against_selects_baselines():
     kinds = {against: {b.kind for b in baselines("rms_norm", against, "cuda")} for against in AGAINST}
     assert kinds["host"] == {"host"} and kinds["reference"] == {"reference"}
     assert {"host", "library", "compiler"} <= kinds["production"]
@@ -80,7 +80,7 @@ def test_against_says_whose():
         baselines("rms_nrom", "host", "cpu")
 
 
-def test_what_is_missing_is_named():
+def test_missing_measurements_are_reported():
     missing = [b.available() for b in baselines("attention_decode", "host", "cuda")]
     assert missing and all("vllm" in reason for reason in missing if reason)
     reason = next(b for b in baselines("rms_norm", "production", "cuda") if b.name == "flashinfer").supports(
@@ -89,7 +89,7 @@ def test_what_is_missing_is_named():
     assert "float16 or bfloat16" in reason and "float32" in reason
 
 
-def test_no_library_is_imported_before_it_is_called():
+def test_libraries_are_imported_at_first_call():
     code = (
         "import sys, fk_bench.kernels.judge.baselines as b; b.baselines('rms_norm', 'production', 'cuda')\n"
         "print([m for m in ('vllm', 'sglang', 'sgl_kernel', 'flashinfer', 'fla', 'transformers') if m in sys.modules])"

@@ -1,4 +1,4 @@
-"""The judge judged: each known cheat is caught without the static scan, and an honest kernel like it passes with it."""
+"""The judge against known cheats: each is caught without the static scan, and its honest twin passes with it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Status, read
-from fk_bench.kernels.cheats import FOLDER, Cheat, catalogue, run_cheats, try_cheat
+from fk_bench.kernels.cheats import Cheat, catalogue, run_cheats, try_cheat
 from fk_bench.kernels.judge.rows.judging import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 from support.kernels.op_cases import call, make_args, mismatch, oracle
 
 from fastkernels.core import candidate, registry
 
+FOLDER = checkout_path("tests/cheats")
 CHEATS = catalogue()
 HERE = [c for c in CHEATS if c.device == "cpu"]
 OPTIONS = Options(device="cpu", rounds=4, seconds=0.5, timeout=60)
@@ -28,21 +30,21 @@ def ids(cheat: Cheat) -> str:
 
 @pytest.fixture(scope="session")
 def judge() -> Iterator[Judge]:
-    """One for all: what its processes are forked from is started once."""
+    """One for all tests, so that its fork server starts once."""
     with Judge({}, OPTIONS) as found:
         yield found
 
 
 @pytest.mark.parametrize("cheat", HERE, ids=ids)
-def test_the_cheat_is_caught_and_its_honest_twin_is_not(judge: Judge, cheat: Cheat) -> None:
+def test_cheat_is_caught_and_twin_passes(judge: Judge, cheat: Cheat) -> None:
     verdict = try_cheat(judge, cheat, OPTIONS)
     assert not verdict.twin_problem, verdict.twin_problem
-    assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.said})"
+    assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.outcome})"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cheat", [c for c in CHEATS if c.device == "cuda"], ids=ids)
-def test_on_a_gpu(cheat: Cheat) -> None:
+def test_cheat_is_caught_on_gpu(cheat: Cheat) -> None:
     options = dataclasses.replace(OPTIONS, device="cuda", rounds=10, seconds=2.0)
     with Judge({}, options) as found:
         verdict = try_cheat(found, cheat, options)
@@ -50,24 +52,24 @@ def test_on_a_gpu(cheat: Cheat) -> None:
 
 
 @pytest.mark.parametrize("cheat", CHEATS, ids=ids)
-def test_the_scan(cheat: Cheat) -> None:
+def test_scan_of_cheat_and_twin(cheat: Cheat) -> None:
     patterns = {f.pattern for f in scan(cheat.file(), cheat.op) if f.severity == REJECT}
     assert (cheat.scan in patterns) if cheat.scan else not patterns, patterns
     assert not [str(f) for f in scan(cheat.file(honest=True), cheat.op) if f.severity == REJECT]
 
 
-def test_the_scan_rejects_before_anything_runs(judge: Judge) -> None:
+def test_scan_rejects_before_anything_runs(judge: Judge) -> None:
     judge.candidates = {"silu_and_mul": next(c for c in HERE if c.name == "early_exit").file()}
     judge.options = OPTIONS
     judge.op("silu_and_mul")
     row = judge.rows[-1]
     assert row.status is Status.REJECTED
-    assert "early_exit.py: line 7: os._exit starts, ends or steers processes" in row.reason
+    assert "early_exit.py: line 7: os._exit starts, ends or controls processes" in row.reason
 
 
 @pytest.mark.parametrize("cheat", HERE, ids=ids)
-def test_the_honest_twin_is_right(cheat: Cheat) -> None:
-    """Against float64, on all cases of the op that a CPU does quickly and the twin takes: it is no second cheat."""
+def test_honest_twin_is_correct(cheat: Cheat) -> None:
+    """Against float64 on a small case, so that the twin is not a cheat itself."""
     spec = registry.get(cheat.op)
     found = candidate.load(cheat.op, str(cheat.file(honest=True)))
     function = found.function or (lambda x: next(iter(found.classes.values()))()(x))
@@ -82,7 +84,7 @@ def _small(op: str) -> str:
     return next(c.name for c in registry.get(op).cases if "odd" in c.tags and c.name != "one")
 
 
-def test_the_command_counts(tmp_path: Path) -> None:
+def test_command_counts_cheats(tmp_path: Path) -> None:
     folder = tmp_path / "cheats"
     (folder / "honest").mkdir(parents=True)
     few = ("returns_zeros", "no_op")
@@ -100,7 +102,7 @@ def test_the_command_counts(tmp_path: Path) -> None:
     assert not warnings and [(r.case["twin"], r.status) for r in rows] == [
         (False, Status.OK), (True, Status.OK), (False, Status.FAILED), (True, Status.OK),
     ]  # fmt: skip
-    assert rows[2].reason == "it was found right"
+    assert rows[2].reason == "it was accepted as correct"
 
 
 def test_every_file_is_in_the_catalogue() -> None:
@@ -108,8 +110,3 @@ def test_every_file_is_in_the_catalogue() -> None:
         folder = FOLDER / "honest" if honest else FOLDER
         assert {p.stem for p in folder.glob("*.py")} == {c.name for c in CHEATS}
     assert len(CHEATS) == len({c.name for c in CHEATS}) >= 26
-
-
-def test_without_a_checkout(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="the cheats are in a checkout of FastKernels"):
-        catalogue(tmp_path)

@@ -1,4 +1,4 @@
-"""The judge's parts alone: what comes over the channel, arguments as plain data, right and wrong, times."""
+"""Parts of the judge: channel, arguments as plain data, errors of outputs, times."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.errors import compare, expect
 from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.processes import runner
 from fk_bench.kernels.judge.processes.protocol import (
     MAX_MESSAGE,
     Channel,
@@ -21,6 +23,7 @@ from fk_bench.kernels.judge.processes.protocol import (
     ChannelGarbage,
     ChannelTimeout,
 )
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,23 +46,23 @@ def framed(body: bytes, size: int | None = None) -> bytes:
 @pytest.mark.parametrize(
     "raw", [framed(b"\xff\x00 no json"), framed(b"[1, 2]"), framed(b"", MAX_MESSAGE + 1)]
 )
-def test_garbage_is_told_from_a_message(ends: Any, raw: bytes) -> None:
+def test_garbage_is_not_a_message(ends: Any, raw: bytes) -> None:
     ends[1].sendall(raw)
     with pytest.raises(ChannelGarbage):
         ends[0].receive(1.0)
 
 
-def test_an_answer_needs_the_nonce_of_its_question(ends: Any) -> None:
+def test_answer_needs_nonce_of_its_command(ends: Any) -> None:
     channel, other = ends
     nonce = channel.command("run", 1.0, start=3)
-    asked = Channel(other).receive(1.0)
-    assert asked == {"do": "run", "nonce": nonce, "start": 3}
+    command = Channel(other).receive(1.0)
+    assert command == {"do": "run", "nonce": nonce, "start": 3}
     Channel(other).send({"nonce": "0" * 16, "seconds": 1e-9})
     with pytest.raises(ChannelGarbage):
         channel.answer(nonce, 1.0)
 
 
-def test_half_a_message_is_a_timeout_and_then_an_end(ends: Any) -> None:
+def test_half_a_message_times_out_then_closes(ends: Any) -> None:
     channel, other = ends
     other.sendall(framed(b'{"a"', 100))
     with pytest.raises(ChannelTimeout):
@@ -69,7 +72,7 @@ def test_half_a_message_is_a_timeout_and_then_an_end(ends: Any) -> None:
         channel.receive(1.0)
 
 
-def test_who_does_not_read_is_a_timeout(ends: Any) -> None:
+def test_reader_that_stalls_is_a_timeout(ends: Any) -> None:
     with pytest.raises(ChannelTimeout):
         ends[0].send({"text": "x" * (8 << 20)}, 0.05)
 
@@ -88,13 +91,13 @@ nested = st.recursive(
 
 
 @given(st.lists(nested))
-def test_what_is_no_tensor_comes_back_as_it_was(args: list[Any]) -> None:
+def test_values_other_than_tensors_round_trip(args: list[Any]) -> None:
     plan = layout.describe(args, 1 << 62).to_json()
     assert layout.bind(plan, torch.zeros(0, dtype=torch.uint8), 0, 1) == args
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 9), st.integers(0, 2))
-def test_views_of_one_storage_stay_views_of_one(a: int, b: int, c: int, slot: int) -> None:
+def test_views_keep_their_storage(a: int, b: int, c: int, slot: int) -> None:
     whole = torch.arange(2 * a * b * c, dtype=torch.float32)
     args = [whole[: a * b * c].view(a, b, c).transpose(0, 2), {"rest": whole[a * b * c :]}, torch.ones(3)]
     made = layout.describe(args, 1 << 62)
@@ -107,11 +110,11 @@ def test_views_of_one_storage_stay_views_of_one(a: int, b: int, c: int, slot: in
     assert torch.equal(view, args[0]) and torch.equal(rest, args[1]["rest"]) and torch.equal(apart, before)
 
 
-# Right and wrong
+# Correct and wrong outputs
 
 
 def judged(change: Any, op: str = "silu_and_mul", dtype: torch.dtype = torch.float32, **more: Any) -> str:
-    """What is said of the right output after `change`."""
+    """The problem that `compare` reports for the correct output after `change`."""
     spec = registry.get(op)
     x = torch.randn(33, 2 * 65, generator=torch.Generator().manual_seed(3)).to(dtype)
     want = expect(spec, spec.cases[0], [x], "op")
@@ -119,7 +122,7 @@ def judged(change: Any, op: str = "silu_and_mul", dtype: torch.dtype = torch.flo
     return compare(spec, spec.cases[0], [change(got)], want, **more).problem
 
 
-def test_the_right_output_is_right() -> None:
+def test_correct_output_passes() -> None:
     assert judged(lambda y: y) == "" and judged(lambda y: y, dtype=torch.bfloat16) == ""
 
 
@@ -131,8 +134,8 @@ def put(value: float) -> Any:
     return change
 
 
-def test_what_overflow_makes_of_the_reference_is_right_and_no_more() -> None:
-    """float16: an activation beyond its range is infinite, so is its scale, and the one over the other is NaN."""
+def test_overflow_follows_the_reference() -> None:
+    """float16: an activation beyond its range is infinite, so is its scale, and their quotient is NaN."""
     spec = registry.get("silu_mul_quant_fp8")
     case = next(c for c in spec.cases if c.name == "group_48")
     args = spec.inputs(case, "cpu", torch.Generator().manual_seed(2996))
@@ -156,7 +159,7 @@ def test_shapes_and_dtypes_are_compared() -> None:
     assert "float64" in judged(lambda y: y.double())
 
 
-def test_less_precision_within_the_tolerance_is_seen_in_the_mean() -> None:
+def test_lower_precision_shows_in_rms_error() -> None:
     said = judged(lambda y: y * (1 + 3e-6 * torch.randn_like(y).sign()))
     assert "relative rms error" in said
     assert judged(lambda y: y * (1 + 3e-6 * torch.randn_like(y).sign()), allowed=3e-6) == ""
@@ -176,13 +179,13 @@ def samples(
     return made
 
 
-def test_the_slope_has_no_part_of_what_a_batch_costs_to_start() -> None:
+def test_slope_excludes_start_of_batch() -> None:
     for start in (0.0, 1e-4, 1.0):
         assert samples(2e-6, 0.0, 0, start).time == pytest.approx(2e-6, rel=1e-6)
         assert samples(2e-6, 0.0, 0, start).intercept == pytest.approx(start, abs=1e-12)
 
 
-def test_the_interval_holds_the_truth() -> None:
+def test_interval_covers_the_truth() -> None:
     held = 0
     for seed in range(60):
         value, (low, high) = timing.speedup(samples(1e-5, 0.01, seed), samples(2e-5, 0.01, 1000 + seed))
@@ -191,7 +194,7 @@ def test_the_interval_holds_the_truth() -> None:
     assert held >= 50
 
 
-def test_what_cannot_be_is_invalid() -> None:
+def test_impossible_times_are_invalid() -> None:
     good = samples(1e-5, 0.001, 1)
     assert timing.invalid(good, samples(2e-5, 0.001, 2), 0.0) == ""
     assert "none of the work" in timing.invalid(samples(-1e-7, 0.0, 3), good, 0.0)
@@ -202,7 +205,7 @@ def test_what_cannot_be_is_invalid() -> None:
     assert "events" in timing.invalid(apart, good, 0.0)
 
 
-def test_what_a_batch_costs_beside_its_calls_is_charged() -> None:
+def test_overhead_of_batches_is_charged() -> None:
     base = samples(1e-5, 0.001, 2, start_s=3e-4)
     assert timing.charge(samples(1e-5, 0.001, 1, start_s=3e-4), base) == 0
     for slower_half, faster_whole in ((2e-4, 0.0), (0.0, 2e-4)):
@@ -213,13 +216,46 @@ def test_what_a_batch_costs_beside_its_calls_is_charged() -> None:
         charged = timing.charge(cheat, base)
         assert cheat.time + charged > 0.99e-5
         assert timing.speedup(cheat, base, charged)[1][0] < 1.01 < timing.speedup(cheat, base)[1][0]
-    late = samples(1e-5, 0.001, 4, start_s=2e-3)  # an honest one is charged, too: no more than it took
+    late = samples(1e-5, 0.001, 4, start_s=2e-3)  # an honest candidate is charged no more than its overhead
     assert late.time + timing.charge(late, base) == pytest.approx((1e-5 * 50 + 1.7e-3) / 50, rel=0.01)
 
 
-def test_no_time_is_told_of_what_scatters() -> None:
+def test_scattered_times_are_unsteady() -> None:
     good = samples(1e-5, 0.001, 1)
     assert timing.unsteady(good, good, good) == ""
     wild = Samples(50, [1e-3, 1e-3, 1e-3, 1e-3], [1.1e-3, 5e-3, 0.2e-3, 9e-3])
     assert "the candidate's" in timing.unsteady(wild, good, good)
     assert "the baseline's" in timing.unsteady(good, wild, good)
+
+
+class Answering:
+    """A child whose channel gives one answer to every command."""
+
+    def __init__(self, answer: dict[str, Any]):
+        self.channel, self.answer = socket.socketpair()[0], answer
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_lost_cuda_context_is_fatal(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner reports by a flag whether its context survived; the text of its error does not matter."""
+
+    def synchronize() -> None:
+        if lost:
+            raise RuntimeError("reworded")
+
+    monkeypatch.setattr(runner, "_synchronize", synchronize)
+    side = object.__new__(runner.Runner)
+    side.device = "cuda"
+    answer = {
+        "error": "crash",
+        "reason": "CUDA error: misaligned address",
+        "context_lost": side.context_lost(),
+    }
+    process = RunnerProcess(Answering(answer), "candidate", 1.0, False)
+    monkeypatch.setattr(process.channel, "command", lambda *args, **more: "nonce")
+    monkeypatch.setattr(process.channel, "answer", lambda nonce, timeout: answer)
+    with pytest.raises(RunnerError) as error:
+        process.ask("call")
+    assert error.value.fatal is lost and error.value.status is Status.CRASH
+    side.device = "cpu"
+    assert not side.context_lost()

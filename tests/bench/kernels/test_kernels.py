@@ -1,4 +1,4 @@
-"""`fk-bench kernels` as a user runs it, on the CPU: candidates that fail in every way, composition, wrong words."""
+"""`fk-bench kernels` on the CPU, as a user runs it: all kinds of failing candidates, composition, wrong arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import torch
 from fk_bench.capture.captures import SHIPPED
 from fk_bench.core.rows import Row, Status, read
 from fk_bench.kernels.judge import Options, judge_ops
-from fk_bench.kernels.judge.rows import judging as judge
-from fk_bench.kernels.judge.rows import pair
+from fk_bench.kernels.judge.rows import judging, pair
 from support.commands import fk_bench, last_json
 
-# One of each, every one on an op of its own, so that one run has them all: {op: (file, status, what the reason says)}
+# One of each kind on an op of its own, so that one run covers all: {op: (file, status, part of the reason)}
 ROUTE = "import os, time, torch\n"
 BAD: dict[str, tuple[str, Status, str]] = {
     "quick_gelu": ("import no_such_library_here\n", Status.COMPILE_ERROR, "no_such_library_here"),
@@ -93,7 +92,7 @@ def small(**changes: Any) -> Options:
 
 @pytest.fixture(scope="module")
 def failed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Row], int]:
-    """(last line, {op: row}, exit status) of a run over all of BAD, with an op behind them that has no candidate."""
+    """(last line, {op: row}, exit status) of a run over all of BAD, and an op without a candidate."""
     folder = tmp_path_factory.mktemp("bad")
     candidates = written(folder / "candidates", {op: text for op, (text, *_) in BAD.items()})
     result = kernels(
@@ -105,14 +104,14 @@ def failed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any]
 
 
 @pytest.mark.parametrize("op", BAD)
-def test_a_candidate_that_fails_is_a_row_with_its_status_and_why(failed_run: Any, op: str) -> None:
+def test_failing_candidate_gets_status_and_reason(failed_run: Any, op: str) -> None:
     row = failed_run[1][op]
     _, status, said = BAD[op]
     assert (row.status, said in row.reason) == (status, True), (row.status, row.reason)
     assert len(row.reason) < 3000 and row.subject.provider == "candidate" and row.case["name"] == "odd_63"
 
 
-def test_the_run_goes_on_behind_failures_and_ends_with_a_line(failed_run: Any) -> None:
+def test_run_continues_after_failures(failed_run: Any) -> None:
     line, rows, status = failed_run
     assert rows["moe_align"].status is Status.OK and status == 1
     assert not line["ok"] and line["failed"] == len(BAD) and line["cases"] == len(BAD) + 1
@@ -120,17 +119,17 @@ def test_the_run_goes_on_behind_failures_and_ends_with_a_line(failed_run: Any) -
     assert "the end of a gigabyte" in page and "no_such_library_here" in page
 
 
-def test_a_candidate_that_dies_has_a_row_for_every_case_and_is_not_started_for_ever(tmp_path: Path) -> None:
-    """And its children do not outlive it."""
+def test_dying_candidate_gets_rows_and_few_restarts(tmp_path: Path) -> None:
+    """And its children end with it."""
     files = written(tmp_path / "c", {"relu2": BAD["store_kvcache"][0].replace("store_kvcache", "relu2")})
     found = cases(judge_ops(["relu2"], {"relu2": files / "relu2.py"}, small(names=(), scan=False)))
     ran = [r for r in found if r.status is not Status.SKIPPED]
     assert len(ran) > pair.DEATHS and {r.status for r in ran} == {Status.CRASH}
-    assert "not started again" in ran[-1].reason and "not started again" not in ran[0].reason
+    assert "not restarted" in ran[-1].reason and "not restarted" not in ran[0].reason
 
 
 def test_memory_is_limited_and_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "CPU_MEMORY", 700 << 20)
+    monkeypatch.setattr(judging, "CPU_MEMORY", 700 << 20)
     hoard = (
         "import torch\nkept = []\ndef relu2(x):\n    while True:\n        kept.append(torch.ones(1 << 24))\n"
     )
@@ -147,7 +146,7 @@ def test_memory_is_limited_and_children_end(tmp_path: Path, monkeypatch: pytest.
 
 
 def children() -> set[str]:
-    """Processes forked by judges of this machine's user that are alive."""
+    """Living processes that were forked by judges of this user."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and b"fk_bench.kernels.judge.processes.forkserver" in _read(
@@ -175,7 +174,7 @@ RIGHT = {
 
 
 @pytest.mark.slow
-def test_candidates_are_live_in_every_op_that_contains_them(tmp_path: Path) -> None:
+def test_candidates_run_in_all_ops_that_contain_them(tmp_path: Path) -> None:
     files = {op: stub(op, tmp_path) for op in ("silu_and_mul", "rms_norm")}
     folder = written(tmp_path / "candidates", files)
     result = kernels("--candidate", folder, "--out", tmp_path / "run", *ONE[:2], "--case", "odd_63", "--case",
@@ -195,7 +194,7 @@ def test_candidates_are_live_in_every_op_that_contains_them(tmp_path: Path) -> N
 
 
 def stub(op: str, tmp_path: Path) -> str:
-    """A candidate as `fk-bench stubs` writes it."""
+    """A candidate as written by `fk-bench stubs`."""
     made = tmp_path / "stubs"
     if not made.exists():
         assert fk_bench("stubs", "--op", "silu_and_mul", "--op", "rms_norm", "--out", made).returncode == 0
@@ -203,7 +202,7 @@ def stub(op: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_wrong_candidate_makes_what_contains_it_wrong(tmp_path: Path) -> None:
+def test_wrong_candidate_makes_callers_wrong(tmp_path: Path) -> None:
     wrong = "import torch\ndef silu_and_mul(x):\n    a, b = x.chunk(2, -1)\n    return torch.sigmoid(a) * b\n"
     folder = written(tmp_path / "candidates", {"silu_and_mul": wrong})
     result = kernels("silu_and_mul", "gated_mlp", "fused_experts", "rms_norm", "--candidate", folder, "--out",
@@ -222,17 +221,17 @@ def test_a_wrong_candidate_makes_what_contains_it_wrong(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("levels", "ops", "least"), [((1,), 20, 150), ((2, 3), 8, 40)], ids=["1", "2,3"])
-def test_all_of_ours_are_right(levels: tuple[int, ...], ops: int, least: int, tmp_path: Path) -> None:
+def test_all_our_ops_are_correct(levels: tuple[int, ...], ops: int, least: int, tmp_path: Path) -> None:
     chosen = [word for level in levels for word in ("--level", level)]
     result = kernels(*chosen, "--json", "--device", "cpu", "--out", tmp_path / "run", timeout=1700)
     line = last_json(result)
     assert line["ok"] and line["failed"] == 0 and line["ops"] >= ops and line["cases"] >= least, result.stderr
 
 
-# What is not run, and what is damaged
+# Cases that are not run, and damaged captures
 
 
-def test_a_case_for_a_gpu_is_not_run_and_not_passed(tmp_path: Path) -> None:
+def test_gpu_case_is_skipped_on_cpu(tmp_path: Path) -> None:
     result = kernels("linear", "--cases", "random", "--case", "qkv_32", "--out", tmp_path / "run", "--json")
     rows = cases(read(tmp_path / "run" / "rows.jsonl")[0])
     if not rows:
@@ -240,11 +239,11 @@ def test_a_case_for_a_gpu_is_not_run_and_not_passed(tmp_path: Path) -> None:
     line = last_json(result)
     assert {r.status for r in rows} == {Status.SKIPPED} and "GPU only" in rows[0].reason
     assert (line["ok"], line["cases"], line["not_run"], result.returncode) == (False, 0, len(rows), 1)
-    assert "needs a GPU" in line["error"]
+    assert "need a GPU" in line["error"]
 
 
 @pytest.mark.slow
-def test_a_damaged_capture_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
+def test_damaged_capture_is_reported_rest_is_used(tmp_path: Path) -> None:
     shipped = next(p.parent for p in sorted(SHIPPED.glob("*/capture.json")) if "sampling" in p.read_text())
     folder = shutil.copytree(shipped, tmp_path / "captures" / shipped.name)
     file = folder / "values.safetensors"
@@ -272,11 +271,11 @@ def test_a_damaged_capture_is_named_and_the_rest_is_used(tmp_path: Path) -> None
         (("rms_nrom",), "rms_norm"),
         (("rms_norm", "--cases", "randm"), "random"),
         (("rms_norm", "--against", "vendor"), "production"),
-        (("rms_norm", "--level", 7), "levels 1, 2 and 3"),
+        (("rms_norm", "--level", 7), "levels of ops are 1, 2 and 3"),
         (("--level", 4), "fk-bench e2e --candidate"),
         (("--model", "gpt5"), "gpt5"),
         (("rms_norm", "--device", "tpu"), "tpu"),
-        (("rms_norm", "--rounds", 1), "three or more"),
+        (("rms_norm", "--rounds", 1), "at least three"),
         (("rms_norm", "--timeout", 0), "seconds"),
         (("rms_norm", "--case", "no_such_case"), "no_such_case"),
         (("rms_norm", "--candidate", "no_such_file.py"), "no_such_file.py"),
@@ -288,7 +287,7 @@ def test_a_damaged_capture_is_named_and_the_rest_is_used(tmp_path: Path) -> None
         (("rms_norm", "--out", "used"), "already"),
     ],
 )
-def test_a_wrong_word_is_told_in_one_line(
+def test_wrong_argument_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -303,6 +302,6 @@ def test_a_wrong_word_is_told_in_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_told_in_one_line() -> None:
+def test_missing_gpu_is_a_one_line_error() -> None:
     result = fk_bench("kernels", "rms_norm", "--device", "cuda")
     assert result.returncode == 2 and result.stderr.strip() == "error: --device cuda: torch sees no GPU here"

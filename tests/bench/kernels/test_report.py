@@ -1,4 +1,4 @@
-"""Kernel runs for people: tables, the page and the comparison of two runs, from rows with known numbers."""
+"""Tables, the page and the comparison of kernel runs, from rows with known numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fk_bench.core.rows import Machine, Row, Status, Subject, append
-from fk_bench.kernels import report as kernels_report
+from fk_bench.kernels import report
 from fk_bench.serving.config import ConfigError
 from fk_bench.serving.diff import compare
 from fk_bench.serving.report import render
@@ -50,7 +50,7 @@ def write(folder: Path, rows: list[Row]) -> Path:
 
 
 class Page(HTMLParser):
-    """The text of a page, and whatever it would load."""
+    """The text of a page, and the resources that it would load."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -68,7 +68,7 @@ class Page(HTMLParser):
         self.text += "" if self.skip else data
 
 
-def test_the_mean_is_weighted_and_counts_what_failed():
+def test_mean_is_weighted_and_failures_count():
     rows = [
         case("rms_norm", "a", 2.0, weight=3.0),
         case("rms_norm", "b", 1.0),
@@ -76,21 +76,21 @@ def test_the_mean_is_weighted_and_counts_what_failed():
         case("rms_norm", "d", None, status=Status.SKIPPED, reason="no GPU"),
         case("silu", "a", 0.5, weight=4.0),
     ]
-    ops, total = kernels_report.scores(rows)
+    ops, total = report.scores(rows)
     assert ops[0].speedup == pytest.approx(2 ** (3 / 4))
     assert (ops[0].timed, ops[0].cases, ops[0].failed, ops[0].not_run) == (2, 4, 1, 1)
     assert ops[0].ci95[0] < ops[0].speedup < ops[0].ci95[1]
     assert total.speedup == pytest.approx(math.exp((3 * math.log(2) + 4 * math.log(0.5)) / 8))
 
 
-def test_a_later_row_of_a_case_replaces_the_earlier():
+def test_later_row_of_a_case_replaces_earlier():
     rows = [case("rms_norm", "a", 2.0), case("rms_norm", "a", 3.0)]
-    assert [r.metrics["speedup"] for r in kernels_report.latest(rows)] == [3.0]
-    assert len(kernels_report.latest([*rows, case("rms_norm", "a", 1.0, case={"source": "captured"})])) == 2
+    assert [r.metrics["speedup"] for r in report.latest(rows)] == [3.0]
+    assert len(report.latest([*rows, case("rms_norm", "a", 1.0, case={"source": "captured"})])) == 2
 
 
-def test_the_table_shows_every_case_and_why_it_failed(capsys):
-    kernels_report.show(
+def test_table_shows_cases_and_failures(capsys):
+    report.show(
         [
             case("rms_norm", "decode", 1.25),
             case("silu", "x", None, status=Status.CRASH, reason="signal 11\nmore"),
@@ -102,25 +102,25 @@ def test_the_table_shows_every_case_and_why_it_failed(capsys):
     assert "more" not in out and "CPU timer" not in out
 
 
-def test_no_time_is_shown_that_noise_made():
+def test_unsteady_times_are_not_shown():
     row = case("rms_norm", "noisy", 1.0, reason="the baseline's times scatter too much here")
     for name in ("speedup", "gb_per_s", "tflops", "roofline_pct"):
         del row.metrics[name]
     row.metrics |= {"time_us_p20": -3.0, "time_us_p50": 2.0}
-    assert kernels_report.cells(row)[5:7] == ["", ""]
-    assert "scatter too much" in kernels_report.line(row) and " us," not in kernels_report.line(row)
-    assert kernels_report.score("rms_norm", [row]).speedup is None
+    assert report.cells(row)[5:7] == ["", ""]
+    assert "scatter too much" in report.line(row) and " us," not in report.line(row)
+    assert report.score("rms_norm", [row]).speedup is None
 
 
-def test_a_case_in_one_line():
-    said = kernels_report.line(case("rms_norm", "decode", 1.25))
+def test_line_of_a_case():
+    said = report.line(case("rms_norm", "decode", 1.25))
     assert "rms_norm" in said and "10 [9.5-11] us, 1.250 (1.230 to 1.270) over vllm, significant" in said
-    assert kernels_report.line(case("silu", "x", None, status=Status.OOM, reason="16 GiB\nmore")).endswith(
+    assert report.line(case("silu", "x", None, status=Status.OOM, reason="16 GiB\nmore")).endswith(
         "oom      16 GiB"
     )
 
 
-def test_the_page_has_everything_and_loads_nothing(tmp_path):
+def test_page_is_complete_and_self_contained(tmp_path):
     source = tmp_path / "rms_norm.py"
     source.write_text("def rms_norm(x):\n    return x < 1  # <script>alert(1)</script>\n")
     rows = [
@@ -142,19 +142,17 @@ def test_the_page_has_everything_and_loads_nothing(tmp_path):
     assert "alert(1)</script>" not in html
     assert all(f'id="plot-{name}"' in html for name in ("ops", "roofline", "cases"))
     assert "H200, bfloat16" in html  # the roofs
-    assert kernels_report.CPU_MARK not in html
+    assert report.CPU_MARK not in html
 
 
 def test_cpu_results_are_marked_everywhere(tmp_path, capsys):
     rows = [case("rms_norm", "a", 1.5, timer="cpu", machine=Machine(cpu="cpu", cores=2))]
-    kernels_report.show(rows)
-    assert kernels_report.CPU_MARK in capsys.readouterr().out
-    assert (
-        kernels_report.render(write(tmp_path / "run", rows)).read_text().count(kernels_report.CPU_MARK) >= 3
-    )
+    report.show(rows)
+    assert report.CPU_MARK in capsys.readouterr().out
+    assert report.render(write(tmp_path / "run", rows)).read_text().count(report.CPU_MARK) >= 3
 
 
-def test_a_run_in_which_nothing_was_timed_has_a_page(tmp_path):
+def test_untimed_run_has_a_report(tmp_path):
     rows = [case("rms_norm", "a", None, status=Status.COMPILE_ERROR, reason="", case={"name": "<x>"})]
     rows += [
         Row(
@@ -165,12 +163,10 @@ def test_a_run_in_which_nothing_was_timed_has_a_page(tmp_path):
             status=Status.REJECTED,
         )
     ]
-    page = Page(kernels_report.render(write(tmp_path / "run", rows)).read_text())
+    page = Page(report.render(write(tmp_path / "run", rows)).read_text())
     assert "compile_error" in page.text and "<x>" in page.text
     with pytest.raises(ConfigError, match="no judged case"):
-        kernels_report.render(
-            write(tmp_path / "empty", [Row(run_id="r", command="kernels", case={"kind": "run"})])
-        )
+        report.render(write(tmp_path / "empty", [Row(run_id="r", command="kernels", case={"kind": "run"})]))
 
 
 def test_two_runs_agree_within_their_intervals(tmp_path):
@@ -192,7 +188,7 @@ def test_two_runs_agree_within_their_intervals(tmp_path):
     assert not gated["ok"] and "rms_norm worse: 0.800 is below 0.9" in gated["problems"]
 
 
-def test_the_commands_know_a_kernels_run(tmp_path):
+def test_report_and_diff_accept_kernels_runs(tmp_path):
     a = write(tmp_path / "a", [case("rms_norm", "same", 1.20)])
     result = fk_bench("diff", a, a)
     assert result.returncode == 0 and "1.180 to 1.220" in result.stdout and last_json(result)["agree"] == 1

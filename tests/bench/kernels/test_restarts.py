@@ -1,4 +1,4 @@
-"""Several starts of the judge made into one result: the interval holds for the next start, too."""
+"""Several starts of the judge combined: the interval also covers the next start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def agreeing(a: list[Row], b: list[Row]) -> float:
     return float(np.mean([x[0] <= y[1] and y[0] <= x[1] for x, y in pairs]))
 
 
-def test_two_results_of_two_starts_agree_where_two_single_ones_do_not() -> None:
+def test_results_of_two_starts_agree_more_often() -> None:
     rng = np.random.default_rng(0)
     one, two = starts(rng, 2), starts(rng, 2)
     assert agreeing(one[0], two[0]) < 0.6
@@ -46,13 +46,13 @@ def test_two_results_of_two_starts_agree_where_two_single_ones_do_not() -> None:
     assert np.mean(widths) == pytest.approx(math.hypot(WITHIN, BETWEEN) / 2**0.5, rel=0.3)
 
 
-def test_starts_that_differ_no_more_than_their_rounds_add_nothing() -> None:
+def test_equal_starts_add_no_variance() -> None:
     assert variance_between([[(0.1, 1e-4), (0.11, 1e-4)]] * 9) == 0.0
     assert variance_between([[(0.1, 1e-4)], []]) == 0.0
     assert variance_between([[(0.0, 0.0), (0.1, 0.0)]]) == pytest.approx(0.005, rel=1e-3)
 
 
-def test_what_is_not_right_once_is_not_right() -> None:
+def test_case_must_pass_every_start() -> None:
     bad = row("a", 3.0, Status.WRONG)
     (found,) = merged([[row("a", 1.0)], [bad], [row("a", 1.0)]])
     assert (found.status, found.reason, found.round) == (Status.WRONG, "bad", None)
@@ -60,7 +60,7 @@ def test_what_is_not_right_once_is_not_right() -> None:
     assert found.reason == "bad"
 
 
-def test_times_are_means_and_a_start_without_a_time_has_no_part() -> None:
+def test_times_are_means_of_timed_starts() -> None:
     unsteady = row("a", 9.0)
     unsteady.ci95.clear()
     (found,) = merged([[row("a", 1.0, time_us_p50=2.0)], [unsteady], [row("a", 1.21, time_us_p50=4.0)]])
@@ -68,7 +68,7 @@ def test_times_are_means_and_a_start_without_a_time_has_no_part() -> None:
     assert found.metrics["starts"] == 2 and found.case["significant"] is False
 
 
-def test_the_judge_starts_again() -> None:
+def test_judge_repeats_starts() -> None:
     rows = judge_ops(
         ["relu2"], None, Options(device="cpu", cases=("random",), names=("odd_63",), rounds=3, starts=2)
     )

@@ -1,4 +1,4 @@
-"""The floor under a kernel's time: which GPU a name is, and what it can do at most."""
+"""The lower bound of a kernel's time: the GPU of a name, and its peak rates."""
 
 import pytest
 from fk_bench.kernels.judge.clock.roofline import Peaks, floor_us, peaks, percent, ridge, too_fast
@@ -20,21 +20,21 @@ from fk_bench.kernels.judge.clock.roofline import Peaks, floor_us, peaks, percen
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
     ],
 )
-def test_a_device_is_known_by_the_name_that_cuda_gives_it(name, known):
+def test_device_is_found_by_cuda_name(name, known):
     assert peaks(name).name == known
 
 
 @pytest.mark.parametrize(
     "name", [None, "", "NVIDIA H200 MIG 1g.18gb", "NVIDIA L40", "AMD Instinct MI300X", "H2000"]
 )
-def test_nothing_is_claimed_of_another(name):
+def test_distance_of_unrelated_shapes_is_none(name):
     assert peaks(name) is None
     assert floor_us(1 << 30, 1 << 40, "bfloat16", peaks(name)) is None
     assert percent(5.0, None) is None
     assert too_fast(1e-3, None) == ""
 
 
-def test_the_floor_is_the_longer_of_memory_and_arithmetic():
+def test_floor_is_maximum_of_memory_and_compute():
     h200 = peaks("NVIDIA H200")
     assert floor_us(4_800_000, 0, "bfloat16", h200) == pytest.approx(1.0)
     assert floor_us(0, 989_400_000, "bfloat16", h200) == pytest.approx(1.0)
@@ -45,11 +45,11 @@ def test_the_floor_is_the_longer_of_memory_and_arithmetic():
     assert ridge("bfloat16", h200) == pytest.approx(989.4 / 4.8)
 
 
-def test_fp8_on_a_gpu_without_it_runs_at_the_rate_of_half_precision():
+def test_fp8_without_units_has_half_precision_rate():
     assert peaks("NVIDIA A100-SXM4-80GB").flops_per_s("float8_e4m3fn") == 312e12
 
 
-def test_a_time_under_the_floor_is_no_time():
+def test_time_below_floor_is_invalid():
     assert too_fast(9.6, 10.0) == ""  # within the margin
     assert "faster than the machine" in too_fast(9.4, 10.0)
     assert "not a time" in too_fast(0.0, None)
@@ -68,5 +68,5 @@ def test_peaks_are_overridden_one_by_one():
         "something", 100.0, 0.0, {"fp32": 1.0}
     )
     assert peaks("something", {"bf16": 1.0}) is None
-    with pytest.raises(ValueError, match="no such peak: bandwidth"):
+    with pytest.raises(ValueError, match="unknown peak: bandwidth"):
         peaks("NVIDIA H200", {"bandwidth": 1.0})

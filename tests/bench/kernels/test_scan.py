@@ -1,34 +1,34 @@
-"""The static scan: what it rejects and why, and that it lets honest kernels through."""
+"""The static scan: what it rejects and why, and that honest kernels pass."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from fk_bench.kernels.judge.scan.ownership import Kind, locate
 from fk_bench.kernels.judge.scan.scan import REJECT, WARN, rejections, scan
 
-import fastkernels
+from fastkernels.core import registry
 
-OVERRIDES = sorted((Path(fastkernels.__file__).parent / "overrides").rglob("*.py"))
-# What our own files do that a candidate may not: they hold the baselines, and tables that depend on a configuration.
+# Baselines are not kernels of ours.
+OVERRIDES = sorted(p for p in registry.OPS_ROOT.rglob("*.py") if p.stem != "production")
+# Findings in our own files, which may load libraries and keep tables that depend on a configuration.
 OWN = {
-    "_flashinfer.py": {"baseline-library", "pointer-cache"},  # a provider, and plans of a batch of the host's
-    "attention_prefill.py": {"dynamic-code"},  # FlashAttention-3, from where it is installed
-    # FlashAttention-3 out of vLLM's wheel, under another package name, or else vLLM's own import
-    "_vllm_flash_attn.py": {"dynamic-code", "fallback", "inspection", "patching"},
-    "_rope_rounding.py": {"baseline-library"},  # how vLLM's CPU kernel rounds
-    "_skinny_linear_cuda.py": {
-        "files",
-        "native-library",
-    },  # CUDA C++, read from the package and launched by the driver
-    "_attention_decode_cuda.py": {"native-library"},  # as well
-    "_wgmma_linear_cuda.py": {"native-library"},
-    "_wgmma_linear_fp8_cuda.py": {"native-library"},
-    "_linear_fp8_calls.py": {"baseline-library", "dynamic-code"},  # providers, from where they are installed
-    "_linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},  # as well, by the name that its version has
-    "_fused_experts_calls.py": {"dynamic-code"},  # as well
-    "_launch.py": {"threads"},  # a lock: tickets are handed out to one stream at a time
-    "_rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
+    # providers that load a library, by the names that its versions use
+    "attention/fa3.py": {"dynamic-code", "fallback", "inspection", "patching"},
+    "attention/flashinfer.py": {"baseline-library", "pointer-cache"},  # keeps plans for a batch of the host
+    "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},
+    "linear/linear_fp8_libraries.py": {"baseline-library", "dynamic-code"},
+    "moe/expert_libraries.py": {"dynamic-code"},
+    "kit/libraries.py": {"baseline-library"},
+    # CUDA C++, read from the package and launched by the driver
+    "linear/skinny_linear_cuda.py": {"files", "native-library"},
+    "attention/attention_decode_cuda.py": {"native-library"},
+    "linear/wgmma_linear_cuda.py": {"native-library"},
+    "linear/wgmma_linear_fp8_cuda.py": {"native-library"},
+    "kit/launch.py": {"threads"},  # a lock: one stream at a time gets tickets
+    "rope/rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
+    "rope/rotary_emb.py": {"baseline-library"},  # to round as vLLM's CPU kernel does
 }
 HEAD = """import torch, time, os, sys, functools, statistics
 import numpy as np
@@ -97,7 +97,16 @@ REJECTED = [
     ("from fastkernels.overrides.norm import rms_norm as mine\nmine._triton", "own-op"),
     ("import fastkernels\nfastkernels.overrides.norm.rms_norm.rms_norm", "own-op"),
     ("from fastkernels.core import registry\nregistry.get('rms_norm')", "own-op"),
+    ("from fastkernels.overrides.norm.rms_norm import *", "own-op"),
+    ("from fastkernels.overrides import norm\nvars(norm)", "own-op"),
+    ("from fastkernels.overrides import norm\nNAME = 'rms_norm'\ngetattr(norm, NAME)", "own-op"),
     ("from fastkernels.core.dispatch import OPS", "own-op"),
+    ("from fastkernels.overrides.norm.production import BASELINES", "baseline-library"),
+    ("from fastkernels.overrides import norm\nnorm.production.BASELINES", "baseline-library"),
+    ("import fastkernels.overrides.attention.production as theirs", "baseline-library"),
+    ("from fastkernels.core import registry\nregistry.baselines('gelu')", "baseline-library"),
+    ("from fastkernels.core.registry import baselines", "baseline-library"),
+    ("from fastkernels.overrides.kit.libraries import vllm_ops", "baseline-library"),
     ("from fk_bench.kernels import judge", "judge"),
     ("def f(x):\n    try:\n        return g(x)\n    except Exception:\n        return torch.relu(x)", "fallback"),
     ("def f(x):\n    try:\n        return g(x)\n    except:\n        pass", "fallback"),
@@ -164,27 +173,58 @@ def test_warned(tmp_path: Path, text: str, pattern: str) -> None:
 @pytest.mark.parametrize("path", OVERRIDES, ids=lambda p: p.stem)
 def test_our_own_kernels_pass(path: Path) -> None:
     patterns = {f.pattern for f in scan(path, path.stem) if f.severity == REJECT}
-    assert patterns == OWN.get(path.name, set())
+    assert patterns == OWN.get(path.relative_to(registry.OPS_ROOT).as_posix(), set())
 
 
-def test_what_it_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("op", "text", "patterns"),
+    [
+        ("linear", "from fastkernels.overrides.linear.linear import linear", {"own-op"}),
+        ("linear", "from fastkernels.overrides.linear import linear\nlinear.linear", {"own-op"}),
+        ("linear", "from fastkernels.overrides.linear.linear_fp8 import linear_fp8", set()),
+        ("linear", "from fastkernels.overrides.moe.topk_softmax import topk_softmax", set()),
+        ("linear_fp8", "from fastkernels.overrides.linear.linear import linear", set()),
+        ("linear_fp8", "from fastkernels.overrides.linear.linear_fp8 import linear_fp8", {"own-op"}),
+        ("embedding", "import fastkernels.overrides.embedding.embedding as e\ne.embedding", {"own-op"}),
+        ("logits_processor", "from fastkernels.overrides.embedding.embedding import embedding", set()),
+        ("sampling", "from fastkernels.overrides.sampling.sampling import reference", set()),
+        ("linear", "from fastkernels.overrides.kit import launch\nlaunch.next_power_of_2", set()),
+        ("gated_mlp", "from fastkernels.overrides.linear.linear import linear", set()),
+    ],
+)
+def test_own_op_is_found_by_module(tmp_path: Path, op: str, text: str, patterns: set[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"{text}\n")
+    assert {f.pattern for f in scan(path, op)} == patterns
+
+
+def test_own_helper_is_a_warning(tmp_path: Path) -> None:
+    helper = next(
+        p for p in OVERRIDES if locate(f"{registry.OPS_PACKAGE}.{p.parent.name}.{p.stem}").kind is Kind.HELPER
+    )
+    path = tmp_path / "mine.py"
+    path.write_text(f"from fastkernels.overrides.{helper.parent.name} import {helper.stem}\n")
+    assert [(f.pattern, f.severity) for f in scan(path, "silu_and_mul")] == [("own-helper", WARN)]
+
+
+def test_text_of_a_rejection(tmp_path: Path) -> None:
     path = tmp_path / "rms_norm.py"
     path.write_text("import os\n\n\ndef rms_norm(x, *args):\n    os._exit(0)\n")
     findings = scan(path, "rms_norm")
     assert rejections(findings) == (
-        "line 5: os._exit starts, ends or steers processes; a kernel runs in the one that calls it (process)"
+        "line 5: os._exit starts, ends or controls processes; a kernel runs in the one that calls it (process)"
     )
     assert rejections([f for f in findings if f.severity == WARN]) == ""
 
 
 @pytest.mark.parametrize("text", ["def f(:\n", "x = '\0'\n", "# coding: nothing\n"])
-def test_a_file_that_is_no_python_is_left_to_the_import(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_python_has_no_findings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.py"
     path.write_text(text)
     assert scan(path, "rms_norm") == []
 
 
-def test_a_file_nested_too_deeply(tmp_path: Path) -> None:
+def test_deeply_nested_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("x = " + "-" * 20000 + "1\n")
     assert (

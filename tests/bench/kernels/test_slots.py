@@ -1,4 +1,4 @@
-"""The judge's inputs: fresh in every slot, the same by both ways of filling them, and no multiple of known values."""
+"""The judge's inputs: new in every slot, equal by both ways of filling them, and no multiples of known values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from fk_bench.kernels.judge.correctness.cases import trials
 from fk_bench.kernels.judge.memory import layout
-from fk_bench.kernels.judge.memory.permutations import Mover
+from fk_bench.kernels.judge.memory.permutations import Permuter
 from fk_bench.kernels.judge.memory.slots import Slots, scalable
 
 from fastkernels.core import registry
@@ -42,7 +42,7 @@ CASES = [
 
 @pytest.mark.parametrize("rolls", [False, True])
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_a_slot_holds_what_is_expected_of_it(
+def test_slot_holds_expected_values(
     fd: int, op: str, case: str, rolls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = make_slots(op, case, fd, rolls)
@@ -57,20 +57,20 @@ def test_a_slot_holds_what_is_expected_of_it(
                 assert torch.equal(t, want)
 
 
-def test_values_are_rolled_but_those_that_share_memory(fd: int) -> None:
+def test_values_are_rolled_unless_memory_is_shared(fd: int) -> None:
     slots = make_slots("store_kvcache", "odd_63", fd, True)
     master = layout.tensors(slots.masters[slots.origin[0]])
     key, value, key_cache, _, mapping = (slots.expected(0)[i] for i in range(5))
     # Key and value are views of one tensor
     assert torch.equal(key, slots.scaled(master[0], slots.factors[0]))
     assert torch.equal(value, slots.scaled(master[1], slots.factors[0]))
-    assert torch.equal(mapping, master[4])  # integers say where things are
+    assert torch.equal(mapping, master[4])  # integers are positions
     assert not torch.equal(key_cache, slots.scaled(master[2], slots.factors[0]))
     whole = slots.scaled(master[2], slots.factors[0])
     assert torch.equal(key_cache.flatten().sort().values, whole.flatten().sort().values)
 
 
-def test_no_slot_is_a_multiple_of_another(fd: int) -> None:
+def test_slots_are_no_multiples_of_each_other(fd: int) -> None:
     slots = make_slots("linear", "odd_1128", fd, True)
     rows = torch.stack(
         [layout.tensors(a)[0].flatten().double() for a in map(slots.args_of, range(slots.count))]
@@ -83,7 +83,7 @@ def test_no_slot_is_a_multiple_of_another(fd: int) -> None:
         [layout.tensors(a)[0].flatten().double() for a in map(plain.args_of, range(plain.count))]
     )
     rows = rows / rows.norm(dim=1, keepdim=True)
-    assert (rows @ rows.t()).min() > 0.999  # what the roll is for
+    assert (rows @ rows.t()).min() > 0.999  # the reason for the roll
 
 
 def test_runner_and_judge_see_the_same_memory(fd: int) -> None:
@@ -101,7 +101,7 @@ def test_runner_and_judge_see_the_same_memory(fd: int) -> None:
     assert all(scalable(t) for t in layout.tensors(slots.args_of(0)))
 
 
-def test_no_token_is_moved_between_two_experts(fd: int) -> None:
+def test_tokens_keep_their_experts(fd: int) -> None:
     """A router that rounds its logits must send the tokens of every slot to the experts of the exact one."""
     spec = registry.get("sparse_moe")
     case = next(c for c in spec.cases if c.name == "rounded")
@@ -120,8 +120,8 @@ MOVED = [
 
 
 @pytest.mark.parametrize(("op", "case"), MOVED)
-def test_no_two_slots_have_the_same_values(fd: int, op: str, case: str) -> None:
-    """As many slots as a GPU's batch has, of few masters; what decides a choice is not rolled as a whole."""
+def test_slots_have_different_values(fd: int, op: str, case: str) -> None:
+    """With as many slots as in a GPU's batch, from few masters; arguments that decide choices are not rolled."""
     slots = make_slots(op, case, fd, True, 512)
     assert len(slots.masters) <= 32 and slots.spec.permutable is not None
     for i in slots.spec.permutable(*slots.masters[0]).columns:
@@ -131,10 +131,10 @@ def test_no_two_slots_have_the_same_values(fd: int, op: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["bias", "bias_16", "soft_bias", "one_group"])
-def test_a_moved_router_chooses_as_before(fd: int, case: str) -> None:
-    """Groups stay together: each row has the weights that its master's row has, and ids in another order."""
+def test_permuted_router_makes_same_choices(fd: int, case: str) -> None:
+    """Groups stay together: each row has its master's weights, with ids in another order."""
     slots = make_slots("grouped_topk", case, fd, True, 40)
-    assert slots._mover is not None
+    assert slots._permuter is not None
     orders = set()
     for s in range(slots.count):
         weights, ids = slots.spec.reference(*slots.private_args(s))
@@ -144,18 +144,22 @@ def test_a_moved_router_chooses_as_before(fd: int, case: str) -> None:
     assert len(orders) > 20
 
 
-def test_what_does_not_fit_is_said(fd: int) -> None:
+def test_misfits_are_reported(fd: int) -> None:
     args = [torch.zeros(3, 8), torch.zeros(6)]
-    for moves in (Permutable(rows=(0, 1)), Permutable(columns=(0, 1)), Permutable(columns=(0,), group=3)):
+    for permutable in (
+        Permutable(rows=(0, 1)),
+        Permutable(columns=(0, 1)),
+        Permutable(columns=(0,), group=3),
+    ):
         with pytest.raises(ValueError, match="does not fit"):
-            Mover(args, moves, [True, True])
-    # What all slots share stays where it is, and what belongs to it
-    held = Mover(args, Permutable(rows=(0,), columns=(0, 1)), [True, False])
-    assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.moves(1)
+            Permuter(args, permutable, [True, True])
+    # Shared memory stays in place, and so does all that belongs to it
+    held = Permuter(args, Permutable(rows=(0,), columns=(0, 1)), [True, False])
+    assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.permutes(1)
 
 
 def test_captured_values_are_rolled_too(fd: int) -> None:
-    """Integers of a capture say where things are; its floats are made anew, and move."""
+    """Captured integers are positions and stay; the floats are new, and are rolled."""
     spec = registry.get("linear")
     trial = next(t for t in trials(spec, ("captured",), "cpu") if t.gpu_only(spec) is None)
     slots = Slots(spec, lambda g: trial.make("cpu", g), "cpu", 6, "op", 6, fd, trial.timed)

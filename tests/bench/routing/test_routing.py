@@ -1,4 +1,4 @@
-"""The small models of `fk-bench routing`: training, a checkpoint that others read, captures, those that are shipped."""
+"""The small models of `fk-bench routing`: training, checkpoints for other engines, captures, the shipped ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import torch
 from fk_bench.capture.replay import captured_cases
 from fk_bench.core.rows import read
 from fk_bench.kernels.judge.correctness.cases import trials
-from fk_bench.routing import stats
-from fk_bench.routing import study as routing_study
+from fk_bench.routing import stats, study
 
 from fastkernels.core import registry
 
 ROOT = Path(__file__).parents[3]
-SCENARIOS = ROOT / "bench" / "scenarios"
-sys.path.insert(0, str(SCENARIOS))  # moe_model, moe_text
+EXPERIMENTS = ROOT / "bench/experiments/routing"
+sys.path.insert(0, str(ROOT / "bench"))
 
 
 # Training
@@ -30,7 +29,7 @@ sys.path.insert(0, str(SCENARIOS))  # moe_model, moe_text
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint of random weights, written by the training script's `save`."""
-    from moe_model import PRESETS, Model, loop_experts, save
+    from experiments.routing.moe_model import PRESETS, Model, loop_experts, save
 
     torch.manual_seed(0)
     model = Model(PRESETS["tiny"], torch.float32, loop_experts)
@@ -48,19 +47,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model trained for 3 seconds on this repository's own text, and its capture in captures/."""
     folder = tmp_path_factory.mktemp("moe")
     text = [ROOT / name for name in ("fastkernels", "docs", "bench/fk_bench")]
-    _scenario(
+    _run(
         "train_moe.py", "--out", folder, "--presets", "tiny", "--seconds", 3, "--device", "cpu", "--rows", 8,
         "--length", 64, "--megabytes", 2, "--vocab", 400, "--workers", 1, "--text", *text,
     )  # fmt: skip
-    _scenario(
+    _run(
         "capture_routing.py", "--models", folder, "--out", folder / "captures", "--presets", "tiny", "--device", "cpu",
         "--kib", 24,
     )  # fmt: skip
     return folder
 
 
-def _scenario(script: str, *args: object) -> str:
-    command = [sys.executable, str(SCENARIOS / script), *map(str, args)]
+def _run(script: str, *args: object) -> str:
+    command = [sys.executable, str(EXPERIMENTS / script), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -79,8 +78,8 @@ def test_training_lowers_the_loss(trained: Path) -> None:
         assert row.metrics == pytest.approx(stats.load_stats(row.case["counts"]))
 
 
-def test_checkpoint_in_our_engine_in_transformers_and_in_training_agree(untrained: Path) -> None:
-    from moe_model import Model, Sizes, grouped_experts, loop_experts
+def test_checkpoint_agrees_in_engine_and_transformers(untrained: Path) -> None:
+    from experiments.routing.moe_model import Model, Sizes, grouped_experts, loop_experts
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +119,7 @@ def _engine(folder: Path) -> Any:
 
 
 def _fill(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """The weights of a checkpoint back in the model of the training script."""
+    """Load the weights of a checkpoint into the training script's model."""
     with torch.no_grad():
         model.embed.copy_(weights["model.embed_tokens.weight"])
         model.norm.copy_(weights["model.norm.weight"])
@@ -137,15 +136,15 @@ def _fill(model: Any, weights: dict[str, torch.Tensor]) -> None:
                 layer.w2[e].copy_(w2)
 
 
-def test_grouped_products_are_those_of_the_loop() -> None:
-    from moe_model import grouped_works
+def test_grouped_products_match_loop() -> None:
+    from experiments.routing.moe_model import grouped_works
 
     for dtype in (torch.float32, torch.bfloat16):
         assert grouped_works(torch.device("cpu"), dtype) == ""
 
 
-def test_a_file_is_split_into_prose_and_code() -> None:
-    from moe_text import parts
+def test_file_is_split_into_prose_and_code() -> None:
+    from experiments.routing.moe_text import parts
 
     long = "What it does, in words. " * 12
     source = (
@@ -153,7 +152,7 @@ def test_a_file_is_split_into_prose_and_code() -> None:
     )
     found = parts("a.py", source)
     assert [p.strip() for p in found["prose"]] == [long.strip()]
-    # The value of x is no docstring
+    # The value of x is not a docstring
     assert found["code"][0].count(long) == 1 and '"""short"""' in found["code"][0]
     assert parts("a.md", "words") == {"prose": ["words"], "code": []}
     assert parts("a.py", "def (") == {"prose": [], "code": []}
@@ -162,7 +161,7 @@ def test_a_file_is_split_into_prose_and_code() -> None:
 # The capture
 
 
-def _is_a_routing(routing: routing_study.Routing) -> None:
+def _is_a_routing(routing: study.Routing) -> None:
     assert {c.phase for c in routing.calls} == {"prefill", "decode"}
     assert {len(c.ids) for c in routing.calls if c.phase == "decode"} == {1, 8, 32, 128}
     for call in routing.calls:
@@ -174,18 +173,18 @@ def _is_a_routing(routing: routing_study.Routing) -> None:
 
 
 @pytest.mark.slow
-def test_a_capture_of_a_model_that_was_just_trained(trained: Path) -> None:
-    (routing,) = routing_study.routings(str(trained / "captures"))
+def test_capture_of_trained_model(trained: Path) -> None:
+    (routing,) = study.routings(str(trained / "captures"))
     assert (routing.experts, routing.top_k, routing.layers) == (16, 2, 2)
     _is_a_routing(routing)
     size = sum(f.stat().st_size for f in (trained / "captures" / routing.name).iterdir())
     assert size < 80 << 10
 
 
-def test_the_capture_is_what_the_router_chose(untrained: Path, tmp_path: Path) -> None:
-    """A prompt's routing in our engine, saved and read again, is the training model's own."""
-    from capture_routing import recorded, save_both
-    from moe_model import Model, Sizes, loop_experts
+def test_capture_matches_the_router(untrained: Path, tmp_path: Path) -> None:
+    """A prompt's routing in our engine, saved and read again, equals the training model's."""
+    from experiments.routing.capture_routing import recorded, save_both
+    from experiments.routing.moe_model import Model, Sizes, loop_experts
     from safetensors.torch import load_file
 
     from fastkernels.engine.sampling.sampling_params import SamplingParams
@@ -199,7 +198,7 @@ def test_the_capture_is_what_the_router_chose(untrained: Path, tmp_path: Path) -
         {**c, **place, "phase": "decode"} for c in decoded
     ]
     save_both(kept, tmp_path, {"model": "tiny", "host": "fastkernels"}, 16, 2)
-    (routing,) = routing_study.routings(str(tmp_path))
+    (routing,) = study.routings(str(tmp_path))
     assert (routing.experts, routing.top_k, routing.layers, len(routing.calls)) == (16, 2, 2, 4)
 
     model = Model(Sizes(**json.loads((untrained / "sizes.json").read_text())), torch.float32, loop_experts)
@@ -213,9 +212,9 @@ def test_the_capture_is_what_the_router_chose(untrained: Path, tmp_path: Path) -
     assert {c.case.dims["tokens"] for c in aligned} == {40, 1}
 
 
-def test_at_the_sizes_of_a_known_model() -> None:
-    """ids and weights stay as they are, and nothing else is of the small model's sizes."""
-    from capture_routing import ops_of
+def test_timing_uses_sizes_of_known_model() -> None:
+    """ids and weights are replayed; all sizes are those of the known model."""
+    from experiments.routing.capture_routing import ops_of
 
     signature = [
         {"name": n, "shape": shape, "dtype": dtype, "strides": [1] * len(shape)}
@@ -235,26 +234,26 @@ def test_at_the_sizes_of_a_known_model() -> None:
     assert made["args"][3:] == signature[3:] and made["count"] == 2 and len(made["values"]) == 1
 
 
-# What is shipped
+# Shipped captures
 
 
 @pytest.mark.parametrize(("name", "experts", "top_k", "layers"), [("e8k2", 8, 2, 6), ("e128k8", 128, 8, 4)])
 def test_shipped_routing(name: str, experts: int, top_k: int, layers: int) -> None:
-    found = {r.name: r for r in routing_study.routings()}
+    found = {r.name: r for r in study.routings()}
     assert set(found) == {"small-moe-trained-e8k2", "small-moe-trained-e128k8"}
     routing = found[f"small-moe-trained-{name}"]
     assert (routing.experts, routing.top_k, routing.layers) == (experts, top_k, layers)
     _is_a_routing(routing)
     assert routing.capture.problems == []
     assert {c.text for c in routing.calls if c.phase == "prefill"} == {"prose", "code", "mixed"}
-    (named,) = routing_study.routings(routing.name)
+    (named,) = study.routings(routing.name)
     assert named.name == routing.name
 
 
 @pytest.mark.parametrize("name", ["e8k2-at-mixtral-8x7b", "e128k8-at-qwen3-30b-a3b"])
 def test_shipped_routing_at_the_sizes_of_production(name: str) -> None:
-    small = {r.name: r for r in routing_study.routings()}[f"small-moe-trained-{name.split('-at-')[0]}"]
-    shape = routing_study.shape_of(small.experts, small.top_k)
+    small = {r.name: r for r in study.routings()}[f"small-moe-trained-{name.split('-at-')[0]}"]
+    shape = study.shape_of(small.experts, small.top_k)
     cases = [c for c in captured_cases("fused_experts") if c.capture == f"small-moe-trained-{name}"]
     assert {c.case.dims["tokens"] for c in cases} == {len(c.ids) for c in small.calls}
     for case in cases:
@@ -263,8 +262,8 @@ def test_shipped_routing_at_the_sizes_of_production(name: str) -> None:
         assert any(np.array_equal(case.values["topk_ids"].numpy(), c.ids) for c in small.calls)
 
 
-def test_the_judge_replays_shipped_routing_on_a_cpu() -> None:
-    small = {r.name: r for r in routing_study.routings()}
+def test_judge_replays_shipped_routing() -> None:
+    small = {r.name: r for r in study.routings()}
     for op, at in (("fused_experts", 4), ("moe_align", 0)):
         here = [t for t in trials(registry.get(op), ("captured",), "cpu") if not t.gpu_only(registry.get(op))]
         assert {t.case.name.partition("/")[0] for t in here} == small.keys()

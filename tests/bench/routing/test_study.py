@@ -1,4 +1,4 @@
-"""fk-bench routing: statistics of experts' loads, what is timed, who wins, and the page made of the rows."""
+"""fk-bench routing: statistics of expert loads, timed calls, winners, and the documentation page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import torch
 from fk_bench import cli
 from fk_bench.capture.captures import CaptureError
 from fk_bench.core.rows import Row, Subject, read
-from fk_bench.routing import stats
-from fk_bench.routing import study as routing_study
-from fk_bench.routing import tables as routing_tables
+from fk_bench.routing import stats, study, tables
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,11 +34,11 @@ def test_known_loads() -> None:
         stats.load_stats([0, 0])
 
 
-def test_uniform_routing_is_as_in_theory() -> None:
+def test_uniform_routing_matches_theory() -> None:
     rng = np.random.default_rng(1)
     experts, top_k = 24, 3
     ids = stats.uniform_ids(60_000, experts, top_k, rng)
-    # A token's experts are different
+    # A token's experts are distinct
     assert (np.sort(ids, axis=1)[:, 1:] != np.sort(ids, axis=1)[:, :-1]).all()
     share = stats.counts_of(ids, experts) / len(ids)
     p = top_k / experts
@@ -71,7 +69,7 @@ def command(capsys: Any, *args: object) -> tuple[int, str, str]:
 
 
 def test_study_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
-    """Of what is shipped, unless told otherwise."""
+    """With the shipped captures by default."""
     status, out, _ = command(capsys, "--device", "cpu", "--out", tmp_path / "run")
     result = json.loads(out.splitlines()[-1])
     assert status == 0 and result["ok"] and result["timed"] == 0
@@ -79,7 +77,7 @@ def test_study_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
     assert result["captures"] == ["small-moe-trained-e128k8", "small-moe-trained-e8k2"]
     rows, warnings = read(tmp_path / "run" / "rows.jsonl")
     assert not warnings and {r.kind for r in rows} == {"load", "batch", "identity"}
-    found = {r.name: r for r in routing_study.routings()}
+    found = {r.name: r for r in study.routings()}
     for row in rows:
         routing = found[row.case["capture"]]
         if row.kind == "load" and row.case["routing"] == "captured":
@@ -93,10 +91,10 @@ def test_study_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(out.splitlines()[-1]) == result
 
 
-def test_the_page_has_the_tables_of_the_rows_in_the_repository(capsys: Any) -> None:
+def test_page_tables_match_repository_rows(capsys: Any) -> None:
     file = ROOT / "bench/results/2026-11-21-h200-routing.jsonl"
     status, out, _ = command(capsys, "--rows", file, "--markdown")
-    page = (ROOT / "docs/routing.md").read_text()
+    page = (ROOT / "docs/reports/2026-11-routing.md").read_text()
     lines = [line for line in out.splitlines() if line.startswith("|")]
     assert status == 0 and len(lines) > 60 and [line for line in lines if line not in page] == []
     result = json.loads(out.splitlines()[-1])
@@ -104,22 +102,22 @@ def test_the_page_has_the_tables_of_the_rows_in_the_repository(capsys: Any) -> N
 
 
 def test_batches_for_the_clock() -> None:
-    (routing,) = routing_study.routings("small-moe-trained-e8k2")
+    (routing,) = study.routings("small-moe-trained-e8k2")
     rng = np.random.default_rng(0)
     for tokens in (1, 100, 5000):
         for turn in range(4):
             for source in ("captured", "uniform", "same"):
-                ids, weights = routing_study.batch_of(routing, source, tokens, turn, rng)
+                ids, weights = study.batch_of(routing, source, tokens, turn, rng)
                 assert ids.shape == weights.shape == (tokens, 2) and ids.dtype == np.int32
                 assert (ids[:, 0] != ids[:, 1]).all() and ids.min() >= 0 and ids.max() < 8
                 if source == "same":
                     assert len(np.unique(ids)) == 2
     whole = routing.tokens(1)
-    ids, _ = routing_study.batch_of(routing, "captured", 3 * len(whole), 1, rng)
+    ids, _ = study.batch_of(routing, "captured", 3 * len(whole), 1, rng)
     assert np.array_equal(stats.counts_of(ids, 8), 3 * stats.counts_of(whole, 8))
 
 
-def test_the_kernels_output_is_checked() -> None:
+def test_kernel_output_is_checked() -> None:
     from fk_bench.routing.timing import _check
 
     from fastkernels.core.spec import Case
@@ -131,7 +129,7 @@ def test_the_kernels_output_is_checked() -> None:
     assert "relative error" in _check(lambda *a: 1.05 * fused_experts(*a), args)
 
 
-def test_who_wins_is_told_from_rows() -> None:
+def test_winner_follows_from_rows() -> None:
     def row(kernel: str, source: str, us: float, spread: float = 0.01) -> Row:
         times = [us * (1 - spread), us, us * (1 + spread)]
         case = {"kind": "time", "capture": "c", "experts": 8, "topk": 2, "tokens": 32, "routing": source}
@@ -142,7 +140,7 @@ def test_who_wins_is_told_from_rows() -> None:
             command="routing",
             subject=subject,
             case=case,
-            metrics=routing_tables.percentiles(times),
+            metrics=tables.percentiles(times),
         )
 
     made = [
@@ -151,14 +149,14 @@ def test_who_wins_is_told_from_rows() -> None:
         row("a", "uniform", 130),
         row("b", "uniform", 110),
     ]
-    (found,) = routing_tables.changes(made)
+    (found,) = tables.changes(made)
     assert found["changed"] and found["ratios"] == pytest.approx(
         {"captured": 100 / 120, "uniform": 130 / 110}
     )
     made[2] = row("a", "uniform", 109)  # within the noise of b's 110
-    (found,) = routing_tables.changes(made)
+    (found,) = tables.changes(made)
     assert not found["changed"] and found["differs"]
-    (title, columns, cells) = next(iter(routing_tables.tables(made)))
+    (title, columns, cells) = next(iter(tables.tables(made)))
     assert "M's sizes" in title and columns[3:6] == ["captured", "uniform", "same experts"]
     assert cells[0][3:5] == ["100.0", "109.0"]
 
@@ -177,15 +175,15 @@ def test_bad_options(tmp_path: Path, arguments: list[str], message: str, capsys:
     assert status == 2 and message in error and not (tmp_path / "run").exists()
 
 
-def test_a_capture_without_routing_says_so(tmp_path: Path) -> None:
+def test_capture_without_routing_is_an_error(tmp_path: Path) -> None:
     data = {"schema": "fastkernels.capture/1", "ops": {}, "modules": []}
     (tmp_path / "capture.json").write_text(json.dumps(data))
-    with pytest.raises(CaptureError, match="has no routing in it"):
-        routing_study.routings(str(tmp_path))
+    with pytest.raises(CaptureError, match="has no routing"):
+        study.routings(str(tmp_path))
 
 
-def test_the_model_whose_sizes_are_timed() -> None:
-    shape = routing_study.shape_of
+def test_model_of_timed_sizes() -> None:
+    shape = study.shape_of
     assert shape(8, 2) == {"model": "Mixtral-8x7B", "hidden": 4096, "intermediate": 14336, "known": True}
     assert shape(128, 8) == {"model": "Qwen3-30B-A3B", "hidden": 2048, "intermediate": 768, "known": True}
     assert shape(16, 2)["model"] == "16 experts" and not shape(16, 2)["known"]

@@ -27,7 +27,7 @@ def test_agreement() -> None:
         agreement([], [])
 
 
-def test_with_base_is_the_mean_of_both_runs() -> None:
+def test_base_agreement_is_mean_of_both_runs() -> None:
     base = Outputs("tokens", [[1, 2]], [[1, 3]])
     assert base.self_agreement == 0.5
     assert with_base(Outputs("tokens", [[1, 2]], [[1, 2]]), base) == 0.75
@@ -55,7 +55,7 @@ def test_fill() -> None:
     assert "token_agreement" not in row.metrics and "it has no output" in row.reason
 
 
-def test_half_written_outputs_are_done_again(tmp_path: Path) -> None:
+def test_half_written_outputs_are_redone(tmp_path: Path) -> None:
     file = tmp_path / "a" / "vllm.json"
     outputs = Outputs("tokens", [[1]], [[1]], "/flush_cache")
     outputs.save(file)

@@ -1,4 +1,4 @@
-"""The load's client: streams however they are cut, connections used again, what goes wrong, what it costs."""
+"""The load client: streams cut anywhere, reused connections, errors, and its own cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[bool]]  # (request, .
 
 @contextlib.asynccontextmanager
 async def server(answer: Answer) -> Any:
-    """(its URL, how many connections there were, the requests)."""
+    """(its URL, the number of connections, the requests)."""
     connections, requests = itertools.count(), list[bytes]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -55,25 +55,25 @@ def in_pieces(data: bytes, size: int, goes_on: bool = True) -> Answer:
 
 
 def streamed(size: int) -> bytes:
-    """An answer in chunks of so many bytes."""
+    """An answer in chunks of `size` bytes."""
     parts = [EVENTS[i : i + size] for i in range(0, len(EVENTS), size)]
     return HEAD + b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n"
 
 
 async def ask(answer: Answer, times: int = 1, timeout_s: float = 5.0) -> tuple[list[Trace], int]:
-    """(what was found of each request, connections)."""
+    """(the trace of each request, the number of connections)."""
     async with server(answer) as (url, connections, _), Client(url, "m", timeout_s) as client:
         return [await client.stream(Prompt([1], 1)) for _ in range(times)], connections()
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_a_stream_however_it_is_cut_on_one_connection(size: int) -> None:
+def test_stream_cut_anywhere_on_one_connection(size: int) -> None:
     traces, connections = asyncio.run(ask(in_pieces(streamed(size), size), times=2))
     assert all(t.ok and t.text == "ä" and t.token_ids == [7] for t in traces), traces[0].error
     assert connections == 1
 
 
-def test_a_connection_that_the_server_closes_is_replaced() -> None:
+def test_closed_connection_is_replaced() -> None:
     ended = HEAD.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n") + streamed(50)[len(HEAD) :]
     traces, connections = asyncio.run(ask(in_pieces(ended, 10_000, goes_on=False), times=3))
     assert all(t.ok for t in traces) and connections == 3
@@ -94,12 +94,12 @@ async def _silent(request: bytes, writer: asyncio.StreamWriter) -> bool:
         (_silent, "Timeout"),
     ],
 )
-def test_what_goes_wrong_is_in_the_trace(answer: Answer, message: str) -> None:
+def test_errors_are_in_the_trace(answer: Answer, message: str) -> None:
     (trace,), _ = asyncio.run(ask(answer, timeout_s=0.05 if answer is _silent else 5.0))
     assert trace.error is not None and message in trace.error
 
 
-def test_no_server_is_in_the_trace() -> None:
+def test_missing_server_is_in_trace() -> None:
     async def once() -> Trace:
         async with Client("http://127.0.0.1:9", "m") as client:
             assert await client.flush() is None
@@ -108,7 +108,7 @@ def test_no_server_is_in_the_trace() -> None:
     assert "ClientConnectorError" in (asyncio.run(once()).error or "")
 
 
-def test_a_request_that_is_cancelled_closes_its_connection() -> None:
+def test_cancelled_request_closes_connection() -> None:
     ended = asyncio.Event()
 
     async def answer(request: bytes, writer: asyncio.StreamWriter) -> bool:
@@ -131,8 +131,8 @@ def test_a_request_that_is_cancelled_closes_its_connection() -> None:
     asyncio.run(cancel())
 
 
-def test_a_load_of_256_streams_arrives_together_on_connections_of_its_own() -> None:
-    """Within 0.6 s of CPU, this server included: a request costs no more the more of them there are."""
+def test_256_streams_arrive_together() -> None:
+    """Within 0.6 s of CPU including this server: the cost of a request does not grow with their number."""
     n, arrived = 256, list[float]()
     data = streamed(1)
 

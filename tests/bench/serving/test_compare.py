@@ -55,9 +55,9 @@ def rounds(rows: list[Row]) -> list[tuple[str | None, str, int | None]]:
     return [(r.subject.lane, f"c={r.case['value']:g}", r.round) for r in rows if r.kind == "round"]
 
 
-def test_a_whole_run(compare, tmp_path: Path) -> None:
+def test_whole_run(compare, tmp_path: Path) -> None:
     lanes, envs = "vllm,vllm+fk,sglang", ("--env", "vllm+fk:STUB_CALLS=7", "--env", "sglang:STUB_SHIFT=3")
-    # A machine that is busy would else read several tokens at once, and see no time between them.
+    # On a busy machine the client would otherwise read several tokens at once, without time between them.
     done = compare(lanes, *envs, env={"STUB_DELAY": "0.02"})
     line = last_json(done)
     assert done.returncode == 0 and line["ok"], done.stderr
@@ -86,17 +86,17 @@ def test_a_whole_run(compare, tmp_path: Path) -> None:
     assert "stub: starting" in (tmp_path / "run/servers/sglang/server.log").read_text()
 
 
-def test_json_leaves_only_that_line(compare) -> None:
+def test_json_flag_leaves_one_line(compare) -> None:
     done = compare("fastkernels", "--json")
     assert done.stdout.count("\n") == 1 and json.loads(done.stdout)["ok"]
 
 
-def test_the_shell_does_not_patch_the_unpatched_lane(compare, tmp_path: Path) -> None:
+def test_environment_does_not_patch_plain_lane(compare, tmp_path: Path) -> None:
     done = compare("vllm", env={"FASTKERNELS": "1", "STUB_CALLS": "5"})
     assert last_json(done)["lanes"][0]["patched_calls"] == 0
 
 
-def test_a_lane_that_dies_is_a_failed_row_and_the_others_go_on(compare, tmp_path: Path) -> None:
+def test_dead_lane_fails_and_others_continue(compare, tmp_path: Path) -> None:
     done = compare("vllm,sglang", "--env", "sglang:STUB_DIE_AT=4")
     line = last_json(done)
     assert done.returncode == 1 and not line["ok"]
@@ -110,7 +110,7 @@ def test_a_lane_that_dies_is_a_failed_row_and_the_others_go_on(compare, tmp_path
     assert "something terrible" in Path(line["report"]).read_text()
 
 
-def test_a_server_that_ends_at_start_is_said_at_once(compare) -> None:
+def test_server_that_dies_at_start_is_reported_at_once(compare) -> None:
     start = time.monotonic()
     done = compare("vllm,sglang", "--env", "vllm:STUB_CRASH=1")
     assert time.monotonic() - start < 20
@@ -119,15 +119,15 @@ def test_a_server_that_ends_at_start_is_said_at_once(compare) -> None:
     assert "out of stubs" in done.stderr
 
 
-def test_a_server_that_is_not_ready_in_time(compare) -> None:
+def test_server_not_ready_in_time(compare) -> None:
     done = compare("vllm", "--env", "vllm:STUB_NEVER_READY=1", "--ready-timeout", "1")
     line = last_json(done)
     assert done.returncode == 1 and line["lanes"][0]["status"] == "timeout"
     assert "not ready after 1 s" in done.stderr and "stub: starting" in done.stderr
 
 
-def test_servers_that_start_together(compare) -> None:
-    """The second is up while the first is waited for, whose failure is its own."""
+def test_servers_start_together(compare) -> None:
+    """The second server is ready while the first is still awaited; a failure affects only its own lane."""
     never = ("--env", "vllm:STUB_NEVER_READY=1", "--ready-timeout", "3")
     line = last_json(compare("vllm,sglang", "--together", "--resident", "2", *never))
     assert [x["status"] for x in line["lanes"]] == ["timeout", "ok"]
@@ -136,26 +136,26 @@ def test_servers_that_start_together(compare) -> None:
     assert lanes["sglang"].metrics["ready_s"] >= 3
 
 
-def test_a_patched_lane_without_calls_has_failed(compare) -> None:
+def test_patched_lane_without_calls_fails(compare) -> None:
     line = last_json(compare("vllm,vllm+fk", "--env", "vllm+fk:STUB_CALLS=0"))
     assert not line["ok"]
     assert line["lanes"][1]["status"] == "failed" and "no call was counted" in line["lanes"][1]["reason"]
 
 
-def test_a_patched_lane_with_other_tokens_is_wrong(compare) -> None:
+def test_patched_lane_with_other_tokens_is_wrong(compare) -> None:
     more = ("--env", "vllm+fk:STUB_CALLS=1", "--env", "vllm+fk:STUB_SHIFT=1", "--min-agreement", "0.9")
     line = last_json(compare("vllm,vllm+fk", *more))
     assert not line["ok"] and line["lanes"][1]["status"] == "wrong"
 
 
-def test_answers_of_another_length_are_invalid(compare) -> None:
+def test_outputs_of_other_length_are_invalid(compare) -> None:
     line = last_json(compare("vllm", "--env", "vllm:STUB_SHORT=1"))
     assert not line["ok"] and line["lanes"][0]["status"] == "invalid"
     assert line["lanes"][0]["output_tokens_per_s"] is None
-    assert "4 tokens, 5 were asked for" in line["lanes"][0]["reason"]
+    assert "4 tokens instead of 5" in line["lanes"][0]["reason"]
 
 
-def test_resume_does_what_is_left(compare, tmp_path: Path) -> None:
+def test_resume_measures_missing_rounds(compare, tmp_path: Path) -> None:
     first = compare("vllm,sglang", "--env", "sglang:STUB_DIE_AT=6")
     assert first.returncode == 1
     file = tmp_path / "run/rows.jsonl"
@@ -256,7 +256,7 @@ def test_attach(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
             "--out",
             tmp_path / "run",
         )
-        assert server.poll() is None  # it is not ours to end
+        assert server.poll() is None  # an attached server is not ended
     finally:
         server.kill()
         server.wait()
@@ -314,7 +314,7 @@ def test_port_in_use(compare) -> None:
         (["--resume", "/nowhere"], "/nowhere is no run of serve-compare"),
     ],
 )
-def test_usage_errors_are_one_clear_line(
+def test_usage_errors_are_one_line(
     args: list[str], message: str, words_model: Path, stub_python: Path, tmp_path: Path
 ) -> None:
     base = [
@@ -341,11 +341,11 @@ def test_host_missing_from_its_environment(compare) -> None:
     assert done.returncode == 2 and "fastkernels is not installed in" in done.stderr
 
 
-def test_a_run_is_not_overwritten(compare, tmp_path: Path) -> None:
+def test_run_is_not_overwritten(compare, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/rows.jsonl").write_text("")
     done = compare("vllm")
-    assert done.returncode == 2 and "holds a run already" in done.stderr
+    assert done.returncode == 2 and "already holds a run" in done.stderr
 
 
 def test_unknown_command_and_help() -> None:

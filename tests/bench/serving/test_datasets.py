@@ -1,4 +1,4 @@
-"""Data sets: exact lengths, no prompt twice, the same prompts for every lane, and errors that name the file."""
+"""Data sets: exact lengths, no repeated prompts, the same prompts for every lane, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_random_prompts_have_exact_lengths_and_ordinary_tokens(words_model: Path
         assert all(isinstance(t, int) and 4 <= t < 300 for t in prompt.tokens)
 
 
-def test_random_prompts_differ_between_rounds_and_parts_but_not_between_runs(words_model: Path) -> None:
+def test_random_prompts_differ_by_round_and_part(words_model: Path) -> None:
     first = load("random", str(words_model), 0, 8, 4)
     again = load("random", str(words_model), 0, 8, 4)
     parts = [("c=1", 0), ("c=8", 0), ("c=1", 1), ("warm-up c=1", -1)]
@@ -39,7 +39,7 @@ def test_random_prompts_of_other_lengths(words_model: Path) -> None:
     assert data.draw("c=1", 0, 3, (8, 4)) == own  # what is there already
 
 
-def test_random_says_when_prompts_must_repeat(words_model: Path) -> None:
+def test_random_reports_repeated_prompts(words_model: Path) -> None:
     data = load("random", str(words_model), 0, 1, 4)
     data.draw("c=1", 0, 400)  # 296 tokens, one each
     assert data.repeated
@@ -57,7 +57,7 @@ def test_prompts_file(words_model: Path, tmp_path: Path) -> None:
     assert data.repeated
 
 
-def test_jsonl_prompts_have_lengths_of_their_own(words_model: Path, tmp_path: Path) -> None:
+def test_jsonl_prompts_have_own_lengths(words_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "ab", "output_len": 3}\n{"prompt": "abc"}\n')
     found = load("prompts", str(words_model), 0, 0, 9, str(file)).draw("a", 0, 2)
@@ -115,7 +115,7 @@ def test_missing_things(words_model: Path, tmp_path: Path) -> None:
         load("random", str(tmp_path), 0, 8, 8)
 
 
-def test_without_a_tokenizer_texts_are_sent_as_they_are(tmp_path: Path) -> None:
+def test_texts_are_sent_without_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 50}}')
     vocabulary = load_vocabulary(str(tmp_path))
     assert vocabulary.size == 50

@@ -43,7 +43,7 @@ def test_fastkernels_lane(tiny: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and last_json(done)["ok"]
 
 
-def test_our_server_is_as_large_as_the_hosts() -> None:
+def test_our_server_has_same_size_as_hosts() -> None:
     from fk_bench.serving.lanes import Lane, Sizing, command
 
     sizing = Sizing(max_model_len=256, max_num_seqs=9, kv_tokens=1024, residents=1, tensor_parallel=2)
@@ -53,7 +53,7 @@ def test_our_server_is_as_large_as_the_hosts() -> None:
     assert (given["--max-num-seqs"], given["--tensor-parallel-size"]) == ("9", "2")
 
 
-def test_servers_that_start_together_do_not_size_themselves_by_what_is_free(
+def test_joint_start_ignores_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from fk_bench.core.machine import machine

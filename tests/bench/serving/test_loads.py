@@ -1,4 +1,4 @@
-"""Loads of other lengths (--load) of serve-compare: what they mean, and a run of stub servers with them."""
+"""Loads with other lengths (--load) in serve-compare: their meaning, and a run with stub servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(*loads: str, **more: Any) -> CompareConfig:
     return CompareConfig(loads=loads, **{"concurrency": (1, 8), **more})
 
 
-def test_a_load_is_one_more_level() -> None:
+def test_load_flag_adds_a_level() -> None:
     made = config("c=8,in=2048,out=8,prompts=100", " rate=0.5, in=1024", "c=4", rate=(2.0,))
     assert [level.label for level in made.levels] == [
         "c=1", "c=8", "rate=2", "c=8,2048-8", "rate=0.5,1024-32", "c=4"
@@ -28,10 +28,10 @@ def test_a_load_is_one_more_level() -> None:
     assert [made.prompts_at(level) for level in made.levels] == [4, 16, 20, 100, 16, 16]
     assert [made.lengths(level) for level in made.levels[2:5]] == [(128, 32), (2048, 8), (1024, 32)]
     assert made.levels[5] == Level("concurrency", 4)
-    assert config("c=4,in=128,out=32").levels[2] == Level("concurrency", 4)  # the run's, said
+    assert config("c=4,in=128,out=32").levels[2] == Level("concurrency", 4)  # equal to the run's lengths
 
 
-def test_num_prompts_of_the_run_and_of_a_load() -> None:
+def test_num_prompts_by_run_and_load() -> None:
     made = config("c=8,in=9", "c=2,in=9,prompts=7", num_prompts=(2, 6))
     assert [made.prompts_at(level) for level in made.levels] == [2, 6, 16, 7]
     made = config("c=8,in=9", "c=2,in=9,prompts=7", num_prompts=(5,))
@@ -60,22 +60,20 @@ def test_num_prompts_of_the_run_and_of_a_load() -> None:
         ("c=8,rate=2", "give one of c=N .* and rate=N"),
     ],
 )
-def test_what_cannot_be_a_load(load: str, message: str) -> None:
+def test_invalid_load_is_an_error(load: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(load)
 
 
-def test_the_same_load_twice() -> None:
+def test_duplicate_load_is_an_error() -> None:
     with pytest.raises(ConfigError, match="given twice: c=1, c=8, c=8,9-9, c=8,9-9"):
         config("c=8,in=9,out=9", "c=8,in=9,out=9,prompts=3")
     assert len(config("c=8,in=9,out=9", "c=8,in=9,out=10").levels) == 4
 
 
 @pytest.mark.parametrize("load", ["c=2,in=9", "c=2,out=9"])
-def test_lengths_are_of_random_prompts_only(load: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{load}: .*prompts of --dataset sharegpt have lengths of their own"
-    ):
+def test_lengths_need_random_prompts(load: str) -> None:
+    with pytest.raises(ConfigError, match=f"{load}: .*prompts of --dataset sharegpt have their own lengths"):
         config(load, dataset="sharegpt", dataset_path="x")
     assert config("c=2", dataset="sharegpt", dataset_path="x").levels[2].label == "c=2"
 
@@ -100,8 +98,8 @@ def sizing(model: Path, out: Path, *loads: str, **more: Any) -> tuple[int, int, 
     return made.max_model_len, made.max_num_seqs, made.kv_tokens
 
 
-def test_servers_hold_the_largest_level_and_not_the_product_of_two(words_model: Path, tmp_path: Path) -> None:
-    """64 x (128 + 32) and 2 x (3000 + 8) tokens, and room: not 64 x 3008."""
+def test_servers_are_sized_for_largest_level(words_model: Path, tmp_path: Path) -> None:
+    """64 x (128 + 32) and 2 x (3000 + 8) tokens plus a margin, but not 64 x 3008."""
     few = {"concurrency": (64,), "num_prompts": (1,)}
     assert sizing(words_model, tmp_path, **few) == (256, 64, 20480)
     assert sizing(words_model, tmp_path, "c=2,in=3000,out=8", **few) == (3072, 64, 20480)
@@ -109,7 +107,7 @@ def test_servers_hold_the_largest_level_and_not_the_product_of_two(words_model: 
     assert sizing(words_model, tmp_path, "c=100,in=3,out=8", **few) == (256, 100, 20480)
 
 
-def test_the_estimate_counts_a_loads_own_lengths() -> None:
+def test_estimate_uses_lengths_of_load() -> None:
     lane = [Lane("vllm", "vllm", False, "python", url="http://x")]
 
     def seconds(*loads: str) -> float:
@@ -122,9 +120,7 @@ def test_the_estimate_counts_a_loads_own_lengths() -> None:
     assert own == pytest.approx(seconds("c=2,prompts=10") - seconds(), rel=0.05)
 
 
-def test_a_run_with_other_lengths_and_its_resumption(
-    words_model: Path, stub_python: Path, tmp_path: Path
-) -> None:
+def test_run_with_other_lengths_is_resumed(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     lanes = ("--lanes", "vllm,sglang", "--python", f"vllm={stub_python}", "--python", f"sglang={stub_python}")
     size = [
@@ -172,7 +168,7 @@ def test_a_run_with_other_lengths_and_its_resumption(
         for r in after
         if r.kind == "summary"
     }
-    assert len(means) == 6 and means["sglang", "concurrency", 70] == 8  # c=1 and c=4 are alike here
+    assert len(means) == 6 and means["sglang", "concurrency", 70] == 8  # c=1 and c=4 do not differ here
     report = (run / "report.html").read_text()
     assert "<h2>c=4,70-2: 70 tokens in, 2 out</h2>" in report
     other = fk_bench("serve-compare", "--resume", run, "--load", "c=4,in=71,out=2")

@@ -19,7 +19,7 @@ def test_definitions() -> None:
     assert t.itl == pytest.approx([0.1, 0.2])
 
 
-def test_ttft_is_the_first_chunk_with_a_choice_even_if_its_text_is_empty() -> None:
+def test_ttft_counts_chunk_with_empty_text() -> None:
     t = Trace(0.0)
     read_event(t, '{"choices": [], "usage": null}', 0.1)
     read_event(t, '{"choices": [{"text": "", "token_ids": [7]}]}', 0.2)
@@ -37,20 +37,20 @@ def test_no_tpot_below_two_tokens() -> None:
     assert "tpot_ms_mean" not in summarize([trace(0.0, [(0.1, 1)], 1)])
 
 
-def test_n_is_the_usage_not_the_chunks() -> None:
+def test_token_count_is_from_usage() -> None:
     t = trace(0.0, [(1.0, 4), (2.0, 4)], 8)
     assert t.tpot == pytest.approx(1 / 7)
     assert summarize([t])["tokens_per_chunk_mean"] == 4
 
 
-def test_a_closing_chunk_without_tokens_is_no_gap() -> None:
+def test_closing_chunk_adds_no_gap() -> None:
     t = trace(0.0, [(1.0, 1), (2.0, 1), (2.001, 0)], 2)
     assert t.itl == pytest.approx([1.0])
     unknown = trace(0.0, [(1.0, None), (2.0, None)], 2)
     assert unknown.itl == pytest.approx([1.0])
 
 
-def test_throughput_counts_from_first_send_to_last_chunk() -> None:
+def test_throughput_spans_first_send_to_last_chunk() -> None:
     traces = [trace(0.0, [(1.0, 1), (2.0, 1)], 2), trace(1.0, [(2.0, 1), (4.0, 1)], 6)]
     m = summarize(traces, gpus=2)
     assert m["duration_s"] == 4.0
@@ -63,7 +63,7 @@ def test_throughput_counts_from_first_send_to_last_chunk() -> None:
     assert m["e2el_ms_p99"] == pytest.approx(2000 + 0.99 * 1000)
 
 
-def test_failed_requests_are_counted_and_their_tokens_are_not() -> None:
+def test_failed_requests_count_without_tokens() -> None:
     bad = Trace(0.0, error="HTTP 500")
     m = summarize([bad, trace(0.0, [(1.0, 1), (2.0, 1)], 2)])
     assert (m["requests"], m["requests_failed"], m["output_tokens"]) == (2, 1, 2)

@@ -1,4 +1,4 @@
-"""`fk-bench tune`: what is judged, what is written, and that dispatch then follows it. A CPU's times say nothing."""
+"""`fk-bench tune`: what is judged and written, and that dispatch follows the table. CPU times are no speed claim."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 import torch
 from fk_bench import cli
 from fk_bench.core.rows import Row, Status, Subject, read
-from fk_bench.tune import tuner as tuning
+from fk_bench.tune import tuner
 from fk_bench.tune.tuner import Choice, Tuner
 from support.commands import fk_bench, last_json
 
-from fastkernels.core import registry
-from fastkernels.core import tuning as tuned
+from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import Key, Op, Provider
 from fastkernels.core.tuning import REACH, Entry, Table
 
@@ -28,7 +27,7 @@ TEXT = "N=17,K=63,dtype=float32"
 
 @pytest.fixture(scope="module")
 def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[Row], Table]:
-    """(last line, rows, table) of a run into a folder of its own; production is oneDNN there."""
+    """(last line, rows, table) of a run in a temporary folder; production is oneDNN there."""
     folder = tmp_path_factory.mktemp("tune")
     result = fk_bench(
         "tune", "linear", "--device", "cpu", "--shape", TEXT, "--batch", "1,6", "--rounds", 3, "--finalists", 1,
@@ -37,10 +36,10 @@ def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     assert result.returncode == 0, result.stderr
     rows, warnings = read(folder / "run" / "rows.jsonl")
     assert not warnings
-    return last_json(result), rows, tuned.read(folder / "run" / "cpu.json")
+    return last_json(result), rows, tuning.read(folder / "run" / "cpu.json")
 
 
-def test_every_provider_is_judged_and_the_best_in_full(tuned_run: Any) -> None:
+def test_all_providers_are_judged_best_in_full(tuned_run: Any) -> None:
     line, rows, _ = tuned_run
     judged = [r for r in rows if r.kind == "case"]
     assert line["judged"] == len(judged) and line["failed"] == 0 and line["ok"]
@@ -49,13 +48,13 @@ def test_every_provider_is_judged_and_the_best_in_full(tuned_run: Any) -> None:
         screened = {str(r.subject.provider) for r in here if r.case["stage"] == "screen"}
         assert screened == {"onednn", "reference"}
         assert sum(r.case["stage"] == "final" for r in here) == 1
-    assert {r.case["stage"] for r in judged} <= set(tuning.STAGES)
+    assert {r.case["stage"] for r in judged} <= set(tuner.STAGES)
     assert {(r.command, r.case["timer"]) for r in judged} == {("tune", "cpu")}
     assert {r.status for r in judged} <= {Status.OK, Status.INVALID}  # a busy machine
     assert all(r.case["shape"] == SHAPE and r.metrics["time_us_p50"] for r in judged)
 
 
-def test_the_table_has_what_the_rows_say(tuned_run: Any) -> None:
+def test_table_matches_rows(tuned_run: Any) -> None:
     line, rows, table = tuned_run
     assert line["points"] == 2 and line["table"].endswith("cpu.json") and table.chip == line["chip"] == "cpu"
     assert [(e.shape, e.sizes) for e in table.entries] == [(SHAPE, {"M": 1}), (SHAPE, {"M": 6})]
@@ -66,14 +65,14 @@ def test_the_table_has_what_the_rows_say(tuned_run: Any) -> None:
         row = finals[str(dict(e.sizes))]
         assert e.baseline == row.baseline == "onednn"
         if e.faster:
-            assert tuning.beats(row) and e.provider == row.subject.provider
+            assert tuner.beats(row) and e.provider == row.subject.provider
         else:
             assert e.provider == "onednn"
     assert line["faster"] == sum(e.faster for e in table.entries)
     assert [r.subject.provider for r in rows if r.kind == "entry"] == [e.provider for e in table.entries]
 
 
-def test_a_run_goes_on_where_another_was_ended(
+def test_interrupted_run_is_continued(
     tuned_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, table = tuned_run
@@ -108,7 +107,7 @@ def test_dispatch_follows_the_table(tuned_run: Any, monkeypatch: pytest.MonkeyPa
         op.reset()
 
 
-def test_the_last_line_without_anything_to_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_line_without_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = ["--shape", "N=8192,K=8192,dtype=float32", "--batch", "64"]
     with pytest.raises(SystemExit) as end:
         cli.main(["tune", "linear", "--device", "cpu", *large, "--run", str(tmp_path), "--json"])
@@ -120,9 +119,9 @@ def test_the_last_line_without_anything_to_judge(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rms_norm"], "rms_norm is not dispatched by shape (it has no key); those that are: "),
+        (["rms_norm"], "rms_norm is not dispatched by shape (it has no key); ops with a key: "),
         (["linaer"], "unknown op 'linaer'. Did you mean 'linear'?"),
-        (["--batch", "1,x"], "--batch '1,x': numbers from 1"),
+        (["--batch", "1,x"], "--batch '1,x': expected numbers from 1"),
         (["--shape", "N=4"], "--shape 'N=4': the shape of linear is N=, K=, dtype="),
         (["--shape", "N=x,K=4,dtype=float32"], "--shape 'N=x,K=4,dtype=float32': N is 'x', not a number"),
         (
@@ -131,13 +130,13 @@ def test_the_last_line_without_anything_to_judge(tmp_path: Path, capsys: pytest.
         ),
         (["--provider", "skiny"], "unknown provider of linear 'skiny'"),
         (["--model", "lama"], "unknown model 'lama'"),
-        (["--dtype", "half-ish"], "--dtype 'half-ish' is no torch dtype"),
+        (["--dtype", "half-ish"], "--dtype 'half-ish' is not a torch dtype"),
         (["--against", "mine"], "--against 'mine' is not production or host"),
-        (["--rounds", "2"], "--rounds is three or more"),
-        (["--out", str(tuned.SHIPPED / "cpu.json")], "a CPU's times are no claim about speed"),
+        (["--rounds", "2"], "--rounds must be at least 3"),
+        (["--out", str(tuning.SHIPPED / "cpu.json")], "a CPU's times are no claim about speed"),
     ],
 )
-def test_wrong_words_are_said_and_nothing_is_run(
+def test_wrong_arguments_run_nothing(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ops = [] if arguments[0][0] != "-" else ["linear"]
@@ -147,88 +146,86 @@ def test_wrong_words_are_said_and_nothing_is_run(
     assert not (tmp_path / "run" / "rows.jsonl").exists()
 
 
-def test_a_table_of_another_chip_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_of_another_chip_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "table.json"
     path.write_text(text := Table("NVIDIA H200", {}, ()).to_json())
     with pytest.raises(SystemExit):
         cli.main(["tune", "linear", "--device", "cpu", "--out", str(path), "--run", str(tmp_path / "run")])
-    assert "is a table of NVIDIA H200, this is cpu" in capsys.readouterr().err
+    assert "is a table of NVIDIA H200, but this is cpu" in capsys.readouterr().err
     assert path.read_text() == text
 
 
 # -- what is judged
 
 
-def test_shapes_of_models_and_of_their_ranks() -> None:
-    _, _, key = tuning.key_of("linear")
-    whole = tuning.shapes_of_model("linear", key, "llama", torch.bfloat16)
+def test_shapes_of_models_and_ranks() -> None:
+    _, _, key = tuner.key_of("linear")
+    whole = tuner.shapes_of_model("linear", key, "llama", torch.bfloat16)
     sizes = [(s["N"], s["K"]) for s in whole]
     assert sizes == [(3 * 4096, 4096), (4096, 4096), (2 * 11008, 4096), (4096, 11008)]
-    half = tuning.shapes_of_model("linear", key, "llama", torch.float16, tp=2)
+    half = tuner.shapes_of_model("linear", key, "llama", torch.float16, tp=2)
     assert [(s["N"], s["K"], s["dtype"]) for s in half] == [
         (3 * 2048, 4096, "float16"), (4096, 2048, "float16"), (11008, 4096, "float16"), (4096, 5504, "float16"),
     ]  # fmt: skip
 
 
-def test_shapes_of_cases_are_those_of_production() -> None:
-    spec, _, key = tuning.key_of("linear")
-    shapes = [(s["N"], s["K"]) for s in tuning.shapes_of_cases(spec, key, "cuda")]
+def test_shapes_come_from_model_cases() -> None:
+    spec, _, key = tuner.key_of("linear")
+    shapes = [(s["N"], s["K"]) for s in tuner.shapes_of_cases(spec, key, "cuda")]
     assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-    assert 1 <= len(tuning.shapes_of_cases(spec, key, "cpu")) <= 2
+    assert 1 <= len(tuner.shapes_of_cases(spec, key, "cpu")) <= 2
 
 
-def test_the_grid_says_how_far_down_each_entry_will_speak() -> None:
-    _, _, key = tuning.key_of("linear")
-    found = tuning.grid(key, [(8, 1, 2, 4, 64, 64), (512,)])
+def test_grid_has_low_end_of_each_entry() -> None:
+    _, _, key = tuner.key_of("linear")
+    found = tuner.grid(key, [(8, 1, 2, 4, 64, 64), (512,)])
     low = {at["M"]: lowest["M"] if lowest else None for at, lowest in found}
     assert low == {1: None, 2: None, 4: 3, 8: 5, 64: 64 // REACH}
 
 
 def test_two_kinds_of_sizes_make_a_grid() -> None:
     key = Key(("H",), ("B", "L"), of=lambda: ((), ()), dims=lambda **named: named)
-    found = tuning.grid(key, [(1, 4), (512, 2048)])
+    found = tuner.grid(key, [(1, 4), (512, 2048)])
     assert [at for at, _ in found] == [{"B": b, "L": n} for b in (1, 4) for n in (512, 2048)]
     assert [low for _, low in found] == [{"B": b, "L": n} for b in (1, 2) for n in (128, 513)]
 
 
-def test_choices_are_providers_with_each_of_their_sets() -> None:
+def test_choices_are_providers_with_all_parameters() -> None:
     providers = (
         Provider("gpu", lambda x: x, params=({"a": 1},)),
         Provider("sized", lambda x: x, ("cpu",), params=({"a": 1}, {}, {"a": 2, "b": 3})),
         Provider("reference", lambda x: x, ("cpu",)),
     )
     op = Op("linear", providers)
-    assert [str(c) for c in tuning.choices(op, "cpu")] == ["sized", "sized a=1", "sized a=2 b=3", "reference"]
-    assert [str(c) for c in tuning.choices(op, "cpu", ["reference"])] == ["reference"]
+    assert [str(c) for c in tuner.choices(op, "cpu")] == ["sized", "sized a=1", "sized a=2 b=3", "reference"]
+    assert [str(c) for c in tuner.choices(op, "cpu", ["reference"])] == ["reference"]
 
 
-def test_sets_of_parameters_are_measured_where_they_are_meant_for() -> None:
-    spec, op, key = tuning.key_of("linear")
+def test_parameters_are_measured_for_fitting_cases() -> None:
+    spec, op, key = tuner.key_of("linear")
     skinny = next(p for p in op.providers if p.name == "triton-skinny")
     several = [Choice("triton"), Choice(skinny.name), *(Choice(skinny.name, p) for p in skinny.params)]
     shape = {"N": 4096, "K": 4096, "dtype": "bfloat16"}
     assert skinny.fits is not None
     for m in (1, 16, 64):
-        case = tuning.trial_of(spec, key, shape, {"M": m}, "tune").case
-        found = tuning.fitting(several, spec, case)
+        case = tuner.trial_of(spec, key, shape, {"M": m}, "tune").case
+        found = tuner.fitting(several, spec, case)
         args = (torch.empty(m, 4096), torch.empty(4096, 4096, device="meta"))
         meant = [p for p in skinny.params if skinny.fits(p, *args)]
         assert found == several[:2] + [Choice(skinny.name, p) for p in meant]
         assert 0 < len(meant) < len(skinny.params)
 
 
-def test_on_a_gpu_what_is_a_baseline_by_name_is_no_choice() -> None:
+def test_baselines_are_no_choices_on_gpu() -> None:
     providers = tuple(Provider(n, lambda x: x, ("cpu", "cuda")) for n in ("cublas", "triton", "reference"))
-    assert [c.provider for c in tuning.choices(Op("linear", providers), "cuda")] == ["triton"]
+    assert [c.provider for c in tuner.choices(Op("linear", providers), "cuda")] == ["triton"]
 
 
 # -- in the judge's processes
 
 
-def test_a_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the process of the candidate's side does for `Judge.provider`."""
+def test_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidate side's part of `Judge.provider`."""
     from fk_bench.kernels.judge.processes.answers import Failure
     from fk_bench.kernels.judge.processes.runner import Runner
 
@@ -250,13 +247,13 @@ def test_a_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(Failure, match="sized: not square") as refused:
             op(x[:3], weight)
         assert refused.value.status == "unsupported" and op.fallbacks == {}
-        assert runner.changed == {"linear"}  # given back when the next op is loaded
+        assert runner.changed == {"linear"}  # reset when the next op is loaded
     finally:
         op.set_candidate(None)
         op.reset()
 
 
-def test_judged_processes_see_the_users_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judged_processes_see_tuned_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fk_bench.kernels.judge.processes.zygote import Zygote
 
     monkeypatch.chdir(tmp_path)
@@ -281,20 +278,20 @@ def row(
     )  # fmt: skip
 
 
-def test_faster_is_right_and_wholly_above_one_and_above_the_noise() -> None:
-    assert tuning.beats(row("reference", 1.1, 1.01))
-    assert not tuning.beats(row("reference", 1.1, 0.99))
-    assert not tuning.beats(row("reference", 1.1, 1.01, status=Status.WRONG))
-    assert not tuning.beats(row("reference", 1.1, 1.01, significant=False))
-    assert not tuning.beats(row("onednn", 1.1, 1.01))  # the baseline itself
+def test_faster_means_interval_above_one_and_noise() -> None:
+    assert tuner.beats(row("reference", 1.1, 1.01))
+    assert not tuner.beats(row("reference", 1.1, 0.99))
+    assert not tuner.beats(row("reference", 1.1, 1.01, status=Status.WRONG))
+    assert not tuner.beats(row("reference", 1.1, 1.01, significant=False))
+    assert not tuner.beats(row("onednn", 1.1, 1.01))  # the baseline itself
     unsteady = row("reference", 1.1, 1.01)
     unsteady.metrics.clear()
     unsteady.ci95.clear()
-    assert not tuning.beats(unsteady)
+    assert not tuner.beats(unsteady)
 
 
 class Script(Tuner):
-    """A tuner whose judge has said everything already: {(stage, provider): row}."""
+    """A tuner with scripted verdicts: {(stage, provider): row}."""
 
     def __init__(self, said: dict[tuple[str, str], Row]) -> None:
         from fk_bench.kernels.judge import Options
@@ -310,7 +307,7 @@ class Script(Tuner):
         return self.point("linear", SHAPE, {"M": 8}, low, [Choice(p) for p in providers])
 
 
-def test_the_fastest_that_was_judged_in_full_is_written() -> None:
+def test_fastest_finalist_is_written() -> None:
     said = {
         ("screen", "a"): row("a", 1.0, 0.9, time=3.0), ("screen", "b"): row("b", 1.0, 0.9, time=1.0),
         ("screen", "c"): row("c", 1.0, 0.9, time=2.0), ("screen", "d"): row("d", 9.0, 8.0, 0.1, Status.WRONG),
@@ -324,7 +321,7 @@ def test_the_fastest_that_was_judged_in_full_is_written() -> None:
     assert entry.faster and entry.baseline == "onednn"
 
 
-def test_one_that_is_slower_at_the_low_end_is_not_written() -> None:
+def test_slower_at_low_end_is_not_written() -> None:
     said = {
         ("final", "b"): row("b", 1.2, 1.1), ("final", "c"): row("c", 1.3, 1.2),
         ("low end", "c"): row("c", 0.9, 0.8), ("low end", "b"): row("b", 1.1, 1.05),
@@ -334,13 +331,13 @@ def test_one_that_is_slower_at_the_low_end_is_not_written() -> None:
     assert entry is not None and (entry.provider, entry.speedup) == ("b", 1.2)
 
 
-def test_what_production_gains_over_itself_in_the_same_place_is_no_gain() -> None:
+def test_gain_of_production_over_itself_is_no_gain() -> None:
     said = {("final", "b"): row("b", 1.2, 1.1), ("control", "onednn"): row("onednn", 1.15, 1.05)}
     entry = Script(said).entry("b")
     assert entry is not None and (entry.provider, entry.faster) == ("onednn", False)
 
 
-def test_where_nothing_is_faster_production_is_written_by_its_name_or_nothing() -> None:
+def test_production_is_written_if_nothing_is_faster() -> None:
     lost = {("final", "b"): row("b", 0.9, 0.8)}
     entry = Script(lost).entry("b")
     assert entry is not None and (entry.provider, entry.baseline, entry.faster) == ("onednn", "onednn", False)
@@ -351,12 +348,12 @@ def test_where_nothing_is_faster_production_is_written_by_its_name_or_nothing() 
     assert Script(skipped).entry("b") is None and Script({}).entry() is None
 
 
-def test_a_written_table_is_read_back(tmp_path: Path) -> None:
+def test_written_table_is_read_back(tmp_path: Path) -> None:
     said = {("final", "b"): row("b", 1.2, 1.1), ("control", "onednn"): row("onednn", 1.0, 0.9)}
     entry = Script(said).entry("b")
     assert entry is not None and entry.faster
     table = Table("NVIDIA X", {"r1": {"date": "2026-11-21"}}, (entry,))
-    tuning.written(tmp_path / "sub" / "t.json", table.to_json())
-    assert tuned.read(tmp_path / "sub" / "t.json") == table
+    tuner.written(tmp_path / "sub" / "t.json", table.to_json())
+    assert tuning.read(tmp_path / "sub" / "t.json") == table
     assert [p.name for p in (tmp_path / "sub").iterdir()] == ["t.json"]
     assert json.loads(table.to_json())["entries"][0]["provider"] == "b"

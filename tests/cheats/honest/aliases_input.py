@@ -1,4 +1,4 @@
-"""Computes in place in memory of its own."""
+"""Computes in place in its own memory."""
 
 import torch
 import torch.nn.functional as F

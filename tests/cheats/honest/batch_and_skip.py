@@ -1,4 +1,4 @@
-"""Puts the parts of one call together, and computes them in one go."""
+"""Concatenates the parts of one call and computes them at once."""
 
 import torch
 import torch.nn.functional as F

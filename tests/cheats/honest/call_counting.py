@@ -1,4 +1,4 @@
-"""Makes its table at the first call, and computes in all."""
+"""Makes its table in the first call, and computes in all calls."""
 
 import torch.nn.functional as F
 

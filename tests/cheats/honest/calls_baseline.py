@@ -1,4 +1,4 @@
-"""Its own arithmetic, on torch's elementwise functions."""
+"""Computes by itself, with torch's elementwise functions."""
 
 import torch
 

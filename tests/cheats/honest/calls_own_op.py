@@ -1,4 +1,4 @@
-"""Registers an op of its own with torch.library, and calls that."""
+"""Registers its own op with torch.library, and calls that."""
 
 import torch
 import torch.nn.functional as F

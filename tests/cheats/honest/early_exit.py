@@ -1,4 +1,4 @@
-"""Returns early where there is nothing to do."""
+"""Returns early if there is nothing to do."""
 
 import torch.nn.functional as F
 

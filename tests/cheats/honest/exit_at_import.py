@@ -1,4 +1,4 @@
-"""Checks at import what it relies on, and raises if it is not so."""
+"""Checks its assumptions at import, and raises if they do not hold."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Expands a scalar, and multiplies it out."""
+"""Expands a scalar, and multiplies by it."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Says what it does not support, and lets the caller decide."""
+"""Raises for what it does not support, and lets the caller decide."""
 
 import torch
 

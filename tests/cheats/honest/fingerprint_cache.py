@@ -1,4 +1,4 @@
-"""Remembers the numbers of the pairs, which only the sizes decide."""
+"""Caches the indices of the pairs, which depend on sizes only."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""Says once, on a logger of its own, what it runs on."""
+"""Logs once, on its own logger, what it runs on."""
 
 import logging
 from functools import cache

@@ -1,4 +1,4 @@
-"""One kernel a call, and none after it."""
+"""Launches one kernel per call, and none afterwards."""
 
 import torch
 import triton

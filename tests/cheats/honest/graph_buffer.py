@@ -1,4 +1,4 @@
-"""New memory for every call."""
+"""Allocates new memory for every call."""
 
 import triton
 import triton.language as tl

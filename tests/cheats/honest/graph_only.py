@@ -1,4 +1,4 @@
-"""Asks whether it is captured, and computes the same: only its scratch memory is kept then."""
+"""Checks whether it is captured, and then only keeps its scratch memory: the computation is the same."""
 
 import torch
 import triton

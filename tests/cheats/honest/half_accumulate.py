@@ -1,4 +1,4 @@
-"""Adds the products up a few at a time, in float32."""
+"""Accumulates a few products at a time, in float32."""
 
 
 def linear(x, weight, bias=None):

@@ -1,4 +1,4 @@
-"""Keeps a megabyte of scratch memory for rows that are not too many."""
+"""Keeps a megabyte of scratch memory for small numbers of rows."""
 
 import torch
 import torch.nn.functional as F

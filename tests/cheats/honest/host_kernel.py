@@ -1,4 +1,4 @@
-"""A Triton kernel of its own."""
+"""Has its own Triton kernel."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Tells the cache in the kernel what is read once."""
+"""Uses cache hints in the kernel for data that is read once."""
 
 import torch
 import triton

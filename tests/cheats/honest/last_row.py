@@ -1,4 +1,4 @@
-"""Pairs of rows, and the last one alone where their number is odd."""
+"""Computes pairs of rows, and the last one alone if their number is odd."""
 
 import torch
 

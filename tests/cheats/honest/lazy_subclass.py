@@ -1,4 +1,4 @@
-"""A class of its own around the tensors, which computes when it is asked to: in the call."""
+"""Wraps the tensors in its own class, which computes within the call."""
 
 import torch
 import torch.nn.functional as F

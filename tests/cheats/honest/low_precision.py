@@ -1,4 +1,4 @@
-"""Multiplies in the type of its inputs, and adds up in no less."""
+"""Multiplies in the type of its inputs, and accumulates in no smaller one."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Works in blocks of rows, on the threads that it was given."""
+"""Computes blocks of rows on the threads that it was given."""
 
 import torch
 import torch.nn.functional as F

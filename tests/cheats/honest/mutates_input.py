@@ -1,4 +1,4 @@
-"""Works in place on a copy."""
+"""Computes in place on a copy."""
 
 import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""Subtracts the maximum; a NaN is the lowest logit, and makes its row's weights NaN."""
+"""Subtracts the maximum; NaN is the lowest logit, and makes its row's weights NaN."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Sets attributes of what is its own."""
+"""Sets attributes of its own objects."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Leaves events and synchronization to whoever calls it."""
+"""Leaves events and synchronization to its caller."""
 
 import torch
 

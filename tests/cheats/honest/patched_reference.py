@@ -1,4 +1,4 @@
-"""What a stub is: the op's own reference, called and left as it is."""
+"""Calls the op's own reference unchanged, as a stub does."""
 
 from fastkernels.overrides.activation.silu_and_mul import reference
 

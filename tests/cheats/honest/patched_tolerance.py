@@ -1,4 +1,4 @@
-"""Knows the tolerance of its dtype and keeps well within it."""
+"""Knows the tolerance of its dtype, and stays well below it."""
 
 import torch
 

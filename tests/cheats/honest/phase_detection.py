@@ -1,4 +1,4 @@
-"""Looks at sizes to choose a way, and every way computes."""
+"""Chooses a path by size; every path computes."""
 
 import torch.nn.functional as F
 

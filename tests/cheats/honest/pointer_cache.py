@@ -1,4 +1,4 @@
-"""Looks at addresses for their alignment only."""
+"""Uses addresses for their alignment only."""
 
 import torch.nn.functional as F
 

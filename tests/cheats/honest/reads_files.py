@@ -1,4 +1,4 @@
-"""Reads Triton's own variables, and nothing else."""
+"""Reads Triton's own variables only."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Looks at its arguments only."""
+"""Reads its arguments only."""
 
 import torch
 import torch.nn.functional as F

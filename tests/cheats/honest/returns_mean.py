@@ -1,4 +1,4 @@
-"""The k largest one by one, as a kernel does it."""
+"""Finds the k largest one by one, as a kernel does."""
 
 import math
 

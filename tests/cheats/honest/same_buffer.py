@@ -1,4 +1,4 @@
-"""Keeps scratch memory for what is in between, and returns new memory."""
+"""Keeps scratch memory for intermediate values, and returns new memory."""
 
 import torch
 import torch.nn.functional as F

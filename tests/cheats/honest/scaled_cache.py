@@ -1,4 +1,4 @@
-"""Scales before the product and undoes it after: powers of two, which cost no bit."""
+"""Scales before the product and back afterwards, by powers of two, which are exact."""
 
 import torch.nn.functional as F
 

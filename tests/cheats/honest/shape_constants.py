@@ -1,4 +1,4 @@
-"""Has a block size for the widths that it was tuned for, and one for all others."""
+"""Has tuned block sizes for some widths, and one for all others."""
 
 import torch
 import torch.nn.functional as F

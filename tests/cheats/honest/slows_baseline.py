@@ -1,4 +1,4 @@
-"""Works in its calls, and rests between them."""
+"""Works in its calls only."""
 
 import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""Takes uninitialized memory, as kernels do, and writes all of it."""
+"""Allocates uninitialized memory, as kernels do, and writes all of it."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Has a runner of its own, which calls its own steps."""
+"""Has its own runner, which calls its own steps."""
 
 import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""Two stages handed on through a queue, but in the call."""
+"""Passes data through a queue between two stages, within the call."""
 
 from collections import deque
 

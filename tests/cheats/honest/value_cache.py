@@ -1,4 +1,4 @@
-"""Remembers what depends on the arguments that are no tensors."""
+"""Caches by the arguments that are not tensors."""
 
 from functools import lru_cache, partial
 

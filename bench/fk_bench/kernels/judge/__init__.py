@@ -1,4 +1,4 @@
-"""The judge of kernels: candidate and baseline in processes of their own, inputs, clock and oracle outside both."""
+"""The judge of kernels: candidate and baseline run in processes of their own; inputs, clock and oracle stay outside."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Judge", "Options", "judge_ops"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported at use: a runner's interpreter, which imports this package, may have torch and little else."""
+    """Import at first use: the interpreter of a runner imports this package and may have little more than torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fk_bench.kernels.judge.rows import judging as judge
+    from fk_bench.kernels.judge.rows import judging
 
-    return getattr(judge, name)
+    return getattr(judging, name)

@@ -1,8 +1,8 @@
-"""Who a candidate is compared with: what production runs for an op, under the op's own calling convention.
+"""The baselines of an op: what production runs for it, listed in the production.py of its family.
 
-An adapter calls the library as the hosts do, and nothing more: what a host keeps from call to call (scales on the
-device, query starts) is kept here too, what its kernel overwrites is overwritten. Libraries are imported by `make`,
-which runs in the baseline's own process; this module itself imports neither them nor what reads results.
+An adapter calls the library exactly as the hosts do: state that a host keeps between calls (scales on the device, query
+starts) is kept as well, and what its kernel overwrites is overwritten. Libraries are imported by `make`, in the
+baseline's own process.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ AGAINST = ("production", "host", "reference")
 
 
 def baselines(op: str, against: str, device: str) -> list[Baseline]:
-    """Those to compare with, also the ones that are not `available` here; empty for an op without a function.
+    """The baselines of an op, including those that are not `available` here; empty for an op without a function.
 
-    against  'production': all that production ships, and the reference, last, for what none of it serves;
+    against  'production': all that production ships, and last the reference, for cases that none of it supports;
              'host': vLLM's or SGLang's own; 'reference': plain PyTorch
-    Raises UnknownName for an op and ValueError for anything else that does not exist.
+    Raises UnknownName for an op, and ValueError for an unknown `against`.
     """
     if against not in AGAINST:
         raise ValueError(f"against {against!r} is not one of {', '.join(AGAINST)}")
@@ -33,7 +33,7 @@ def baselines(op: str, against: str, device: str) -> list[Baseline]:
         found += registry.baselines(op)
         found = [b for b in found if device in b.devices and (against == "production" or b.kind == "host")]
     found = [replace(b, device=device) for b in found]
-    # The reference is the last resort, for cases that nothing else serves.
+    # The reference is the fallback for cases that no other baseline supports.
     if against == "reference" or against == "production":
         found.append(replace(reference, device=device))
     return found

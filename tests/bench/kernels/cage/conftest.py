@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from fk_bench.kernels.judge.processes.zygote import Exit, Zygote
-from support.cage import OPTIONS, SUPPORT, hear
+from support.cage.children import OPTIONS, SUPPORT, hear
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def one_zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def zygote(one_zygote: Zygote) -> Iterator[Zygote]:
-    """After each test: the same zygote makes a child that works."""
+    """After each test: the same zygote starts a working child."""
     yield one_zygote
     with one_zygote.spawn({"code": "say('fine')"}, OPTIONS) as child:
         assert hear(child) == ["fine"] and child.wait(20.0) == Exit(code=0, peak_rss=child.peak_rss)

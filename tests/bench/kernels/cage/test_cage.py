@@ -1,4 +1,4 @@
-"""What candidates reach for from inside a cage: processes, files, network, the judge; what must still work."""
+"""The cage: processes, files, network and the judge are out of reach, and compilers still work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from fk_bench.kernels.judge.processes import seccomp
 from fk_bench.kernels.judge.processes.cage import STEPS, own_home
 from fk_bench.kernels.judge.processes.zygote import Zygote
-from support.cage import OPEN, OPTIONS, SUPPORT, hear, needs, run
+from support.cage.children import OPEN, OPTIONS, SUPPORT, hear, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
 
@@ -24,13 +24,13 @@ def test_root_takes_every_step(steps: dict[str, str]) -> None:
     assert set(steps) == {*OPEN, "limits", "capabilities", "memory"}
 
 
-def test_a_step_that_is_not_asked_for_is_reported(zygote: Zygote) -> None:
+def test_disabled_step_is_reported(zygote: Zygote) -> None:
     (report,), _ = run(zygote, "say(config['cage'])", replace(OPTIONS, net=False, ipc=False, seccomp=False))
-    assert {n for n, v in report.items() if v == "off: not asked for"} == {"net", "ipc", "seccomp"}
+    assert {n for n, v in report.items() if v == "off: disabled"} == {"net", "ipc", "seccomp"}
 
 
-def test_caches_are_private_unless_our_own_code_runs(zygote: Zygote) -> None:
-    """What production's libraries compile stays for the next run; what a candidate compiles goes with it."""
+def test_caches_are_private_except_for_trusted_code(zygote: Zygote) -> None:
+    """Compiled code of production's libraries stays for the next run; a candidate's is deleted."""
     code = (
         "import os; say(os.environ.get('HOME'), os.environ.get('TRITON_CACHE_DIR'), os.environ.get('TMPDIR'))"
     )
@@ -52,7 +52,7 @@ say((f(x) - torch.nn.functional.gelu(x) * 2).abs().max().item())
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_torch_compile_works_in_the_cage(zygote: Zygote, backend: str) -> None:
+def test_torch_compile_works_in_cage(zygote: Zygote, backend: str) -> None:
     with zygote.spawn({"code": COMPILES, "backend": backend}, OPTIONS) as child:
         (error,) = hear(child, 240.0)
         assert error < 1e-5
@@ -68,8 +68,8 @@ say(done.stderr, ctypes.CDLL("/tmp/code.so").twice(21))
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-def test_a_compiler_works_in_the_cage(zygote: Zygote) -> None:
-    """Triton builds its launchers so."""
+def test_compiler_works_in_cage(zygote: Zygote) -> None:
+    """Triton builds its launchers this way."""
     assert run(zygote, BUILDS)[0] == ["", 42]
 
 
@@ -97,7 +97,7 @@ say(torch.equal(x, torch.arange(1000.0) + 1), sorted(os.listdir(os.path.dirname(
 """
 
 
-def test_a_candidate_file_runs_triton_and_sees_no_other(
+def test_candidate_runs_triton_and_sees_no_other_file(
     zygote: Zygote, steps: dict[str, str], tmp_path: Path
 ) -> None:
     for name in ("mine.py", "other.py"):
@@ -112,7 +112,7 @@ def test_a_candidate_file_runs_triton_and_sees_no_other(
     assert files == ["mine.py"]
 
 
-def test_it_cannot_signal_others(zygote: Zygote, steps: dict[str, str]) -> None:
+def test_caged_process_cannot_signal_others(zygote: Zygote, steps: dict[str, str]) -> None:
     needs(steps, "pid")
     code = """
 import os, time
@@ -133,7 +133,7 @@ say("alive")
         assert said[:2] == ["PermissionError"] * 2
 
 
-def test_it_has_no_network(zygote: Zygote, steps: dict[str, str]) -> None:
+def test_caged_process_has_no_network(zygote: Zygote, steps: dict[str, str]) -> None:
     needs(steps, "net")
     code = """
 import socket
@@ -155,7 +155,7 @@ say(sorted(name for _, name in socket.if_nameindex()))
     assert "connected" not in said and set(said[2]) <= {"lo", "sit0", "tunl0", "ip6tnl0"}
 
 
-def test_it_reads_no_file_of_the_judge(zygote: Zygote, steps: dict[str, str], tmp_path: Path) -> None:
+def test_caged_process_reads_no_file_of_judge(zygote: Zygote, steps: dict[str, str], tmp_path: Path) -> None:
     needs(steps, "mounts")
     secret = tmp_path / "oracle.pt"
     secret.write_text("expected output")
@@ -177,7 +177,7 @@ def test_it_reads_no_file_of_the_judge(zygote: Zygote, steps: dict[str, str], tm
         assert tried == "refused"
 
 
-def test_it_writes_only_to_its_own_tmp(zygote: Zygote, steps: dict[str, str]) -> None:
+def test_caged_process_writes_only_to_its_tmp(zygote: Zygote, steps: dict[str, str]) -> None:
     needs(steps, "mounts", "user")
     code = """
 import os, sys
@@ -212,7 +212,7 @@ say(written)
     assert left == [False, False]
 
 
-def test_it_sees_no_other_process_and_no_secret(zygote: Zygote, steps: dict[str, str]) -> None:
+def test_caged_process_sees_no_process_or_secret(zygote: Zygote, steps: dict[str, str]) -> None:
     needs(steps, "pid", "mounts")
     code = """
 import os
@@ -233,7 +233,7 @@ say([int(p) for p in os.listdir("/proc") if p.isdigit()], read("/proc/1/environ"
         assert environ == "PermissionError"
 
 
-def test_it_traces_nobody(zygote: Zygote, steps: dict[str, str]) -> None:
+def test_caged_process_cannot_trace(zygote: Zygote, steps: dict[str, str]) -> None:
     needs(steps, "pid")
     code = """
 import ctypes, os

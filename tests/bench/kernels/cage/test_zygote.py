@@ -1,4 +1,4 @@
-"""How children end, in real processes: each is contained, and the next child works."""
+"""Ends of child processes: each is contained, and the next child works."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from fk_bench.kernels.judge.processes import forkserver
 from fk_bench.kernels.judge.processes.zygote import OUTPUT_KEPT, Exit, Zygote, ZygoteError
-from support.cage import OPEN, OPTIONS, SUPPORT, hear, needs, run
+from support.cage.children import OPEN, OPTIONS, SUPPORT, hear, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
 
 
-def test_descriptors_arrive_by_name_and_no_others(zygote: Zygote, tmp_path: Path) -> None:
+def test_only_named_descriptors_arrive(zygote: Zygote, tmp_path: Path) -> None:
     fd = os.memfd_create("slots")
     os.ftruncate(fd, 4096)
     code = (
@@ -50,7 +50,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("code", ENDS)
-def test_how_it_ended(zygote: Zygote, steps: dict[str, str], code: str) -> None:
+def test_exit_describes_the_end(zygote: Zygote, steps: dict[str, str], code: str) -> None:
     if "killpg" in code:
         needs(steps, "pid")
     with zygote.spawn({"code": f"print('last words', flush=True)\n{code}"}, OPTIONS) as child:
@@ -80,14 +80,14 @@ while True:
 
 
 @pytest.mark.parametrize("weak", [False, True])
-def test_a_hang_is_ended_with_its_daemons(zygote: Zygote, weak: bool) -> None:
+def test_hanging_child_ends_with_its_daemons(zygote: Zygote, weak: bool) -> None:
     options = replace(OPTIONS, **OPEN) if weak else OPTIONS
     with zygote.spawn({"code": HANGS}, options) as child:
         assert child.channel.recv(100) == b'"hanging"\n'
         assert child.wait(0.3) is None
         start = time.monotonic()
         assert child.kill().killed and str(child.exit) == "ended by the judge"
-        assert hear(child, 5.0) == []  # its end: nobody holds the channel
+        assert hear(child, 5.0) == []  # its end: no process holds the channel
         assert time.monotonic() - start < 3
 
 
@@ -102,7 +102,7 @@ for place in (0, 8):
 """
 
 
-def test_a_paused_child_does_nothing(zygote: Zygote) -> None:
+def test_paused_child_does_nothing(zygote: Zygote) -> None:
     fd = os.memfd_create("count")
     os.ftruncate(fd, 16)
     with mmap.mmap(fd, 16) as memory, zygote.spawn({"code": COUNTS}, OPTIONS, {"count": fd}) as child:
@@ -134,7 +134,7 @@ def test_daemons_end_with_their_child(zygote: Zygote, weak: bool) -> None:
     assert said == ["hanging"] and end.code == 0 and not end.killed
 
 
-def test_output_without_end_is_cut_and_ended(zygote: Zygote) -> None:
+def test_endless_output_is_truncated(zygote: Zygote) -> None:
     code = "import os\nos.write(1, b'first ')\nwhile True:\n    os.write(2, b'x' * (1 << 16))"
     with zygote.spawn({"code": code}, OPTIONS) as child:
         until = time.monotonic() + 30
@@ -161,7 +161,7 @@ def test_garbage_on_the_channel_is_only_bytes(zygote: Zygote) -> None:
         assert got == 3 << 20 and child.wait(20.0) == Exit(code=0, peak_rss=child.peak_rss)
 
 
-def test_a_lost_zygote_is_started_again_and_said(zygote: Zygote) -> None:
+def test_lost_zygote_is_restarted_and_reported(zygote: Zygote) -> None:
     with zygote.spawn({"code": HANGS}, OPTIONS) as child:
         assert child.channel.recv(100) == b'"hanging"\n'
         before, notes = zygote.info["pid"], len(zygote.notes)
@@ -175,7 +175,7 @@ def test_a_lost_zygote_is_started_again_and_said(zygote: Zygote) -> None:
     assert zygote.notes[notes:] == ["the zygote was lost (SIGKILL) and started again"]
 
 
-def test_an_interpreter_that_lacks_a_module_is_said() -> None:
+def test_interpreter_without_module_is_an_error() -> None:
     with (
         Zygote(preload=("torch", "no_such_module")) as zygote,
         pytest.raises(ZygoteError, match="no_such_module"),
@@ -196,7 +196,7 @@ os._exit(1)
 """
 
 
-def test_nothing_outlives_the_judge() -> None:
+def test_no_process_outlives_the_judge() -> None:
     done = subprocess.run(
         [sys.executable, "-c", JUDGE_DIES, str(SUPPORT)], capture_output=True, text=True, timeout=60
     )
@@ -210,7 +210,7 @@ def test_nothing_outlives_the_judge() -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not os.path.exists(folder)
 
 
-def test_a_fork_bomb_meets_its_limit(zygote: Zygote, steps: dict[str, str]) -> None:
+def test_fork_bomb_meets_its_limit(zygote: Zygote, steps: dict[str, str]) -> None:
     needs(steps, "user")
     code = (
         "import os, time\nn = 0\ntry:\n    while n < 1000:\n        if os.fork() == 0:\n            time.sleep(1000)\n"
@@ -237,7 +237,7 @@ def test_memory_has_a_limit(zygote: Zygote, how: str) -> None:
     assert 1 << 30 < end.peak_rss < 5 << 30 and "GiB" in str(end)
 
 
-def test_an_address_space_has_a_limit_that_raises(zygote: Zygote) -> None:
+def test_address_space_limit_raises(zygote: Zygote) -> None:
     code = "import torch\ntry:\n    torch.empty(8 << 30)\nexcept RuntimeError as error:\n    say(str(error))"
     (said,), end = run(zygote, code, replace(OPTIONS, address_space=12 << 30))
     assert "allocate memory" in said and end.code == 0 and not end.oom

@@ -1,8 +1,8 @@
-"""What a GPU can do at most: the floor under a kernel's time, and how near to it the kernel comes.
+"""Peak rates of GPUs: the lower bound of a kernel's time, and how close the kernel comes to it.
 
-Peaks are those of NVIDIA's public data sheets and architecture white papers (A100, H100, H200, B200, L40S, L4, A10,
-Ada and Blackwell GeForce), dense, at boost clock. What is measured stays below: copies on an H200 reach about 4.45 of
-its 4.8 TB/s. So a time under the floor is not a fast kernel but a wrong measurement, or work that was not done.
+Peaks are from NVIDIA's public data sheets and architecture white papers (A100, H100, H200, B200, L40S, L4, A10, Ada and
+Blackwell GeForce), dense, at boost clock. Measured rates stay below: copies on an H200 reach about 4.45 of 4.8 TB/s.
+So a time below the floor means a wrong measurement or missing work.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-MARGIN = 0.05  # clocks above the data sheet's, and what the caches kept of the operands
+MARGIN = 0.05  # for clocks above the data sheet's, and operands that stayed in the caches
 
-# torch's name of a dtype: the name of the unit's peak. A product of float32 may run as TF32.
+# torch dtype: unit of the peak. A float32 product may run as TF32.
 UNIT = {
     "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float32": "tf32",
     "float64": "fp64",
@@ -30,10 +30,10 @@ class Peaks:
     tflops: Mapping[str, float] = field(default_factory=dict)
 
     def flops_per_s(self, dtype: str) -> float | None:
-        """The highest peak that operations on that dtype can run at; None where none is known."""
+        """The highest peak for operations on that dtype; None if unknown."""
         unit = UNIT.get(dtype, "fp32")
         found = [self.tflops[u] for u in ((unit, "fp32") if unit == "tf32" else (unit,)) if u in self.tflops]
-        if not found and unit == "fp8":  # a GPU without fp8 units computes on it in half precision
+        if not found and unit == "fp8":  # without fp8 units it is computed in half precision
             found = [self.tflops[u] for u in ("fp16", "bf16") if u in self.tflops]
         return 1e12 * max(found) if found else None
 
@@ -45,7 +45,7 @@ def _tflops(bf16: float, fp8: float | None, tf32: float, fp32: float, fp64: floa
 
 _HOPPER_SXM = _tflops(989.4, 1978.9, 494.7, 66.9, 66.9)
 _AMPERE = _tflops(312.0, None, 156.0, 19.5, 19.5)
-# Words of the device's name, the more particular first: the first entry whose words are all in the name is the GPU.
+# Words of the device's name, specific names first: the first entry with all its words in the name matches.
 _KNOWN: tuple[tuple[str, Peaks], ...] = (
     ("gb200", Peaks("GB200", 8000.0, 126.0, _tflops(2500.0, 5000.0, 1250.0, 80.0, 40.0))),
     ("b200", Peaks("B200", 8000.0, 126.0, _tflops(2250.0, 4500.0, 1125.0, 75.0, 37.0))),
@@ -65,16 +65,16 @@ _KNOWN: tuple[tuple[str, Peaks], ...] = (
     ("l4", Peaks("L4", 300.0, 48.0, _tflops(121.0, 242.5, 60.5, 30.3, 0.47))),
     ("a10g", Peaks("A10G", 600.0, 6.0, _tflops(125.0, None, 62.5, 31.2, 0.98))),
     ("a10", Peaks("A10", 600.0, 6.0, _tflops(125.0, None, 62.5, 31.2, 0.98))),
-    # GeForce: half the rate where bf16 and fp8 accumulate in float32; the higher one is the floor's.
+    # GeForce: half the rate if bf16 and fp8 accumulate in float32; the floor uses the higher one.
     ("rtx 4090", Peaks("RTX 4090", 1008.0, 72.0, _tflops(165.2, 660.6, 82.6, 82.6, 1.29, fp16=330.3))),
     ("rtx 5090", Peaks("RTX 5090", 1792.0, 96.0, _tflops(209.5, 838.0, 104.8, 104.8, 1.64, fp16=419.0))),
 )
 
 
 def peaks(gpu: str | None, override: Mapping[str, float] | None = None) -> Peaks | None:
-    """The peaks of a device by the name that CUDA gives it; None for a CPU, a slice of a GPU (MIG) or an unknown one.
+    """The peaks of a device by its CUDA name; None for a CPU, a slice of a GPU (MIG) or an unknown device.
 
-    override: {'gb_per_s': ..., 'l2_mb': ..., unit: tflops}, which replaces or, with at least gb_per_s, makes an entry.
+    override: {'gb_per_s': ..., 'l2_mb': ..., unit: tflops}; replaces values or, with gb_per_s, adds a device.
     Raises ValueError for another key.
     """
     words = set(re.split(r"[^a-z0-9]+", (gpu or "").lower()))
@@ -85,7 +85,7 @@ def peaks(gpu: str | None, override: Mapping[str, float] | None = None) -> Peaks
     unknown = sorted(set(override) - {"gb_per_s", "l2_mb", "bf16", "fp16", "fp8", "tf32", "fp32", "fp64"})
     if unknown:
         raise ValueError(
-            f"no such peak: {', '.join(unknown)} (gb_per_s, l2_mb, bf16, fp16, fp8, tf32, fp32, fp64)"
+            f"unknown peak: {', '.join(unknown)} (known: gb_per_s, l2_mb, bf16, fp16, fp8, tf32, fp32, fp64)"
         )
     sizes = {k: v for k, v in override.items() if k in ("gb_per_s", "l2_mb")}
     units = {k: v for k, v in override.items() if k not in sizes}
@@ -102,13 +102,13 @@ def peaks(gpu: str | None, override: Mapping[str, float] | None = None) -> Peaks
 
 
 def known() -> list[str]:
-    """Names of the GPUs whose peaks are known."""
+    """Names of the GPUs with known peaks."""
     return [p.name for _, p in _KNOWN]
 
 
 def floor_us(bytes_moved: int, flops: int, dtype: str, gpu: Peaks | None) -> float | None:
-    """The least microseconds that a call can take: its compulsory bytes at the memory's peak, or its operations at
-    the peak of the unit for `dtype`, whichever is longer. None where nothing is known of the machine."""
+    """Lower bound of a call in microseconds: its compulsory bytes at the memory's peak, or its operations at the peak
+    of the unit for `dtype`, whichever is longer. None for an unknown GPU."""
     if gpu is None:
         return None
     rate = gpu.flops_per_s(dtype)
@@ -117,12 +117,12 @@ def floor_us(bytes_moved: int, flops: int, dtype: str, gpu: Peaks | None) -> flo
 
 
 def percent(time_us: float, floor: float | None) -> float | None:
-    """How near to the roofline a call came: 100 where it takes no longer than the floor."""
+    """How close a call came to the roofline: 100 if it takes no longer than the floor."""
     return None if floor is None or time_us <= 0 else 100.0 * floor / time_us
 
 
 def too_fast(time_us: float, floor: float | None, margin: float = MARGIN) -> str:
-    """Why a time cannot be true; '' if it can."""
+    """Why a time is impossible; '' if it is not."""
     if time_us <= 0:
         return f"{time_us:.3g} us is not a time"
     if floor is None or time_us >= floor * (1.0 - margin):
@@ -131,6 +131,6 @@ def too_fast(time_us: float, floor: float | None, margin: float = MARGIN) -> str
 
 
 def ridge(dtype: str, gpu: Peaks) -> float | None:
-    """Operations a byte where the memory's roof meets the unit's: below it a kernel is bound by memory."""
+    """Operations per byte at which the memory's roof meets the unit's: kernels below it are bound by memory."""
     rate = gpu.flops_per_s(dtype)
     return rate / (1e9 * gpu.gb_per_s) if rate else None

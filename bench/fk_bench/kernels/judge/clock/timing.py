@@ -1,4 +1,4 @@
-"""From batches on the judge's clock to times: the slope between N and 2N calls, and what makes it invalid."""
+"""From batches on the judge's clock to times: the slope between N and 2N calls, and the reasons for invalid times."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from fk_bench.kernels.judge.clock import roofline
 
-TRACED_S = 1e-6  # that a traced call may take longer, its kernels are stamped one by one
-STARTING_S = 3e-7  # a call, that starting a batch may cost one side more than the other
-APART = 0.05  # the judge's clock and the runner's events may differ so much, beside noise
+TRACED_S = 1e-6  # a traced call may take so much longer, because its kernels are stamped one by one
+STARTING_S = 3e-7  # per call: the start of a batch may cost one side so much more than the other
+APART = 0.05  # allowed difference between the judge's clock and the runner's events, in addition to noise
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Samples:
 
     @property
     def slopes(self) -> np.ndarray:
-        """Seconds of a call, one value a round."""
+        """Seconds per call, one value per round."""
         return (np.array(self.double) - np.array(self.single)) / self.n
 
     @property
@@ -39,7 +39,7 @@ class Samples:
 
     @property
     def intercept(self) -> float:
-        """What a batch costs beside its calls: starting, finishing, and reading the outputs."""
+        """Cost of a batch apart from its calls: starting, finishing, and reading the outputs."""
         return float(np.median(2 * np.array(self.single) - np.array(self.double)))
 
     @property
@@ -54,42 +54,44 @@ class Samples:
 
 
 def unsteady(candidate: Samples, baseline: Samples, again: Samples) -> str:
-    """Why no time can be told from these batches; '' if it can. No credit is given for what is unsteady."""
+    """Why these batches give no time; '' if they do. Unsteady times get no credit."""
     for who, s in (("the baseline's", baseline), ("the baseline's", again), ("the candidate's", candidate)):
         if s.spread > 0.3 * abs(s.time) or (s.time <= 0 and not s.events_single):
-            return f"{who} times scatter too much here: {1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us a call"
+            return f"{who} times scatter too much: {1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us per call"
     return ""
 
 
 def invalid(candidate: Samples, baseline: Samples, floor_s: float, busy_s: float | None = None) -> str:
     """Why the candidate's time must not be used; '' if it may.
 
-    floor_s  no correct call on this machine is faster; 0 where that is not known
+    floor_s  lower bound of a correct call on this machine; 0 if unknown
     busy_s   seconds of a call in which CUPTI saw a kernel on any stream
     """
     time, noise = candidate.time, 3 * candidate.spread
     if time <= 0:
-        return f"twice the calls take no longer ({1e6 * time:.2f} us a call): the clock sees none of the work"
+        return (
+            f"twice the calls take no longer ({1e6 * time:.2f} us per call): the clock sees none of the work"
+        )
     if problem := roofline.too_fast(1e6 * time, 1e6 * floor_s or None):
         return problem
     if candidate.events_single:
         events = Samples(candidate.n, candidate.events_single, candidate.events_double)
         if abs(events.time - time) > APART * time + noise + 3 * events.spread + 2e-7:
             return (
-                f"the process's own events say {1e6 * events.time:.2f} us a call, "
+                f"the process's own events show {1e6 * events.time:.2f} us per call, "
                 f"the judge's clock {1e6 * time:.2f} us"
             )
     if busy_s is not None and busy_s > time * (1 + APART) + noise + TRACED_S:
-        return f"CUPTI saw kernels for {1e6 * busy_s:.2f} us of a call, the judge's clock {1e6 * time:.2f} us"
+        return f"CUPTI saw kernels for {1e6 * busy_s:.2f} us per call, the judge's clock {1e6 * time:.2f} us"
     return ""
 
 
 def charge(candidate: Samples, baseline: Samples) -> float:
-    """Seconds to be added to the time of a call, because a batch costs the candidate more beside its calls than the
-    baseline; 0 where noise explains that.
+    """Seconds to add to the time of a call because a batch has more overhead on the candidate's side than on the
+    baseline's; 0 if noise explains the difference.
 
-    With it the time of a call is that of the shorter batch, less what the baseline's costs beside its calls: who makes
-    the shorter batch slow, or the longer one fast, gains nothing.
+    With it, the time of a call is that of the shorter batch minus the baseline's overhead, so slowing the shorter batch
+    or speeding up the longer one gains nothing.
     """
     extra = candidate.intercept - max(baseline.intercept, 0.0)
     allowed = max(0.1 * candidate.time, STARTING_S) + 3 * (candidate.spread + baseline.spread)
@@ -100,9 +102,9 @@ def charge(candidate: Samples, baseline: Samples) -> float:
 def speedup(
     candidate: Samples, baseline: Samples, charged: float = 0.0, draws: int = 2000
 ) -> tuple[float, tuple[float, float]]:
-    """median(baseline) / median(candidate), and its 95% bootstrap interval over rounds (both of a round together).
+    """median(baseline) / median(candidate), and its 95% bootstrap interval over rounds (paired by round).
 
-    charged  seconds that are added to each of the candidate's
+    charged  seconds that are added to each of the candidate's times
     """
     a, b = candidate.slopes + charged, baseline.slopes
     rng = np.random.default_rng(0)
@@ -117,5 +119,5 @@ def speedup(
 
 
 def floor_s(size: int, work: int, dtype: str, gpu: str | None) -> float:
-    """Seconds that no correct call is faster than on this GPU; 0 where that is not known."""
+    """Lower bound of a correct call on this GPU in seconds; 0 if unknown."""
     return 1e-6 * (roofline.floor_us(size, work, dtype, roofline.peaks(gpu)) or 0.0)

@@ -1,4 +1,4 @@
-"""Which calls an op is judged on: captured from real runs, the op's own, shapes nobody has seen, hard values."""
+"""The calls that an op is judged on: captured from real runs, the op's own cases, unseen shapes, extreme values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.slots import scalable
 
 SOURCES = ("captured", "random", "held-out", "extreme")
-CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # what a CPU does in milliseconds; larger cases are for a GPU
-CPU_ARGUMENTS = 16 << 20  # bytes of a call's arguments, all of which the judge makes anew for every batch
+CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # milliseconds on a CPU; larger cases need a GPU
+CPU_ARGUMENTS = 16 << 20  # bytes of a call's arguments, which the judge makes again for every batch
 HELD_OUT = 4
 
 
@@ -25,9 +25,9 @@ HELD_OUT = 4
 class Trial:
     """One case to be judged.
 
-    make    make(device, generator) -> arguments with values of that generator
+    make    make(device, generator) -> arguments with values drawn from that generator
     edit    changes the arguments in place (extreme values)
-    timed   extreme values are checked, and not timed
+    timed   False for extreme values, which are only checked
     """
 
     source: str
@@ -40,11 +40,11 @@ class Trial:
         return self.edit is None
 
     def gpu_only(self, spec: OpSpec) -> str | None:
-        """Why a CPU does not run it, if it does not."""
+        """Why it does not run on a CPU, or None."""
         size, work = spec.bytes_moved(self.case), spec.flops(self.case)
         if size > CPU_BYTES or work > CPU_FLOPS:
             return (
-                f"GPU only: {size / 1e6:.2f} MB and {work / 1e6:.1f} MFLOP a call, "
+                f"GPU only: {size / 1e6:.2f} MB and {work / 1e6:.1f} MFLOP per call, "
                 f"more than {CPU_BYTES / 1e6:.2f} MB or {CPU_FLOPS / 1e6:.0f} MFLOP; not run"
             )
         if (size := self._argument_bytes()) > CPU_ARGUMENTS:
@@ -52,13 +52,13 @@ class Trial:
         return None
 
     def _argument_bytes(self) -> int:
-        """Bytes of the arguments, which may be far more than a call moves; 0 where only making them would tell."""
+        """Bytes of the arguments, which may exceed what a call moves; 0 if unknown without making them."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 return sum(t.nbytes for t in layout.tensors(self.make("cpu", torch.Generator())))
-        except Exception:  # inputs that depend on other inputs' values; no such op has a large table
+        except Exception:  # inputs that depend on values of other inputs; no such op has a large table
             return 0
 
 
@@ -69,7 +69,7 @@ def trials(
     names: tuple[str, ...] = (),
     captures: Path | None = None,
 ) -> list[Trial]:
-    """The cases of an op from these sources; of `names` only, if any are given. captures: None, the shipped ones."""
+    """The cases of an op from these sources, with these names if any are given. captures: None for the shipped ones."""
     found: list[Trial] = []
     if "captured" in sources:
         found += _captured(spec, captures)
@@ -107,7 +107,7 @@ def _held_out(spec: OpSpec, cases: list[Case]) -> list[Trial]:
 
 
 def _extremes(spec: OpSpec, here: list[Trial], device: str) -> list[Trial]:
-    """Every kind of hard value on the smallest case but one of each dtype that is not a single element."""
+    """Every kind of extreme value on a small case of each dtype with more than one element."""
     usable = [t for t in here if spec.bytes_moved(t.case) > 64] or here
     if not usable:
         return []

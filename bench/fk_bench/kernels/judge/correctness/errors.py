@@ -1,4 +1,4 @@
-"""Whether outputs are right: against the reference in float64, and against the errors that others make."""
+"""Whether outputs are correct: compared with the reference in float64, and with the errors of honest kernels."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.slots import split
 
 LARGE, LARGE_FLOPS = 1 << 27, 10**11  # elements, operations; beyond, the oracle is computed in float32
-# A candidate may err so much more than the reference does at worst, and, root mean square, than the worse of that and
-# the baseline.
+# A candidate's error may exceed the reference's worst error by so much, and its rms the larger of the reference's and
+# the baseline's.
 FACTOR = 2.0
-FEW = 4.0  # by so much over the root of their number may the mean square of honest errors differ
+FEW = 4.0  # the mean square of honest errors may vary by this over the square root of their number
 
 
 @dataclass
 class Expected:
-    """What a call must give: outputs and new values of written arguments, as float64 (or exact integers).
+    """Expected outputs and new values of written arguments, as float64 (or exact integers).
 
-    native  the same by the reference in the arguments' own dtypes: an honest kernel's error
+    native  the same by the reference in the arguments' own dtypes: the error of an honest kernel
     """
 
     outputs: list[torch.Tensor]
@@ -35,7 +35,7 @@ class Expected:
 
 
 def expect(spec: OpSpec, case: Case, args: list[Any], mode: str) -> Expected:
-    """The oracle's answer. The arguments are private copies, and are not written."""
+    """Run the oracle. The arguments are private copies and are not written."""
     size = sum(t.numel() for t in layout.tensors(args))
     large = size >= LARGE or spec.flops(case) >= LARGE_FLOPS
     wide = torch.float32 if large else torch.float64
@@ -47,10 +47,10 @@ def expect(spec: OpSpec, case: Case, args: list[Any], mode: str) -> Expected:
 
 @dataclass
 class Errors:
-    """How far outputs are from the oracle; `problem` is empty if they are right."""
+    """How far outputs are from the oracle; `problem` is empty if they are correct."""
 
     problem: str = ""
-    rms: float = 0.0  # of the error, relative to the rms of what is expected; the largest of all outputs
+    rms: float = 0.0  # of the error, relative to the rms of the expected values; the largest of all outputs
     max: float = 0.0  # largest |error| of all outputs
 
     def worse(self, other: Errors) -> Errors:
@@ -67,8 +67,8 @@ def compare(
 ) -> Errors:
     """Compare outputs (and written arguments behind them) with the oracle.
 
-    unchecked  positions that are not compared (a baseline's that is right in its own way)
-    allowed    the baseline's own rms error, which a candidate may exceed by FACTOR; None: the reference's alone
+    unchecked  positions that are not compared (a baseline whose correct outputs may differ)
+    allowed    the baseline's own rms error, which a candidate may exceed by FACTOR; None: only the reference's counts
     """
     total = Errors()
     for i, (a, b, n) in enumerate(zip(got, want.all(), want.native, strict=True)):
@@ -89,26 +89,26 @@ def _compare(
     allowed: float | None,
 ) -> Errors:
     if got.shape != want.shape:
-        return Errors(f"{label} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+        return Errors(f"{label} has shape {tuple(got.shape)} instead of {tuple(want.shape)}")
     if got.dtype != native.dtype:
-        return Errors(f"{label} is {got.dtype}, not {native.dtype}")
+        return Errors(f"{label} is {got.dtype} instead of {native.dtype}")
     if not got.numel():
         return Errors()
     if not got.is_floating_point():
         wrong = int((got != want).sum())
         return Errors(
-            f"{label}: {wrong} of {got.numel()} values differ, and all must be exact" if wrong else ""
+            f"{label}: {wrong} of {got.numel()} values differ, but all must be exact" if wrong else ""
         )
     tolerance = spec.tolerance_for(case, got.dtype)
     count, wide = got.numel(), torch.float64 if got.numel() < LARGE else torch.float32
     w = want.to(wide)
     scale = float(torch.where(w.isfinite(), w, 0.0).pow(2).mean().sqrt())
-    # A cache is compared whole, and little of it is written
+    # A cache is compared as a whole although little of it is written
     errs = (got.to(wide) != w) | (native.to(wide) != w)
     g, w, n = got[errs].to(wide), w[errs], native[errs].to(wide)
     if not len(w):
         return Errors()
-    # Beyond the dtype's range there is infinity, and what comes of it, for the reference too.
+    # Values beyond the dtype's range are infinite, also in the reference.
     same = (g == w) | (g.isnan() & (w.isnan() | n.isnan())) | (n.isinf() & (g == n))
     error = torch.where(same, 0.0, (g - w).abs())
     own = torch.where((n == w) | (n.isnan() & w.isnan()), 0.0, (n - w).abs())
@@ -127,15 +127,15 @@ def _compare(
     rms, rms_own = (
         (float(torch.where(e.isfinite(), e, 0.0).pow(2).sum()) / count) ** 0.5 / scale for e in (error, own)
     )
-    # Nobody's error: one rounding of the result, uniform over a unit in the last place; float32 kernels approximate
-    # square roots and exponentials to a few units. And the mean over a handful of values says little.
+    # Lower bound of the error: one rounding of the result, uniform over a unit in the last place; float32 kernels
+    # approximate square roots and exponentials to a few units. The mean of few values is uncertain.
     floor = torch.finfo(got.dtype).eps / 12**0.5 * (4 if got.dtype is torch.float32 else 1)
     factor *= 1 + FEW / count**0.5
     limit = factor * max(rms_own, allowed or 0.0, floor)
     problem = ""
     if rms > limit:
         problem = (
-            f"{label}: relative rms error {rms:.3g}, over {factor:.3g} times what the baseline "
-            f"({allowed or 0.0:.3g}), the reference ({rms_own:.3g}) or one rounding ({floor:.3g}) has"
+            f"{label}: relative rms error {rms:.3g}, more than {factor:.3g} times that of the baseline "
+            f"({allowed or 0.0:.3g}), the reference ({rms_own:.3g}) or one rounding ({floor:.3g})"
         )
     return Errors(problem, rms, largest)

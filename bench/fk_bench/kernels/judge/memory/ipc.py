@@ -1,4 +1,4 @@
-"""GPU memory seen from another process: legacy CUDA IPC handles through the driver, no files and no counters."""
+"""GPU memory shared between processes: legacy CUDA IPC handles through the driver, without files or counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _check(result: int, what: str) -> None:
 
 
 def share(t: torch.Tensor) -> dict[str, Any]:
-    """{handle, offset, nbytes}: the allocation that a tensor lies in, and where it begins."""
+    """{handle, offset, nbytes}: the allocation of a tensor and the tensor's place in it."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     pointer = ctypes.c_uint64(t.data_ptr())
     _check(
@@ -46,7 +46,7 @@ class _Array:
 
 
 class Mapping:
-    """The allocations of another process that are open here; each is opened once and closed by close()."""
+    """The allocations of another process that are open here; each is opened once, and closed by close()."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
@@ -65,7 +65,7 @@ class Mapping:
         return torch.as_tensor(_Array(self._open[handle] + shared["offset"], shared["nbytes"]), device="cuda")
 
     def close(self) -> None:
-        """Unmap everything. Tensors over it must not be used any more."""
+        """Unmap everything. Tensors over this memory must not be used afterwards."""
         if self._open:
             torch.cuda.synchronize()
         for pointer in self._open.values():

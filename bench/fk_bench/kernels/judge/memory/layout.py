@@ -1,4 +1,4 @@
-"""The arguments of a call as plain data: which bytes of a slot each tensor is, and everything that is no tensor."""
+"""The arguments of a call as plain data: the bytes of a slot that hold each tensor, and all other values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ALIGN = 512
 
 @dataclass
 class Layout:
-    """Where the tensors of one call lie.
+    """The places of the tensors of one call.
 
     args     the arguments; a tensor is {'tensor': {region, dtype, shape, stride, offset (elements)}}
     regions  one for each storage, so that views of one tensor stay views of one: {offset, nbytes, shared}.
-             A shared region is the same memory in all slots, and lies behind them
+             A shared region is the same memory in all slots and lies behind them
     stride   bytes from one slot to the next
     shared   bytes of all shared regions
     """
@@ -41,8 +41,8 @@ class Layout:
 
 
 def describe(args: list[Any], share_from: int, written: set[int] = frozenset()) -> Layout:  # type: ignore[assignment]
-    """The layout of these arguments. Storages of `share_from` bytes or more are shared by all slots, unless an
-    argument whose position is in `written` lies in one: then each slot needs its own.
+    """The layout of these arguments. Storages of at least `share_from` bytes are shared by all slots, unless an
+    argument at a position in `written` lies in them: then each slot needs its own.
     """
     found: dict[int, int] = {}
     layout = Layout([])
@@ -78,8 +78,8 @@ def bind(
 ) -> list[Any]:
     """The arguments of a slot, in the memory of the arena (uint8, Layout.arena_bytes long), which must outlive them.
 
-    apart  no views of the arena, and a storage for each region, as arguments have in a model: torch.compile takes
-           neither arguments of one storage and two dtypes nor views of another dtype
+    apart  a storage for each region instead of views of the arena, as arguments have in a model: torch.compile accepts
+           neither two dtypes in one storage nor views with another dtype
     """
     places = []
     for region in layout["regions"]:
@@ -111,7 +111,7 @@ def tensors(args: Any) -> list[torch.Tensor]:
 
 
 def mapped(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same arguments with every tensor changed."""
+    """The same arguments with `change` applied to every tensor."""
     if isinstance(args, torch.Tensor):
         return change(args)
     if isinstance(args, dict):
@@ -122,7 +122,7 @@ def mapped(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def replaced(args: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """The same arguments with these tensors, in the order of `tensors(args)`, in the places of theirs."""
+    """The same arguments with their tensors replaced by these, in the order of `tensors(args)`."""
     values = iter(tensors)
     return mapped(args, lambda _: next(values))
 
@@ -137,13 +137,13 @@ def _encode(value: Any, tensor: Callable[[torch.Tensor], dict[str, Any]]) -> Any
     if isinstance(value, (list, tuple)):
         return {"list": [_encode(v, tensor) for v in value], "tuple": isinstance(value, tuple)}
     if isinstance(value, float):
-        return {"float": value.hex()}  # infinities too, and not a bit lost
+        return {"float": value.hex()}  # exact, and also for infinities
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if callable(value) and (name := getattr(value, "__name__", "")):
         module = getattr(value, "__module__", None) or "torch"  # torch's builtins have none
         return {"function": f"{module}:{name}"}
-    raise TypeError(f"an argument of type {type(value).__name__} cannot be handed to another process")
+    raise TypeError(f"an argument of type {type(value).__name__} cannot be sent to another process")
 
 
 def _decode(value: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:

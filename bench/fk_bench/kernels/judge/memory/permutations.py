@@ -11,36 +11,38 @@ from fastkernels.core.spec import Permutable
 from fk_bench.kernels.judge.memory import layout
 
 
-class Mover:
-    """Of one case's arguments; `free` says of each tensor whether every slot has it in memory of its own.
+class Permuter:
+    """Permutes the arguments of one case; `free` says for each tensor whether every slot has its own copy.
 
-    Raises ValueError where the op's Permutable do not fit the arguments.
+    Raises ValueError if the op's Permutable do not fit the arguments.
     """
 
-    def __init__(self, args: list[Any], moves: Permutable, free: list[bool]):
+    def __init__(self, args: list[Any], permutable: Permutable, free: list[bool]):
         positions = [p for p, a in enumerate(args) for _ in layout.tensors([a])]
         tensors = layout.tensors(args)
-        self._rows = self._found(positions, moves.rows, free)
-        self._columns = self._found(positions, moves.columns, free)
+        self._rows = self._found(positions, permutable.rows, free)
+        self._columns = self._found(positions, permutable.columns, free)
         rows, columns = {len(tensors[i]) for i in self._rows}, {tensors[i].shape[-1] for i in self._columns}
-        if len(rows) > 1 or len(columns) > 1 or (moves.group and max(columns, default=0) % moves.group):
-            raise ValueError(
-                f"{moves} does not fit: there are {sorted(rows)} rows and {sorted(columns)} columns"
-            )
-        self._sizes = max(rows | {1}), max(columns | {1})  # without a row there are columns to roll
-        self._group = moves.group or self._sizes[1]
+        if (
+            len(rows) > 1
+            or len(columns) > 1
+            or (permutable.group and max(columns, default=0) % permutable.group)
+        ):
+            raise ValueError(f"{permutable} does not fit: {sorted(rows)} rows and {sorted(columns)} columns")
+        self._sizes = max(rows | {1}), max(columns | {1})  # without rows, columns are rolled
+        self._group = permutable.group or self._sizes[1]
 
     @staticmethod
     def _found(positions: list[int], wanted: tuple[int, ...], free: list[bool]) -> set[int]:
-        """The tensors at these positions; none if one of them cannot be moved, since they belong together."""
+        """The tensors at these positions; none if one of them cannot be moved, because they belong together."""
         found = {i for i, p in enumerate(positions) if p in wanted}
         return found if all(free[i] for i in found) else set()
 
-    def moves(self, i: int) -> bool:
+    def permutes(self, i: int) -> bool:
         return i in self._rows or i in self._columns
 
     def draw(self, origin: list[int]) -> list[int]:
-        """How each slot is moved, as a number; slots of one master differ as long as there are ways left."""
+        """A permutation for each slot, as a number; slots of one master differ while there are enough permutations."""
         ways = self._sizes[0] * self._sizes[1]
         codes = [0] * len(origin)
         for master in set(origin):
@@ -52,8 +54,8 @@ class Mover:
         return codes
 
     def apply(self, i: int, value: torch.Tensor, codes: list[int]) -> torch.Tensor:
-        """Tensor i of a master in as many slots as there are codes: [slots, *value.shape]."""
-        if not value.numel() or not self.moves(i):
+        """Tensor i of a master, once for each code: [slots, *value.shape]."""
+        if not value.numel() or not self.permutes(i):
             return value.expand(len(codes), *value.shape)
         code = torch.tensor(codes, device=value.device)[:, None]
         (rows, columns), group = self._sizes, self._group

@@ -1,4 +1,4 @@
-"""The judge's own memory: slots of inputs with secret values, fresh for every batch, and places for outputs."""
+"""The judge's own memory: slots of inputs with secret values, fresh for every batch, and slots for outputs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 
 from fastkernels.core.spec import OpSpec
 from fk_bench.kernels.judge.memory import ipc, layout
-from fk_bench.kernels.judge.memory.permutations import Mover
+from fk_bench.kernels.judge.memory.permutations import Permuter
 
-# Sets of values that the slots of a batch are made of: where slots are scaled, and where they are moved alone.
+# Numbers of value sets for the slots of a batch: if slots are scaled, and if they are only permuted.
 MASTERS, MASTERS_EXACT = 4, 32
 FLUSH_BYTES = 256 << 20
 
 
 def outputs_of(spec: OpSpec, args: list[Any], mode: str) -> list[torch.Tensor]:
-    """What the call returns on these arguments, by the reference in their own dtypes (arguments are not written)."""
+    """The outputs of the call by the reference in the arguments' own dtypes (arguments are not written)."""
     return split(spec, spec.reference(*layout.mapped(args, torch.clone)), args, mode)[0]
 
 
 def split(
     spec: OpSpec, result: Any, args: list[Any], mode: str
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """The reference's result as (what the call returns, {position: new value of an argument that is written})."""
+    """Split the reference's result into (outputs of the call, {position: new value of a written argument})."""
     values = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if v is not None]
     if mode == "module":
         return values, {}
@@ -39,7 +39,7 @@ def split(
 
 
 def written_arguments(spec: OpSpec) -> list[int]:
-    """Positions of the arguments that the op writes to, by its schema."""
+    """Positions of the arguments that the op writes, by its schema."""
     if spec.op is None:
         return []
     arguments = enumerate(spec.op.overload._schema.arguments)
@@ -48,7 +48,7 @@ def written_arguments(spec: OpSpec) -> list[int]:
 
 @dataclass
 class Out:
-    """One output of the call: where it lies in an output slot."""
+    """One output of the call: its place in an output slot."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,11 +71,11 @@ class Out:
 
 @dataclass
 class Slots:
-    """`count` slots of one case in memory of the judge's (a memfd on the CPU, device memory on a GPU).
+    """`count` slots of one case in the judge's memory (a memfd on the CPU, device memory on a GPU).
 
-    make   make(generator) -> the arguments of a call with other values; called with secret seeds
+    make   make(generator) -> the arguments of a call with new values; called with secret seeds
     fd     CPU: the memfd that both sides have
-    rolls  whether values may be rolled and moved: not extreme ones, whose places matter
+    rolls  whether values may be rolled and permuted; not for extreme values, whose positions matter
     """
 
     spec: OpSpec
@@ -92,14 +92,14 @@ class Slots:
         self.masters = [self.make(self._generator())]
         first = self.masters[0]
         written = set(written_arguments(self.spec)) if self.mode == "op" else set(range(len(first)))
-        if self.mode == "module":  # what a module may write to: its activations and caches, never its weights
+        if self.mode == "module":  # a module may write its activations and caches, never its weights
             written = {*self.spec.activations, *self.spec.mutates}
         self.may_change = written
-        # What is larger than the cache is cold in every call, in one place as in many.
+        # Data larger than the cache is cold in every call, whether it has one place or many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
         self.outs = [Out(o.dtype, tuple(o.shape)) for o in outputs_of(self.spec, first, self.mode)]
-        # Integers that are computed from floats (chosen experts) depend on how near those are to a tie: values stay
-        # as the op's own maker made them.
+        # Integers computed from floats (chosen experts) depend on near ties, so these values stay as the op's own maker
+        # made them.
         floats = any(scalable(t) for t in layout.tensors(first))
         self.scales = floats and all(o.dtype.is_floating_point for o in self.outs)
         self.out_start = self.layout.arena_bytes(self.count)
@@ -109,7 +109,7 @@ class Slots:
             self.arena = torch.zeros(total, dtype=torch.uint8, device="cuda")
             shared = ipc.share(self.arena)
         else:
-            if os.fstat(self.fd).st_size < total:  # it only grows: the other side may have it mapped
+            if os.fstat(self.fd).st_size < total:  # it only grows, because the other side may have mapped it
                 os.ftruncate(self.fd, total)
             self.arena = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
             shared = {"nbytes": total}
@@ -121,14 +121,14 @@ class Slots:
         self.shifts: list[int] = []
         self.codes: list[int] = []
         self._alone = self._alone_in_their_regions()
-        self._mover = None
+        self._permuter = None
         if self.rolls and self.spec.permutable is not None:
             free = [a and not r["shared"] for a, r in zip(self._alone, self._regions(), strict=True)]
-            self._mover = Mover(first, self.spec.permutable(*first), free)
+            self._permuter = Permuter(first, self.spec.permutable(*first), free)
         self._numel = [t.numel() for t in layout.tensors(first)]
 
     def args_of(self, slot: int) -> list[Any]:
-        """A slot's arguments, in the memory that the other processes see."""
+        """A slot's arguments, in the memory that is shared with the other processes."""
         if slot not in self._bound:
             self._bound[slot] = layout.bind(self._plan, self.arena, slot, self.count)
         return self._bound[slot]
@@ -139,20 +139,20 @@ class Slots:
     # -- inputs
 
     def refresh(self) -> None:
-        """New values everywhere: a new set of masters in part, and which slot has which, each as often."""
+        """Refill everything: some masters are new, and slots are reassigned, with each master used equally often."""
         wanted = min(MASTERS if self.scales else MASTERS_EXACT, self.count)
         kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
         self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
         self.fill(secrets.SystemRandom().sample([s % wanted for s in range(self.count)], self.count))
 
     def fill(self, origin: list[int]) -> None:
-        """Slot s gets the values of master origin[s], its floats times a secret factor in (0.8, 1], and rolled; or
-        moved as the op allows. Its results are then no other slot's.
+        """Give slot s the values of master origin[s]: floats are multiplied by a secret factor in (0.8, 1] and rolled,
+        or permuted as the op allows, so that all slots have different results.
 
-        Without the roll, whoever remembers a master's output has that of its multiple: norms and products keep factors.
+        Without rolling, a cached output of a master would also give that of its multiple: norms and products scale.
         """
         self.origin = origin
-        self.codes = self._mover.draw(origin) if self._mover is not None else []
+        self.codes = self._permuter.draw(origin) if self._permuter is not None else []
         self.shifts = [secrets.randbits(40) for _ in origin]
         span = 0.2 if self.scales else 0.0
         self.factors = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
@@ -188,8 +188,8 @@ class Slots:
                 for at in range(0, len(rows), chunk):
                     part = rows[at : at + chunk]
                     made = value
-                    if self._mover is not None and self._mover.moves(i):
-                        made = self._mover.apply(i, value, [self.codes[s] for s in part.tolist()])
+                    if self._permuter is not None and self._permuter.permutes(i):
+                        made = self._permuter.apply(i, value, [self.codes[s] for s in part.tolist()])
                     elif turns is not None:
                         from_ = [self._shift(s, i) for s in part.tolist()]
                         made = turns[torch.tensor(from_, device=self.device)].view(len(part), *value.shape)
@@ -209,9 +209,9 @@ class Slots:
         ]
 
     def _value(self, slot: int, i: int, value: torch.Tensor) -> torch.Tensor:
-        """What slot has for its tensor i, made of the master's."""
-        if self._mover is not None:
-            value = self._mover.apply(i, value, [self.codes[slot]])[0]
+        """The value of tensor i in a slot, derived from the master's."""
+        if self._permuter is not None:
+            value = self._permuter.apply(i, value, [self.codes[slot]])[0]
         if not scalable(value):
             return value
         if self._rolled(i):
@@ -222,11 +222,11 @@ class Slots:
         return self.rolls and self.scales and not self.spec.tie_sensitive and self._alone[i]
 
     def _shift(self, slot: int, i: int) -> int:
-        """By how many elements: another for each tensor."""
+        """The offset by which tensor i is rolled, different for each tensor."""
         return (self.shifts[slot] >> i % 8) % max(self._numel[i], 1)
 
     def _alone_in_their_regions(self) -> list[bool]:
-        """Whether a tensor shares no memory with another: views that overlap must agree."""
+        """Whether each tensor shares no memory with another: overlapping views must agree."""
         regions = [id(r) for r in self._regions()]
         return [regions.count(r) == 1 for r in regions]
 
@@ -250,7 +250,7 @@ class Slots:
         return layout.tensors(self.masters[self.origin[slot]])[i]
 
     def private_args(self, slot: int) -> list[Any]:
-        """A private copy of a slot's arguments as they were before the call: what the oracle is given."""
+        """A private copy of a slot's arguments as they were before the call, for the oracle."""
         return layout.replaced(self.masters[self.origin[slot]], [t.clone() for t in self.expected(slot)])
 
     def scaled(self, value: torch.Tensor, factor: float) -> torch.Tensor:
@@ -259,7 +259,7 @@ class Slots:
     # -- outputs
 
     def output_views(self, slot: int) -> list[torch.Tensor]:
-        """An output slot of the arena."""
+        """The views of an output slot in the arena."""
         at, views = self.out_start + slot * self.out_bytes, []
         for o in self.outs:
             views.append(self.arena[at:][: o.bytes].view(o.dtype).view(o.shape))
@@ -267,7 +267,7 @@ class Slots:
         return views
 
     def poison(self) -> None:
-        """Output slots full of NaN (floats) or of a byte that nobody knows (integers)."""
+        """Fill output slots with NaN (floats) or a secret byte (integers)."""
         for s in range(self.out_slots):
             poison(self.output_views(s))
 
@@ -278,7 +278,7 @@ def scalable(t: torch.Tensor) -> bool:
 
 
 def poison(views: list[torch.Tensor]) -> None:
-    """NaN for floats, for integers a value that nobody knows; views may have any strides."""
+    """Write NaN to floats and secret values to integers; views may have any strides."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for v in views:
         if v.dtype is torch.bool:

@@ -1,0 +1,1 @@
+"""The processes that run candidate and baseline: starting them, caging them, talking to them."""

@@ -1,4 +1,4 @@
-"""What a side says of what it ran: the failures with their statuses, and what can be told of functions and tensors."""
+"""The runner's replies about what it ran: failures with their statuses, properties of functions and tensors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fk_bench.kernels.judge.memory import layout
 
 
 class Failure(Exception):
-    """Something went wrong on this side. `status` is a value of rows.Status."""
+    """A failure in this process. `status` is a value of rows.Status."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(reason)
         self.status = status
 
 
-def said(error: BaseException) -> str:
-    """An error in a line or two: its type, its text and the candidate's own line that raised it."""
+def describe_error(error: BaseException) -> str:
+    """An error in one line: its type, its text, and the candidate's line that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "fk_bench" not in f.filename]
     where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:600]}{where}"
 
 
-# What the dispatcher says of outputs that are not tensors
+# PyTorch raises plain RuntimeErrors in these cases; only their texts tell them apart. Outputs that are not tensors:
 _OTHER_OUTPUTS = ("PythonKernelHolder", "Unable to cast Python", "is not an instance of 'sequence'")
 
 
@@ -49,7 +49,7 @@ def status_of(error: BaseException) -> str:
 
 
 def remembered(supports: Callable[..., str | None]) -> Callable[..., str | None]:
-    """`supports`, asked once for arguments of the same shapes: it may synchronize, which a capture must not."""
+    """`supports`, cached by the shapes of its arguments: it may synchronize, which a capture must not."""
     known: dict[str, str | None] = {}
 
     def asked(*args: Any) -> str | None:
@@ -63,7 +63,7 @@ def remembered(supports: Callable[..., str | None]) -> Callable[..., str | None]
 
 
 def wrong_signature(function: Callable[..., Any], op: Any) -> str | None:
-    """None if the function can be called with the op's arguments, by position, else why not."""
+    """Why the function cannot be called with the op's arguments by position; None if it can."""
     arguments = op.overload._schema.arguments
     try:
         signature = inspect.signature(function)
@@ -74,7 +74,7 @@ def wrong_signature(function: Callable[..., Any], op: Any) -> str | None:
         names = ", ".join(a.name for a in arguments)
         return f"does not take the op's arguments ({names}): {error}"
     except ValueError:
-        return None  # a builtin without a signature: the first call shows
+        return None  # a builtin without a signature: the first call will show
     return None
 
 
@@ -87,12 +87,12 @@ def meta(t: torch.Tensor) -> dict[str, Any]:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share a storage (views of one arena are told apart by address)."""
+    """Whether two tensors overlap in memory (views of one arena are compared by address)."""
 
     a0, b0 = a.data_ptr(), b.data_ptr()
     return a.numel() > 0 and b.numel() > 0 and a0 < b0 + span(b) and b0 < a0 + span(a)
 
 
 def span(t: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
+    """Bytes from a tensor's first element to the end of its last."""
     return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()

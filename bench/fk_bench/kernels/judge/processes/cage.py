@@ -1,10 +1,10 @@
-"""What a forked process gives up before it runs a candidate, in three stages; each says what it could do.
+"""The cage: privileges that a forked process drops before it runs a candidate, in three stages, each with a report.
 
-    supervisor  leave()     namespaces; watches memory, ends the tree, is never the candidate's
+    supervisor  leave()     namespaces; watches memory and ends the process tree; never runs candidate code
     init        settle()    process 1 of the new PID namespace: the new root; reaps orphans
     runner      lock()      limits, user, capabilities, system calls; then the candidate
 
-A step is "on", or "off: why". docs/threat-model.md says what each is for and what is left open without it.
+A step is "on", or "off: why". docs/threat-model.md explains each step and the risk without it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from fk_bench.kernels.judge.processes import linux, mounts
 
 STEPS = ("net", "pid", "mounts", "ipc", "uts", "user", "seccomp")
-_FIRST_ID = 1_000_000_000  # far above the ids of people, of services and of containers
+_FIRST_ID = 1_000_000_000  # far above the ids of users, services and containers
 _IDS_PER_ZYGOTE = 1000
 _CHILDREN = "/proc/thread-self/children"
-PRIVATE = {  # environment of the caged process: all that is written goes to its own /tmp
+PRIVATE = {  # environment of the caged process, which writes only to its own /tmp
     "HOME": "home", "TMPDIR": "", "XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions", "CUDA_CACHE_PATH": "cuda",
     "FASTKERNELS_CACHE": "fastkernels", "FLASHINFER_WORKSPACE_BASE": "home",
@@ -32,17 +32,17 @@ PRIVATE = {  # environment of the caged process: all that is written goes to its
 
 @dataclass(frozen=True)
 class CageOptions:
-    """Which steps to take, and the limits. A step that is not asked for is reported as "off: not asked for".
+    """The steps to take, and the limits. A disabled step is reported as "off: disabled".
 
     net..seccomp    network, process ids, file system, System V IPC, host name, user id and capabilities, system calls
-    packages        importable besides what the zygote has imported
-    readable        files (copied) and directories (bound read-only) that the runner may see at their own paths
-    memory          bytes of private memory of the whole tree, above which it is killed (`Exit.oom`); None: no watch
-    address_space   RLIMIT_AS in bytes; for the CPU only, CUDA reserves terabytes
-    processes       processes and threads of the tree (effective with a user id of its own)
+    packages        importable in addition to what the zygote has imported
+    readable        files (copied) and directories (bound read-only) that the runner sees at their own paths
+    memory          bytes of private memory of the whole tree, above which it is killed (`Exit.oom`); None: no limit
+    address_space   RLIMIT_AS in bytes; for the CPU only, because CUDA reserves terabytes
+    processes       processes and threads of the tree (effective with its own user id)
     file_size       bytes of one file; tmp_bytes, shm_bytes: of all of /tmp and /dev/shm
     threads         of torch's CPU operations
-    home            PRIVATE's variables, for code of ours and of production; None: directories of its own
+    home            PRIVATE's variables, for trusted code; None: private directories
     """
 
     net: bool = True
@@ -66,15 +66,15 @@ class CageOptions:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> CageOptions:
-        """From JSON, which has lists where we have tuples."""
+        """From JSON, which has lists instead of tuples."""
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(**values)
 
 
 def own_home() -> dict[str, str] | None:
-    """CageOptions.home for code that is trusted with this user's caches: what it compiles stays for the next run.
+    """CageOptions.home for trusted code, which may use this user's caches: compiled code stays for the next run.
 
-    None where nothing can be kept: the user's home cannot be written.
+    None if the user's home cannot be written.
     """
     home = os.path.expanduser("~")
     found = {name: os.environ[name] for name in PRIVATE if name in os.environ}
@@ -85,12 +85,12 @@ Report = dict[str, str]
 
 
 def _step(report: Report, name: str, asked: bool) -> bool:
-    report[name] = "on" if asked else "off: not asked for"
+    report[name] = "on" if asked else "off: disabled"
     return asked
 
 
 def leave(options: CageOptions) -> Report:
-    """Supervisor: the namespaces. Its next child is process 1 of the new PID namespace."""
+    """Supervisor: enter the namespaces. Its next child is process 1 of the new PID namespace."""
     report: Report = {}
     wanted = [n for n in ("net", "ipc", "uts", "mounts", "pid") if _step(report, n, getattr(options, n))]
     refused: dict[str, OSError] = {}
@@ -108,7 +108,7 @@ def leave(options: CageOptions) -> Report:
 
 
 def _user_namespace(wanted: list[str], report: Report) -> None:
-    """Without CAP_SYS_ADMIN: the same namespaces inside a user namespace, where the id stays what it is."""
+    """Without CAP_SYS_ADMIN: the same namespaces inside a user namespace, in which the user id stays the same."""
     uid, gid = os.geteuid(), os.getegid()
     try:
         linux.unshare(linux.CLONE["user"] | sum(linux.CLONE[name] for name in wanted))
@@ -125,7 +125,7 @@ def _user_namespace(wanted: list[str], report: Report) -> None:
 
 
 def settle(options: CageOptions, report: Report, room: str) -> None:
-    """Init: the new root. `room` is an empty directory of this child's; without a new root its files go there."""
+    """Init: the new root. `room` is an empty directory of this child, which holds its files without a new root."""
     if report["mounts"] != "on":
         return
     try:
@@ -139,7 +139,7 @@ def settle(options: CageOptions, report: Report, room: str) -> None:
 
 
 def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
-    """Runner: private directories, limits, then user and capabilities, then system calls. Nothing can be undone."""
+    """Runner: private directories, limits, then user and capabilities, then system calls. Irreversible."""
     own_root = report["mounts"].startswith("on")
     home = "/tmp" if own_root else room
     uid = _user(options, report, own_root, slot)
@@ -147,7 +147,7 @@ def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
     for variable, name in PRIVATE.items() if options.home is None else ():
         path = os.path.join(home, name) if name else home
         os.makedirs(path, mode=0o700, exist_ok=True)
-        if uid is not None and path != "/tmp":  # the owner of /tmp could rename what is bound below it
+        if uid is not None and path != "/tmp":  # the owner of /tmp could rename the mounts below it
             os.chown(path, uid, uid)
         os.environ[variable] = path
     if own_root:
@@ -162,7 +162,7 @@ def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
         os.setresuid(uid, uid, uid)
     linux.drop_capabilities()
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # its own /proc/self, which the change of user closed
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # for its own /proc/self, which the change of user has closed
     report["capabilities"] = "on"
     if _step(report, "seccomp", options.seccomp):
         from fk_bench.kernels.judge.processes import seccomp
@@ -174,7 +174,7 @@ def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
 
 
 def _user(options: CageOptions, report: Report, own_root: bool, slot: int) -> int | None:
-    """The id to become, or None with the reason in the report."""
+    """The user id to switch to, or None with the reason in the report."""
     if os.geteuid() != 0:
         report.setdefault("user", "off: not root, and no user namespace")
         return None
@@ -191,7 +191,7 @@ def _user(options: CageOptions, report: Report, own_root: bool, slot: int) -> in
 
 
 def _unused_id(slot: int) -> int | None:
-    """An id that nobody has: two runners, even of two judges, never share one."""
+    """An unused id: two runners, even of two judges, never share one."""
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     wanted = _FIRST_ID + slot % (1_000_000 * _IDS_PER_ZYGOTE)
@@ -206,7 +206,7 @@ def _limits(options: CageOptions, report: Report) -> None:
     limits = {
         resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: options.file_size, resource.RLIMIT_NOFILE: options.open_files,
     }  # fmt: skip
-    if report["user"] == "on":  # it counts all processes of the user: without an id of its own, ours too
+    if report["user"] == "on":  # the limit counts all processes of the user, without an own id also ours
         limits[resource.RLIMIT_NPROC] = options.processes
     if options.address_space is not None:
         limits[resource.RLIMIT_AS] = options.address_space
@@ -226,7 +226,7 @@ def slot(zygote_pid: int, number: int) -> int:
 
 
 def end_user(slot: int) -> None:
-    """Root: end all processes of the id of `slot`, those that left the tree too."""
+    """As root: end all processes with the id of `slot`, including those that left the tree."""
     uid = _unused_id(slot) if os.geteuid() == 0 else None
     if uid is None:
         return

@@ -1,4 +1,4 @@
-"""Where a caged process begins: from a socket and descriptors to the runner."""
+"""The entry of a caged process: from a socket and file descriptors to the runner."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from fk_bench.kernels.judge.processes.protocol import Channel
 
 
 def main(channel: socket.socket, config: dict[str, Any], fds: dict[str, int]) -> None:
-    """The runner, which tells the judge first what its cage is made of."""
+    """Run the runner, which first reports its cage to the judge."""
     runner.main(Channel(channel), fds, config["cage"])

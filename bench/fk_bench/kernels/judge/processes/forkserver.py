@@ -1,9 +1,9 @@
-"""The process that children are forked from: it has imported torch, knows no secret and never touches the GPU.
+"""The process that children are forked from: it has imported torch, knows no secret and never uses the GPU.
 
     python -m fk_bench.kernels.judge.processes.forkserver FD PARENT MODULE,MODULE FOLDER
 
-Started by `zygote.Zygote`. Three processes a child: a supervisor outside the cage, process 1 of the cage's PID
-namespace, and the runner. Only the standard library and what is named by MODULE is imported here.
+Started by `zygote.Zygote`. Each child has three processes: a supervisor outside the cage, process 1 of the cage's PID
+namespace, and the runner. Only the standard library and the given modules are imported here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADER = struct.Struct(">Q")
 MAX_FDS = 64
 FAILED = 70  # exit status of a child that could not be set up, or whose entry raised
 _WATCH_S = 0.2
-_PRIORITY = -10  # of a supervisor (root): it works little, and must get a turn beside a fork bomb
+_PRIORITY = -10  # of a supervisor (root): it must get CPU time even next to a fork bomb
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -41,7 +41,7 @@ def send(sock: socket.socket, message: dict[str, Any], fds: list[int] | None = N
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Raises EOFError when the other end is closed."""
+    """Raises EOFError if the other end is closed."""
     head, fds, _, _ = socket.recv_fds(sock, HEADER.size, MAX_FDS)
     head += _exactly(sock, HEADER.size - len(head))
     return json.loads(_exactly(sock, HEADER.unpack(head)[0])), fds
@@ -72,10 +72,10 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()  # children share these pages for longer
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: supervisors say themselves how a child ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies; supervisors report how a child ended
     try:
         _serve(control, parent)
-    finally:  # the judge is gone without a word, or it would have killed this process
+    finally:  # the judge is gone; otherwise it would have killed this process
         shutil.rmtree(sys.argv[4], ignore_errors=True)
 
 
@@ -125,13 +125,13 @@ def _guarded(function: Any, *args: Any) -> NoReturn:
 def _keep_open(*kept: int) -> None:
     start = 0
     for fd in [*sorted(kept), 1 << 30]:
-        if start < fd:  # for an empty range CPython asks the kernel to close from there to the last
+        if start < fd:  # for an empty range CPython asks the kernel to close everything from there on
             os.closerange(start, fd)
         start = fd + 1
 
 
 def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
-    """Outside the cage: fork it, watch its memory, end it on SIGTERM, say how it ended, leave nothing behind."""
+    """Outside the cage: fork it, watch its memory, end it on SIGTERM, report how it ended, clean up."""
     channel, output, status, *extra = fds
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -152,7 +152,7 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
     if first == 0:
         run = _init if own_pids else _runner
         _guarded(run, request, report, number, channel, extra, write)
-    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # the machine's, whatever becomes of /proc
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # the machine's, even if /proc is replaced later
     _keep_open(0, 1, 2, status, read, proc)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
@@ -181,7 +181,7 @@ def _watch(first: int, options: cage.CageOptions, proc: int) -> dict[str, Any]:
             continue
         tree = [first, *descendants(first, proc)]
         used = sum(_memory(p, proc, "status", ("RssAnon:", "RssShmem:")) for p in tree)
-        if used > options.memory and len(tree) > 1:  # pages that a fork shares count once
+        if used > options.memory and len(tree) > 1:  # pages shared by a fork count once
             used = sum(_memory(p, proc, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for p in tree)
         end["peak"] = max(end["peak"], used)
         if used > options.memory:
@@ -225,7 +225,7 @@ def _memory(pid: int, proc: int, file: str, names: tuple[str, ...]) -> int:
 
 
 def _sweep(number: int, proc: int) -> None:
-    """Without a PID namespace: end what the child left behind, wherever it went."""
+    """Without a PID namespace: end all processes that the child left behind."""
     until = time.monotonic() + 5.0
     while time.monotonic() < until:
         left = descendants(os.getpid(), proc)
@@ -267,10 +267,10 @@ def _runner(
     if not report.pop("settled", ""):
         cage.settle(options, report, request["room"])
     parent = os.getppid()
-    os.setsid()  # a signal to its own group reaches nobody else
+    os.setsid()  # a signal to its own group reaches no other process
     _keep_open(0, 1, 2, channel, *extra)
     cage.lock(options, report, request["room"], number)
-    linux.die_with_parent(parent, signal.SIGKILL)  # the change of user has cleared it
+    linux.die_with_parent(parent, signal.SIGKILL)  # again, because the change of user cleared it
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     _fresh(options)
     module, _, function = request["entry"].partition(":")
@@ -280,7 +280,7 @@ def _runner(
 
 
 def _fresh(options: cage.CageOptions) -> None:
-    """What a fork must not share: random states; and what it must not inherit: the number of threads."""
+    """Reset what a fork must not share (random states) or inherit (the number of threads)."""
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     random.seed()
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

@@ -1,4 +1,4 @@
-"""What one side calls: a candidate, one provider of ours, or a baseline, put into the ops of its own process."""
+"""The implementation that a runner calls: a candidate, one provider of ours, or a baseline, installed in its ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastkernels.core.spec import OpSpec
 from fk_bench.kernels.judge.processes.answers import Failure, remembered, wrong_signature
 
 
-class Chosen:
+class Implementation:
     """spec: the op; cls: the class whose module is called, or None for the op's function."""
 
     def __init__(self) -> None:
@@ -20,18 +20,18 @@ class Chosen:
         self.cls: type | None = None
         self.baselines: dict[str, Any] = {}
         self.made: dict[str, Callable[..., Any]] = {}
-        self.changed: set[str] = set()  # ops that have a candidate or a baseline in them
+        self.changed: set[str] = set()  # ops with a candidate or a baseline installed
         self.device = "cpu"
 
-    def choose(
+    def load_implementation(
         self, op: str, device: str, candidates: dict[str, str], against: str | None, mode: str | None,
         choice: tuple[str, dict[str, Any]] | None,
     ) -> dict[str, str]:  # fmt: skip
         """Import the op, and the candidates or (against) the baselines. Returns the kind of each candidate.
 
-        choice  (provider, parameters) of ours: that one alone
+        choice  (provider, parameters): use only this provider of ours
         """
-        for name in self.changed:  # of the op before, in a process that serves several
+        for name in self.changed:  # of the previous op, in a process that serves several
             OPS[name].set_candidate(None)
         self.cls, self.baselines, self.made, self.changed = None, {}, {}, set()
         self.device, self.spec = device, registry.get(op)
@@ -52,9 +52,10 @@ class Chosen:
     def _candidate(self, name: str, path: str) -> candidate.Candidate:
         try:
             found = candidate.load(name, path)
+        except candidate.NothingOffered as error:
+            raise Failure("signature_mismatch", str(error)) from None
         except candidate.CandidateError as error:
-            status = "signature_mismatch" if "offers neither" in str(error) else "compile_error"
-            raise Failure(status, str(error)) from None
+            raise Failure("compile_error", str(error)) from None
         if found.function is not None and (op := OPS.get(name)) is not None:
             if (problem := wrong_signature(found.function, op)) is not None:
                 raise Failure("signature_mismatch", f"{name}(...) {problem}")
@@ -62,7 +63,7 @@ class Chosen:
         return found
 
     def _only(self, op: str, name: str, params: dict[str, Any]) -> None:
-        """Run this provider of ours, with these parameters; what it does not support is nobody else's."""
+        """Run only this provider of ours, with these parameters; calls that it does not support fail."""
         provider = next(p for p in OPS[op].providers if p.name == name).bound(params)
 
         def fn(*args: Any) -> Any:
@@ -73,8 +74,8 @@ class Chosen:
         self._put(op, fn, name)
 
     def _find_baselines(self, against: str) -> None:
-        """Baselines of the op; of a module, of the ops that it calls, each with the first there is."""
-        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # a library that tunes each shape does it once
+        """Find the op's baselines; for a module, install the first available one of each op that it calls."""
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # libraries that autotune do so once per shape
         from fk_bench.kernels.judge.baselines import baselines
 
         def there(name: str) -> list[Any]:
@@ -96,18 +97,18 @@ class Chosen:
         self.baselines = {"our module on " + ", ".join(names): None}
 
     def _made(self, op: str, baseline: Any) -> bool:
-        """Whether a baseline could be made and put in."""
+        """Whether a baseline could be made and installed."""
         try:
             fn = baseline.make()
-        except Exception:  # another version of the library: the next one is asked
+        except Exception:  # another version of the library: try the next baseline
             return False
         self._put(op, fn, baseline.name, remembered(baseline.supports))
         return True
 
     def use(self, baseline: str, args: list[Any] | None) -> dict[str, Any]:
-        """Call this baseline from now on. Says why it cannot serve a case, if it cannot: `args` are the case's."""
+        """Use this baseline from now on; reports why if it does not support the case's arguments `args`."""
         chosen = self.baselines.get(baseline)
-        if chosen is None:  # a module on baselines that are put in already, or another candidate
+        if chosen is None:  # a module on installed baselines, or another candidate
             return {}
         if args is not None and (reason := chosen.supports(*args)) is not None:
             return {"unsupported": reason}

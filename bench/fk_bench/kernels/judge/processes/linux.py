@@ -1,4 +1,4 @@
-"""The few system calls of a cage, by ctypes: Python has them from 3.12 on, or not at all."""
+"""System calls of the cage through ctypes: Python has them only from 3.12 on, or not at all."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def prctl(option: int, value: int = 0, third: int = 0) -> None:
 
 
 def die_with_parent(parent: int, signal_number: int) -> None:
-    """Have `signal_number` sent when the parent dies; end at once when it is dead already."""
+    """Send `signal_number` to this process when its parent dies; exit at once if it is already dead."""
     prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def drop_bounding_set() -> None:
-    """No program that is executed from here on can gain a capability. Needs CAP_SETPCAP."""
+    """No program executed from here on can gain a capability. Needs CAP_SETPCAP."""
     prctl(PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     with open("/proc/sys/kernel/cap_last_cap") as file:
         last = int(file.read())

@@ -1,7 +1,7 @@
-"""A root of its own for a caged process: the system and the interpreter read-only, a private /tmp, nothing else.
+"""A private root for a caged process: system and interpreter read-only, a private /tmp, nothing else.
 
-The new root is an allow-list. What is not bound is not there: home directories, other candidates, captures, results.
-It also makes an interpreter under /root usable by an unprivileged user, since the directories above are new ones.
+The new root is an allow-list: home directories, other candidates, captures and results do not exist in it. It also
+makes an interpreter under /root usable by an unprivileged user, because the directories above it are new.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILE_LIMIT = 64 << 20
 
 
 def needed(packages: Iterable[str], extra: Iterable[str]) -> list[str]:
-    """The directories and files that this interpreter needs to import what it has imported, and `packages`."""
+    """The directories and files that this interpreter needs for its imported modules and for `packages`."""
     found = [sys.prefix, sys.base_prefix, sys.exec_prefix]
     found += [p for p in sys.path if os.path.basename(p.rstrip("/")) in ("site-packages", "dist-packages")]
     found += [str(p) for m in list(sys.modules.values()) for p in _package_paths(m)]
@@ -39,7 +39,7 @@ def needed(packages: Iterable[str], extra: Iterable[str]) -> list[str]:
 
 
 def _package_paths(module: object) -> list[str]:
-    """Of a top-level package its directories, of a top-level module its file."""
+    """The directories of a top-level package, or the file of a top-level module."""
     name, file = getattr(module, "__name__", "."), getattr(module, "__file__", None)
     if "." in name or name == "__main__":
         return []
@@ -60,13 +60,13 @@ def unreachable(paths: Iterable[str]) -> str | None:
 
 
 def targets(paths: Iterable[str]) -> dict[str, str]:
-    """{where: what}, shortest first, with both the path as it is written and the real one, none below another."""
+    """{where: what}, shortest first, with paths as given and resolved, none below another."""
     wanted: dict[str, str] = {}
     for path in paths:
         real = os.path.realpath(path)
         wanted[real] = real
         first = "/" + path.split("/")[1]
-        if not os.path.islink(first):  # such links, /lib to usr/lib, are in the new root too
+        if not os.path.islink(first):  # links such as /lib to usr/lib are in the new root, too
             wanted[os.path.normpath(path)] = real
     kept: dict[str, str] = {}
     for where in sorted(wanted, key=len):
@@ -76,10 +76,9 @@ def targets(paths: Iterable[str]) -> dict[str, str]:
 
 
 def build(root: str, paths: Iterable[str], tmp_bytes: int, shm_bytes: int) -> str:
-    """Make `root` (an empty directory; this process has a mount namespace of its own) the root directory.
+    """Make `root` (an empty directory; this process has its own mount namespace) the root directory.
 
-    Returns "" or what was left open. Raises OSError when the machine does not allow it; the old root is then still
-    in place.
+    Returns "" or what was left open. Raises OSError if the machine does not allow it; the old root then stays in place.
     """
     linux.mount(None, "/", None, linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("fk", root, "tmpfs", linux.MS_NOSUID, "mode=0755,size=64m")
@@ -150,10 +149,10 @@ def _proc(root: str) -> str:
     left_open = ""
     try:
         linux.mount("proc", proc, "proc", linux.MS_NOSUID | linux.MS_NODEV)
-    except OSError as error:  # a container that covers parts of its /proc allows no new one
+    except OSError as error:  # a container that masks parts of its /proc allows no new one
         linux.mount("/proc", proc, None, linux.MS_BIND | linux.MS_REC)
         left_open = f"/proc is the machine's ({error.strerror})"
-    for name in ("sys", "sysrq-trigger", "irq", "bus"):  # root without capabilities could still write there
+    for name in ("sys", "sysrq-trigger", "irq", "bus"):  # writable even for root without capabilities
         path = f"{proc}/{name}"
         if os.path.exists(path):
             with contextlib.suppress(OSError):

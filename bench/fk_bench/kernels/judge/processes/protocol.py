@@ -1,4 +1,4 @@
-"""What judge and runner say to each other: length-prefixed JSON over a private socket, each reply with its nonce."""
+"""The protocol of judge and runner: length-prefixed JSON over a private socket; each reply carries its nonce."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _LENGTH = struct.Struct("!I")
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+    """The other end is closed."""
 
 
 class ChannelTimeout(TimeoutError):
-    """No whole message came in the time it was given."""
+    """No complete message arrived in time."""
 
 
 class ChannelGarbage(ValueError):
-    """What came is no message, or no answer to what was asked."""
+    """The received data is no message, or no answer to the command."""
 
 
 class Channel:
     """One end: the judge sends a `command` and reads its `answer`, the runner receives and sends.
 
-    spin_s  seconds to look for a message without sleeping, where cores are plenty and time is measured
+    spin_s  seconds of busy waiting for a message, for timed work on machines with enough cores
     """
 
     def __init__(self, sock: socket.socket):
@@ -73,7 +73,7 @@ class Channel:
         """The answer to the command of that nonce. Raises ChannelGarbage for anything else."""
         answer = self.receive(timeout)
         if answer.get("nonce") != nonce:
-            raise ChannelGarbage("an answer to nothing that was asked")
+            raise ChannelGarbage("an answer to no command")
         return answer
 
     def _exactly(self, size: int, end: float | None) -> bytes:

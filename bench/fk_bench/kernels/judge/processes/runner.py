@@ -1,6 +1,6 @@
-"""The process of one side: it imports the candidate (or the baseline), and calls it when the judge says so.
+"""The runner: the process of one side, which imports the candidate (or the baseline) and calls it on command.
 
-Nothing here is trusted by the judge: there is no oracle, no expected output and no clock of record in this process.
+The judge trusts nothing here: this process has no oracle, no expected output and no clock of record.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ import torch
 
 from fastkernels.core.dispatch import OPS
 from fk_bench.kernels.judge.memory import ipc, layout
-from fk_bench.kernels.judge.processes.answers import Failure, meta, name_of, overlap, said, span, status_of
-from fk_bench.kernels.judge.processes.implementation import Chosen
+from fk_bench.kernels.judge.processes.answers import (
+    Failure,
+    describe_error,
+    meta,
+    name_of,
+    overlap,
+    span,
+    status_of,
+)
+from fk_bench.kernels.judge.processes.implementation import Implementation
 from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed
 
-# Taken before any candidate is imported; one that patches torch patches what it calls itself.
+# Bound before any candidate is imported; a candidate that patches torch only affects its own calls.
 ESTIMATES = 20  # replays
 GRAPH_CALLS = 64
-# Slots: where so many or fewer are called eagerly or compiled, arguments have storages of their own
+# Up to so many slots are called eagerly or compiled; their arguments then have separate storages
 APART = 32
 _clock, _synchronize = time.perf_counter, torch.cuda.synchronize
 _Tensor, _copy = torch.Tensor, torch.Tensor.copy_
 
 
 def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
-    """Answer the judge until it hangs up."""
+    """Answer the judge's commands until it closes the channel."""
     channel.send({"hello": hello})
     runner = Runner(channel, fds)
     with contextlib.suppress(ChannelClosed):
@@ -39,14 +47,16 @@ def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
             try:
                 answer = getattr(runner, f"do_{message.pop('do')}")(**message)
             except Failure as error:
-                answer = {"error": error.status, "reason": str(error)}
-            except BaseException as error:  # a candidate's SystemExit too
-                answer = {"error": status_of(error), "reason": said(error)}
+                answer = {"error": error.status, "reason": str(error), "context_lost": runner.context_lost()}
+            except BaseException as error:  # includes a candidate's SystemExit
+                answer = {
+                    "error": status_of(error), "reason": describe_error(error), "context_lost": runner.context_lost(),
+                }  # fmt: skip
             channel.send({**answer, "nonce": nonce})
 
 
-class Runner(Chosen):
-    """The state of one side: what it calls, and the slots of the case at hand."""
+class Runner(Implementation):
+    """The state of one side: its implementation, and the slots of the current case."""
 
     def __init__(self, channel: Channel, fds: dict[str, int]):
         super().__init__()
@@ -67,9 +77,9 @@ class Runner(Chosen):
         core: int | None = None,
         choice: tuple[str, dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Import the op, and the candidates or (against) the baselines. Says how the op will be called.
+        """Import the op, and the candidates or (against) the baselines. Returns how the op will be called.
 
-        choice  (provider, parameters) of ours: that one alone
+        choice  (provider, parameters): use only this provider of ours
         """
         start = _clock()
         if core is not None:
@@ -78,9 +88,9 @@ class Runner(Chosen):
         torch.set_grad_enabled(False)
         if device == "cuda":
             self.channel.spin_s = 0.05
-            torch.zeros(1, device="cuda")  # the context, which the driver's calls need
+            torch.zeros(1, device="cuda")  # creates the context, which calls of the driver need
         self.free()
-        offers = self.choose(op, device, candidates, against, mode, choice)
+        offers = self.load_implementation(op, device, candidates, against, mode, choice)
         return {
             "import_s": _clock() - start, "baselines": list(self.baselines),
             "compilers": [n for n, b in self.baselines.items() if b is not None and b.kind == "compiler"],
@@ -88,7 +98,7 @@ class Runner(Chosen):
         }  # fmt: skip
 
     def do_use(self, baseline: str) -> dict[str, Any]:
-        """Call this baseline from now on. Says why it cannot serve the case at hand, if it cannot."""
+        """Use this baseline from now on; reports why if it does not support the current case."""
         return self.use(baseline, self.args[0] if self.args else None)
 
     # -- a case
@@ -96,7 +106,7 @@ class Runner(Chosen):
     def do_case(
         self, plan: dict[str, Any], slots: int, arena: dict[str, Any], outs: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Map the judge's memory and build the call of every slot; nothing of this is timed by the score."""
+        """Map the judge's memory and build the call of every slot; none of this is timed."""
         start = _clock()
         self.free()
         self.memory = memory = self._map(arena)
@@ -153,9 +163,9 @@ class Runner(Chosen):
         return values
 
     def do_call(self, slot: int, out: int, again: int | None = None) -> dict[str, Any]:
-        """One eager call into an output slot. Counters show which ops ran.
+        """Make one eager call into an output slot. Counters show which ops ran.
 
-        again  an output slot that gets its call's outputs once more: are they what they were, now that this one ran?
+        again  an output slot that gets its call's outputs once more, to check that this call did not change them
         """
         before = {name: op.calls for name, op in OPS.items()}
         refused_before = {name: dict(op.fallbacks) for name, op in OPS.items()}
@@ -182,9 +192,9 @@ class Runner(Chosen):
         }  # fmt: skip
 
     def metas(self, result: list[torch.Tensor]) -> None:
-        """Raises Failure unless the outputs are as many and of the shapes and dtypes that the op has."""
+        """Raises Failure unless the outputs have the op's number, shapes and dtypes."""
         if len(result) != len(self.out_metas):
-            raise Failure("signature_mismatch", f"{len(result)} outputs, the op has {len(self.out_metas)}")
+            raise Failure("signature_mismatch", f"{len(result)} outputs instead of {len(self.out_metas)}")
         for i, (r, o) in enumerate(zip(result, self.out_metas, strict=True)):
             if list(r.shape) != o["shape"] or name_of(r.dtype) != o["dtype"] or r.device.type != self.device:
                 raise Failure(
@@ -194,7 +204,7 @@ class Runner(Chosen):
                 )
 
     def do_estimate(self, calls: int) -> dict[str, Any]:
-        """Seconds of a call, roughly: how many the judge puts into a batch."""
+        """Rough seconds of a call, from which the judge derives the size of batches."""
         picked = self.calls[:calls]
         for call in picked[:2]:
             call()
@@ -217,9 +227,9 @@ class Runner(Chosen):
     # -- timed batches
 
     def do_capture(self, n: int) -> dict[str, Any]:
-        """GPU: graphs of a few calls each, for two halves of n calls. Says where every call's outputs will be.
+        """GPU: capture graphs of a few calls each, for two halves of n calls. Returns the places of all outputs.
 
-        Small graphs, because the launch of a large one takes a time of its own before anything runs.
+        The graphs are small because launching a large one takes time before anything runs.
         """
         self.graphs, self.kept = [], []
         for start in (*range(0, n, GRAPH_CALLS), *range(n, 2 * n, GRAPH_CALLS)):
@@ -230,7 +240,7 @@ class Runner(Chosen):
         return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}
 
     def _shared(self, t: torch.Tensor) -> dict[str, Any]:
-        """Where an output is: in the judge's own memory (a written argument), or in ours."""
+        """The place of an output: in the judge's memory (a written argument), or in this process's own."""
         strides = list(t.stride())
         if not t.numel():
             return {"nbytes": 0, "stride": strides}
@@ -244,19 +254,21 @@ class Runner(Chosen):
         graph = torch.cuda.CUDAGraph()
         self._sync()
         try:
-            # The outer one is left also where the capture fails, and torch's own graph() is not.
+            # The outer context restores the stream even if the capture fails; torch's graph() does not.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 results = [self._outputs(call()) for call in calls]
         except Failure:
             raise
         except Exception as error:
-            raise Failure(status_of(error), f"cannot be captured in a CUDA graph: {said(error)}") from None
+            raise Failure(
+                status_of(error), f"cannot be captured in a CUDA graph: {describe_error(error)}"
+            ) from None
         for result in results:
             self.metas(result)
         return graph, results
 
     def do_run(self, start: int, count: int) -> dict[str, Any]:
-        """Call the slots start .. start + count, each once; on a GPU, replay their graphs."""
+        """Call the slots from `start` to `start + count`, each once; on a GPU, replay their graphs."""
         if self.device == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -282,7 +294,7 @@ class Runner(Chosen):
         return {}
 
     def do_trace(self, calls: int) -> dict[str, Any]:
-        """GPU: CUPTI over a replay of so many calls, all streams: {call_s: time in which any kernel ran, kernels}."""
+        """GPU: trace a replay of `calls` calls with CUPTI: {call_s: time in which any kernel ran, kernels}."""
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
@@ -293,7 +305,7 @@ class Runner(Chosen):
                 _synchronize()
             events = [e for e in prof.events() if e.device_type == DeviceType.CUDA]
         except RuntimeError as error:
-            return {"trace": said(error)}
+            return {"trace": describe_error(error)}
         spans = sorted((e.time_range.start, e.time_range.end) for e in events)
         busy, reached = 0.0, float("-inf")
         for start, end in spans:
@@ -303,8 +315,8 @@ class Runner(Chosen):
         return {"call_s": 1e-6 * busy / calls, "launches": len(events) / calls, "kernels": list(names)[:12]}
 
     def do_compiled(self, slot: int, out: int) -> dict[str, Any]:
-        """The call under torch.compile(fullgraph=True), into an output slot."""
-        torch.compiler.reset()  # this process serves many ops, and compiles of one function are limited
+        """Make the call under torch.compile(fullgraph=True), into an output slot."""
+        torch.compiler.reset()  # this process serves many ops, and recompilations of one function are limited
         if self.cls is None:
             op, args = self.spec.op.overload, self.args[slot]
             result = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*args)
@@ -316,6 +328,15 @@ class Runner(Chosen):
             _copy(view, value)
         self._sync()
         return {}
+
+    def context_lost(self) -> bool:
+        """Whether the GPU's context is unusable: after a fault in a kernel every later CUDA call fails."""
+        if self.device == "cuda":
+            try:
+                _synchronize()
+            except RuntimeError:
+                return True
+        return False
 
     def _sync(self) -> None:
         if self.device == "cuda":

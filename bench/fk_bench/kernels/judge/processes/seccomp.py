@@ -1,4 +1,4 @@
-"""System calls that no kernel needs and that widen the way out of a cage: they fail with EPERM."""
+"""System calls that no kernel needs and that could help to escape from the cage: they fail with EPERM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 
 from fk_bench.kernels.judge.processes import linux
 
-# linux/audit.h, and the numbers of the calls
+# from linux/audit.h, and the numbers of the calls
 _X86_64 = 0xC000003E, {
     "ptrace": 101, "syslog": 103, "pivot_root": 155, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166,
     "swapon": 167, "reboot": 169, "init_module": 175, "delete_module": 176, "add_key": 248, "request_key": 249,
@@ -31,7 +31,7 @@ _ARCHITECTURES = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_OR_EQUAL, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_X32 = 0x40000000  # the x32 way to call: other numbers for the same calls
+_X32 = 0x40000000  # the x32 ABI has other numbers for the same calls
 _FILTER = 2
 
 
@@ -55,7 +55,7 @@ def _code(arch: int, calls: list[int]) -> bytes:
 
 
 def enter() -> None:
-    """For this process and all its children. Raises OSError. Needs no_new_privs."""
+    """Install the filter for this process and all its children. Raises OSError. Needs no_new_privs."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")

@@ -1,4 +1,4 @@
-"""Runner processes for the judge: forked from a clean interpreter, caged, watched, and ended with all they started.
+"""Runner processes for the judge: forked from a clean interpreter, caged, watched, and ended with all descendants.
 
 with Zygote() as zygote, zygote.spawn({"op": "rms_norm"}, CageOptions(), fds={"slots": fd}) as child:
     child.channel.sendall(...)
@@ -41,16 +41,16 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 class ZygoteError(RuntimeError):
-    """No runner process can be made; the message has the end of the zygote's output."""
+    """A runner process cannot be started; the message has the end of the zygote's output."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How a child ended. One of `code`, `signal` is set, unless its supervisor was lost.
+    """How a child ended. One of `code` and `signal` is set, unless its supervisor was lost.
 
-    killed    the judge did it (`Child.kill`)
-    oom       its supervisor did it: more than `CageOptions.memory`
-    peak_rss  bytes of the runner itself at its highest; of the whole tree if that was seen to be more
+    killed    ended by the judge (`Child.kill`)
+    oom       ended by its supervisor: more than `CageOptions.memory`
+    peak_rss  peak bytes of the runner itself, or of the whole tree if that was higher
     """
 
     code: int | None = None
@@ -82,7 +82,7 @@ class Child:
         self._pump.start()
 
     def _read_output(self, output: int) -> None:
-        """To the end, so that a child that prints without end never waits and fills nothing."""
+        """Read to the end, so that a child with endless output never blocks and fills nothing."""
         with open(output, "rb", buffering=0) as file:
             while part := file.read(1 << 16):
                 self.output_bytes += len(part)
@@ -90,11 +90,11 @@ class Child:
                 del self._tail[:-OUTPUT_KEPT]
 
     def wait(self, timeout: float | None = None) -> Exit | None:
-        """How it ended; None if it has not within `timeout` seconds."""
+        """How it ended; None if it has not ended within `timeout` seconds."""
         if self.exit is None and select.select([self._status], [], [], timeout)[0]:
             text = os.read(self._status, 1 << 16)
             self.exit = _ended(json.loads(text)) if text else Exit()
-            if not text:  # the supervisor was killed: its session is all that is known of the child
+            if not text:  # the supervisor was killed: only the child's session is known
                 with contextlib.suppress(OSError):
                     os.killpg(self.pid, signal.SIGKILL)
         return self.exit
@@ -104,11 +104,11 @@ class Child:
         return self.exit.peak_rss if self.exit else 0
 
     def kill(self) -> Exit:
-        """End the child and everything that it started; how it had ended, if it had."""
+        """End the child and all its descendants; returns how it ended."""
         if self.wait(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
-            if self.wait(3.0) is None:  # its supervisor gets no time: the kernel ends the tree after it
+            if self.wait(3.0) is None:  # the supervisor is too slow: kill it, and the kernel ends the tree
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
                 self.wait(10.0)
@@ -116,14 +116,14 @@ class Child:
         return self.exit
 
     def pause(self) -> None:
-        """Stop the child and all that it started, so that nothing of it runs beside another's batch."""
+        """Stop the child and all its descendants, so that none runs during another's batch."""
         self._each(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._each(signal.SIGCONT)
 
     def _each(self, number: signal.Signals) -> None:
-        """To the whole tree but its supervisor: the reaper ignores it; again until there is nobody new."""
+        """Signal the whole tree except its supervisor, until no new process appears; the reaper ignores it."""
         seen: set[int] = set()
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -142,7 +142,7 @@ class Child:
         return bytes(self._tail[-limit:]).decode(errors="replace")
 
     def close(self) -> None:
-        """Kill it, and remove its files."""
+        """Kill it and remove its files."""
         self.kill()
         self._pump.join(5.0)
         self.channel.close()
@@ -171,11 +171,11 @@ def _ended(end: dict[str, Any]) -> Exit:
 
 
 class Zygote:
-    """A fork server in an interpreter of its own, started at the first `spawn` and again when it is lost.
+    """A fork server in its own interpreter, started at the first `spawn`, and again when it is lost.
 
-    python   may be another environment's: it needs the modules of `preload` and our package
-    env      set beside the variables that are kept of os.environ
-    notes    what went wrong, for the report: a lost zygote
+    python   may be of another environment, which needs the modules of `preload` and our package
+    env      variables to set, in addition to those kept from os.environ
+    notes    incidents for the report, such as a lost zygote
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Zygote:
         self.notes: list[str] = []
         self.info: dict[str, Any] = {}
         self.dir = Path(tempfile.mkdtemp(prefix="fk-judge-"))
-        self.dir.chmod(0o711)  # children of another user find their own directory in it, and see no other
+        self.dir.chmod(0o711)  # children of another user find their own directory, but cannot list the others
         self._count = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -216,7 +216,7 @@ class Zygote:
         return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "OPENBLAS_NUM_THREADS": "1"}
 
     def start(self) -> None:
-        """Raises ZygoteError when a module of `preload` does not import, or that takes too long."""
+        """Raises ZygoteError if a module of `preload` does not import, or takes too long."""
         self._stop()
         python = shutil.which(self.python)
         if python is None:
@@ -244,7 +244,7 @@ class Zygote:
 
     def _stop(self) -> None:
         if self._process is not None:
-            self._process.kill()  # its supervisors die with it, and their cages with them
+            self._process.kill()  # its supervisors and their cages die with it
             self._process.wait()
             self._process = None
         if self._control is not None:
@@ -254,9 +254,9 @@ class Zygote:
     def spawn(
         self, config: Mapping[str, Any], cage: CageOptions | None = None, fds: Mapping[str, int] | None = None
     ) -> Child:
-        """Fork a runner: it cages itself and calls `entry(channel, {**config, "cage": report}, fds)`.
+        """Fork a runner, which cages itself and calls `entry(channel, {**config, "cage": report}, fds)`.
 
-        `config` is JSON. `fds` stay open here; the runner has copies, under their names. Raises ZygoteError.
+        `config` is JSON. `fds` stay open here; the runner gets copies with their names. Raises ZygoteError.
         """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:

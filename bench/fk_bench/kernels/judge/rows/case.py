@@ -1,4 +1,4 @@
-"""One case judged: both sides made to serve it, checked against the oracle, and timed batch by batch."""
+"""One case: both sides are set up for it, checked against the oracle, and timed batch by batch."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.errors import Errors, compare, expect
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES, Slots, poison
-from fk_bench.kernels.judge.processes.side import Side, SideError
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 REFERENCE = "reference"
-TRACED = 32  # calls that CUPTI looks at
-LEAST_S = 1e-6  # what a candidate may say that a call takes; it sets the length of batches only
-POISONED = 32  # outputs a batch
-SLOWER = 4  # times the usual length that a batch of the slower side may last
-# Bytes of an argument that is copied on the clock; of larger ones the later state is looked at
+TRACED = 32  # calls traced by CUPTI
+LEAST_S = 1e-6  # lower bound for a candidate's own estimate, which only sets the length of batches
+POISONED = 32  # outputs per batch
+SLOWER = 4  # a batch of the slower side may last so many times the usual length
+# Larger arguments are not copied on the clock; their later state is checked
 SMALL = 64 << 20
-# In these, and in the last, two timed calls of a batch meet the oracle; in the others, one
+# In these rounds, and in the last, the oracle checks two timed calls of a batch; in the others one
 CHECKED_ROUNDS = 4
 
 
 class Wrong(Exception):
-    """The candidate's outputs are not right; the message says which and how."""
+    """The candidate's outputs are incorrect; the message says which and how."""
 
 
 @dataclass
 class Plan:
-    """How much is done for a case."""
+    """The effort spent on a case."""
 
     device: str
     rounds: int
-    seconds: float  # that all rounds together should take; three are made in any case
-    batch_s: float  # seconds that a batch of N calls should last
+    seconds: float  # target for all rounds together; there are at least three
+    batch_s: float  # target of a batch of N calls
     max_calls: int
     memory: int  # bytes of inputs and outputs
 
 
 @dataclass
 class Checked:
-    """The untimed part: errors of the two sides, the baseline that was chosen, and what ran."""
+    """Result of the untimed part: errors of both sides, the chosen baseline, and the ops that ran."""
 
     errors: Errors
     baseline_errors: Errors
     baseline: str
-    seconds: float  # of a call, by the faster side; 0: it cannot be timed
+    seconds: float  # per call of the faster side; 0: it cannot be timed
     slower: float = 0.0
     first_s: float = 0.0
     live: dict[str, int] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Checked:
 
 @dataclass
 class Sampled:
-    """What the judge took of a call when the clock stopped: copies of outputs, and of arguments that are small."""
+    """Copies of a call's outputs and small arguments, made by the judge when the clock stopped."""
 
     slot: int
     outputs: list[torch.Tensor]
@@ -71,7 +71,7 @@ class Sampled:
 
 @dataclass
 class Timed:
-    """The timed part, on the judge's clock; `again` is the baseline a second time."""
+    """Result of the timed part, on the judge's clock; `again` is a second set of batches of the baseline."""
 
     candidate: Samples
     baseline: Samples
@@ -80,16 +80,23 @@ class Timed:
 
 
 class CaseJudge:
-    """A case on two sides. The candidate's failures are SideError and Wrong; the caller makes rows of them."""
+    """A case on both sides. A failure of the candidate is a RunnerError or Wrong; the caller makes rows of these."""
 
     def __init__(
-        self, spec: OpSpec, trial: Trial, candidate: Side, baseline: Side, mode: str, plan: Plan, arena: int
+        self,
+        spec: OpSpec,
+        trial: Trial,
+        candidate: RunnerProcess,
+        baseline: RunnerProcess,
+        mode: str,
+        plan: Plan,
+        arena: int,
     ) -> None:
         self.spec, self.trial, self.plan, self.mode, self.arena = spec, trial, plan, mode, arena
         self.candidate, self.baseline = candidate, baseline
         self.slots: Slots
         self.cost = trial.case
-        self.passed_over: dict[str, str] = {}  # baselines that do not serve this case, and why
+        self.passed_over: dict[str, str] = {}  # {baseline: why it does not support this case}
 
     def _make(self, generator: torch.Generator) -> list[Any]:
         args = self.trial.make(self.plan.device, generator)
@@ -106,33 +113,33 @@ class CaseJudge:
         return slots
 
     def _both(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Candidate and baseline at a time: [their answers]. What is timed is never asked so."""
+        """Send a command to both sides and return both answers. Never used for timed work."""
         sides = (self.candidate, self.baseline)
         for side in sides:
             side.begin(do, **arguments)
         return [side.end() for side in sides]
 
     def close(self) -> None:
-        """Both sides forget the case, and the judge its memory."""
+        """Free the case in both processes and in the judge."""
         for side in (self.candidate, self.baseline):
             if side.alive:
-                with contextlib.suppress(SideError):
+                with contextlib.suppress(RunnerError):
                     side.ask("free")
         self.__dict__.pop("slots", None)
 
     # -- checks
 
     def check(self, baselines: list[str], compiled: bool) -> Checked:
-        """Both sides right on fresh values, call by call. Raises Wrong, SideError."""
+        """Check both sides on fresh values, call by call. Raises Wrong, RunnerError."""
         self.slots = slots = self._open(count := 3, count)
-        if self.spec.dims_of is not None:  # what these values cost: which experts have a token
+        if self.spec.dims_of is not None:  # the cost may depend on values, such as which experts have a token
             self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
         name, base_errors, seconds = self._choose(baselines)
         slots.fill([0] * count)
         slower = seconds
         if (
             seconds and self.plan.device == "cuda" and self.trial.timed
-        ):  # enough calls for the faster of the two
+        ):  # batches must be long enough for the faster side
             own = max(self.candidate.ask("estimate", calls=count)["seconds"], LEAST_S)
             seconds, slower = min(seconds, own), max(seconds, own)
             slots.fill([0] * count)
@@ -151,9 +158,9 @@ class CaseJudge:
         return Checked(errors, base_errors, name, seconds, slower, first, live)
 
     def _choose(self, baselines: list[str]) -> tuple[str, Errors, float]:
-        """The fastest baseline that is right here, the reference if there is no other; its process is left using it.
+        """The fastest baseline that is correct here, or the reference; its process is left using it.
 
-        Seconds are 0 where nothing can be timed: the candidate is checked, then, and not compared.
+        Seconds are 0 if nothing can be timed; the candidate is then checked but not compared.
         """
         best: tuple[float, str, Errors] | None = None
         for name in sorted(baselines, key=lambda n: n == REFERENCE):
@@ -170,7 +177,7 @@ class CaseJudge:
                     self.passed_over[name] = errors.problem
                     continue
                 seconds = self.baseline.ask("estimate", calls=self.slots.count)["seconds"]
-            except SideError as error:
+            except RunnerError as error:
                 self.passed_over[name] = str(error)
                 if error.fatal:
                     raise
@@ -182,20 +189,20 @@ class CaseJudge:
         self.baseline.ask("use", baseline=best[1])
         return best[1], best[2], best[0]
 
-    def _eager(self, side: Side, allowed: float) -> tuple[Errors, dict[str, int]]:
-        """Slots 0 and 1 called one after the other: both right, the first still so after the second."""
+    def _eager(self, side: RunnerProcess, allowed: float) -> tuple[Errors, dict[str, int]]:
+        """Call slots 0 and 1 in turn: both outputs must be correct, the first also after the second call."""
         slots, live = self.slots, {}
         slots.poison()
         for s in (0, 1):
             answer = side.ask("call", slot=s, out=s, again=0 if s else None)
             if answer["aliases"] and self.mode == "op":
-                raise Wrong(f"output {answer['aliases'][0]} is memory of an argument")
+                raise Wrong(f"output {answer['aliases'][0]} shares memory with an argument")
             live = answer["live"]
         errors = self._verdict(0, slots.output_views(0), allowed)
         return errors.worse(self._verdict(1, slots.output_views(1), allowed)), live
 
-    def _outputs(self, side: Side, slot: int, unchecked: Sequence[int]) -> Errors:
-        """The errors of one eager call; no verdict."""
+    def _outputs(self, side: RunnerProcess, slot: int, unchecked: Sequence[int]) -> Errors:
+        """The errors of one eager call, without a verdict."""
         self.slots.poison()
         self.passed_over |= side.ask("call", slot=slot, out=slot)["refused"]
         return self._errors(slot, self.slots.output_views(slot), None, unchecked)
@@ -215,21 +222,21 @@ class CaseJudge:
         return errors
 
     def _untouched(self, slot: int) -> None:
-        """Arguments that the op does not write are as they were."""
+        """Raise Wrong if an argument that the op does not write has changed."""
         args = self.slots.args_of(slot)
         expected = iter(self.slots.expected(slot))
         for i, a in enumerate(args):
             for t in layout.tensors(a):
                 before = next(expected)
                 if i not in self.slots.may_change and not torch.equal(_bits(t), _bits(before)):
-                    raise Wrong(f"argument {i} was written, and the op does not write it")
+                    raise Wrong(f"argument {i} was written, but the op does not write it")
 
     # -- times
 
     def time(self, checked: Checked, longer: int = 1) -> Timed:
-        """Interleaved batches of both sides; the clock stops when the judge holds sampled outputs. Raises Wrong.
+        """Time interleaved batches of both sides; the clock stops when the judge has the sampled outputs. Raises Wrong.
 
-        longer  how many times the usual number of calls is in a batch, as far as memory goes
+        longer  multiplies the number of calls in a batch, as far as memory allows
         """
         n = self._calls(checked, longer)
         cuda = self.plan.device == "cuda"
@@ -246,7 +253,7 @@ class CaseJudge:
         timed = Timed(Samples(n), Samples(n), Samples(n))
         if cuda:
             timed.traced = self.candidate.ask("trace", calls=min(TRACED, 2 * n))
-        round_s = 4.5 * n * (checked.seconds + checked.slower)  # six batches, whoever is the faster
+        round_s = 4.5 * n * (checked.seconds + checked.slower)  # six batches
         self.rounds = max(3, min(self.plan.rounds, int(self.plan.seconds / round_s)))
         flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if cuda else None
         try:
@@ -255,7 +262,7 @@ class CaseJudge:
                     self._round(r, warm, n, timed, outputs, flush, checked)
         finally:
             self.candidate.pause(False)
-            outputs.clear()  # before what they lie in is unmapped
+            outputs.clear()  # before their memory is unmapped
             for mapping in mappings:
                 mapping.close()
         return timed
@@ -271,7 +278,7 @@ class CaseJudge:
             start = 0 if double else n * secrets.randbelow(2)
             count = 2 * n if double else n
             poisoned = self._prepare(start, count, outputs[name], flush, who == "candidate")
-            if self.candidate.caged:  # a stranger's threads must not work beside the baseline's batch
+            if self.candidate.caged:  # its threads must not run during the baseline's batch
                 self.candidate.pause(name == "baseline")
             seconds, events, sampled = self._batch(side, start, count, outputs[name], flush)
             if not warm:
@@ -282,13 +289,13 @@ class CaseJudge:
     def _prepare(
         self, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any, fresh: bool
     ) -> list[int]:
-        """Before a batch: fresh values, which the baseline, our own or production's code, does not need; some outputs
-        poisoned (which ones says nothing of those that are checked); a cold cache. Returns the poisoned slots."""
+        """Prepare a batch: fresh values (the baseline is trusted and does not need them), some poisoned outputs (chosen
+        independently of the checked ones), a cold cache. Returns the poisoned slots."""
         if fresh:
             self.slots.refresh()
         picked = random.SystemRandom().sample(range(start, start + count), min(count, POISONED))
         first = self.slots.arena.data_ptr()
-        for s in picked:  # not what is an argument as well
+        for s in picked:  # except memory that is also an argument
             poison(
                 [
                     v
@@ -302,12 +309,12 @@ class CaseJudge:
         return picked
 
     def _batch(
-        self, side: Side, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any
+        self, side: RunnerProcess, start: int, count: int, outputs: list[list[torch.Tensor]], flush: Any
     ) -> tuple[float, float | None, list[Sampled]]:
-        """One batch on the clock, which stops when the judge holds the outputs of sampled calls."""
+        """Time one batch; the clock stops when the judge has the outputs of sampled calls."""
         picked = {start + secrets.randbelow(count), start + count - 1}
         places = [(s, outputs[s], layout.tensors(self.slots.args_of(s))) for s in picked]
-        side.ask("ready")  # it may just have been woken
+        side.ask("ready")  # it may have been paused
         begin = time.perf_counter()
         answer = side.ask("run", start=start, count=count)
         held = [
@@ -321,7 +328,7 @@ class CaseJudge:
     def _check_batch(
         self, r: int, sampled: list[Sampled], poisoned: list[list[torch.Tensor]], checked: Checked
     ) -> None:
-        """Outputs of timed calls: sampled ones are right (both in early and late rounds), poisoned ones written."""
+        """Check outputs of timed calls: sampled ones are correct (in early and late rounds), poisoned ones written."""
         full = r < CHECKED_ROUNDS or r == self.rounds - 1
         for held in sampled if full else sampled[:1]:
             want = expect(self.spec, self.trial.case, self.slots.private_args(held.slot), self.mode)
@@ -339,7 +346,7 @@ class CaseJudge:
                 raise Wrong("a timed call wrote nothing")
 
     def _calls(self, checked: Checked, longer: int) -> int:
-        """N: long enough for the clock on the faster side, not too long on the other, within memory; 2N slots."""
+        """N for slots of 2N calls: long enough to time the faster side, not too long on the slower, within memory."""
         per_slot = self.slots.layout.stride + self.slots.out_bytes * (3 if self.plan.device == "cuda" else 1)
         fits = self.plan.memory // max(2 * per_slot, 1)
         wanted = int(self.plan.batch_s / max(checked.seconds, 1e-7)) + 1
@@ -347,7 +354,7 @@ class CaseJudge:
         return max(2, min(longer * min(wanted, most, self.plan.max_calls), fits))
 
     def _map(self, shared: list[list[dict[str, Any]]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
-        """A side's own output memory, seen from here. Calls must not share any of it."""
+        """Map a side's own output memory. Calls must not share any of it."""
         found, places = [], set()
         for result in shared:
             views = []
@@ -356,7 +363,7 @@ class CaseJudge:
                     views.append(torch.empty(out.shape, dtype=out.dtype, device="cuda"))
                     continue
                 if place["nbytes"] < out.bytes:
-                    raise Wrong(f"an output has {place['nbytes']} bytes, not {out.bytes}")
+                    raise Wrong(f"an output has {place['nbytes']} bytes instead of {out.bytes}")
                 raw = self._bytes(place, mapping)
                 key = raw.data_ptr()
                 if key in places:

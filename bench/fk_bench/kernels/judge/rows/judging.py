@@ -1,4 +1,4 @@
-"""The judge of ops: for every case a row that says whether a candidate is right, and how fast beside production."""
+"""The judge of ops: a row for each case that says whether a candidate is correct, and its speed against production."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.kernels import report as kernels_report
 from fk_bench.kernels.judge.correctness.cases import SOURCES, Trial, trials
 from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
-from fk_bench.kernels.judge.processes.side import Side
+from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
 from fk_bench.kernels.judge.processes.zygote import Zygote
 from fk_bench.kernels.judge.rows.pair import Pair
 from fk_bench.kernels.judge.scan.scan import rejections, scan
 from fk_bench.kernels.judge.statistics.restarts import merged
+from fk_bench.kernels.report import score
 
-# What every process of a side needs, imported once before they are forked; torch.compile alone takes seconds to import.
+# Imports that all runner processes need, made once before they are forked; torch.compile alone takes seconds.
 PRELOAD = (
     "torch",
     "triton",
@@ -59,21 +59,19 @@ class Options:
     """How ops are judged.
 
     device    'cpu' or 'cuda'
-    against   'production' (the fastest of what production ships), 'host', 'reference', or the path of another
-              candidate's file
+    against   'production' (its fastest kernel), 'host', 'reference', or the path of another candidate's file
     captures  folder of captures to replay; None: the shipped ones
-    cases     sources of cases, of judge.cases.SOURCES
-    names     only the cases of these names
+    cases     sources of cases, from correctness.cases.SOURCES
+    names     only cases with these names
     rounds    interleaved rounds, each with N and 2N calls of each side
-    starts    times that everything is done, each in processes of its own; what differs from start to start is then
-              in the intervals
-    seconds   that the timed rounds of a case should take at most; three are made in any case
-    timeout   seconds that a side has for one command (its first call compiles)
-    scan      reject what the static scan finds
+    starts    repetitions of everything in new processes; the intervals then include differences between them
+    seconds   upper bound for the timed rounds of a case; there are at least three
+    timeout   seconds for one command of a side (its first call compiles)
+    scan      reject candidates by the static scan
     python    {'candidate' | 'baseline': interpreter}
-    cage      False: the candidate runs as this user, with its network and files
-    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU, 8 GiB or a quarter of it
-              on a GPU
+    cage      False: the candidate runs as this user, with network and files
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU; on a GPU a quarter of its memory,
+              at most 8 GiB
     """
 
     device: str = "cpu"
@@ -98,10 +96,10 @@ def judge_ops(
     options: Options | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """A row for every case of these ops, one for each op and one for all; `on_row` gets each as it is made.
+    """Rows of all cases of these ops, one of each op and one of the run; `on_row` gets each as it is made.
 
-    candidates  {op: file}; an op without one runs ours, with the candidates of others inside where it calls them
-    Raises UnknownName for an op that does not exist.
+    candidates  {op: file}; an op without one runs ours, with the other candidates where it calls them
+    Raises UnknownName for an unknown op.
     """
     registry.check_names([*ops, *(candidates or ())])
     options = options or Options()
@@ -118,7 +116,7 @@ def judge_ops(
 
 
 class Judge:
-    """Rows of one run; a context manager, because it owns processes."""
+    """The rows of one run; a context manager, because it owns processes."""
 
     def __init__(
         self,
@@ -129,21 +127,21 @@ class Judge:
     ) -> None:
         self.candidates, self.options = dict(candidates), options
         self.rows: list[Row] = []
-        self.round: int | None = None  # of all rows
+        self.round: int | None = None  # number of the start, in all rows
         self._on_row = on_row or (lambda row: None)
         self._run_id = run_id or uuid4().hex[:12]
         self.memory = options.memory or _memory_of(options.device)
         self.cage: dict[str, str] = {}
-        self._warnings: list[str] = []  # of the static scan, on the candidates of the op at hand
+        self._warnings: list[str] = []  # of the static scan, for the current op's candidates
         self._zygotes: dict[str, Zygote] = {}
-        self._sides: dict[str, Side] = {}
-        # On a CPU both sides have one core, the same: threads of a candidate's own win nothing there.
+        self._sides: dict[str, RunnerProcess] = {}
+        # On a CPU both sides share one core, so that extra threads of a candidate gain nothing.
         self.core = random.choice(sorted(os.sched_getaffinity(0))) if options.device == "cpu" else None
         self.arena = _memory() if options.device == "cpu" else -1
 
     def __enter__(self) -> Judge:
         self._threads = torch.get_num_threads()
-        if self.core is not None:  # the oracle's threads would wait for those that stand behind a side
+        if self.core is not None:  # more threads of the oracle would wait for a core that a side uses
             torch.set_num_threads(1)
         return self
 
@@ -159,7 +157,7 @@ class Judge:
     # -- an op
 
     def op(self, name: str) -> None:
-        """Judge all cases of an op. Everything that goes wrong becomes a row."""
+        """Judge all cases of an op. All failures become rows."""
         spec = registry.get(name)
         found = trials(
             spec, self.options.cases, self.options.device, self.options.names, self.options.captures
@@ -172,21 +170,21 @@ class Judge:
         if rejected := [f"{Path(p).name}: {why}" for p, fs in findings.items() if (why := rejections(fs))]:
             self._add(self.row(spec, None, Status.REJECTED, "; ".join(rejected)))
             return
-        self._judge(Pair(self, spec, mine), found)
+        self._judge_cases(Pair(self, spec, mine), found)
         self._add(self._summary(name))
 
     def provider(
         self, name: str, found: Sequence[Trial], provider: str, params: Mapping[str, Any]
     ) -> list[Row]:
-        """Judge these cases of an op with this provider of ours alone, given these parameters; the cases' rows.
+        """Judge these cases with one of our providers and its parameters; returns their rows.
 
-        `unsupported` is what it refuses, which no other provider runs instead.
+        Calls that it does not support are `unsupported`; no other provider runs them.
         """
         before, self._warnings = len(self.rows), []
-        self._judge(Pair(self, registry.get(name), {}, (provider, dict(params))), found)
+        self._judge_cases(Pair(self, registry.get(name), {}, (provider, dict(params))), found)
         return self.rows[before:]
 
-    def _judge(self, pair: Pair, found: Sequence[Trial]) -> None:
+    def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> None:
         spec = pair.spec
         try:
             for trial in found:
@@ -195,7 +193,7 @@ class Judge:
                 if not_here is not None:
                     row = self.row(spec, trial, Status.SKIPPED, not_here)
                 else:
-                    row = pair.judge(trial)
+                    row = pair.row(trial)
                     wall = time.perf_counter() - begin
                     row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
                 if pair.choice is not None:
@@ -239,7 +237,7 @@ class Judge:
         return self._totals(mine, "op", name)
 
     def conclude(self, cases: list[Row]) -> None:
-        """Go on with these rows, made of several runs', instead of those that there are."""
+        """Replace the rows by these, which combine several starts."""
         self.rows, self.round = [], None
         for row in cases:
             self._add(row)
@@ -247,14 +245,14 @@ class Judge:
             self._add(self._summary(op))
 
     def finish(self) -> list[Row]:
-        """The row of the whole run, and all rows."""
+        """Add the row of the whole run; returns all rows."""
         total = self._totals([r for r in self.rows if r.kind == "case"], "run", None)
         total.case |= {"cage": self.cage, "against": self.options.against, "device": self.options.device}
         self._add(total)
         return self.rows
 
     def _totals(self, mine: list[Row], kind: str, op: str | None) -> Row:
-        total = kernels_report.score(op or "all", mine)
+        total = score(op or "all", mine)
         status = (
             Status.FAILED if total.failed else Status.OK if total.cases > total.not_run else Status.SKIPPED
         )
@@ -275,14 +273,14 @@ class Judge:
 
     # -- processes
 
-    def spawn(self, who: str, files: Sequence[Path] = ()) -> Side:
-        """A process for one side; in a cage if it is to run these files of a user's."""
+    def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
+        """A process for one side, caged if it runs files of a user."""
         python = self.options.python.get(who, sys.executable)
         if python not in self._zygotes:
             self._zygotes[python] = Zygote(python, preload=PRELOAD)
         if files and self.options.cage:
             cuda = self.options.device == "cuda"
-            own = Environment.read().tuned  # ops that call others find their providers in the cage, too
+            own = Environment.read().tuned  # ops that call others need the tables in the cage, too
             tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
             cage = CageOptions(
                 readable=(*(str(f.resolve()) for f in (*files, *tables)), *_toolchain()), packages=PACKAGES,
@@ -292,7 +290,9 @@ class Judge:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
             cage = CageOptions(**off, memory=None, home=None if files else own_home())
         fds = {"arena": self.arena} if self.arena >= 0 else {}
-        side = Side(self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts)
+        side = RunnerProcess(
+            self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts
+        )
         side.greet()
         if side.caged:
             self.cage = side.cage
@@ -300,20 +300,20 @@ class Judge:
             side.channel.spin_s = 0.05
         return side
 
-    def trusted(self, who: str) -> Side:
-        """The process of our own code on one side, the same for all ops as long as it lives."""
+    def trusted(self, who: str) -> RunnerProcess:
+        """The process for our own code on one side, shared by all ops while it lives."""
         if who not in self._sides:
             self._sides[who] = self.spawn(who)
         return self._sides[who]
 
     def lost(self, who: str) -> None:
-        """End the trusted process of that side; the next op gets another."""
+        """End the trusted process of that side; the next op gets a new one."""
         if (side := self._sides.pop(who, None)) is not None:
             side.close()
 
 
 def _toolchain() -> list[str]:
-    """Folders of a compiler that is not where every machine has it; Triton compiles its launchers with it."""
+    """Folders of a compiler in an unusual place; Triton compiles its launchers with it."""
     names = [os.environ.get("CC"), "gcc", "cc", "clang"]
     found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
     found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
@@ -327,7 +327,7 @@ def _memory_of(device: str) -> int:
 
 
 def _memory() -> int:
-    """A memfd that can only grow: a side that made it shorter would end the judge with SIGBUS."""
+    """A memfd that can only grow: shrinking it would end the judge with SIGBUS."""
     fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd

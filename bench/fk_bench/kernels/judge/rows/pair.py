@@ -1,4 +1,4 @@
-"""The two processes that judge an op's cases, the candidate's and the baseline's, and the row of each case."""
+"""The two processes for an op's cases, one for the candidate and one for the baseline, and the row of each case."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.correctness.cases import Trial
-from fk_bench.kernels.judge.processes.side import Side, SideError
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 from fk_bench.kernels.judge.rows.case import CaseJudge, Checked, Plan, Timed, Wrong
 
 if TYPE_CHECKING:
     from fk_bench.kernels.judge.rows.judging import Judge
 
-DEATHS = 3  # a candidate whose process ended so often is not started again for the op's other cases
+DEATHS = 3  # after so many deaths a candidate's process is not restarted for the op's other cases
 MAX_ROUNDS = {"cpu": 5, "cuda": 100}
-BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # seconds that N calls should last
+BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # target seconds of N calls
 MAX_CALLS = {"cpu": 16, "cuda": 1024}  # of a batch, N
 
 
 class Pair:
-    """The two processes of an op, started again when one has ended.
+    """The two processes of an op, restarted when one has ended.
 
-    choice  (provider, parameters): of ours this one alone, instead of the order that the op has
+    choice  (provider, parameters): run only this provider of ours instead of the op's default order
     """
 
     def __init__(
@@ -35,26 +35,26 @@ class Pair:
         candidates: Mapping[str, Path],
         choice: tuple[str, dict[str, Any]] | None = None,
     ):
-        self._judge, self.spec, self.candidates = judge, spec, candidates
+        self._run, self.spec, self.candidates = judge, spec, candidates
         self.options, self.choice = judge.options, choice
-        self.sides: dict[str, Side] = {}
+        self.sides: dict[str, RunnerProcess] = {}
         self.loaded: dict[str, dict[str, Any]] = {}
-        self.failure: SideError | None = None
+        self.failure: RunnerError | None = None
         self.deaths = 0
-        self.compiled = choice is not None  # that is a check of the op, whoever runs it
-        self.busy_s = 0.0  # that both processes were waited for in the last case
+        self.compiled = choice is not None  # checked once per op, whichever provider runs
+        self.busy_s = 0.0  # time spent waiting for both processes in the last case
 
     def close(self, failed: bool = False) -> None:
-        """Let go of both processes: a candidate's ends, ours serves the next op unless something went wrong."""
+        """Release both processes: a candidate's ends; ours serves the next op unless something failed."""
         for who, side in self.sides.items():
             if side.caged or (who == "candidate" and self.candidates) or self.options.against.endswith(".py"):
                 side.close()
             elif failed:
-                self._judge.lost(who)
+                self._run.lost(who)
         self.sides.clear()
 
-    def _open(self) -> tuple[Side, Side]:
-        """Both processes, loaded. Raises SideError."""
+    def _open(self) -> tuple[RunnerProcess, RunnerProcess]:
+        """Both processes, loaded. Raises RunnerError."""
         for who in ("candidate", "baseline"):
             if who in self.sides:
                 continue
@@ -62,34 +62,34 @@ class Pair:
             if who == "baseline":
                 against = self.options.against
                 mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
-            side = self._judge.spawn(who, list(mine.values())) if mine else self._judge.trusted(who)
+            side = self._run.spawn(who, list(mine.values())) if mine else self._run.trusted(who)
             self.sides[who] = side
             self.loaded[who] = side.ask(
                 "load", op=self.spec.name, device=self.options.device,
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
                 against=None if mine else against,
-                mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._judge.core,
+                mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._run.core,
                 choice=self.choice if who == "candidate" else None,
             )  # fmt: skip
         return self.sides["candidate"], self.sides["baseline"]
 
-    def judge(self, trial: Trial) -> Row:
+    def row(self, trial: Trial) -> Row:
         """The row of one case."""
         self.busy_s = 0.0
         if self.failure is not None:
             return self._row(trial, *self._blame(self.failure))
         try:
             candidate, baseline = self._open()
-        except SideError as error:
+        except RunnerError as error:
             self._lost(error, loading=True)
             return self._row(trial, *self._blame(error))
         plan = Plan(
             self.options.device, min(self.options.rounds, MAX_ROUNDS[self.options.device]), self.options.seconds,
-            BATCH_S[self.options.device], MAX_CALLS[self.options.device], self._judge.memory,
+            BATCH_S[self.options.device], MAX_CALLS[self.options.device], self._run.memory,
         )  # fmt: skip
         before = candidate.busy_s + baseline.busy_s
         case = CaseJudge(
-            self.spec, trial, candidate, baseline, self.loaded["candidate"]["mode"], plan, self._judge.arena
+            self.spec, trial, candidate, baseline, self.loaded["candidate"]["mode"], plan, self._run.arena
         )
         checked = timed = None
         status, reason = Status.OK, ""
@@ -104,14 +104,14 @@ class Pair:
                 unsteady = timing.unsteady(timed.candidate, timed.baseline, timed.again)
                 cuda = self.options.device == "cuda"
                 if late or (unsteady if cuda else timing.invalid(timed.candidate, timed.baseline, 0.0)):
-                    # once more: something else was running; in longer batches, what starting costs shows less
+                    # once more, after a disturbance; in longer batches the cost of starting them matters less
                     timed = case.time(checked, longer=2 if late else 1)
         except Wrong as error:
             status, reason = Status.WRONG, str(error)
-        except SideError as error:
+        except RunnerError as error:
             status, reason = self._blame(error)
             self._lost(error)
-        except RuntimeError as error:  # the judge's own work: its oracle's memory
+        except RuntimeError as error:  # in the judge itself: no memory for the oracle
             status, reason = Status.FAILED, f"the judge: {type(error).__name__}: {str(error)[:300]}"
         case.close()
         if self.options.device == "cuda":
@@ -123,28 +123,28 @@ class Pair:
         return row
 
     def _baselines(self, trial: Trial) -> list[str]:
-        """Names to compare with. A compiler takes seconds for every shape: it is asked for model shapes only."""
+        """Names of the baselines. Compilers take seconds per shape, so they are used for model shapes only."""
         loaded = self.loaded["baseline"]
         compilers = [] if "model" in trial.case.tags else loaded["compilers"]
         return [n for n in loaded["baselines"] if n not in compilers] or [self.options.against]
 
     @staticmethod
-    def _blame(error: SideError) -> tuple[Status, str]:
-        """Status and reason of a row: what the baseline does wrong is not the candidate's."""
+    def _blame(error: RunnerError) -> tuple[Status, str]:
+        """Status and reason of a row; a failure of the baseline is not blamed on the candidate."""
         if error.who == "baseline" and error.status is not Status.UNSUPPORTED:
             return Status.FAILED, f"the baseline: {error.status.value}: {error}"
         return error.status, str(error)
 
-    def _lost(self, error: SideError, loading: bool = False) -> None:
-        """After a failure: a process that is gone is started again, unless it keeps dying or cannot even load."""
+    def _lost(self, error: RunnerError, loading: bool = False) -> None:
+        """After a failure: the process is restarted, unless it keeps dying or cannot even load."""
         if loading:
             self.failure = error
         if error.fatal or loading:
             self.deaths += 1
             self.close(failed=True)
             if self.deaths >= DEATHS:
-                self.failure = SideError(
-                    error.status, f"{error}; not started again after {DEATHS} such ends", True, error.who
+                self.failure = RunnerError(
+                    error.status, f"{error}; not restarted after {DEATHS} deaths", True, error.who
                 )
 
     def _row(
@@ -156,7 +156,7 @@ class Pair:
         timed: Timed | None = None,
         cost: Case | None = None,
     ) -> Row:
-        row = self._judge.row(self.spec, trial, status, reason)
+        row = self._run.row(self.spec, trial, status, reason)
         if checked is not None:
             row.baseline = checked.baseline
             row.case["live"] = checked.live
@@ -172,7 +172,7 @@ class Pair:
         return row
 
     def _candidates_live(self, live: Mapping[str, int]) -> dict[str, int]:
-        """Calls of each candidate: of its function, or of its class where the case is a call of that."""
+        """Calls of each candidate: of its function, or of its class if the case calls the class."""
         loaded = self.loaded["candidate"]
         calls = {n: live.get(n, 0) if "function" in kind else 0 for n, kind in loaded["offers"].items()}
         if self.spec.name in calls and loaded["mode"] == "module":
@@ -218,7 +218,7 @@ def _why(passed_over: Mapping[str, str]) -> str:
 
 
 def _release() -> None:
-    """What the judge's oracle needed goes back: both sides need memory, too."""
+    """Free the oracle's GPU memory, which both sides need."""
     import torch
 
     torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""The static scan of a candidate file, which runs before any of its code."""

@@ -1,4 +1,4 @@
-"""What a function remembers from call to call: tensors by address, identity or value, and how many calls there were."""
+"""State that a function keeps between calls: tensors by address, identity or value, and counts of calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ VALUES = ("item", "tolist")
 
 
 def keys(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
-    """(node, pattern, reason) where what tells one tensor from another is used to look something up."""
-    known: dict[str, str] = {}  # a local name: what of a tensor is in it
+    """(node, pattern, reason) where a property that identifies a tensor is used for a lookup."""
+    known: dict[str, str] = {}  # local name: the property of a tensor that it holds
     for _ in range(2):
         for node in ast.walk(function):
             what = (
@@ -31,12 +31,12 @@ def keys(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
                 yield (
                     node,
                     "pointer-cache",
-                    f"{what} of a tensor is used as a key: the values there may be others now",
+                    f"{what} of a tensor is used as a key, although its values may have changed",
                 )
 
 
 def _looked_up(node: ast.AST, known: dict[str, str]) -> Iterator[tuple[ast.AST, bool]]:
-    """Keys, and whether a tensor's value is one there: it is no key where it may index another tensor."""
+    """Keys of lookups, and whether a tensor's value counts as one there: as an index into a tensor it does not."""
     if isinstance(node, ast.Subscript):
         yield node.slice, False
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -51,7 +51,7 @@ def _looked_up(node: ast.AST, known: dict[str, str]) -> Iterator[tuple[ast.AST, 
 
 
 def _identity(node: ast.AST | None, known: dict[str, str]) -> str:
-    """What tells a tensor from another in this expression ('id', 'data_ptr', '_version', 'item', ...), or ''."""
+    """The identifying property of a tensor in this expression ('id', 'data_ptr', '_version', 'item', ...), or ''."""
     if node is None or (isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.BitAnd))):
         return ""  # the alignment of an address
     if isinstance(node, ast.Name):
@@ -66,7 +66,7 @@ def _identity(node: ast.AST | None, known: dict[str, str]) -> str:
 
 
 def uninitialized(function: ast.FunctionDef, is_empty: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
-    """Where memory is made with torch.empty and nothing but returned. A fake (shape) function may."""
+    """Nodes where memory from torch.empty is returned without a write. Fake (shape) functions are exempt."""
     if "fake" in function.name or "empty" in function.name:
         return
     returns = [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
@@ -90,13 +90,13 @@ def uninitialized(function: ast.FunctionDef, is_empty: Callable[[ast.AST], bool]
 
 
 def _passed(node: ast.Return, uses: list[ast.Name]) -> bool:
-    """Whether one of the uses is handed to a call, which may write to it."""
+    """Whether one of the uses is an argument of a call, which may write to it."""
     calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
     return any(use in ast.walk(call) for call in calls for use in uses)
 
 
 def counters(tree: ast.Module, dotted: Callable[[ast.AST], str]) -> Iterator[tuple[ast.AST, str, str]]:
-    """(node, pattern, reason) for numbers that outlive a call, are counted up in it and decide something."""
+    """(node, pattern, reason) for numbers that outlive a call, are incremented in it, and are used in a condition."""
     lasting = {t.id for n in tree.body for t in targets(n) if isinstance(t, ast.Name)}
     lasting |= {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     counted: dict[str, ast.AST] = {}
@@ -132,7 +132,7 @@ def _root(node: ast.AST) -> str:
 
 
 def targets(node: ast.AST) -> Iterator[ast.expr]:
-    """What a statement assigns to (or deletes)."""
+    """The targets that a statement assigns to (or deletes)."""
     if isinstance(node, (ast.Assign, ast.Delete)):
         for target in node.targets:
             yield from target.elts if isinstance(target, (ast.Tuple, ast.List)) else (target,)

@@ -1,37 +1,37 @@
-"""What the static scan looks for by name: imports, uses, calls, attributes and strings, each with its reason."""
+"""Names that the static scan looks for: imports, uses, calls, attributes and strings, each with a reason."""
 
 from __future__ import annotations
 
 REASONS = {
     "baseline-library": "{} is what a candidate is compared with, or a part of it",
-    "capture-dependent": "{}: it may do something else in a graph than it does when it is called alone",
-    "clock": "{}: a kernel neither waits nor looks at the clock (triton.autotune measures for those that tune)",
+    "capture-dependent": "{}: it may do something else in a CUDA graph than in an eager call",
+    "clock": "{}: a kernel neither waits nor reads the clock (use triton.autotune to tune)",
     "device-settings": "{} changes or reads the device behind the judge's back",
-    "dynamic-code": "{} can hide code from whoever reads the file",
+    "dynamic-code": "{} can hide code from a reader of the file",
     "files": "{} is not among the tensors that the kernel was given",
-    "global-setting": "{} changes what everybody else in a server computes",
+    "global-setting": "{} changes the results of other code in a server",
     "inspection": "{} looks at the process around the kernel, not at its inputs",
-    "judge": "{} runs or judges kernels; a kernel has nothing to ask it",
-    "lazy-tensor": "{} lets a tensor decide what is done with it, and when",
+    "judge": "{} runs or judges kernels, which a kernel must not do",
+    "lazy-tensor": "{} lets a tensor decide when and how it is computed",
     "library-call": "{} is the library's kernel, not the candidate's",
     "native-code": "{}: the C++ in it is not scanned",
-    "native-library": "{} calls libraries that the judge cannot see into",
+    "native-library": "{} calls libraries that the judge cannot inspect",
     "network": "{} talks to other processes or machines",
     "own-op": "{} gives the op that the candidate replaces",
-    "patching": "{} replaces what others rely on",
-    "process": "{} starts, ends or steers processes; a kernel runs in the one that calls it",
+    "patching": "{} replaces code that others rely on",
+    "process": "{} starts, ends or controls processes; a kernel runs in the one that calls it",
     "streams": "{}: the caller times and waits for its own stream only",
     "threads": "{} lets work go on outside the call, or on more cores than each side has",
-    "value-cache": "{} fingerprints values: a kernel computes from them, it does not recognize them",
+    "value-cache": "{} fingerprints values: a kernel computes with values, it does not recognize them",
 }
 
 
 def _table(entries: dict[str, str]) -> dict[str, str]:
-    """{name: pattern} of {pattern: names}."""
+    """{name: pattern} from {pattern: names}."""
     return {name: pattern for pattern, names in entries.items() for name in names.split()}
 
 
-# An entry covers what is in it, so that 'torch.hub' is 'torch.hub.load' too; of several the longest counts.
+# An entry also covers its members: 'torch.hub' covers 'torch.hub.load'. The longest matching entry counts.
 IMPORTS = _table(
     {
         "inspection": "gc inspect traceback tracemalloc linecache dis pdb bdb faulthandler",
@@ -50,7 +50,7 @@ IMPORTS = _table(
         "baseline-library": """
             vllm sglang sgl_kernel flashinfer flash_attn flash_attn_interface flash_attn_2_cuda flash_mla deep_gemm
             deep_ep aiter fla xformers liger_kernel transformers transformer_engine apex flag_gems mamba_ssm
-            causal_conv1d bitsandbytes kernels quack""",
+            causal_conv1d bitsandbytes kernels quack fastkernels.core.registry.baselines""",
         "patching": "unittest.mock fastkernels.patch",
         "judge": "fk_bench fk_integrations",
         "own-op": "fastkernels.core.dispatch.OPS",
@@ -85,12 +85,13 @@ NAMES = _table(
         "lazy-tensor": "torch.Tensor._make_subclass torch.Tensor._make_wrapper_subclass torch.Tensor.as_subclass",
         "baseline-library": """
             torch.ops._C torch.ops._moe_C torch.ops._C_cache_ops torch.ops._vllm_fa2_C torch.ops._vllm_fa3_C
-            torch.ops.vllm torch.ops.sglang torch.ops.sgl_kernel torch.ops.flashinfer""",
+            torch.ops.vllm torch.ops.sglang torch.ops.sgl_kernel torch.ops.flashinfer
+            fastkernels.core.registry.baselines""",
         "own-op": "fastkernels.core.dispatch.OPS",
         "patching": "fastkernels.patch",
     }
 )
-# The same names are harmless as annotations.
+# Harmless as annotations.
 CALLS = _table(
     {
         "streams": """
@@ -112,7 +113,7 @@ ATTRIBUTES = _table(
         "streams": "record_stream wait_stream",
     }
 )
-# Parts of strings and of attributes: a library's functions are looked up by their names.
+# Parts of strings and attributes, because a library's functions are looked up by name.
 SUBSTRINGS = _table(
     {
         "device-settings": """
@@ -122,7 +123,7 @@ SUBSTRINGS = _table(
         "files": "/proc/ /dev/shm /dev/fd /sys/class /sys/fs",
     }
 )
-# Warnings, shown beside the result.
+# Warnings, shown with the result.
 WARN_CALLS = _table(
     {
         "library-call": """
@@ -138,7 +139,7 @@ WARN_CALLS = _table(
     }
 )
 
-# What nobody but its owner assigns to; SETTINGS are flags, a warning.
+# Modules that only their owners may assign to; SETTINGS are flags, which give a warning.
 PROTECTED = (
     *("torch", "time", "statistics", "numpy", "builtins", "triton", "sys", "os", "math", "functools"),
     *("fastkernels", "fk_bench", "fk_integrations"),
@@ -150,7 +151,7 @@ ENVIRONMENT = ("TRITON_", "CUDA_VISIBLE_DEVICES")  # variables that a kernel may
 
 
 def find(table: dict[str, str], name: str) -> tuple[str, str] | None:
-    """(pattern, reason) of the longest entry that is `name` or that it is in."""
+    """(pattern, reason) of the longest entry that is `name` or contains it."""
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         pattern = table.get(".".join(parts[:n]))

@@ -1,32 +1,31 @@
-"""A static look at a candidate's file, before any of it runs: the first filter, never the only one.
+"""A static scan of a candidate's file, before any of it runs: the first filter, not the only one.
 
-What it finds is what no kernel needs: other processes and threads, the files and frames around it, patched clocks,
-caches of results, the library that it is compared with. Names are followed through imports and plain assignments,
-not further: who wants to hide can, and then meets the judge itself.
+It finds what no kernel needs: other processes and threads, access to files and frames, patched clocks, caches of
+results, the library that the candidate is compared with. Names are followed through imports and plain assignments
+only. Code that hides from the scan still has to pass the judge.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastkernels.core import registry
-from fk_bench.kernels.judge.scan import memory as scan_memory
-from fk_bench.kernels.judge.scan import rules
+from fk_bench.kernels.judge.scan import memory, rules
 from fk_bench.kernels.judge.scan.memory import targets
+from fk_bench.kernels.judge.scan.ownership import Kind, locate
 
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
-# the methods that are a module's call
+# the methods that make a module's call
 _CALLS = {"forward", "apply", "apply_scaled_mm", "apply_weights", "embedding", "__call__"}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One thing in the file. `severity` is 'reject' (the candidate is not run) or 'warn' (shown with its result)."""
+    """One finding. `severity` is 'reject' (the candidate is not run) or 'warn' (shown with its result)."""
 
     line: int
     pattern: str
@@ -38,7 +37,7 @@ class Finding:
 
 
 def scan(path: Path, op: str) -> list[Finding]:
-    """What is in the candidate's file for that op, by line. A file that is no Python gives nothing: it will not load.
+    """The findings in the candidate's file for that op, by line; none if it is not Python, because it will not load.
 
     Raises OSError for a file that cannot be read.
     """
@@ -54,7 +53,7 @@ def scan(path: Path, op: str) -> list[Finding]:
 
 
 def rejections(findings: list[Finding]) -> str:
-    """The reasons not to run the candidate, in one line; empty if there are none."""
+    """The reasons to reject the candidate in one line; empty if there are none."""
     return "; ".join(str(f) for f in findings if f.severity == REJECT)
 
 
@@ -63,15 +62,15 @@ class _Visitor(ast.NodeVisitor):
         self.op = op
         self.found: set[Finding] = set()
         self.in_function = 0
-        # A module of several ops has no kernel of its own: what it calls is judged with it.
+        # A module of several ops has no kernel of its own: the ops that it calls are judged with it.
         self.composed = op in registry.op_modules() and registry.get(op).op is None
         self.inherits = False
         self.bound = _bound(tree)
-        self.names: dict[str, str] = {}  # a name of the file: the dotted name that it stands for
+        self.names: dict[str, str] = {}  # name in the file: its dotted name
         self._aliases(tree)
         heads = [n.body[0] for n in ast.walk(tree) if isinstance(n, _WITH_DOCSTRING) and n.body]
         self.docstrings = {id(n.value) for n in heads if isinstance(n, ast.Expr)}
-        for node, pattern, reason in scan_memory.counters(tree, self.dotted):
+        for node, pattern, reason in memory.counters(tree, self.dotted):
             self.note(node, pattern, reason)
 
     def note(self, node: ast.AST, pattern: str, reason: str, severity: str = REJECT) -> None:
@@ -105,7 +104,7 @@ class _Visitor(ast.NodeVisitor):
                         self.names.setdefault(target.id, dotted)
 
     def dotted(self, node: ast.AST | None) -> str:
-        """What an expression of names and attributes stands for, as far as it can be told; else ''."""
+        """The dotted name of an expression of names and attributes, as far as known; else ''."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, "" if node.id in self.bound else node.id)
         if isinstance(node, ast.Attribute):
@@ -130,12 +129,14 @@ class _Visitor(ast.NodeVisitor):
             return
         if not self.look_up(node, rules.IMPORTS, name):
             self.look_up(node, rules.NAMES, name)
-        parts = name.split(".")
-        if parts[:2] != ["fastkernels", "overrides"]:
+        place = locate(name)
+        if place.kind is Kind.OUTSIDE:
             return
-        if parts[-1] == "*" or (self.op in parts[2:-1] and self._is_ours(parts)):
-            self.note(node, "own-op", f"{name} has the kernel that the candidate is compared with")
-        elif any(p.startswith("_") for p in parts[2:]):
+        if place.kind is Kind.PRODUCTION:
+            self.note(node, "baseline-library", rules.REASONS["baseline-library"].format(name))
+        elif name.endswith(".*") or (place.name and self._is_own_op(name)):
+            self.note(node, "own-op", f"{name} contains the op that the candidate replaces")
+        elif place.kind is Kind.HELPER:
             self.note(node, "own-helper", f"{name} is a part of our own kernels", WARN)
 
     def visit_Name(self, node: ast.Name) -> None:
@@ -152,14 +153,18 @@ class _Visitor(ast.NodeVisitor):
 
     def _use(self, node: ast.AST, name: str) -> None:
         self.look_up(node, rules.NAMES, name)
-        parts = name.split(".")
-        if self._is_ours(parts) or parts[:4] == ["torch", "ops", "fastkernels", self.op]:
+        if self._is_own_op(name) or name.split(".")[:4] == ["torch", "ops", "fastkernels", self.op]:
             self.note(node, "own-op", f"{name} is the op that the candidate replaces")
+        elif locate(name).kind is Kind.PRODUCTION:
+            self.note(node, "baseline-library", rules.REASONS["baseline-library"].format(name))
 
-    def _is_ours(self, parts: list[str]) -> bool:
-        """Whether a dotted name is what the candidate replaces: the op's kernel, or a class that calls it."""
-        found = parts[:2] == ["fastkernels", "overrides"] and self.op in parts[2:]
-        return found and not self.composed and parts[-1] != "reference" and not _is_record(parts)
+    def _is_own_op(self, name: str) -> bool:
+        """Whether a dotted name leads to what the candidate replaces: the op's kernel, or a class that calls it."""
+        place = locate(name)
+        if self.composed or self.op not in place.ops:
+            return False
+        is_reference = place.kind is Kind.OP and place.name == "reference" and name.endswith(".reference")
+        return not is_reference and not place.is_record
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, (str, bytes)) and id(node) not in self.docstrings:
@@ -210,7 +215,7 @@ class _Visitor(ast.NodeVisitor):
         if owner in ("os", "sys", "builtins", "time"):
             computed = computed or not isinstance(name, ast.Constant)
         if owner in rules.PROTECTED and computed:
-            self.note(node, "dynamic-code", f"getattr({owner}, ...) of a name put together hides what it is")
+            self.note(node, "dynamic-code", f"getattr({owner}, ...) with a computed name hides what it reads")
 
     def _downcast(self, node: ast.Call) -> None:
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -263,10 +268,10 @@ class _Visitor(ast.NodeVisitor):
                 self.note(
                     node, "pointer-cache", f"{node.name} is cached by the tensor {arg.arg}, not by its values"
                 )
-        for where, pattern, reason in scan_memory.keys(node):
+        for where, pattern, reason in memory.keys(node):
             self.note(where, pattern, reason)
-        for where in scan_memory.uninitialized(node, lambda n: self.dotted(n) in rules.EMPTY):
-            self.note(where, "uninitialized", "memory that torch.empty made is returned as it is", WARN)
+        for where in memory.uninitialized(node, lambda n: self.dotted(n) in rules.EMPTY):
+            self.note(where, "uninitialized", "memory from torch.empty is returned as it is", WARN)
         self.in_function += 1
         self.generic_visit(node)
         self.in_function -= 1
@@ -279,8 +284,8 @@ class _Visitor(ast.NodeVisitor):
                 self.note(node, "lazy-tensor", rules.REASONS["lazy-tensor"].format(f"{node.name}({base})"))
         own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)} & _CALLS
         for part in ast.iter_child_nodes(node):
-            # A subclass of ours for its weights and loaders, with a call of its own.
-            if own and part in node.bases and self._is_ours(self.dotted(part).split(".")):
+            # A subclass of ours may inherit weights and loaders if it has its own call.
+            if own and part in node.bases and self._is_own_op(self.dotted(part)):
                 self.inherits = True
             else:
                 self.visit(part)
@@ -290,7 +295,7 @@ class _Visitor(ast.NodeVisitor):
         broad = any(k is None or self.dotted(k) in ("Exception", "BaseException") for k in kinds)
         if broad and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
             what = f"`except {ast.unparse(node.type)}`" if node.type is not None else "a bare `except`"
-            reason = f"{what} goes on with something else where the kernel fails"
+            reason = f"{what} continues with something else if the kernel fails"
             self.note(node, "fallback", reason, REJECT if self.in_function else WARN)
         self.generic_visit(node)
 
@@ -302,7 +307,9 @@ class _Visitor(ast.NodeVisitor):
             and any(map(_literal, sides))
             and isinstance(node.ops[0], (ast.Eq, ast.In, ast.NotEq, ast.NotIn))
         ):
-            self.note(node, "literal-shape", f"`{ast.unparse(node)[:60]}`: other sizes go another way", WARN)
+            self.note(
+                node, "literal-shape", f"`{ast.unparse(node)[:60]}`: other sizes take another path", WARN
+            )
         self.generic_visit(node)
 
     def _container(self, node: ast.List | ast.Tuple | ast.Dict) -> None:
@@ -315,18 +322,11 @@ class _Visitor(ast.NodeVisitor):
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Names of parameters, functions, classes and loops: not the builtins of the same name."""
+    """Names of parameters, functions, classes and loop variables, which shadow builtins."""
     found = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
     found |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     loops = [n.target for n in ast.walk(tree) if isinstance(n, (ast.For, ast.comprehension))]
     return found | {t.id for loop in loops for t in ast.walk(loop) if isinstance(t, ast.Name)}
-
-
-def _is_record(parts: list[str]) -> bool:
-    """Whether a dotted name is a dataclass of an op's module, such as what a host's class returns."""
-    module = registry.op_module(parts[-2]) if parts[-2] in registry.op_modules() else None
-    found = getattr(module, parts[-1], None)
-    return isinstance(found, type) and dataclasses.is_dataclass(found)
 
 
 def _is_super(node: ast.AST) -> bool:

@@ -1,0 +1,1 @@
+"""Statistics over several independent process starts."""

@@ -1,7 +1,7 @@
-"""Runs of the same cases in processes started anew, made into one: what differs from start to start is in the interval.
+"""Combines runs of the same cases in newly started processes: intervals then include differences between starts.
 
-A kernel of a few microseconds keeps to its time within a process, and in the next one, with its memory elsewhere, may
-differ by more than the rounds ever showed.
+A kernel of a few microseconds is stable within a process, but in the next one, with other memory addresses, it may
+differ by more than the rounds ever show.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Z95 = 1.96
 
 
 def merged(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """One row for each case, in the order in which they came first.
+    """One row for each case, in the order of their first rows.
 
-    A case that is not right in one run is not right. Speed-ups are means (of logarithms) weighted by their variances;
-    the one between starts is added to each, and is common to all cases: a single one has too few starts to tell.
+    A case must be correct in all runs. Speedups are means (of logarithms) weighted by variance; the variance between
+    starts is added to each, and is common to all cases because a single one has too few starts.
     """
     cases: dict[tuple[str, ...], list[Row]] = {}
     for row in (r for run in runs for r in run if r.kind == "case"):
@@ -32,9 +32,9 @@ def merged(runs: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def variance_between(cases: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """The variance that starts add to those known within them, by Paule and Mandel's estimator.
+    """The variance between starts, in addition to those within them, by the estimator of Paule and Mandel.
 
-    cases  for each case (value, variance within) of every start
+    cases  for each case, (value, variance within) of every start
     """
     several = [np.array(c) for c in cases if len(c) > 1]
     degrees = sum(len(c) - 1 for c in several)
@@ -57,7 +57,7 @@ def variance_between(cases: Sequence[Sequence[tuple[float, float]]]) -> float:
 
 
 def _log(row: Row) -> tuple[float, float]:
-    """The logarithm of a row's speed-up, and its variance by the interval."""
+    """The logarithm of a row's speedup, and its variance according to the interval."""
     low, high = row.ci95["speedup"]
     half = (math.log(high) - math.log(max(low, 1e-6))) / 2
     return math.log(row.metrics["speedup"]), (half / Z95) ** 2

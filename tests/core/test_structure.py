@@ -1,0 +1,219 @@
+"""The structure of the repository: sizes of folders, direction of imports, private names, import circles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"fastkernels": ROOT, "fk_integrations": ROOT / "integrations", "fk_bench": ROOT / "bench"}
+TREES = ("fastkernels", "integrations", "bench/fk_bench", "tests")
+MOST_FILES, MOST_IN_FAMILY = 20, 25
+ANY_NUMBER = ("tests/cheats", "tests/cheats/honest")
+INIT_LINES = 3  # of the docstring of an __init__.py
+# Imports inside the judge may be circular until it is rebuilt.
+CIRCLES_ALLOWED = "fk_bench.kernels.judge"
+
+HOSTS = {"vllm", "sglang", "diffusers", "timm", "sgl_kernel", "flashinfer", "flash_attn"}
+# Only the host itself imports these modules, so they may subclass its classes.
+LOADED_BY_HOST = {"fk_integrations.vllm.compiler_pass": "vllm"}
+# A host that is a dependency of the library is imported inside functions, too.
+LAZY = {"transformers"}
+MAY_IMPORT = {
+    "fastkernels": {"fastkernels"},
+    "fk_integrations": {"fastkernels", "fk_integrations"},
+    "fk_bench": {"fastkernels", "fk_integrations", "fk_bench"},
+}
+NEVER = {
+    "fastkernels.core": (
+        "fastkernels.overrides", "fastkernels.models", "fastkernels.engine", "fastkernels.export",
+        "fastkernels.capture", "fastkernels.patch",
+    ),
+    "fastkernels.overrides": ("fastkernels.models", "fastkernels.engine", "fastkernels.patch"),
+    "fastkernels.models": ("fastkernels.engine", "fastkernels.patch"),
+}  # fmt: skip
+
+
+class Import(NamedTuple):
+    """One imported name: `import a.b` has no name; `from a.b import c` has name c. `top` means outside functions."""
+
+    origin: str
+    name: str
+    line: int
+    top: bool
+    bound: str  # the name that it has in the file
+
+    @property
+    def full(self) -> str:
+        return f"{self.origin}.{self.name}" if self.name else self.origin
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for package, folder in PACKAGES.items():
+        for file in sorted((folder / package).rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def folder_of(module: str) -> str:
+    """The dotted folder that a module's file lies in."""
+    return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def imports(module: str, file: Path) -> Iterator[Import]:
+    """All imports of a file, those inside functions included; those for type checkers only are left out."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    todo: list[tuple[ast.AST, bool]] = [(ast.parse(file.read_text()), True)]
+    while todo:
+        node, top = todo.pop()
+        if isinstance(node, ast.Import):
+            yield from (Import(a.name, "", node.lineno, top, a.asname or a.name) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (Import(origin, a.name, node.lineno, top, a.asname or a.name) for a in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        todo.extend((child, top and not inside) for child in ast.iter_child_nodes(node))
+
+
+def imported_module(found: Import) -> str | None:
+    """The module of this project that an import loads."""
+    return next((name for name in (found.full, found.origin) if name in modules()), None)
+
+
+def test_folders_are_small() -> None:
+    too_many = []
+    for tree in TREES:
+        folders = {p.parent for p in (ROOT / tree).rglob("*.py")}
+        for folder in sorted(folders):
+            name = folder.relative_to(ROOT).as_posix()
+            count = sum(p.name != "__init__.py" for p in folder.glob("*.py"))
+            family = folder.parent == ROOT / "fastkernels/overrides"
+            if name not in ANY_NUMBER and count > (MOST_IN_FAMILY if family else MOST_FILES):
+                too_many.append(f"{name}: {count} files")
+    assert not too_many, "\n".join(too_many)
+
+
+def test_packages_say_what_they_contain() -> None:
+    """Every __init__.py has a docstring of one to three lines."""
+    wrong = []
+    for file in (f for f in modules().values() if f.name == "__init__.py"):
+        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+        lines = len(docstring.splitlines())
+        if not 1 <= lines <= INIT_LINES:
+            wrong.append(f"{file.relative_to(ROOT)}: {lines} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_only_reexports() -> None:
+    wrong = []
+    for file in (f for f in modules().values() if f.name != "__init__.py"):
+        body = [n for n in ast.parse(file.read_text()).body if not isinstance(n, ast.Expr)]
+        names = [n for n in body if not isinstance(n, (ast.Import, ast.ImportFrom))]
+        if all(isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__" for n in names):
+            wrong.append(str(file.relative_to(ROOT)))
+    assert not wrong, "\n".join(wrong)
+
+
+def private_uses(module: str, file: Path) -> Iterator[str]:
+    """Private names of other folders that a file imports, or reads from a module that it imports."""
+    known: dict[str, str] = {}
+    for found in imports(module, file):
+        origin = imported_module(found)
+        if origin is None:
+            continue
+        parts = found.full.split(".")
+        private = next((i for i, p in enumerate(parts) if p.startswith("_") and not p.startswith("__")), None)
+        outside = folder_of(origin) != folder_of(module)
+        if private is not None and outside:
+            yield f"{file.relative_to(ROOT)}:{found.line} imports {found.full}"
+        if outside and origin == found.full:
+            known[found.bound] = origin
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) not in known:
+            continue
+        if node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield f"{file.relative_to(ROOT)}:{node.lineno} reads {ast.unparse(node)}"
+
+
+def test_private_names_stay_in_their_folder() -> None:
+    wrong = [use for module, file in modules().items() for use in private_uses(module, file)]
+    assert not wrong, "\n".join(wrong)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others (Tarjan's components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_no_import_circles() -> None:
+    graph = {
+        module: {other for i in imports(module, file) if (other := imported_module(i)) and other != module}
+        for module, file in modules().items()
+    }
+    found = [c for c in circles(graph) if not all(m.startswith(CIRCLES_ALLOWED) for m in c)]
+    assert not found, "\n".join(" <-> ".join(c) for c in found)
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"d"}}
+    assert circles(graph) == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("module, file", modules().items(), ids=lambda v: v if isinstance(v, str) else "")
+def test_direction(module: str, file: Path) -> None:
+    package = module.partition(".")[0]
+    for found in imports(module, file):
+        name, origin = found.full, found.origin.partition(".")[0]
+        if origin in MAY_IMPORT:
+            assert origin in MAY_IMPORT[package], f"{module} imports {name}"
+        for part, banned in NEVER.items():
+            if f"{module}.".startswith(f"{part}."):
+                assert not any(f"{name}.".startswith(f"{b}.") for b in banned), f"{module} imports {name}"
+        allowed = origin not in HOSTS or LOADED_BY_HOST.get(module) == origin
+        assert allowed or not found.top, f"{module} imports {name} at its top level"
+        assert origin not in LAZY or not found.top, f"{module} imports {name} at its top level"
+
+
+def test_imports_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(
+        "from ..models import llama\nif TYPE_CHECKING:\n    import vllm\ndef f():\n    import sglang\n"
+        "try:\n    import vllm.x\nexcept ImportError: pass\n"
+    )
+    assert {(i.full, i.top) for i in imports("fastkernels.overrides.x", file)} == {
+        ("fastkernels.models.llama", True), ("sglang", False), ("vllm.x", True),
+    }  # fmt: skip
