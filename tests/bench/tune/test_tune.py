@@ -237,7 +237,7 @@ def test_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) 
     op = registry.get("linear").op
     sized = Provider("sized", times, ("cpu",), supports=square, params=({"by": 3.0},))
     monkeypatch.setattr(op, "providers", (*op.providers, sized))
-    runner = Runner.__new__(Runner)
+    runner = RunnerState.__new__(RunnerState)
     runner.changed = set()
     x, weight = torch.randn(4, 4), torch.randn(5, 4)
     try:
