@@ -1,4 +1,4 @@
-# make demo: set up and compare five servers on real weights.   make test: set up and run the tests.
+# make demo: set up and compare five servers on real weights.   make test: set up and run the tests.   make docs: site/
 PYTHON ?= python3
 LANES ?= vllm,vllm+fk,sglang,sglang+fk,fastkernels
 DEMO_ARGS ?= --concurrency 1,8 --num-prompts 2,8 --rounds 3 --input-len 128 --output-len 32 --agreement-prompts 4
@@ -10,7 +10,7 @@ comma := ,
 HOSTS := $(filter vllm sglang,$(sort $(subst +fk,,$(subst $(comma), ,$(LANES)))))
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-slow bench-h200 lint format clean
+.PHONY: setup demo test test-slow bench-h200 lint docs format clean
 setup:
 	@$(PYTHON) tests/support/environments.py own vllm sglang
 
@@ -25,19 +25,26 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-# on a machine with H200s and our package: docs/performance.md. MODEL, VLLM, SGLANG, TOKENIZER, GPUS, ONLY, ...: see the script
+# run on a machine with H200s; settings (MODEL, VLLM, SGLANG, TOKENIZER, GPUS, ONLY, ...) are in the script
 bench-h200:
-	@$(PYTHON) bench/h200.py
+	@$(PYTHON) bench/experiments/h200.py
 
 lint:
 	@$(PYTHON) tests/support/environments.py own
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/prose.py
+
+# the site in site/, without a network; a broken link is an error
+docs:
+	@$(PYTHON) tests/support/environments.py own
+	$(BIN)/python tools/docs_reference.py
+	$(BIN)/zensical build --strict --clean
 
 format:
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang fk-bench-runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .venv-sglang fk-bench-runs site .cache .mypy_cache .ruff_cache .pytest_cache

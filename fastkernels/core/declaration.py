@@ -1,4 +1,4 @@
-"""What an op's call consists of: arguments by name with their axes. Inputs, dims and bytes of a case follow from it."""
+"""Declare an op's call: arguments by name with their axes. Inputs, dims and bytes of a case follow from it."""
 
 from __future__ import annotations
 

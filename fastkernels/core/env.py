@@ -47,23 +47,25 @@ def _candidates(variable: str, value: str | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Environment:
-    """The process environment, parsed. `read()` parses it anew; nothing is cached here. `fk-bench serve` takes its
-    --api-key from FASTKERNELS_API_KEY, too.
+    """The parsed environment of the process. `read()` parses it again on every call.
 
-    enabled     FASTKERNELS=1            the host plugins patch the model that is being built
-    ops         FASTKERNELS_OPS          only these ops, comma-separated (default: all that the host has)
-    candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE], or a folder of OP.py files: a user's kernels
-    provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: which implementation an op uses
-    tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json: before the shipped ones (tuned.py)
-    disable     FASTKERNELS_DISABLE      ops that are off
+    enabled     FASTKERNELS=1            vLLM and SGLang are patched when they build a model
+    ops         FASTKERNELS_OPS          replace only these ops, comma-separated (default: those on by default)
+    candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE], or a folder of files OP.py: your own kernels
+    provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: the provider that an op uses
+    tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json, used before the tables that ship
+    disable     FASTKERNELS_DISABLE      ops that are off, comma-separated
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
-    report      FASTKERNELS_REPORT       folder that every patched process writes its report to
-    overlap     FASTKERNELS_OVERLAP=0    no kernel starts before the one before it has ended (overrides/kit/overlap.py)
-    graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM; 0: as vLLM has it;
-                default (None): by the size of the layers, 2048 at most and 4096 with 8-bit linear layers
-    capture     FASTKERNELS_CAPTURE=1    hosts note how their modules are constructed, for `fk-bench capture`
-    cache       FASTKERNELS_CACHE        folder for compiled kernels, converted models and environments
-    interpret   TRITON_INTERPRET=1       Triton's own: run Triton kernels on the CPU
+    report      FASTKERNELS_REPORT       a folder to which every patched process writes its report
+    overlap     FASTKERNELS_OVERLAP=0    start each kernel only after the previous one has ended
+    graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM; 0 keeps vLLM's limit
+                (default: by the size of the layers, up to 2048, or 4096 with 8-bit linear layers)
+    capture     FASTKERNELS_CAPTURE=1    record how a host's modules are constructed, for `fk-bench capture`
+    cache       FASTKERNELS_CACHE        the folder for compiled kernels, converted models and environments
+                (default: ~/.cache/fastkernels)
+    interpret   TRITON_INTERPRET=1       a variable of Triton: run its kernels on the CPU
+
+    `fk-bench serve` reads FASTKERNELS_API_KEY, the key that clients must send (as --api-key).
     """
 
     enabled: bool = False

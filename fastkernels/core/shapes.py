@@ -36,13 +36,13 @@ def rows_of(x: torch.Tensor, inner: str = "heads") -> dict[str, Any]:
 
 
 def near(n: int, rng: random.Random) -> int:
-    """Another count of about n, half of the time an odd one: half to five quarters of it, 1 to 11 for a small one."""
+    """Draw a count from n/2 to 5n/4 (1 to 11 for a small n), half of the time an odd one."""
     found = rng.randint(1, 11) if n <= 8 else rng.randint(-(-n // 2), n * 5 // 4)
     return found | 1 if rng.random() < 0.5 else found
 
 
 def near_size(n: int, rng: random.Random) -> int:
-    """Another width of about n. What kernels ask for stays: a multiple of 64 (8, 2) gives one of 64 (8, 2)."""
+    """Draw another width of about n that keeps its alignment: a multiple of 64 (8, 2) gives one of 64 (8, 2)."""
     step = next(s for s in (64, 8, 2, 1) if n % s == 0)
     return max(rng.randint(-(-n // 2), max(n * 5 // 4, 7)) // step, 1) * step
 

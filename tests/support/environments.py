@@ -1,19 +1,26 @@
-"""The three virtual environments of the tests and the demo: ours, vLLM's and SGLang's (they pin different versions).
+"""Make the three virtual environments of the tests and the demo: ours, vLLM's and SGLang's (their pins conflict).
 
-`python tests/support/environments.py own vllm sglang` makes .venv, .venv-vllm and .venv-sglang beside the Makefile.
-What the registry delivers is installed once into the cache, under the hash of its requirements, and hard-linked
-from there; FastKernels itself and the helpers of tests/support/cpu_hosts are installed into the copy.
+`python tests/support/environments.py own vllm sglang` makes .venv, .venv-vllm and .venv-sglang in the root folder.
+Packages from the registry are installed once into a cache, keyed by a hash of their requirements, and hard-linked
+from there. FastKernels and the packages under tests/support/cpu_hosts are installed into the copy, and again after
+each change of pyproject.toml (its entry points) or of those packages.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -34,17 +41,30 @@ def cache_root() -> Path:
     )
 
 
-def inputs(name: str) -> list[Path]:
-    """The files that decide what is installed from the registry."""
+def requirements(name: str) -> bytes:
+    """The text that decides the packages from the registry; other settings of pyproject.toml do not."""
     if name == "own":
-        return [ROOT / "pyproject.toml", SUPPORT / "constraints.txt"]
-    return [] if has_gpu() else [SUPPORT / "cpu_hosts" / name / "requirements.txt"]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        wanted = [project[k] for k in ("requires-python", "dependencies", "optional-dependencies")]
+        return json.dumps(wanted).encode() + (SUPPORT / "constraints.txt").read_bytes()
+    return b"" if has_gpu() else (SUPPORT / "cpu_hosts" / name / "requirements.txt").read_bytes()
 
 
 def key(name: str) -> str:
+    """The name of an environment's folder in the cache."""
     digest = hashlib.sha256(f"{RECIPE} {sys.version} {has_gpu()} {GPU_HOSTS}".encode())
-    for file in inputs(name):
-        digest.update(file.read_bytes())
+    digest.update(requirements(name))
+    return digest.hexdigest()[:12]
+
+
+def installed_sources(name: str) -> str:
+    """A hash of the files that `install_ours` reads: our pyproject.toml and a host's CPU packages."""
+    folder = SUPPORT / "cpu_hosts" / name
+    there = [f for f in sorted(folder.rglob("*")) if f.is_file()] if name != "own" and not has_gpu() else []
+    digest = hashlib.sha256()
+    for file in [ROOT / "pyproject.toml", *there]:
+        if not {"build", "__pycache__"} & set(file.parts) and ".egg-info" not in str(file):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -72,14 +92,14 @@ def fill(name: str, folder: Path) -> None:
 
 def fill_cpu_host(name: str, python: Path) -> None:
     pip(python, "install", "pytest", "-r", SUPPORT / "cpu_hosts" / name / "requirements.txt")
-    if name == "vllm":  # its CUDA builds of these break the import beside a CPU torch
+    if name == "vllm":  # their CUDA builds do not import with a CPU torch
         pip(python, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
     if name == "sglang":
         pip(python, "install", "--no-deps", "sglang==0.5.23", "torchvision==0.28.0")
 
 
 def link(cached: Path, folder: Path) -> None:
-    """A copy of the cached environment, by hard links where the file system can, that knows its own path."""
+    """Copy a cached environment, with hard links where possible, and correct the paths in its scripts."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -106,12 +126,16 @@ def install_ours(name: str, folder: Path) -> None:
             run(python, SUPPORT / "cpu_hosts" / name / "make_shim.py")
     for project in projects:
         pip(python, "install", "--no-deps", "--no-build-isolation", *project)
+    for folder in (SUPPORT / "cpu_hosts").glob("*/build"):  # setuptools would reuse old files from there
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make(name: str) -> None:
+    """Make or update an environment. Its stamp names the cached packages and the version of our own."""
     folder, cached = ROOT / FOLDERS[name], cache_root() / f"{name}-{key(name)}"
-    stamp = folder / ".fastkernels-key"
-    if stamp.is_file() and stamp.read_text() == cached.name:
+    stamp, ours = folder / ".fastkernels-key", installed_sources(name)
+    packages, _, installed = stamp.read_text().partition(" ") if stamp.is_file() else ("", "", "")
+    if (packages, installed) == (cached.name, ours):
         return
     start = time.monotonic()
     if not (cached / ".complete").exists():
@@ -119,9 +143,10 @@ def make(name: str) -> None:
         cached.parent.mkdir(parents=True, exist_ok=True)
         fill(name, cached)
         (cached / ".complete").touch()
-    link(cached, folder)
+    if packages != cached.name:
+        link(cached, folder)
     install_ours(name, folder)
-    stamp.write_text(cached.name)
+    stamp.write_text(f"{cached.name} {ours}")
     print(f"{folder.name}: ready after {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 

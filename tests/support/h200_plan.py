@@ -1,4 +1,4 @@
-"""`make bench-h200` run with commands that are printed, for tests of what it plans."""
+"""Run `make bench-h200` with RUN=echo and parse its plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_SET = (
 )  # fmt: skip
 
 
-# what a Python answers that has both hosts, and us in them
+# the answer of a Python that has both hosts and our plugin
 ANSWER = """#!/bin/sh
 echo '{"versions": {}, "plugins": ["vllm.general_plugins", "sglang.srt.plugins"], "modules": ["vllm", "sglang"]}'
 """
@@ -24,7 +24,7 @@ echo '{"versions": {}, "plugins": ["vllm.general_plugins", "sglang.srt.plugins"]
 
 @functools.cache
 def given(root: Path) -> dict[str, str]:
-    """Folders and Pythons that are there, all else is made up."""
+    """Folders and Pythons that exist on disk."""
     folder = root / "given"
     for name in ("t", "s", "v", "g"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -41,12 +41,12 @@ def given(root: Path) -> dict[str, str]:
 def planned(out: Path, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in NOT_SET}
     env |= {"RUN": "echo", "OUT": str(out), "GPUS": "0,1,2,3", **given(out.parent), **more}
-    command = [sys.executable, *flags, str(ROOT / "bench/h200.py")]
+    command = [sys.executable, *flags, str(ROOT / "bench/experiments/h200.py")]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
 def commands(done: subprocess.CompletedProcess[str]) -> dict[str, list[list[str]]]:
-    """{part: its commands, from the interpreter on}; those of tables under ''."""
+    """Return {part: its commands, from the interpreter on}; commands that make tables are under ''."""
     assert done.returncode == 0, done.stderr
     found: dict[str, list[list[str]]] = {"": []}
     name = ""

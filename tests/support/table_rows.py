@@ -1,4 +1,4 @@
-"""Made rows of each kind, and a checkout of documents for `fk-bench tables`."""
+"""Made-up rows of each kind, and a checkout of documents for `fk-bench tables`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from fk_bench import cli
 from fk_bench.core.rows import Machine, Row, Subject, append
-from fk_bench.tables import command as tables
 
 H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=16)
 
@@ -21,10 +20,13 @@ def row(command: str, kind: str, subject: dict[str, Any], metrics: dict[str, flo
 
 
 def served(
-    lane: str, itl: list[float], requests: int = 1, model: str = "Llama-3.1-8B shapes, random weights",
-    other: tuple[int, int] | None = None,
+    lane: str, ms: list[float], requests: int = 1, model: str = "Llama-3.1-8B shapes, random weights",
+    other: tuple[int, int] | None = None, base: str = "vllm", ranks: int = 1, run_id: str = "run",
 ) -> list[Row]:  # fmt: skip
-    """A lane's rounds, its 'lane' row and its summary. other: in and out, where they are not the run's."""
+    """Rounds of a lane with these times per token, its 'lane' row and its summary.
+
+    other  tokens in and out, if they are not the run's
+    """
     subject = {"lane": lane, "host": lane.removesuffix("+fk"), "model": model}
     case = {
         "load": "concurrency",
@@ -35,28 +37,26 @@ def served(
     }
     if other is not None:
         case |= {"input_len": other[0], "output_len": other[1], "run_lengths": [512, 128]}
-    made = [
-        row(
-            "serve-compare",
-            "round",
-            subject,
-            {"itl_ms_p50": ms, "output_tokens_per_s": 1000 / ms},
-            case=case,
-            round=i,
-        )
-        for i, ms in enumerate(itl)
-    ]
-    ran = {"rms_norm": 65, "attention": 32} if lane.endswith("+fk") else None
-    made.append(row("serve-compare", "lane", subject, {}, case={"patched_ops": ran}))
-    return [*made, row("serve-compare", "summary", subject, {}, case=case, baseline="vllm")]
+    made = []
+    for i, each in enumerate(ms):
+        metrics = {"itl_ms_p50": each, "tpot_ms_p50": each, "ttft_ms_p50": 10 * each}
+        metrics |= {"itl_ms_p99": 3 * each, "tpot_ms_p99": 2 * each, "ttft_ms_p99": 20 * each}
+        metrics |= {"output_tokens_per_s": 1000 / each}
+        made.append(row("serve-compare", "round", subject, metrics, case=case, round=i, run_id=run_id))
+    lane_case: dict[str, Any] = {"server_command": ["serve"]}
+    if ranks > 1:
+        lane_case["server_command"] += ["--tensor-parallel-size", str(ranks)]
+    if lane.endswith("+fk"):
+        lane_case["patched_ops"] = {"rms_norm": 65, "attention": 32}
+    made.append(row("serve-compare", "lane", subject, {}, case=lane_case, run_id=run_id))
+    return [*made, row("serve-compare", "summary", subject, {}, case=case, baseline=base, run_id=run_id)]
 
 
 def judged(op: str, name: str, ours: float, theirs: float, dims: dict[str, Any], **more: Any) -> Row:
     metrics = {"time_us_p50": ours, "baseline_us_p50": theirs, "speedup": theirs / ours}
     case = {"name": name, "source": "random", "dtype": "bfloat16", "weight": 1.0, "dims": dims}
-    return row(
-        "kernels", "case", {"op": op}, metrics, case=case, baseline=more.pop("baseline", "vllm"), **more
-    )
+    baseline = more.pop("baseline", "vllm")
+    return row("kernels", "case", {"op": op}, metrics, case=case, baseline=baseline, **more)
 
 
 def ended(op: str) -> Row:
@@ -69,14 +69,15 @@ def timed(provider: str, tokens: int, out: int, us: float, params: str = "") -> 
 
 
 def checkout(folder: Path, text: str) -> Path:
-    """A checkout of documents with a marker in the first, and rows of servers."""
+    """Make a checkout whose README is `text`, with rows of vLLM and patched vLLM; return its root."""
     (folder / "bench/results").mkdir(parents=True)
-    (folder / "docs").mkdir()
-    for name in tables.DOCUMENTS:
+    (folder / "docs/reports").mkdir(parents=True)
+    (folder / "README.md").write_text(text)
+    for name in ("docs/performance.md", "docs/reports/2026-11-chip.md"):
         (folder / name).write_text("Nothing here.\n")
-    (folder / tables.DOCUMENTS[0]).write_text(text)
     found = [*served("vllm", [4.0, 4.2, 4.4]), *served("vllm+fk", [2.0, 2.1, 2.2])]
     append(folder / "bench/results/2026-11-22-h200-servers-vllm.jsonl", found)
+    (folder / "bench/results/tables.json").write_text('{"hosts": ["servers-vllm"]}')
     return folder
 
 

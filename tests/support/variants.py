@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "scenarios"))
-from make_checkpoint import FP8_DYNAMIC, quantized
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from experiments.checkpoints.make_checkpoint import FP8_DYNAMIC, quantized
 
 GROUP = 32  # inputs that share a scale, in 4 bits
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns, of eight, of an int32's nibbles

@@ -1,4 +1,4 @@
-"""What a batch says before it begins and after it has ended."""
+"""Text of a batch: its plan, and a summary of failures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fk_bench.serving.lanes import shell_line
 
 
 def left_to_do(parts: Iterable[Part], done: Container[str]) -> list[Part]:
-    """The parts that are not `done`; what they need is what is not done either."""
+    """Return the parts that are not `done`, with their remaining prerequisites."""
     return [replace(p, after=tuple(a for a in p.after if a not in done)) for p in parts if p.name not in done]
 
 
 def minutes(parts: Sequence[Part], gpus: Sequence[str]) -> str:
-    """What all should take: 'about 12 minutes'."""
+    """Return the expected duration: 'about 12 minutes'."""
     found = math.ceil(predicted(parts, gpus)[1] / 60)
     return f"about {found} minute{'s' if found != 1 else ''}"
 
@@ -29,7 +29,7 @@ def show_plan(
     done: Mapping[str, str],
     notes: Sequence[str],
 ) -> None:
-    """Print what would run, where and when, the commands `after` all of it, lines of `notes`, and how long it takes.
+    """Print what would run, where and when; then the commands `after` it, `notes`, and the expected duration.
 
     done  {part: why it does not run}
     """
@@ -61,7 +61,7 @@ def show_plan(
 
 
 def show_failed(why: Mapping[str, str], logs: Path) -> None:
-    """Print why each part failed or was left out, and its log in the folder `logs`, if it began."""
+    """Print why each part failed or was left out, with the path of its log if it started."""
     for name, reason in why.items():
         log = logs / f"{name}.log"
         print(f"  {name}: {reason}{f' ({log})' if log.is_file() else ''}")

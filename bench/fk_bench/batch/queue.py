@@ -1,7 +1,6 @@
-"""Parts of a long measurement, each on GPUs of its own, as many at once as there are GPUs.
+"""Runs the parts of a long measurement in parallel, each on its own GPUs and its share of the CPU cores.
 
-Nothing shares a GPU, and each has its share of the CPU cores. A part that fails or takes too long is said to have
-failed, what needed it is left out, and the rest runs.
+A part that fails or exceeds its time limit is reported as failed; parts that need it are left out, and the others run.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from fk_bench.serving.config import ConfigError
 from fk_bench.serving.lanes import shell_line
 from fk_bench.serving.process import Server
 
-GRACE_S = 60.0  # for a part to end by itself what it started, once it is told to
-NOTED_S = 10.0  # between two looks at what a part has started
+GRACE_S = 60.0  # for a terminated part to stop its children itself
+NOTED_S = 10.0  # interval of recording a part's children
 LEFT_OUT = "left out"
 
 Command = tuple[str, ...]
@@ -29,12 +28,12 @@ Command = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """Commands that run one after the other, all of them, whether the one before failed or not.
+    """Commands that run in order, each regardless of whether the one before failed.
 
-    gpus     0: it needs none, and waits for none
-    seconds  that it takes, about: what comes first and what goes in between is decided by it
-    after    parts that must have ended well before
-    last     what is no time: it begins when nothing else can
+    gpus     number of GPUs; a part with 0 never waits
+    seconds  expected duration, used for scheduling
+    after    parts that must succeed first
+    last     the part measures no time, and starts after all others
     """
 
     name: str
@@ -46,12 +45,12 @@ class Part:
 
     @property
     def limit(self) -> float:
-        """Seconds after which it has failed, unless another limit is given."""
+        """Default time limit in seconds."""
         return 120 + 2 * self.seconds
 
 
 class Queue:
-    """Parts in the order in which they begin: those of several GPUs first, then by how long they hold up the rest."""
+    """Parts in starting order: those with several GPUs first, then by the length of their chain of dependents."""
 
     def __init__(self, parts: Iterable[Part]):
         found = list(parts)
@@ -60,16 +59,16 @@ class Queue:
         self.waiting = sorted(found, key=lambda p: (p.last, -p.gpus, -self._ahead(p)))
 
     def _ahead(self, part: Part) -> float:
-        """Seconds until it and all that needs it have ended, each on GPUs of its own."""
+        """Seconds of the longest chain of parts that starts with this one."""
         return part.seconds + max(
             (self._ahead(p) for p in self.known.values() if part.name in p.after), default=0
         )
 
     def next(self, free: int, now: float, busy: Sequence[tuple[float, int]]) -> Part | None:
-        """Take the part that may begin now, if one may.
+        """Remove and return the part that starts now, or None.
 
-        busy  of what runs: (when it ends, about; its GPUs). A part that waits for several GPUs is only overtaken by
-              what has ended by the time that these are there.
+        busy  (expected end, number of GPUs) of each running part. While a part waits for several GPUs, only parts
+              that end before those GPUs are free may start.
         """
         until = math.inf
         for part in self.waiting:
@@ -83,7 +82,7 @@ class Queue:
         return None
 
     def ended(self, part: Part, well: bool) -> list[Part]:
-        """Note how a part ended; the parts that are left out for it."""
+        """Record how a part ended; return the parts that are left out because it failed."""
         if well:
             self.well.add(part.name)
             return []
@@ -93,7 +92,7 @@ class Queue:
 
 
 def _there(gpus: int, busy: Sequence[tuple[float, int]]) -> float:
-    """When so many more GPUs are free."""
+    """Return the time when so many more GPUs are free."""
     for end, held in sorted(busy):
         gpus -= held
         if gpus <= 0:
@@ -102,11 +101,11 @@ def _there(gpus: int, busy: Sequence[tuple[float, int]]) -> float:
 
 
 def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """The parts of these names or patterns ('servers*') and those that they need; all, where none is named. Raises
-    ConfigError."""
+    """Return the parts that match these names or patterns ('servers*') and their prerequisites; all without names.
+    Raises ConfigError."""
     known = {p.name: p for p in parts}
     if unknown := [n for n in names if not fnmatch.filter(known, n)]:
-        raise ConfigError(f"ONLY={','.join(names)}: there is no part {unknown[0]!r} here: {', '.join(known)}")
+        raise ConfigError(f"ONLY={','.join(names)}: no part {unknown[0]!r}; parts: {', '.join(known)}")
     more = [found for n in names or known for found in fnmatch.filter(known, n)]
     wanted = set(more)
     while more:
@@ -117,13 +116,14 @@ def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 
 def done_before(out: Path, parts: Iterable[Part]) -> dict[str, str]:
-    """{name: what to say} of the parts that ended well in this folder already."""
-    file, said = out / "logs" / "parts.jsonl", "was done before, in this folder"
+    """Return {name: note} of the parts that already succeeded in this folder."""
+    file, said = out / "logs" / "parts.jsonl", "already done in this folder"
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     then = {one["part"]: one.get("commands") for one in found if one["status"] == "ok"}
     same = {p.name: then[p.name] in (None, _listed(p)) for p in parts if p.name in then}
     return {
-        name: said if same[name] else f"{said}, by another command: with another OUT it runs" for name in same
+        name: said if same[name] else f"{said} with another command; choose another OUT to run it"
+        for name in same
     }
 
 
@@ -134,8 +134,8 @@ def _listed(part: Part) -> list[list[str]]:
 def predicted(
     parts: Sequence[Part], gpus: Sequence[str]
 ) -> tuple[list[tuple[float, Part, list[str]]], float]:
-    """[(when it begins, part, its GPUs)] if each took what it takes about, and when all have ended. Those that need
-    more GPUs than there are, and what needs them, are left out."""
+    """Return [(start, part, its GPUs)] by expected durations, and the end of the last. Parts that need more GPUs than
+    there are, and their dependents, are left out."""
     queue, now, free = Queue(p for p in parts if p.gpus <= len(gpus)), 0.0, list(gpus)
     running: list[tuple[float, Part, list[str]]] = []
     made: list[tuple[float, Part, list[str]]] = []
@@ -153,7 +153,7 @@ def predicted(
 
 
 def cores_of(gpus: Sequence[str]) -> dict[str, list[int]]:
-    """Each GPU's share of the CPU cores that this process may use, neighbours together."""
+    """Return {GPU: its contiguous share of the CPU cores that this process may use}."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // max(1, len(gpus))
     return {gpu: cores[i * each : (i + 1) * each] for i, gpu in enumerate(gpus)}
@@ -162,7 +162,7 @@ def cores_of(gpus: Sequence[str]) -> dict[str, list[int]]:
 def placed(
     command: Command, gpus: Sequence[str], cores: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, str], Command]:
-    """Environment and command on these GPUs and their cores; on all cores where it has no GPU."""
+    """Return environment and command for these GPUs and their cores; without a GPU, all cores."""
     mine = [str(core) for gpu in gpus for core in cores[gpu]]
     pinned = ("taskset", "-c", ",".join(mine)) if mine and shutil.which("taskset") else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus) or "-1"}, (*pinned, *command)
@@ -178,16 +178,16 @@ class _Running:
     todo: list[Command]
     failed: list[str] = field(default_factory=list)
     process: Server | None = None
-    told: float | None = None  # when it was told to end
+    told: float | None = None  # time of its termination request
     noted: float = 0.0
 
 
 class Batch:
-    """Runs parts; `say` gets a line as each begins and ends, logs are in OUT/logs.
+    """Runs parts; calls `say` with a line when one starts or ends, and writes logs to OUT/logs.
 
-    gpus   numbers as CUDA_VISIBLE_DEVICES has them
-    limit  seconds that any part may take, instead of its own
-    why    of each part that failed or was left out, once it has
+    gpus   entries of CUDA_VISIBLE_DEVICES
+    limit  time limit of every part, in seconds (default: the part's own)
+    why    {name: reason} of the parts that failed or were left out
     """
 
     def __init__(self, parts: Sequence[Part], gpus: Sequence[str], out: Path, cwd: Path, limit: float | None = None,
@@ -203,7 +203,7 @@ class Batch:
         self.start = time.monotonic()
 
     def run(self) -> list[str]:
-        """All parts; the names of those that failed or were left out. What runs is ended whatever happens."""
+        """Run all parts; return the names of those that failed or were left out. Stops running parts on exit."""
         before = done_before(self.logs.parent, self.queue.waiting)
         for part in list(self.queue.waiting):
             if part.name in before:
@@ -252,10 +252,10 @@ class Batch:
             running.process = Server(running.part.name, argv, env, self.cwd, running.log, 0)
         except OSError as error:
             running.process = None
-            running.failed.append(f"{argv[0]} does not run: {error.strerror}")
+            running.failed.append(f"{argv[0]} cannot be started: {error.strerror}")
 
     def _look(self, running: _Running) -> None:
-        """Go on with a part whose command has ended; end one whose time is up."""
+        """Advance a part whose command has ended; terminate one that exceeded its limit."""
         now, process = time.monotonic(), running.process
         if process is not None and process.alive():
             if now - running.noted > NOTED_S:
@@ -264,13 +264,13 @@ class Batch:
             if running.told is None and now - running.began > running.limit:
                 running.told = now
                 running.todo.clear()
-                running.failed.append(f"was not done in {running.limit:.0f} s")
+                running.failed.append(f"time limit of {running.limit:.0f} s exceeded")
                 process.terminate()
             elif running.told is not None and now - running.told > GRACE_S:
                 process.stop(0.0)
             return
         if process is not None:
-            process.stop(0.0)  # what it left behind
+            process.stop(0.0)  # remaining children
             if process.process.returncode and running.told is None:
                 running.failed.append(f"exit status {process.process.returncode}")
         if running.todo:
@@ -289,12 +289,12 @@ class Batch:
         self._over(running.part, why, "FAILED", now - running.began)
 
     def _over(self, part: Part, why: str, status: str, seconds: float = 0.0) -> None:
-        """A part that did not end well, and what is left out for it."""
+        """Report a part that failed and the parts that are left out because of it."""
         self._line(status, part.name, why)
         self.why[part.name] = why
         for each in [part, *self.queue.ended(part, False)]:
             if each is not part:
-                self.why[each.name] = f"{part.name} did not end well"
+                self.why[each.name] = f"{part.name} failed"
                 self._line(LEFT_OUT, each.name, self.why[each.name])
             self.failed.append(each.name)
             self._note(each, status if each is part else LEFT_OUT, seconds if each is part else 0.0)

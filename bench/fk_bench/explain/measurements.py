@@ -19,8 +19,8 @@ from fastkernels.core import registry, tuning
 from fk_bench.core.rows import Row, Status
 from fk_bench.explain import timing
 from fk_bench.kernels import report
-from fk_bench.tables.experiments import MODEL, groups, timed
-from fk_bench.tables.measured import Files
+from fk_bench.tables.layers import MODEL, groups, timed
+from fk_bench.tables.origin import Files
 
 # For ops whose kernel a tuned table picks: the kernels of production, the usual choice first.
 PRODUCTION = {"linear": ("cublas",), "attention_decode": ("fa3", "flashinfer")}

@@ -94,7 +94,7 @@ def serve(
         bool, typer.Option("--enforce-eager", help="no CUDA graphs")
     ] = DEFAULT.enforce_eager,
 ) -> None:
-    """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/server.md."""
+    """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/serve.md."""
     from fastkernels.core.registry import UnknownName
     from fastkernels.engine.http import process
     from fastkernels.models.common.weights import CheckpointError

@@ -1,9 +1,9 @@
-"""`fk-bench tables`: the tables of README.md and docs/*.md, made from row files.
+"""`fk-bench tables`: write the tables of README.md, docs/performance.md and docs/reports/, and the README's figure.
 
-A document holds `<!-- table: NAME [FILE ...] -->`, the table, and `<!-- end -->`. What stands between is written here
-and nowhere else; --check fails where it is not what the rows say. FILE is a row file without its folder and '.jsonl';
-without any, those of the table's group count: what bench/results/tables.json names, else GROUPS. FILE may leave out
-date and chip ('servers' is the newest '2026-11-21-h200-servers'), and may be a run's folder with rows.jsonl.
+A document contains `<!-- table: NAME [FILE ...] -->`, the table, and `<!-- end -->`. The command replaces the text in
+between; --check fails if it differs from the rows. A FILE is a row file of bench/results without '.jsonl', and may omit
+date and chip ('servers-vllm' is the newest '2026-11-22-h200-servers-vllm'), or a group of bench/results/tables.json.
+Without FILE the table is made of its default group.
 """
 
 from __future__ import annotations
@@ -12,151 +12,70 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fk_bench.core import rows
 from fk_bench.core.output import fail, last_line
-from fk_bench.core.rows import Row
 from fk_bench.explain.tables import Table
 from fk_bench.serving.config import ConfigError
-from fk_bench.tables import experiments as tables_scenarios
-from fk_bench.tables import measured as tables_made
-from fk_bench.tables import savings_tables as pays_tables
-from fk_bench.tables.measured import Files
+from fk_bench.tables import figure, layers, servers, steps
+from fk_bench.tables.kernels import kernels
+from fk_bench.tables.origin import Files
+from fk_bench.tables.results import GROUPS, Results, take
 
 Maker = Callable[[Files], Iterator[Table]]
-# What tables are made of, a group of row files each, where bench/results/tables.json says nothing else: what
-# `make bench-h200` writes. A group may name others; where two rows say the same in 'pays', that of the first counts.
-GROUPS = {
-    "servers": ("servers-vllm",),
-    "kernels": ("kernels-norms", "kernels-attention", "kernels-experts", "kernels-layers"),
-    "linear": ("skinny-linear",),
-    "attention": ("decode-attention",),
-    "step": ("decode-step",),
-    "explain": ("explain",),
-    "pays": ("kernels", "linear", "attention", "explain", "servers"),
-}
-# name: (what makes it, of which group)
+# {name of a table: (function, default group)}
 TABLES: dict[str, tuple[Maker, str]] = {
-    "servers": (tables_made.servers, "servers"),
-    "servers-tails": (tables_made.servers_tails, "servers"),
-    "kernels": (tables_made.kernels, "kernels"),
-    "linear": (tables_scenarios.linear, "linear"),
-    "linear-layers": (tables_scenarios.linear_layers, "linear"),
-    "attention": (tables_scenarios.attention, "attention"),
-    "step": (tables_scenarios.decode_step, "step"),
-    "explain": (tables_scenarios.explain, "explain"),
-    "pays": (pays_tables.by_op, "pays"),
-    "predicted": (pays_tables.predicted, "pays"),
-    "realized": (pays_tables.realized, "pays"),
+    "summary": (servers.summary_table, "summary"),
+    "hosts": (servers.hosts, "hosts"),
+    "tails": (servers.tails, "hosts"),
+    "loads": (servers.loads, "hosts"),
+    "engine": (servers.engine, "engine"),
+    "kernels": (kernels, "kernels"),
+    "steps": (steps.steps, "steps"),
+    "realized": (steps.realized, "steps"),
+    "linear": (layers.linear, "linear"),
+    "attention": (layers.attention, "attention"),
 }
-# command of rows: the tables that files of no group have in `--out`
+# {command of rows: tables that --out makes of a file in no group}
 OTHERS = {
-    "serve-compare": ("servers", "servers-tails"),
-    "skinny_linear": ("linear", "linear-layers"),
+    "serve-compare": ("hosts", "tails", "loads", "engine"),
+    "skinny_linear": ("linear",),
     "decode_attention": ("attention",),
 }
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/performance-log.md")
-RESULTS, MAPPING = "bench/results", "tables.json"
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/reports/*.md")
+RESULTS = "bench/results"
+FIGURE, FIGURE_GROUP = "docs/assets/speedup.svg", "hosts"
 MARKER = re.compile(
     r"^<!-- table: *(?P<what>[^\n]*?) *-->\n(?P<body>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL
 )
 OPENING = re.compile(r"^<!-- table:", re.MULTILINE)
 
 
-def _files(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """The row files of a group, those of other groups that it names among them."""
-    made: list[str] = []
-    for name in groups[group]:
-        made += _files(name, groups) if name in groups and name != group else [name]
-    return list(dict.fromkeys(made))
+def text(what: str, results: Results) -> str:
+    """Return the tables that a marker names, as Markdown. Raises ConfigError."""
+    name, *files = what.split()
+    if name not in TABLES:
+        raise ConfigError(f"unknown table {name!r}; tables: {', '.join(TABLES)}")
+    maker, group = TABLES[name]
+    found, missing = results.load(*(files or [group]))
+    made = "\n".join(_markdown(table) for table in maker(found))
+    if not made and not results.lenient:
+        raise ConfigError(f"table {name!r}: {', '.join(found)} has no row for it; name another file")
+    return "\n".join([*missing, made or f"{name}: no rows.\n"])
 
 
-@dataclass(frozen=True)
-class Results:
-    """A folder of row files.
-
-    lenient  what is missing is said in the table's place, not raised
-    models   what rows call a model that was a folder, by the folder's name ('': any other); else that name
-    """
-
-    folder: Path
-    lenient: bool = False
-    models: Mapping[str, str] = field(default_factory=dict)
-
-    def find(self, name: str) -> Path:
-        """The row file of that name. Raises ConfigError if there is none."""
-        for path in (self.folder / f"{name}.jsonl", self.folder / name / "rows.jsonl"):
-            if path.is_file():
-                return path
-        dated = re.compile(rf"\d{{4}}-\d\d-\d\d-[a-z0-9]+-{re.escape(name)}\.jsonl")
-        if found := sorted(p for p in self.folder.glob(f"*-{name}.jsonl") if dated.fullmatch(p.name)):
-            return found[-1]
-        raise ConfigError(
-            f"no rows {name!r} in {self.folder}: put {name}.jsonl there (`make bench-h200 TABLES=1` does), or name "
-            f"another file after the table's name, in the marker or in {MAPPING}"
-        )
-
-    def names(self) -> list[str]:
-        """Of all files and runs' folders here that may have rows."""
-        runs = [path.parent.name for path in self.folder.glob("*/rows.jsonl")]
-        return sorted({*(path.stem for path in self.folder.glob("*.jsonl")), *runs})
-
-    def read(self, path: Path) -> list[Row]:
-        """The rows of a file, a model's folder by its name. Raises ConfigError for a line that is no row."""
-        found, warnings = rows.read(path)
-        if warnings and not self.lenient:
-            raise ConfigError(f"{warnings[0]}: mend or remove the line")
-        for row in found:
-            model = row.subject.model or ""
-            if model.startswith(("/", "~", ".")) or model.count("/") > 1:  # not a hub's OWNER/NAME
-                name = Path(model).name
-                row.subject.model = self.models.get(name) or self.models.get("") or name
-        return found
-
-    def files(self, group: str) -> list[str]:
-        """The row files of a group. Raises ConfigError for a group in the mapping that there is not."""
-        path = self.folder / MAPPING
-        said = json.loads(path.read_text()) if path.is_file() else {}
-        if unknown := set(said) - set(GROUPS):
-            raise ConfigError(f"{path}: {', '.join(sorted(unknown))}: not one of {', '.join(GROUPS)}")
-        return _files(group, {**GROUPS, **said})
-
-    def every(self) -> list[str]:
-        """What markers ask for to have all tables: those of the groups, and those of files that are in no group."""
-        grouped = {file for group in GROUPS for file in self.files(group)}
-        made = list(TABLES)
-        for name in self.names():
-            if name not in grouped and (found := self.read(self.find(name))):
-                made += [f"{table} {name}" for table in OTHERS.get(found[0].command, ())]
-        return made
-
-    def text(self, what: str) -> str:
-        """The tables that a marker asks for, as Markdown. Raises ConfigError."""
-        name, *files = what.split()
-        if name not in TABLES:
-            raise ConfigError(f"there is no table {name!r}: {', '.join(TABLES)}")
-        found: dict[str, list[Row]] = {}
-        missing = []
-        for file in files or self.files(TABLES[name][1]):
-            try:
-                path = self.find(file)
-            except ConfigError as error:
-                if not self.lenient:
-                    raise
-                missing.append(f"{error}\n")
-                continue
-            found[path.stem if path.stem != "rows" else path.parent.name] = self.read(path)
-        made = "\n".join(_markdown(t) for t in TABLES[name][0](found))
-        if not made and not self.lenient:
-            raise ConfigError(f"table {name!r}: {', '.join(found)} has no row for it; name another file")
-        return "\n".join([*missing, made or f"{name}: nothing was measured.\n"])
+def every(results: Results) -> list[str]:
+    """Return the markers of all tables of these results: of every group, and of files in no group."""
+    grouped = set(results.files(*GROUPS))
+    made = list(TABLES)
+    for name in results.names():
+        if name not in grouped and (found := results.read(results.find(name))):
+            made += [f"{table} {name}" for table in OTHERS.get(found[0].command, ())]
+    return made
 
 
 def _markdown(table: Table) -> str:
@@ -165,122 +84,88 @@ def _markdown(table: Table) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells), ""])
 
 
-def rewritten(text: str, results: Results, where: str = "") -> str:
-    """The document with its tables as the rows say. Raises ConfigError, which begins with `where`."""
+def rewritten(document: str, results: Results, where: str = "") -> str:
+    """Return the document with its tables made from the rows. Raises ConfigError, which begins with `where`."""
 
     def one(match: re.Match[str]) -> str:
         try:
-            return f"<!-- table: {match['what']} -->\n{results.text(match['what'])}<!-- end -->"
+            return f"<!-- table: {match['what']} -->\n{text(match['what'], results)}<!-- end -->"
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
 
-    bodies = [match["body"] for match in MARKER.finditer(text)]
-    if len(OPENING.findall(text)) != len(bodies) or any(OPENING.search(body) for body in bodies):
+    bodies = [match["body"] for match in MARKER.finditer(document)]
+    if len(OPENING.findall(document)) != len(bodies) or any(OPENING.search(body) for body in bodies):
         raise ConfigError(
-            f"{where}: a `<!-- table: NAME -->` has no `<!-- end -->` of its own, each on a line alone"
+            f"{where}: a `<!-- table: NAME -->` without its own `<!-- end -->`; both need a line to themselves"
         )
-    return MARKER.sub(one, text)
+    return MARKER.sub(one, document)
 
 
-def take(folder: Path, results: Path, models: Mapping[str, str] | None = None) -> list[str]:
-    """Copy the row files of a run of `make bench-h200` to `results`, named by date and chip, and let the groups whose
-    files are all there be made of them. Returns the names. Nothing there is overwritten, and paths of the machine are
-    left out. Raises ConfigError if there are none."""
-    source, taken = Results(folder, True, models or {}), dict[str, str]()
-    for name in source.names():
-        if read := source.read(source.find(name)):
-            text = "".join(json.dumps(_without_paths(json.loads(row.to_json()))) + "\n" for row in read)
-            taken[name] = _kept(results, name, read[-1], text)
-    if not taken:
-        raise ConfigError(f"--take {folder}: no file there has rows; it is the folder of a run (OUT=)")
-    mapping = results / MAPPING
-    said = json.loads(mapping.read_text()) if mapping.is_file() else {}
-    for group, names in GROUPS.items():
-        if set(_files(group, GROUPS)) <= set(taken):
-            said[group] = [taken[n] if group == n or n not in GROUPS else n for n in names]
-    lines = ",\n".join(f" {json.dumps(group)}: {json.dumps(names)}" for group, names in said.items())
-    mapping.write_text(f"{{\n{lines}\n}}\n")
-    return list(taken.values())
-
-
-def _kept(results: Path, name: str, last: Row, text: str) -> str:
-    """Write a row file under a name of its own, which is returned."""
-    chip = re.sub(r"[^a-z0-9]", "", (last.machine.gpu or "cpu").lower().removeprefix("nvidia"))
-    for number in count(1):
-        stem = f"{last.time[:10]}-{chip}-{name}{f'-{number}' if number > 1 else ''}"
-        path = results / f"{stem}.jsonl"
-        if not path.exists():
-            path.write_text(text)
-        if path.read_text() == text:
-            break
-    return stem
-
-
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_paths(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(v) for v in value]
-    return "..." if isinstance(value, str) and value.startswith(("/", "~/")) else value
+def outputs(root: Path, results: Results) -> dict[str, tuple[str, str]]:
+    """Return {document or figure: (current text, text by the rows)}. Raises ConfigError."""
+    made: dict[str, tuple[str, str]] = {}
+    for pattern in DOCUMENTS:
+        for path in sorted(root.glob(pattern)):
+            name, before = path.relative_to(root).as_posix(), path.read_text()
+            made[name] = before, rewritten(before, results, name)
+    if any(Path(FIGURE).name in before for before, _ in made.values()):
+        path = root / FIGURE
+        drawn = figure.speedup(results.load(FIGURE_GROUP)[0])
+        made[FIGURE] = path.read_text() if path.is_file() else "", drawn
+    return made
 
 
 def tables_command(
     check: Annotated[
-        bool, typer.Option("--check", help="write nothing; exit status 1 and a diff where a table differs")
+        bool,
+        typer.Option(
+            "--check", help="write nothing; print a diff and exit with 1 if a document is out of date"
+        ),
     ] = False,
     root: Annotated[Path, typer.Option(help="the checkout with the documents")] = Path("."),
     results: Annotated[
         Path | None, typer.Option(help=f"folder of row files (default: ROOT/{RESULTS})")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="write all tables of --results there, and no document")
+        Path | None, typer.Option(help="write all tables of --results to this file, and no document")
     ] = None,
     take_from: Annotated[
         Path | None,
-        typer.Option("--take", help="first copy the row files of this run of `make bench-h200` to --results"),
+        typer.Option("--take", help="first copy the row files of this `make bench-h200` run to --results"),
     ] = None,
     model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            help="[FOLDER=]NAME: what to call a model that was this folder, or any (default: its name)"
-        ),
+        typer.Option(help="[FOLDER=]NAME: name of a local model in tables (default: the folder's name)"),
     ] = None,
 ) -> None:
-    """Write the tables of README.md and docs/ anew from the rows under bench/results, or check that they are right."""
+    """Write the tables of README.md and docs/ and the README's figure from bench/results, or check them."""
     found = Results(results or root / RESULTS)
     if not found.folder.is_dir():
-        fail(f"no such folder: {found.folder}; --root names the checkout, --results the folder of row files")
+        fail(f"no such folder: {found.folder}; --root is the checkout, --results the folder of row files")
     models = {folder: name for folder, _, name in (given.rpartition("=") for given in model_name or ())}
-    changed = []
     try:
         if out is not None:
             lenient = Results(found.folder, True, models)
-            out.write_text("\n".join(f"## {name}\n\n{lenient.text(name)}" for name in lenient.every()))
+            out.write_text("\n".join(f"## {name}\n\n{text(name, lenient)}" for name in every(lenient)))
             last_line({"command": "tables", "ok": True, "out": str(out)})
             return
         taken = take(take_from, found.folder, models) if take_from is not None else []
-        for name in DOCUMENTS:
-            path = root / name
-            before = path.read_text()
-            after = rewritten(before, found, name)
-            if after != before:
-                changed.append(name)
-                _show(name, before, after) if check else path.write_text(after)
+        changed = {name: texts for name, texts in outputs(root, found).items() if texts[0] != texts[1]}
+        for name, (before, after) in changed.items():
+            if check:
+                _show(name, before, after)
+            else:
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_text(after)
     except (ConfigError, OSError, json.JSONDecodeError) as error:
         fail(str(error))
-    last_line({"command": "tables", "ok": not (check and changed), "changed": changed, "taken": taken})
+    last_line({"command": "tables", "ok": not (check and changed), "changed": list(changed), "taken": taken})
     if check and changed:
-        print(
-            f"{', '.join(changed)}: not what the rows say; `fk-bench tables` writes them anew",
-            file=sys.stderr,
-        )
+        print(f"{', '.join(changed)}: out of date; run `fk-bench tables`", file=sys.stderr)
         raise SystemExit(1)
 
 
 def _show(name: str, before: str, after: str) -> None:
-    diff: Sequence[str] = list(
-        difflib.unified_diff(
-            before.splitlines(), after.splitlines(), name, f"{name}, by its rows", lineterm="", n=1
-        )
-    )
+    lines = before.splitlines(), after.splitlines()
+    diff: Sequence[str] = list(difflib.unified_diff(*lines, name, f"{name} by its rows", lineterm="", n=1))
     print("\n".join(diff))

@@ -1,4 +1,4 @@
-"""fk_bench.batch.queue: parts on GPUs of their own, with commands that sleep and GPUs that are numbers only."""
+"""Tests of fk_bench.batch.queue with sleeping commands and made-up GPU numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def noting(folder: Path, name: str, takes: float, seconds: float, **more: object
 def run(
     folder: Path, parts: list[Part], gpus: str, limit: float | None = None
 ) -> tuple[list[str], list[str]]:
-    """Names of what failed, and the lines that were said, without their seconds."""
+    """Return the names of failed parts, and the printed lines without their times."""
     said: list[str] = []
     failed = Batch(parts, gpus.split(","), folder, folder, limit, said.append).run()
     return failed, [" ".join(line.split()[2:]) for line in said]
@@ -54,7 +54,7 @@ def order(parts: list[Part], gpus: str) -> list[tuple[float, str, str]]:
 # -- the order
 
 
-def test_the_longest_begin_first_and_what_is_needed_before_that() -> None:
+def test_longest_chain_starts_first() -> None:
     parts = [
         part("short", 1),
         part("long", 9),
@@ -69,7 +69,7 @@ def test_the_longest_begin_first_and_what_is_needed_before_that() -> None:
     assert order([part("idle", 90, last=True), *parts], "0")[-1] == (25, "idle", "0")
 
 
-def test_a_part_of_two_gpus_is_not_starved_and_is_overtaken_only_by_what_ends_before_it_can_begin() -> None:
+def test_two_gpu_part_is_backfilled_not_starved() -> None:
     parts = [
         part("made", 2),
         part("two", 5, gpus=2, after=("made",)),
@@ -77,23 +77,23 @@ def test_a_part_of_two_gpus_is_not_starved_and_is_overtaken_only_by_what_ends_be
         part("a", 3),
         part("b", 4),
     ]
-    # at 2 GPU 0 is free, GPU 1 is not before 6: 'b' fills the gap, 'a' would not end in time after it
+    # GPU 0 is free at 2, GPU 1 at 6: 'b' fills the gap, and 'a' would not end in time
     assert order(parts, "0,1") == [
         (0, "made", "0"), (0, "long", "1"), (2, "b", "0"), (6, "two", "0,1"), (11, "a", "0"),
     ]  # fmt: skip
 
 
-def test_parts_without_a_gpu_wait_for_none() -> None:
+def test_part_without_gpu_never_waits() -> None:
     assert order([part("x", 5), part("text", 9, gpus=0)], "0") == [(0, "x", "0"), (0, "text", "")]
 
 
-def test_more_gpus_than_there_are_is_no_plan() -> None:
+def test_plan_leaves_out_parts_with_too_many_gpus() -> None:
     assert order([part("two", 1, gpus=2), part("needs", 1, after=("two",)), part("one", 1)], "0") == [
         (0, "one", "0")
     ]
 
 
-def test_only_takes_what_the_part_needs_too() -> None:
+def test_only_includes_prerequisites() -> None:
     parts = [
         part("a"),
         part("b", after=("a",)),
@@ -105,11 +105,11 @@ def test_only_takes_what_the_part_needs_too() -> None:
     assert [p.name for p in chosen(parts, ["c"])] == ["a", "b", "c"]
     assert [p.name for p in chosen(parts, ["servers*", "d"])] == ["d", "servers-x", "servers-y"]
     assert chosen(parts, []) == parts
-    with pytest.raises(ConfigError, match=r"ONLY=d,linears: there is no part 'linears' here: a, b, c, d"):
+    with pytest.raises(ConfigError, match=r"ONLY=d,linears: no part 'linears'; parts: a, b, c, d"):
         chosen(parts, ["d", "linears"])
 
 
-def test_what_fails_takes_those_with_it_that_need_it() -> None:
+def test_failure_removes_all_dependents() -> None:
     queue = Queue([part("a"), part("b", after=("a",)), part("c", after=("b",)), part("d")])
     first = queue.next(1, 0, [])
     assert first is not None and first.name == "a"
@@ -132,7 +132,7 @@ def test_gpus_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placed(("run",), ["0"], cores_of([str(i) for i in range(10)]))[1] == ("run",)
 
 
-def test_nothing_shares_a_gpu_and_all_are_used(tmp_path: Path) -> None:
+def test_parts_never_share_a_gpu_and_use_all(tmp_path: Path) -> None:
     parts = [noting(tmp_path, f"p{i}", 0.5, 0.5 + i / 100) for i in range(5)]
     parts += [noting(tmp_path, "two", 0.5, 0.5, gpus=2), noting(tmp_path, "none", 0.1, 0.1, gpus=0)]
     failed, said = run(tmp_path, parts, "3,5,7")
@@ -155,7 +155,7 @@ def test_nothing_shares_a_gpu_and_all_are_used(tmp_path: Path) -> None:
 # -- what goes wrong
 
 
-def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
+def test_failed_part_is_reported_and_others_run(tmp_path: Path) -> None:
     bad = python("import sys; print('so it is'); sys.exit(3)")
     parts = [
         Part("bad", (bad, python(NOTE, tmp_path / "second.json", 0)), 9),
@@ -164,10 +164,10 @@ def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
     failed, said = run(tmp_path, parts, "0")
     assert failed == ["bad", "needs", "more", "missing"]
-    # Its other command, too
+    # the second command of the failed part runs too
     assert (tmp_path / "good.json").is_file() and (tmp_path / "second.json").is_file()
     assert any(x.startswith("FAILED bad exit status 3, after ") for x in said)
-    assert "out needs bad did not end well" in [x.removeprefix("left ") for x in said]
+    assert "out needs bad failed" in [x.removeprefix("left ") for x in said]
     assert any("missing" in x and ("No such file" in x or "127" in x) for x in said if x.startswith("FAILED"))
     log = (tmp_path / "logs/bad.log").read_text()
     assert "so it is" in log and log.startswith("$ env CUDA_VISIBLE_DEVICES=0 ")
@@ -177,7 +177,7 @@ def test_a_part_that_fails_is_said_and_the_rest_runs(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_part_over_its_limit_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_part_over_its_limit_is_killed_with_its_children(tmp_path: Path) -> None:
     child = tmp_path / "child"
     stuck = python(
         "import subprocess, sys, time\n"
@@ -192,13 +192,13 @@ def test_a_part_over_its_limit_is_ended_with_all_that_it_started(tmp_path: Path)
     begin = time.monotonic()
     failed, said = run(tmp_path, parts, "0", limit=3.0)
     assert failed == ["stuck"] and time.monotonic() - begin < 30
-    assert any(x.startswith("FAILED stuck was not done in 3 s, after ") for x in said)
+    assert any(x.startswith("FAILED stuck time limit of 3 s exceeded, after ") for x in said)
     assert (tmp_path / "good.json").is_file() and not (tmp_path / "not.json").exists()
     pid = int(child.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_one_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "GRACE_S", 0.5)
     deaf = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
     begin = time.monotonic()
@@ -206,8 +206,8 @@ def test_one_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.
     assert failed == ["deaf"] and time.monotonic() - begin < 30
 
 
-def test_parts_that_run_are_ended_when_the_batch_is(tmp_path: Path) -> None:
-    """An exception, here of what says the lines, ends what runs."""
+def test_running_parts_end_with_the_batch(tmp_path: Path) -> None:
+    """An exception, here from `say`, stops the running parts."""
     child = tmp_path / "child"
     code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 
@@ -223,19 +223,19 @@ def test_parts_that_run_are_ended_when_the_batch_is(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int(child.read_text()))
 
 
-def test_what_ended_well_in_the_folder_before_is_not_run_again(tmp_path: Path) -> None:
+def test_parts_that_succeeded_before_are_skipped(tmp_path: Path) -> None:
     made, bad = noting(tmp_path, "made", 0, 1), Part("bad", (("false",),), 1)
     assert run(tmp_path, [made, bad], "0")[0] == ["bad"]
     (tmp_path / "made.json").unlink()
     failed, said = run(tmp_path, [made, bad, noting(tmp_path, "needs", 0, 1, after=("made",))], "0")
     assert failed == ["bad"] and (tmp_path / "needs.json").is_file() and not (tmp_path / "made.json").exists()
-    assert "made was done before, in this folder" in said
+    assert "made already done in this folder" in said
     failed, said = run(tmp_path, [noting(tmp_path, "made", 0.5, 1)], "0")
     assert not failed and not (tmp_path / "made.json").exists()
-    assert said == ["made was done before, in this folder, by another command: with another OUT it runs"]
+    assert said == ["made already done in this folder with another command; choose another OUT to run it"]
 
 
-def test_too_few_gpus_leave_a_part_out(tmp_path: Path) -> None:
+def test_part_with_too_many_gpus_is_left_out(tmp_path: Path) -> None:
     parts = [part("two", gpus=2), part("needs", after=("two",)), noting(tmp_path, "one", 0, 1)]
     failed, said = run(tmp_path, parts, "0")
     assert failed == ["two", "needs"] and (tmp_path / "one.json").is_file()

@@ -1,4 +1,4 @@
-"""What `make bench-h200` says, in lines and with status 2, where something that it needs is not there."""
+"""Tests of the checks of `make bench-h200` before anything runs: one line a problem, exit status 2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line.removeprefix("error: ") for line in lines]
 
 
-def test_the_modules_are_those_of_our_package_and_its_bench() -> None:
+def test_modules_are_the_declared_dependencies() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     ours = text.partition("\ndependencies = [")[2].partition("\n]")[0]
     bench = text.partition("\nbench = [")[2].partition("]\n")[0]
@@ -28,7 +28,7 @@ def test_the_modules_are_those_of_our_package_and_its_bench() -> None:
 
 
 @pytest.mark.parametrize("plan", ["echo", ""])
-def test_a_python_without_our_dependencies_is_a_line(tmp_path: Path, plan: str) -> None:
+def test_missing_dependencies_are_reported(tmp_path: Path, plan: str) -> None:
     done = planned(tmp_path, "-S", RUN=plan, PYTHONPATH="")  # -S: no packages at all
     (line,) = errors(done)
     assert line.startswith(f"{sys.executable} has no torch, triton, ") and "httpx" in line
@@ -36,22 +36,22 @@ def test_a_python_without_our_dependencies_is_a_line(tmp_path: Path, plan: str) 
     assert not done.stdout and not list(tmp_path.iterdir())
 
 
-def test_paths_that_are_wrong_are_said_all_at_once_and_a_plan_is_shown_beside(tmp_path: Path) -> None:
+def test_wrong_paths_are_reported_together_with_the_plan(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     names = {
-        "MODEL": f"{tmp_path}/none", "FP8_MODEL": str(file), "TEXT_MODEL": "somebody/model", "TOKENIZER": "/none",
+        "MODEL": f"{tmp_path}/none", "FP8_MODEL": str(file), "TEXT_MODEL": "owner/model", "TOKENIZER": "/none",
         "VLLM": f"{tmp_path}/none", "SGLANG": str(file), "OUT": f"{file}/out", "VLLM_ENGINE": "{", "SGLANG_ENGINE": "3",
     }  # fmt: skip
     wanted = [
-        f"MODEL={tmp_path}/none: there is no such folder;",
+        f"MODEL={tmp_path}/none: no such folder;",
         f"FP8_MODEL={file}: this is a file, not a folder;",
-        f"TEXT_MODEL=somebody/model: there is no such folder in {ROOT}; nothing is taken from a hub",
-        "TOKENIZER=/none: there is no such folder;",
-        f"VLLM={tmp_path}/none: is no file; VLLM is the Python of the environment that has vllm",
+        f"TEXT_MODEL=owner/model: no such folder in {ROOT}; models are not downloaded from a hub",
+        "TOKENIZER=/none: no such folder;",
+        f"VLLM={tmp_path}/none: no such file; VLLM is the Python of the environment that has vllm",
         f"SGLANG={file}: is not executable; SGLANG is",
-        "VLLM_ENGINE={: this is no JSON object", "SGLANG_ENGINE=3: this is no JSON object",
-        f"OUT={file}/out: cannot be made: {file} is no folder",
+        "VLLM_ENGINE={: not a JSON object such as", "SGLANG_ENGINE=3: not a JSON object such as",
+        f"OUT={file}/out: cannot be created: {file} is not a folder",
     ]  # fmt: skip
     plan, run = planned(tmp_path, **names), planned(tmp_path, **names, RUN="")
     for done in (plan, run):
@@ -60,20 +60,20 @@ def test_paths_that_are_wrong_are_said_all_at_once_and_a_plan_is_shown_beside(tm
     assert not run.stdout and list(tmp_path.iterdir()) == [file]
 
 
-def test_a_folder_that_cannot_be_made_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+def test_unusable_out_folder_ends_the_run(tmp_path: Path) -> None:
     done = planned(tmp_path, RUN="", OUT="/proc/none", GPUS="0")
     (line,) = errors(done)
-    assert line.startswith("OUT=/proc/none: cannot be made: ") and not done.stdout
+    assert line.startswith("OUT=/proc/none: cannot be created: ") and not done.stdout
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     said = preflight.wrong_out(closed / "a/b")
     assert said == (
-        [] if os.geteuid() == 0 else [f"OUT={closed}/a/b: cannot be made: {closed} may not be written to"]
+        [] if os.geteuid() == 0 else [f"OUT={closed}/a/b: cannot be created: {closed} is not writable"]
     )
     assert preflight.wrong_out(tmp_path / "a/b") == [] and not (tmp_path / "a").exists()
 
 
-def test_a_python_without_the_host_or_without_us_is_said(tmp_path: Path) -> None:
+def test_python_without_host_or_plugin_is_reported(tmp_path: Path) -> None:
     python = tmp_path / "python"
     for answer, wanted in (
         ('{"versions": {}, "plugins": [], "modules": ["sglang"]}', "vllm is not installed in"),
@@ -93,20 +93,19 @@ def test_servers_of_a_random_model_need_a_tokenizer(tmp_path: Path) -> None:
     assert planned(tmp_path, TOKENIZER="", ONLY="linear").returncode == 0
 
 
-def test_a_plan_needs_no_gpu_and_says_what_it_left_out_and_what_was_done(tmp_path: Path) -> None:
+def test_plan_needs_no_gpu_and_names_skipped_parts(tmp_path: Path) -> None:
     settings = {"GPUS": "", "CUDA_VISIBLE_DEVICES": "", "TEXT_MODEL": "", "ONLY": "step,startup"}
     done = planned(tmp_path, **settings)
     *_, left, assumed, total = done.stdout.splitlines()
     assert done.returncode == 0 and not done.stderr
-    assert left == "not asked for is what needs TEXT_MODEL: not set"
-    assert assumed == "no GPU is visible here: planned as if GPUS=0,1,2,3"
-    assert total == "about 4 minutes (190 s) on 4 GPUs (240 s of a GPU)"  # linear and step; startup beside
+    assert left == "parts that need TEXT_MODEL are left out: not set"
+    assert assumed == "no GPU is visible: planned for GPUS=0,1,2,3"
+    assert (
+        total == "about 4 minutes (190 s) on 4 GPUs (240 s of a GPU)"
+    )  # linear and step, with startup in parallel
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/parts.jsonl").write_text('{"part": "linear", "status": "ok"}\n')
     again = planned(tmp_path, **settings)
-    assert (
-        "== linear: was done before, in this folder" in again.stdout
-        and "skinny_linear.py" not in again.stdout
-    )
+    assert "== linear: already done in this folder" in again.stdout and "skinny_linear.py" not in again.stdout
     assert set(commands(again)) >= {"step", "startup"}
     assert again.stdout.splitlines()[-1] == "about 1 minute (60 s) on 4 GPUs (110 s of a GPU)"

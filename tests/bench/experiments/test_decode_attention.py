@@ -1,4 +1,4 @@
-"""bench/scenarios/decode_attention*.py: which sets are compiled, checked and timed, and what a lost process means."""
+"""Tests of decode_attention.py: the sets that are compiled, checked and timed, and lost check processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-import decode_attention
-import decode_attention_check as checks
-import decode_attention_few as few
-import graph_clock
-from decode_attention_check import LAYOUTS, OTHERS, USUAL, Layout, label
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.attention import decode_attention
+from experiments.attention import decode_attention_check as checks
+from experiments.attention.decode_attention_check import LAYOUTS, OTHERS, USUAL, Layout, label
+from experiments.common import graph_clock
 
 from fastkernels.overrides.attention import attention_decode_cuda as cuda
 from fastkernels.overrides.attention import attention_decode_split as split
@@ -30,7 +29,7 @@ SMALL = checks.Batch([0, 3, 17], 0, Layout(2, 1, 64)).case(Layout())
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[graph_clock.Run]:
-    """On this CPU, where cuda-split takes what it would take on a Hopper."""
+    """A Run on this CPU, where cuda-split supports the calls that it supports on a Hopper GPU."""
 
     def supports(*args: Any) -> str | None:
         return cuda.refused(*args[:5], *args[7:9])
@@ -51,13 +50,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, fn: Callable[..., Any])
 
 
 def children(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Instead of each process that checks, one that runs this."""
+    """Replace each check process by this script."""
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command: real([sys.executable, "-c", script, *command]))
 
 
 def test_shares_compile_each_kernel_once(run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is checked and timed, whoever has it."""
+    """Every kernel that is checked or timed is in exactly one share."""
     seen: Counter[tuple[Any, ...]] = Counter()
     share = [0]
 
@@ -84,7 +83,7 @@ def test_shares_compile_each_kernel_once(run: graph_clock.Run, monkeypatch: pyte
         assert mine >= {(name, label(p)) for name, sets in checks.SETS.items() for p in sets}
 
 
-def test_every_batch_is_taken_by_both_kernels_or_said_to_be_the_first_s(run: graph_clock.Run) -> None:
+def test_batches_use_both_kernels_or_only_triton(run: graph_clock.Run) -> None:
     for batch in (*USUAL, *OTHERS):
         case = batch._replace(lens=[1] * len(batch.lens)).case(Layout())
         args = checks.SPEC.inputs(case, "cpu", torch.Generator())
@@ -96,7 +95,7 @@ def test_every_batch_is_taken_by_both_kernels_or_said_to_be_the_first_s(run: gra
         )
 
 
-def test_a_wrong_set_is_said_and_left_out(run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_set_is_reported_and_left_out(run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def right(*args: Any, **p: int) -> torch.Tensor:
         return checks.SPEC.reference(*args)
 
@@ -115,7 +114,7 @@ def test_a_wrong_set_is_said_and_left_out(run: graph_clock.Run, monkeypatch: pyt
     assert ("cuda-split", bad) not in left and len(left) == len(cuda.PARAMS) + len(split.PARAMS) - 1
 
 
-def test_a_lost_context_ends_the_process(run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_context_ends_the_process(run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*args: Any, **p: int) -> torch.Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -125,7 +124,7 @@ def test_a_lost_context_ends_the_process(run: graph_clock.Run, monkeypatch: pyte
     assert [r["status"] for r in rows(run)] == ["wrong"]
 
 
-def test_sets_that_a_process_found_wrong_are_not_timed(
+def test_sets_that_failed_in_a_child_are_not_timed(
     run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.row("check", "cuda-split", {"params": "of another run"}, "before this one")
@@ -140,22 +139,22 @@ def test_sets_that_a_process_found_wrong_are_not_timed(
 @pytest.mark.parametrize(
     ("script", "said"), [("import os; os.abort()", "-6"), ("raise SystemExit('lost')", "1")]
 )
-def test_nothing_is_timed_where_a_check_was_lost(
+def test_nothing_is_timed_after_a_lost_check(
     run: graph_clock.Run, script: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children(monkeypatch, f"import sys\nif sys.argv[-1] == '2/4':\n {script}")
-    with pytest.raises(SystemExit, match=f"nothing is timed.*process 2 ended with {said}$"):
+    with pytest.raises(SystemExit, match=f"nothing was timed.*process 2 ended with {said}$"):
         checks.check_all(run, ["checks"])
 
 
-def test_what_does_not_end_is_killed_and_said(run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_check_is_killed_and_reported(run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CHECK_S", 2)
     children(monkeypatch, "import sys, time\nif sys.argv[-1] == '1/4': time.sleep(600)")
     with pytest.raises(SystemExit, match=r"process 1 did not end in 2 s$"):
         checks.check_all(run, ["checks"])
 
 
-def test_sets_are_named_by_their_kernel() -> None:
+def test_sets_are_parsed_by_kernel() -> None:
     found = checks.parsed_sets(
         "triton-split:2/64/4/4/128/0,cuda-split:8/16/3/1/128/2/1,cuda-split:4/16/3/2/64/2"
     )
@@ -166,25 +165,3 @@ def test_sets_are_named_by_their_kernel() -> None:
                        ("triton-split:a/b/c/d", "per_sm/block_n")):  # fmt: skip
         with pytest.raises(ValueError, match=why):
             checks.parsed_sets(wrong)
-
-
-def test_calls_of_few_keys_have_sets_and_checks_of_their_own(
-    run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checks, "SETS", dict(checks.SETS))
-    monkeypatch.setattr(checks, "ONLY", [])
-    monkeypatch.setattr(few.tickets, "CAPTURED", 1 << 20)
-    few.use()
-    todo = decode_attention.few_keys()
-    assert [case.lens for case in todo] == [lens for lens, _, _ in few.CASES]
-    assert all(case.calls and max(case.lens) <= case.most for case in todo)
-    assert {case.most for case in todo if len(case.lens) == 8} == {100, 200, few.SERVER}
-    layouts = list(dict.fromkeys(case.layout for case in todo))
-    made = checks.batches(run, layouts)
-    assert len(made) == len(few.BATCHES) and made[0].dims["seq_lens"] == todo[0].lens
-    for case in made:
-        named = {name for name, _ in checks.sets_of(run, checks.SPEC.inputs(case, "cpu", run.generator))}
-        assert named == {"triton-split", "cuda-split"}
-    ours = checks.SETS["cuda-split"]
-    assert ours[0] == cuda.PARAMS[0] and all(p in ours for p in cuda.FEW.values())
-    assert len({label(p) for p in ours}) == len(ours)

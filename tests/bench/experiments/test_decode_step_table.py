@@ -1,4 +1,4 @@
-"""The tuned table that decode_step.py makes of skinny_linear.py's rows."""
+"""Tests of decode_step.py: the tuned table made of skinny_linear.py's rows, and a tiny step on the CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-from decode_step import table_of
-from linear_kernels import label
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.decode_step.decode_step import table_of
+from experiments.linear.linear_kernels import label
 
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
 
 
-def test_sets_with_other_parameters_than_the_first_are_found(tmp_path: Path) -> None:
+def test_sets_with_new_parameters_are_found(tmp_path: Path) -> None:
     best = next(p for p in wgmma.PARAMS if len(p) > len(wgmma.PARAMS[0]))
     times = [
         ("cublas", 10.0, ""),
@@ -41,9 +41,9 @@ def test_sets_with_other_parameters_than_the_first_are_found(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_step_with_tables_and_without_ops(tmp_path: Path) -> None:
-    """On the CPU, tiny: each variant is timed, and what costs nothing is no wrong result."""
-    script = Path(__file__).parents[3] / "bench" / "scenarios" / "decode_step.py"
+def test_step_runs_with_tables_and_free_ops(tmp_path: Path) -> None:
+    """Each variant is timed, and a free op does not count as a wrong result."""
+    script = Path(__file__).parents[3] / "bench/experiments/decode_step/decode_step.py"
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(script), "--device", "cpu", "--quick", "--batch", "2", "--context", "20", "--out",
                str(out), "--tables", "shipped", "--attention", "table", "--ways", "early"]  # fmt: skip

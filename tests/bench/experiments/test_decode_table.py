@@ -1,4 +1,4 @@
-"""bench/scenarios: the cases of decode attention that are timed, and the entries that decode_table.py makes of them."""
+"""Tests of decode_table.py: the timed cases of decode attention, and the entries made of their rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from fastkernels.overrides.attention import attention_decode_cuda as cuda
 from fastkernels.overrides.attention import attention_decode_split as split
 from fastkernels.overrides.attention.attention_decode import attention_decode
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-import decode_attention
-import decode_table
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.attention import decode_attention, decode_table
 
 # name: (provider, parameters)
 SETS = {
@@ -30,7 +29,7 @@ SHAPE = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}
 def rows(
     model: str, batch: int, context: int, capacity: int, run: str = "a", sd: float = 0.01, **us: float
 ) -> list[Row]:
-    """Times in microseconds of fa3 and of sets of ours."""
+    """Made-up times of FA3 and of our sets, in microseconds."""
     found = []
     where = {
         "kind": "time",
@@ -58,7 +57,7 @@ def made(found: list[Row]) -> dict[tuple[int, int], Any]:
     return {(e.sizes["batch"], e.sizes["context"]): e for e in table.entries}
 
 
-def test_the_set_whose_worst_case_is_best() -> None:
+def test_set_with_best_worst_case_is_chosen() -> None:
     found = rows("llama-8b", 32, 2048, 2048, fa3=71, each=67, even=68)
     found += rows("ragged", 32, 1024, 2048, fa3=45, each=52, even=44)
     found += rows("llama-8b", 32, 4096, 2048, fa3=1, each=9, even=9)  # not what a graph for 2048 meets
@@ -72,14 +71,14 @@ def test_the_set_whose_worst_case_is_best() -> None:
     ("ragged", "sd", "faster"),
     [(45.0, 0.001, True), (46.3, 0.001, True), (46.5, 0.001, False), (45.0, 0.2, False)],
 )
-def test_null_where_the_worst_case_or_the_noise_says_so(ragged: float, sd: float, faster: bool) -> None:
+def test_entry_is_null_for_bad_worst_case_or_noise(ragged: float, sd: float, faster: bool) -> None:
     found = rows("llama-8b", 32, 2048, 2048, sd=sd, fa3=71, even=66)
     found += rows("ragged", 32, 1024, 2048, sd=sd, fa3=45, even=ragged)
     (entry,) = made(found).values()
     assert entry.faster is faster and (entry.provider is None) is not faster
 
 
-def test_the_better_of_two_kernels_and_null_where_both_lose() -> None:
+def test_better_kernel_is_chosen_or_null() -> None:
     found = rows("llama-8b", 8, 2048, 2048, fa3=25.5, each=23.8, cuda=20.3)
     found += rows("llama-8b", 32, 2048, 2048, fa3=71, each=66, cuda=68)
     found += rows("llama-8b", 64, 2048, 2048, fa3=120, each=125, cuda=126)
@@ -90,22 +89,22 @@ def test_the_better_of_two_kernels_and_null_where_both_lose() -> None:
     assert best[64, 2048].provider is None
 
 
-def test_the_better_of_two_kernels_is_that_of_the_better_worst_case() -> None:
-    """Even where the other one's mean is better."""
+def test_kernels_are_compared_by_worst_case() -> None:
+    """The kernel with the better mean and the worse worst case loses."""
     found = rows("llama-8b", 8, 2048, 2048, fa3=25, each=24, cuda=15)
     found += rows("ragged", 8, 1024, 2048, fa3=18, each=17, cuda=18.5)
     assert made(found)[8, 2048].provider == "triton-split"
 
 
-def test_sets_that_a_kernel_no_longer_has_are_left_out() -> None:
+def test_removed_parameter_sets_are_ignored() -> None:
     found = rows("llama-8b", 8, 2048, 2048, fa3=25, each=24, dealt=10)
     assert made(found)[8, 2048].params == split.PARAMS[0]
 
 
-def test_one_batch_has_ours_for_short_contexts_and_null_for_long_ones(
+def test_batch_is_ours_for_short_and_null_for_long_contexts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the table as dispatch looks it up."""
+    """Looked up as dispatch does it."""
     found = []
     for capacity in (2048, 131072):
         found += rows("llama-8b", 1, 512, capacity, fa3=10.5, each=8.3)
@@ -131,25 +130,25 @@ def test_one_batch_has_ours_for_short_contexts_and_null_for_long_ones(
     assert lookup.find(shape, (1, 511)) is None, "2048 speaks down to a quarter"
 
 
-def test_a_later_run_of_a_case_replaces_the_earlier_one() -> None:
+def test_later_run_of_a_case_replaces_earlier_one() -> None:
     found = rows("llama-8b", 8, 2048, 2048, fa3=25, each=20)
     assert made(found)[8, 2048].faster
     assert not made(found + rows("llama-8b", 8, 2048, 2048, run="b", fa3=25, each=26))[8, 2048].faster
 
 
 def test_rows_without_fa3_are_an_error() -> None:
-    with pytest.raises(ValueError, match="nothing to compare with"):
+    with pytest.raises(ValueError, match="nothing to compare"):
         made(rows("llama-8b", 8, 2048, 2048, each=20))
     with pytest.raises(ValueError, match="--capacity"):
         made([])
 
 
-def test_beside_blocks_of_one_stands_fa3_with_blocks_of_sixteen() -> None:
+def test_small_blocks_are_compared_with_fa3_at_16() -> None:
     ones = [
         row.model_copy(update={"case": {**row.case, "block_size": 1}})
         for row in rows("llama-8b", 8, 2048, 2048, each=20)
     ]
-    with pytest.raises(ValueError, match="nothing to compare with"):
+    with pytest.raises(ValueError, match="nothing to compare"):
         decode_table.table(ones, "r")
     for us, faster in ((25, True), (19, False)):
         table, _ = decode_table.table([*ones, *rows("llama-8b", 8, 2048, 2048, fa3=us, each=10)], "r")
@@ -158,7 +157,7 @@ def test_beside_blocks_of_one_stands_fa3_with_blocks_of_sixteen() -> None:
         assert entries[1].baseline == "fa3"
 
 
-def test_parts_have_every_case_once_and_there_is_room_for_each() -> None:
+def test_parts_cover_every_case_once_within_memory() -> None:
     every = decode_attention.cases(
         ["llama-8b"], 16, [1, 8, 32, 64, 128, 256], [512, 1024, 2048, 8192, 32768], [2048, 131072]
     )

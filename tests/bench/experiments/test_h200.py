@@ -1,4 +1,4 @@
-"""`make bench-h200` asks for commands and options that there are, and every figure has its part."""
+"""Tests of `make bench-h200`: its commands and options exist, and every table has a part that measures it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import typer
 from fk_bench.cli import app
 from fk_bench.core.rows import read
 from fk_bench.serving.config import CompareConfig
-from fk_bench.tables.command import GROUPS
+from fk_bench.tables.results import GROUPS
 from support.h200_plan import ROOT, commands, given, planned
 
 from fastkernels.core import registry
 
 sys.path.insert(0, str(ROOT / "bench"))
-import h200
+from experiments import h200
 
 RANDOM = "Llama-3.1-8B shapes, random weights"
 SERVERS = {
@@ -39,7 +39,7 @@ def after(words: list[str], option: str) -> list[str]:
     return [b for a, b in itertools.pairwise(words) if a == option]
 
 
-def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
+def test_parts_use_existing_commands_and_options(tmp_path: Path) -> None:
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     seen, scripts = set(), set()
     for quick in ("0", "1"):
@@ -56,11 +56,11 @@ def test_every_part_has_its_command_and_options(tmp_path: Path) -> None:
     assert seen == {"kernels", "diff", "explain", "e2e", "serve-compare", "tables"}
     assert {
         "make_checkpoint", "ragged_prompts", "skinny_linear", "linear_fp8", "decode_attention", "decode_step",
-        "engine_step", "moe_tiles", "host_step", "quality", "works_with",
+        "moe_tiles", "quality", "works_with",
     } <= scripts  # fmt: skip
 
 
-def test_every_load_of_servers_has_its_part(tmp_path: Path) -> None:
+def test_every_server_load_has_a_part(tmp_path: Path) -> None:
     found = commands(planned(tmp_path))
     lines = {name: line for name, (line, *_) in found.items() if name.startswith("servers")}
     assert {name: line[line.index("--lanes") + 1] for name, line in lines.items()} == SERVERS
@@ -72,7 +72,7 @@ def test_every_load_of_servers_has_its_part(tmp_path: Path) -> None:
         assert after(line, "--out") == [str(tmp_path / name)]
         longest = [int(after(line, f)[0]) for f in ("--input-len", "--output-len") if f in line]
         concurrency = tuple(map(int, after(line, "--concurrency")[0].split(",")))
-        config = CompareConfig(  # what it says of itself is possible, and all requests are held at once
+        config = CompareConfig(  # the options are valid, and the cache holds all requests at once
             concurrency=concurrency, num_prompts=tuple(map(int, after(line, "--num-prompts")[0].split(","))),
             loads=tuple(after(line, "--load")), lanes=tuple(lanes),
         )  # fmt: skip
@@ -93,7 +93,7 @@ def test_every_load_of_servers_has_its_part(tmp_path: Path) -> None:
     assert all(after(quick[name][0], "--rounds") == ["3"] for name in SERVERS)
 
 
-def test_parts_of_two_gpus_have_two_and_what_they_need_first(tmp_path: Path) -> None:
+def test_two_gpu_parts_have_two_after_prerequisites(tmp_path: Path) -> None:
     lines = planned(tmp_path).stdout.splitlines()
     where = {x[3:].partition(":")[0]: x for x in lines if x.startswith("== ")}
     for name in ("servers-tp2", "works-vllm-two", "works-sglang-two"):
@@ -102,13 +102,13 @@ def test_parts_of_two_gpus_have_two_and_what_they_need_first(tmp_path: Path) -> 
     order = list(where)
     assert begins["model"] == begins["model-fp8"] == 0 and order.index("linear") < order.index("step")
     assert all(begins[name] >= 60 for name in SERVERS)
-    assert {name for name in order if name.startswith("works")} == set(order[-7:])  # nothing is timed there
+    assert {name for name in order if name.startswith("works")} == set(order[-7:])  # these measure no time
     assert lines[-1].startswith("about ") and " on 4 GPUs (" in lines[-1]
     one = planned(tmp_path, GPUS="0").stdout
     assert "== servers-tp2: left out, it needs 2 GPUs" in one and "--tensor-parallel" not in one
 
 
-def test_quality_is_asked_of_the_text_model_and_of_its_fp8_weights(tmp_path: Path) -> None:
+def test_quality_runs_text_model_in_bf16_and_fp8(tmp_path: Path) -> None:
     more = '{"attention_backend": "triton"}'
     found = commands(planned(tmp_path, SGLANG_ENGINE=more))
     (write,) = found["text-fp8"]
@@ -125,7 +125,7 @@ def test_quality_is_asked_of_the_text_model_and_of_its_fp8_weights(tmp_path: Pat
     ]
 
 
-def test_the_judge_gets_every_op_once_and_quick_some_case_of_each() -> None:
+def test_judge_parts_have_every_op_once() -> None:
     judged = [op for _, ops in h200.JUDGED.values() for op in ops.split()]
     assert sorted(judged) == sorted(registry.op_names())
     assert tuple(f"kernels-{name}" for name in h200.JUDGED) == GROUPS["kernels"]
@@ -133,7 +133,7 @@ def test_the_judge_gets_every_op_once_and_quick_some_case_of_each() -> None:
         assert {case.name for case in registry.get(op).cases} & set(h200.QUICK_CASES), op
 
 
-def test_tables_are_made_of_what_the_parts_write(tmp_path: Path) -> None:
+def test_tables_read_files_that_parts_write(tmp_path: Path) -> None:
     found = commands(planned(tmp_path, TABLES="1"))
     outs = {Path(o) for line in itertools.chain(*found.values()) for o in after(line, "--out")}
     written = {o.stem for o in outs if o.parent == tmp_path}
@@ -154,7 +154,7 @@ def test_tables_are_made_of_what_the_parts_write(tmp_path: Path) -> None:
     assert not after(commands(planned(tmp_path, MODEL=model))[""][0], "--model-name")
 
 
-def test_without_hosts_what_needs_them_is_not_asked(tmp_path: Path) -> None:
+def test_host_parts_are_left_out_without_hosts(tmp_path: Path) -> None:
     found = commands(planned(tmp_path, VLLM="", SGLANG="", TEXT_MODEL=""))
     assert {"linear", "kernels-norms", "startup"} <= set(found)
     assert not [
@@ -166,25 +166,28 @@ def test_without_hosts_what_needs_them_is_not_asked(tmp_path: Path) -> None:
     assert "servers-sglang" in found and "servers-vllm" not in found and "quality-sglang" not in found
 
 
-def test_only_and_mistakes(tmp_path: Path) -> None:
+def test_only_selects_parts_and_mistakes_are_reported(tmp_path: Path) -> None:
     found = commands(planned(tmp_path, ONLY="step,servers-ragged*"))
     assert set(found) == {
         "", "linear", "step", "model", "prompts", "servers-ragged-vllm", "servers-ragged-sglang",
     }  # fmt: skip
     for more, said in (
-        ({"ONLY": "sevrers"}, "there is no part 'sevrers' here: model, model-fp8"),
-        ({"ONLY": "servers*", "VLLM": "", "SGLANG": ""}, "not asked for is what needs VLLM, SGLANG: not set"),
+        ({"ONLY": "sevrers"}, "no part 'sevrers'; parts: model, model-fp8"),
+        (
+            {"ONLY": "servers*", "VLLM": "", "SGLANG": ""},
+            "parts that need VLLM, SGLANG are left out: not set",
+        ),
         ({"LIMIT": "soon"}, "LIMIT: 'soon' is not a number"),
-        ({"RUN": "plan"}, "RUN=plan: RUN=echo says what would run"),
-        ({"RUN": "", "GPUS": "", "CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible here"),
+        ({"RUN": "plan"}, "RUN=plan: RUN=echo prints the plan"),
+        ({"RUN": "", "GPUS": "", "CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
     ):
         done = planned(tmp_path, **more)
         assert done.returncode == 2 and said in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_says_its_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> None:
-    """With parts that need no GPU, and one that fails for want of a model."""
+def test_run_reports_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> None:
+    """A run whose first part fails on a machine without a GPU."""
     settings = {
         "RUN": "",
         "GPUS": "0",
@@ -197,24 +200,24 @@ def test_a_run_says_its_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> Non
     assert done.returncode == 1, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 parts on GPU 0, about 4 minutes, commit ") and ", QUICK=1, to " in lines[0]
-    assert lines[1] == "not asked for is what needs VLLM, SGLANG: not set"
+    assert lines[1] == "parts that need VLLM, SGLANG are left out: not set"
     assert any("begins    linear  on GPU 0, about 130 s, 100 at most; " in x for x in lines)
     assert any("FAILED    linear  exit status 1, after " in x for x in lines)
-    assert any("left out  step  linear did not end well" in x for x in lines)
+    assert any("left out  step  linear failed" in x for x in lines)
     log, out = tmp_path / "out/logs/linear.log", tmp_path / "out"
     assert lines[-3].startswith("  linear: exit status 1, after ") and lines[-3].endswith(f" ({log})")
     assert lines[-2:] == [
-        "  step: linear did not end well",
-        f"failed: linear step; all else is in {out}; the same with OUT={out} runs these again",
+        "  step: linear failed",
+        f"failed: linear step; other results are in {out}; OUT={out} runs the failed parts again",
     ]
     assert "skinny_linear.py" in log.read_text()
-    assert "nothing was measured" in (tmp_path / "out/tables.md").read_text()
+    assert "kernels: no rows." in (tmp_path / "out/tables.md").read_text()
 
 
-def test_what_a_commit_is_where_there_is_no_checkout(tmp_path: Path) -> None:
+def test_commit_outside_a_checkout(tmp_path: Path) -> None:
     copy = tmp_path / "fk_bench"
-    copy.mkdir()
-    for name in ("__init__", "machine", "rows"):
+    (copy / "core").mkdir(parents=True)
+    for name in ("__init__", "core/__init__", "core/machine", "core/rows"):
         (copy / f"{name}.py").write_text((ROOT / f"bench/fk_bench/{name}.py").read_text())
     code = "from fk_bench.core import machine; print(machine.commit())"
 
@@ -230,9 +233,11 @@ def test_what_a_commit_is_where_there_is_no_checkout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(20, 90), (40, 40)])
-def test_prompts_of_many_lengths(tmp_path: Path, words_model: Path, lengths: tuple[int, int]) -> None:
-    sys.path.insert(0, str(ROOT / "bench/scenarios"))
-    import ragged_prompts
+def test_ragged_prompts_have_requested_lengths(
+    tmp_path: Path, words_model: Path, lengths: tuple[int, int]
+) -> None:
+    sys.path.insert(0, str(ROOT / "bench"))
+    from experiments.checkpoints import ragged_prompts
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(words_model / "tokenizer.json"))
@@ -241,11 +246,11 @@ def test_prompts_of_many_lengths(tmp_path: Path, words_model: Path, lengths: tup
     assert made != ragged_prompts.prompts(str(words_model), 60, *lengths, seed=1)
     counted = [len(tokenizer.encode(text).ids) for text, _ in made]
     assert counted == [n for _, n in made]
-    assert all(lengths[0] - 2 <= n <= lengths[1] for n in counted)  # a word here is two tokens
+    assert all(lengths[0] - 2 <= n <= lengths[1] for n in counted)  # a word has two tokens here
     assert lengths[0] == lengths[1] or (min(counted) < 30 and max(counted) > 80)
     assert len({text.split()[0] for text, _ in made}) == 60
     with pytest.raises(ValueError, match="--shortest 9 --longest 90: 16 or more"):
         ragged_prompts.prompts(str(words_model), 1, 9, 90, seed=0)
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text, _ in made))
-    assert read(file)[0] == []  # no rows: not taken for a table
+    assert read(file)[0] == []  # prompts are not rows

@@ -1,4 +1,4 @@
-"""The parts works-... of `make bench-h200` ask for every feature that a host has, once, and end in their time."""
+"""Tests of the parts works-... of `make bench-h200`: each feature of a host once, within the part's time limit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench/scenarios")]
-import h200  # noqa: E402
-import works_with  # noqa: E402
-from fk_bench.batch.queue import Command, Part  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+from experiments import h200
+from experiments.works_with import works_with
+from fk_bench.batch.queue import Command, Part
 
 
 def works(quick: bool) -> dict[str, Part]:
     hosts = {"vllm": "v/python", "sglang": "g/python"}
-    found = h200.parts(h200.Asked(Path("out"), "model", "fp8", hosts, quick=quick))
+    found = h200.parts(h200.Settings(Path("out"), "model", "fp8", hosts, quick=quick))
     return {p.name: p for p in found if p.name.startswith("works-")}
 
 
@@ -29,7 +28,7 @@ def features(part: Part) -> list[str]:
 
 
 @pytest.mark.parametrize("host", ["vllm", "sglang"])
-def test_every_feature_that_a_host_has_is_asked_of_it_once_where_it_has_its_gpus(host: str) -> None:
+def test_every_host_feature_has_one_part_with_its_gpus(host: str) -> None:
     options = {f: row[1 + (host == "sglang")] for f, row in works_with.FEATURES.items()}
     has = {f: found for f, found in options.items() if found is not None}
     parts = [p for p in works(False).values() if value(p.commands[-1], "--host") == host]
@@ -38,11 +37,11 @@ def test_every_feature_that_a_host_has_is_asked_of_it_once_where_it_has_its_gpus
     for part in parts:
         assert {2 if ranks & has[f].keys() else 1 for f in features(part)} == {part.gpus}
         assert value(part.commands[-1], "--jobs") == str(len(features(part))) and part.last
-        assert len(features(part)) <= 6  # at once, as was tried
+        assert len(features(part)) <= 6  # concurrent cells that fit
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_all_cells_of_a_part_end_in_its_time_and_what_a_host_compiles_is_there_before(quick: bool) -> None:
+def test_cells_end_in_time_and_host_kernels_are_prebuilt(quick: bool) -> None:
     longer, seconds = set(works_with.LONGER), {}
     for name, part in works(quick).items():
         *before, cells = part.commands

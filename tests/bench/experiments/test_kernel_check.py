@@ -1,4 +1,4 @@
-"""bench/scenarios/kernel_check.py: errors that are found; graphs that run on a CPU and fill a call's output again."""
+"""Tests of kernel_check.py: errors are found; graphs run on a CPU and refill a call's output."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
-import kernel_check
+from experiments.common import kernel_check
 
 
 class Graph:
@@ -39,7 +39,7 @@ def capture(graph: Graph) -> Iterator[None]:
 
 
 def launched(write: Callable[[torch.Tensor], object]) -> torch.Tensor:
-    """A call whose one kernel writes its output, [4]."""
+    """A call whose single kernel writes its output, [4]."""
     assert Graph.capturing is not None
     out = torch.empty(4)
     Graph.capturing.launched.append(lambda: write(out))
@@ -53,7 +53,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
 
 
-def test_each_graph_is_replayed_and_the_bits_of_each_are_its_own() -> None:
+def test_each_graph_replays_with_its_own_bits() -> None:
     wanted = [torch.full((4,), 1.0), torch.full((4,), 2.0)]
     calls = [lambda w=w: launched(lambda out: out.copy_(w)) for w in wanted]
     graphs = kernel_check.SideBySide(calls)
@@ -64,7 +64,7 @@ def test_each_graph_is_replayed_and_the_bits_of_each_are_its_own() -> None:
     assert "have other bits" in kernel_check.other_bits(calls, wanted[::-1])
 
 
-def test_what_is_not_written_again_shows() -> None:
+def test_unwritten_output_is_found() -> None:
     def once(out: torch.Tensor) -> None:
         if not written:
             out.fill_(1.0)
@@ -81,7 +81,7 @@ def test_what_is_not_written_again_shows() -> None:
     assert "have other bits" in kernel_check.other_bits([lambda: launched(part)], [torch.ones(4)])
 
 
-def test_what_is_wrong_with_a_call_is_said() -> None:
+def test_problem_names_the_error() -> None:
     want = torch.linspace(-2, 2, 64).double()
 
     def said(change: Callable[[torch.Tensor], torch.Tensor], **how: Any) -> str:

@@ -1,4 +1,4 @@
-"""What linear_fp8.py compiles and checks of what is asked for."""
+"""Tests of linear_fp8.py's selection: the kernels that are compiled and checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-import linear_fp8_plan as plan
-from linear_kernels import label
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.linear import linear_fp8_plan as plan
+from experiments.linear.linear_kernels import label
 
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
 
@@ -20,14 +20,14 @@ def told(tokens: str = "1,8,16,32,64", layers: str = "", sets: str = "") -> argp
     return argparse.Namespace(tokens=tokens, layers=layers, sets=sets)
 
 
-def test_all_unless_told() -> None:
+def test_default_selects_everything() -> None:
     assert plan.layers_of(told()) == plan.LAYERS and plan.sets_of(told()) == list(wgmma.PARAMS)
     assert plan.checked(told()) == list(plan.CHECKED)
     names = [label(p) for p in wgmma.PARAMS]
     assert len(set(names)) == len(names)  # a set is named by its values
 
 
-def test_only_what_is_asked_for() -> None:
+def test_selection_limits_layers_and_sets() -> None:
     some = told("1,8,128", "o,half_down", "1/4/128/64")
     assert plan.layers_of(some) == {"o": (4096, 4096), "half_down": (4096, 7168)}
     assert plan.sets_of(some) == [{"splits": 1, "stages": 4, "rows": 128, "ahead": 64}]
@@ -37,7 +37,7 @@ def test_only_what_is_asked_for() -> None:
 
 
 def test_every_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all shares together: of each layer that is timed, each odd shape, and the chains."""
+    """All shares together compile each timed layer, each odd shape and the chains."""
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(wgmma, "kernel_for", lambda device, *what: made.append(what))

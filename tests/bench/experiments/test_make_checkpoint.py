@@ -1,4 +1,4 @@
-"""bench/scenarios/make_checkpoint.py: the FP8 checkpoint is the plain one, in a format the hosts' library takes."""
+"""Tests of make_checkpoint.py: the FP8 checkpoint has the same weights, in a format that compressed-tensors loads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "bench" / "scenarios"))
-import make_checkpoint  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+from experiments.checkpoints import make_checkpoint
 
+ROOT = Path(__file__).resolve().parents[3]
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 256,
@@ -34,7 +34,7 @@ print(json.dumps([
 
 
 def made(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, torch.Tensor]:
-    """The tensors of a small checkpoint of two layers, all of them found by its index."""
+    """Return the tensors of a small two-layer checkpoint, found through its index."""
     monkeypatch.setattr(make_checkpoint, "CONFIG", {**make_checkpoint.CONFIG, **SMALL})
     monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(folder), "--layers", "2", *options])
     make_checkpoint.main()
@@ -44,7 +44,7 @@ def made(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[s
     return {name: tensors[file][name] for name, file in files.items()}
 
 
-def test_the_fp8_checkpoint_is_the_plain_one_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_checkpoint_is_the_plain_one_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = made(tmp_path / "plain", monkeypatch)
     fp8 = made(tmp_path / "fp8", monkeypatch, "--quantize", "fp8")
     linears = {name for name in plain if name.endswith("_proj.weight")}
@@ -81,7 +81,7 @@ SMALL_EXPERTS = {
      ("qwen3-30b-a3b", {"num_experts": 3, "moe_intermediate_size": 160, "num_experts_per_tok": 2},
       "mlp.experts.2.down_proj")],
 )  # fmt: skip
-def test_a_mixture_of_experts_is_one_that_transformers_reads(
+def test_transformers_reads_moe_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, int], where: str
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -105,9 +105,7 @@ def test_a_mixture_of_experts_is_one_that_transformers_reads(
     assert {f"{gate}.weight" for gate in config["modules_to_not_convert"]} == {*gates, "lm_head.weight"}
 
 
-def test_a_model_of_ones_own_is_quantized_in_the_same_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_model_is_quantized_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path / "plain", monkeypatch)
     fp8 = made(tmp_path / "fp8", monkeypatch, "--quantize", "fp8")
     again = made(tmp_path / "again", monkeypatch, "--model", str(tmp_path / "plain"), "--quantize", "fp8")
@@ -117,7 +115,7 @@ def test_a_model_of_ones_own_is_quantized_in_the_same_way(
     assert configs[0] == configs[1]
 
 
-def test_a_model_without_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match="has no"):
         made(tmp_path / "out", monkeypatch, "--model", str(tmp_path / "empty"), "--quantize", "fp8")
@@ -126,7 +124,7 @@ def test_a_model_without_weights_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("host", [pytest.param(h, marks=getattr(pytest.mark, h)) for h in ("vllm", "sglang")])
-def test_the_library_of_the_hosts_takes_the_configuration(host: str) -> None:
+def test_compressed_tensors_accepts_the_configuration(host: str) -> None:
     python = ROOT / f".venv-{host}/bin/python"
     if not python.exists():
         pytest.skip(f"no .venv-{host}: run `make setup`")

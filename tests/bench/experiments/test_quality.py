@@ -1,4 +1,4 @@
-"""bench/scenarios/quality.py: divergences of known distributions, forced steps, how a text is cut, SmolLM2 in vLLM."""
+"""Tests of quality.py: divergences of known distributions, forced steps, splitting of a text, SmolLM2 in vLLM."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fk_bench.core.rows import read
 from fastkernels.core import dispatch, registry
 from fastkernels.core import tuning as tuned
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
-import quality_plan as plans
-import quality_record as record
-import quality_summary as summary
+from experiments.quality import quality_plan as plans
+from experiments.quality import quality_record as record
+from experiments.quality import quality_summary as summary
 
 ROOT = Path(__file__).parents[3]
-SCENARIOS = ROOT / "bench" / "scenarios"
+SCRIPTS = ROOT / "bench/experiments/quality"
 VOCABULARY = 37
 WRONG = """
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ def small_plan() -> plans.Plan:
 
 
 def served(folder: Path, plan: plans.Plan, run: str, logits: Any) -> None:
-    """An engine: every batch of a run, step by step; logits(number of a sequence, step) -> [VOCABULARY]."""
+    """Serve every batch of a run step by step; logits(sequence, step) -> [VOCABULARY]."""
     for batch in plan.batches("decode", run):
         requests = []
         for i in batch:
@@ -64,7 +64,7 @@ def true_logits(number: int, step: int) -> torch.Tensor:
     return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(100 * number + step))
 
 
-def test_divergence_is_torchs_and_survives_tokens_that_are_ruled_out() -> None:
+def test_divergence_equals_torchs_with_masked_tokens() -> None:
     torch.manual_seed(0)
     a, b, tokens = torch.randn(5, 63), torch.randn(5, 63), torch.randint(63, (5,))
     kl, logprob, same = record.compare(a, b, tokens)
@@ -77,7 +77,7 @@ def test_divergence_is_torchs_and_survives_tokens_that_are_ruled_out() -> None:
     assert record.compare(a, b, tokens)[0].isfinite().all()
 
 
-def test_a_partial_divergence_is_a_lower_bound_and_exact_with_all_tokens() -> None:
+def test_partial_divergence_is_a_lower_bound() -> None:
     torch.manual_seed(1)
     logits = 2 * torch.randn(1, 41).double() + 0.2 * torch.randn(2, 41)
     p, q = torch.log_softmax(logits, -1)
@@ -91,7 +91,7 @@ def test_a_partial_divergence_is_a_lower_bound_and_exact_with_all_tokens() -> No
     assert summary.partial_kl(tops[0], tops[0]) == 0.0
 
 
-def test_forced_steps_compare_each_sequence_with_itself_in_any_order(tmp_path: Path) -> None:
+def test_forced_steps_match_sequences_in_any_order(tmp_path: Path) -> None:
     plan = small_plan()
     served(tmp_path, plan, record.HOST, true_logits)
     served(tmp_path, plan, "other", true_logits)
@@ -130,7 +130,7 @@ class Greedy:
         return logits.argmax(-1)
 
 
-def test_a_sampler_forces_the_requests_that_have_a_task_wherever_their_rows_are(tmp_path: Path) -> None:
+def test_sampler_forces_requests_with_a_task(tmp_path: Path) -> None:
     sampler = Greedy()
     record.force_in(sampler)
     for req_idx, tokens in ((5, [1, 2, 3]), (2, None), (7, [30, 31, 32])):
@@ -152,14 +152,14 @@ def test_a_sampler_forces_the_requests_that_have_a_task_wherever_their_rows_are(
             for s, t in enumerate(wanted[i][:3])
         ]
         assert lines[i]["logprob"] == pytest.approx(own, abs=1e-6)
-    sampler.add_request(7, 4, SimpleNamespace(extra_args=None))  # the place is somebody else's now
+    sampler.add_request(7, 4, SimpleNamespace(extra_args=None))  # another request now has this place
     assert (
         sampler(logits, SimpleNamespace(idx_mapping_np=np.array(order))).tolist()
         == before.argmax(-1).tolist()
     )
 
 
-def test_a_text_is_cut_without_overlap_and_served_in_the_order_of_the_run() -> None:
+def test_text_is_cut_without_overlap_and_ordered_by_run() -> None:
     tokens = list(range(400))
     plan = plans.plan(tokens, {4: 30, 1: 12}, [3, 8], 6, (2, 45), 16)
     assert [t for s in plan.decode for t in (*s.prompt, *s.tokens)] == tokens[: 7 * 6 + 4 * 3 + 3 * 8]
@@ -182,9 +182,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_the_table_sends_every_decode_of_the_model_to_our_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_sends_every_decode_to_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chip = "NVIDIA Test"
     (tmp_path / "table.json").write_text(plans.table(CONFIG, chip, 1024))
     monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "table.json"))
@@ -211,7 +209,7 @@ def test_the_table_sends_every_decode_of_the_model_to_our_kernels(
     assert found.find((9, 3, 64, 16, 0, torch.bfloat16), (64, 1024)) is None
 
 
-def test_the_table_of_an_fp8_model_has_its_linears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_fp8_model_has_its_linears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chip, config = "NVIDIA Test", {**CONFIG, "quantization_config": {"quant_method": "compressed-tensors"}}
     (tmp_path / "table.json").write_text(plans.table(config, chip, 1024))
     monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "table.json"))
@@ -242,7 +240,7 @@ def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
         ("decode", "all"), ("prefill", "all"), ("decode", "4"), ("decode", "1")
     ]  # fmt: skip
     metrics, interval = groups[0]["metrics"], groups[0]["ci95"]["kl_ratio"]
-    # KL goes with the shift's square
+    # KL grows with the square of the shift
     assert metrics["tokens"] == plan.total and 0.2 < metrics["kl_ratio"] < 0.3
     assert interval[0] < metrics["kl_ratio"] < interval[1]
     assert metrics["perplexity_rel_patched"] == pytest.approx(
@@ -258,8 +256,8 @@ def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
     assert groups[1]["metrics"] == {} and "not measured: kl_exact_host" in summary.problem({}, 5.0, 0.5)
 
 
-def test_a_kernel_that_should_have_run_and_did_not_is_said() -> None:
-    from quality import idle
+def test_kernel_that_did_not_run_is_reported() -> None:
+    from experiments.quality.quality import idle
 
     def row(op: str, calls: int, reason: str = "", state: str = "active") -> dict[str, Any]:
         return {
@@ -274,12 +272,12 @@ def test_a_kernel_that_should_have_run_and_did_not_is_said() -> None:
     assert idle([row("linear", 5), row("attention", 1)], every=True) == []
     assert idle([row("linear_fp8", 5), row("attention", 1)], every=True, linear="linear_fp8") == []
     (missing,) = idle([row("linear", 5), row("attention", 1)], every=True, linear="linear_fp8")
-    assert missing == "linear_fp8 did not run: it is not in the report"
+    assert missing == "linear_fp8 did not run: not in the report"
     linear, attention = idle([row("linear", 0, "no such shape", "off"), row("attention", 0)], every=True)[1:]
     assert linear == "linear did not run: no such shape" and '{"why": 3}' in attention
 
 
-def test_a_sequence_that_one_run_lacks_counts_for_none(tmp_path: Path) -> None:
+def test_sequence_missing_in_one_run_is_ignored(tmp_path: Path) -> None:
     plan = small_plan()
     for run in (record.HOST, "other", "patched"):
         served(tmp_path, plan, run, true_logits)
@@ -289,8 +287,8 @@ def test_a_sequence_that_one_run_lacks_counts_for_none(tmp_path: Path) -> None:
     assert summary.groups(plan, tmp_path)[0]["metrics"]["tokens"] == plan.total - 2 * 6
 
 
-def test_our_engine_forces_tokens_and_decode_says_what_prefill_says(tmp_path: Path) -> None:
-    from quality_fastkernels import Engine
+def test_our_engine_decodes_like_its_prefill(tmp_path: Path) -> None:
+    from experiments.quality.quality_fastkernels import Engine
     from support.tiny import make_tiny_llama
 
     model = make_tiny_llama(tmp_path / "llama", dtype="float32")
@@ -323,7 +321,7 @@ def quality(folder: Path, *more: str) -> tuple[int, str, list[Any]]:
     foreign = ("FASTKERNELS", "VLLM_", "PYTEST")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign) or k == "FASTKERNELS_CACHE"}
     command = [
-        str(ROOT / ".venv-vllm/bin/python"), str(SCENARIOS / "quality.py"), "--host", "vllm", "--model",
+        str(ROOT / ".venv-vllm/bin/python"), str(SCRIPTS / "quality.py"), "--host", "vllm", "--model",
         str(smollm2_path()), "--out", str(folder / "rows.jsonl"), "--prompts", "8,24", "--new", "8", "--length", "32",
         "--others", "other", "--work", str(folder), *more,
     ]  # fmt: skip
@@ -338,7 +336,7 @@ def quality(folder: Path, *more: str) -> tuple[int, str, list[Any]]:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(not (ROOT / ".venv-vllm").exists(), reason="no .venv-vllm: run `make setup`")
-def test_smollm2_in_vllm_is_as_good_patched_and_is_transformers(tmp_path: Path) -> None:
+def test_patched_vllm_equals_vllm_and_transformers(tmp_path: Path) -> None:
     from support.smollm2 import smollm2_path
     from transformers import AutoModelForCausalLM
 
@@ -370,7 +368,7 @@ def test_smollm2_in_vllm_is_as_good_patched_and_is_transformers(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(not (ROOT / ".venv-vllm").exists(), reason="no .venv-vllm: run `make setup`")
-def test_a_candidate_that_is_five_percent_off_misses_the_goals(tmp_path: Path) -> None:
+def test_candidate_off_by_five_percent_misses_goals(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     candidates = json.dumps({"silu_and_mul": str(tmp_path / "wrong.py")})
     status, said, rows = quality(tmp_path, "--decode", "4:32", "--prefill", "", "--candidates", candidates)

@@ -1,4 +1,4 @@
-"""bench/scenarios/quality_exact.py: the model in float32 that all runs are compared with."""
+"""Tests of quality_exact.py: the float32 reference of all runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
-import quality_exact
-import quality_plan as plans
-import quality_record as record
-import quality_summary as summary
+from experiments.quality import quality_exact
+from experiments.quality import quality_plan as plans
+from experiments.quality import quality_record as record
+from experiments.quality import quality_summary as summary
 
 
-def test_the_exact_model_is_transformers_in_float32_from_either_checkpoint(
+def test_exact_model_is_transformers_in_float32(
     tmp_path: Path,
 ) -> None:
-    from make_checkpoint import FP8_DYNAMIC, quantize_model
+    from experiments.checkpoints.make_checkpoint import FP8_DYNAMIC, quantize_model
     from support.tiny import make_tiny_llama
     from transformers import AutoModelForCausalLM
 
@@ -52,7 +52,7 @@ def test_the_exact_model_is_transformers_in_float32_from_either_checkpoint(
                 assert name == "b" or best == logprobs.topk(5).indices.tolist()
 
 
-def test_prefills_are_compared_with_the_exact_ones(tmp_path: Path) -> None:
+def test_prefills_are_compared_with_exact_ones(tmp_path: Path) -> None:
     near, far = ({"logprob": [-0.5], "top": [[(3, math.log(p)), (5, math.log(1 - p))]]} for p in (0.6, 0.7))
     runs = {record.EXACT: {0: near}, record.HOST: {0: near}, "patched": {0: far}}
     made = summary.prefills(runs)

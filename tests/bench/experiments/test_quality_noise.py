@@ -1,4 +1,4 @@
-"""bench/scenarios/quality_noise.py: one model beside itself where sums are taken in another order."""
+"""Tests of quality_noise.py: a model compared with itself with sums in another order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from fk_bench.core.rows import read
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
-import quality_noise
+from experiments.quality import quality_noise
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -22,7 +22,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def test_halves_change_the_last_bits_alone() -> None:
+def test_halved_sums_change_only_last_bits() -> None:
     torch.manual_seed(0)
     x, weight, matrix = torch.randn(64, 576), torch.rand(576), torch.randn(96, 576)
     pairs = {
@@ -37,9 +37,7 @@ def test_halves_change_the_last_bits_alone() -> None:
     assert quality_noise.linear(x.bfloat16(), matrix.bfloat16(), True).dtype == torch.bfloat16
 
 
-def test_a_model_is_itself_twice_and_another_one_in_another_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_order_is_equal_and_other_order_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from support.tiny import make_tiny_llama
 
     model = make_tiny_llama(tmp_path / "llama", dtype="bfloat16")
@@ -55,9 +53,7 @@ def test_a_model_is_itself_twice_and_another_one_in_another_order(
         assert 0 < row.metrics["kl_exact"] < 0.01
 
 
-def test_in_float8_it_is_further_from_itself_and_a_token_has_a_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float8_differs_more_and_scales_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from support.tiny import make_tiny_llama
 
     model = make_tiny_llama(tmp_path / "llama", dtype="bfloat16")
@@ -84,7 +80,7 @@ def test_in_float8_it_is_further_from_itself_and_a_token_has_a_scale(
     assert ((got - wanted).norm(dim=1) < 0.05 * wanted.norm(dim=1)).all()
 
 
-def test_a_model_that_is_not_itself_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nondeterministic_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from support.tiny import make_tiny_llama
 
     model = make_tiny_llama(tmp_path / "llama", dtype="bfloat16")
@@ -100,7 +96,7 @@ def test_a_model_that_is_not_itself_is_a_fault(tmp_path: Path, monkeypatch: pyte
     assert first.status == "wrong" and first.reason.startswith("KL from itself is")
 
 
-def test_only_models_whose_sums_are_known_are_taken() -> None:
+def test_models_with_unknown_sums_are_refused() -> None:
     with pytest.raises(ValueError, match="has a bias"):
         quality_noise.change(torch.nn.Sequential(torch.nn.Linear(4, 4)), ())
     with pytest.raises(ValueError, match="no RMS norm"):

@@ -1,4 +1,4 @@
-"""bench/scenarios/works_with.py: whose fault a sleep is, what a row of a lost cell says, which cells a host has."""
+"""Tests of works_with.py: blame for a failed sleep, rows of lost cells, the cells of each host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from fk_integrations.vllm.fusions import ALL_REDUCE
 import fastkernels
 from fastkernels.patch import PatchError, Row
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench" / "scenarios"))
-import works_hosts
-import works_with
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from experiments.works_with import works_hosts, works_with
 
 TEXTS = [[5, 6, 7], [8, 9]]
 
@@ -27,7 +26,7 @@ class Host:
     def __init__(self, unpatched: Any = 0.0, patched: Any = 0.0, refuses: bool = True) -> None:
         self.cost, self.refuses, self.engine = {False: unpatched, True: patched}, refuses, self
         self.lost, self.asleep, self.ours, self.sleeps = 0.0, False, False, 0
-        self.rounding, self.asked = 0.0, [""]  # what a patch costs, and which ops it was asked for
+        self.rounding, self.requested = 0.0, [""]  # error of a patch, and the requested ops
 
     def tokens(self, prompts: list[list[int]], n: int) -> list[list[int]]:
         return [[1] * n for _ in prompts]
@@ -46,10 +45,10 @@ class Host:
         self.lost += cost
 
     def reload(self) -> None:
-        """The weights are right again."""
+        """Restore the weights."""
 
     def patch(self, engine: Any, ops: list[str] | None) -> Host:
-        self.ours, self.asked, self.lost = True, ops, self.lost + self.rounding
+        self.ours, self.requested, self.lost = True, ops, self.lost + self.rounding
         return self
 
     def undo(self) -> None:
@@ -63,7 +62,7 @@ class Host:
 
 @pytest.fixture
 def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a feature, live: (the cell, an error that ended it) for a host."""
+    """Return (the live cell of a feature, the error that ended it) for a host."""
 
     def run(
         host: Host, feature: str = "sleep", name: str = "sglang"
@@ -88,9 +87,7 @@ def stages(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line[3:] for line in capsys.readouterr().out.splitlines() if line.startswith("AT ")]
 
 
-def test_a_sleep_is_tried_without_a_patch_first_and_then_with_one(
-    cell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sleep_runs_unpatched_first_then_patched(cell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     host = Host()
     made, error = cell(host)
     assert error is None and not made.problems and host.sleeps == 2
@@ -101,7 +98,7 @@ def test_a_sleep_is_tried_without_a_patch_first_and_then_with_one(
     ]  # fmt: skip
 
 
-def test_what_the_host_loses_in_its_own_sleep_is_not_the_patchs(cell: Any) -> None:
+def test_unpatched_sleep_error_is_not_blamed_on_patch(cell: Any) -> None:
     theirs, _ = cell(Host(unpatched=1.0))
     assert theirs.problems[0].startswith("stock_awake: log-probabilities are 1.000 apart")
     ours, _ = cell(Host(patched=1.0))
@@ -114,21 +111,21 @@ def test_what_the_host_loses_in_its_own_sleep_is_not_the_patchs(cell: Any) -> No
     ("feature", "name", "named"),
     [("tp", "vllm", False), ("tp", "sglang", True), ("tp_norms", "vllm", True)],
 )
-def test_two_ranks_of_vllm_are_patched_without_a_list_of_ops(
+def test_two_vllm_ranks_are_patched_without_op_list(
     cell: Any, feature: str, name: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is named is put in even where the host fuses it; only without names are norms left to its all-reduce."""
+    """Requested norms are patched even if the host fuses them; by default they stay with its all-reduce."""
     host = Host()
     made, error = cell(host, feature, name)
     assert error is None and not made.problems
-    assert host.asked == (works_with.OPS if named else None)
+    assert host.requested == (works_with.OPS if named else None)
     environments = []
 
     def started(command: list[str], env: dict[str, str], **_: Any) -> Any:
         environments.append(env)
         return argparse.Namespace(wait=lambda timeout: None)
 
-    monkeypatch.setenv("FASTKERNELS_OPS", "linear")  # somebody's own, which is not a cell's
+    monkeypatch.setenv("FASTKERNELS_OPS", "linear")  # set by the user, not by the cell
     monkeypatch.setattr(works_with.subprocess, "Popen", started)
     monkeypatch.setattr(works_with, "_end", lambda _: None)
     args = argparse.Namespace(host=name, work=tmp_path, out=tmp_path / "rows.jsonl", timeout=1)
@@ -140,7 +137,7 @@ def test_two_ranks_of_vllm_are_patched_without_a_list_of_ops(
     assert start.get("FASTKERNELS_OPS") == (",".join(works_with.OPS) if named else None)
 
 
-def test_without_names_norms_must_be_left_to_the_all_reduce_and_the_rest_to_tables() -> None:
+def test_default_patch_leaves_norms_to_the_all_reduce() -> None:
     def said(norms: str) -> list[str]:
         made = works_with.Cell.__new__(works_with.Cell)
         made.args, made.problems = argparse.Namespace(child="tp", host="vllm"), []
@@ -155,12 +152,12 @@ def test_without_names_norms_must_be_left_to_the_all_reduce_and_the_rest_to_tabl
     assert said(f"9 left to the host: {ALL_REDUCE}") == []
     (problem,) = said("")
     assert problem.startswith(
-        "rms_norm should say 'left to the host: vLLM adds it to the all-reduce before it'"
+        "rms_norm expected 'left to the host: vLLM adds it to the all-reduce before it'"
     )
 
 
 @pytest.mark.parametrize(("feature", "allowed"), [("moe", 0.15), ("moe_fp8", 0.495)])
-def test_experts_in_fp8_may_be_further_from_the_host(cell: Any, feature: str, allowed: float) -> None:
+def test_fp8_experts_have_a_larger_tolerance(cell: Any, feature: str, allowed: float) -> None:
     for far, wrong in ((allowed - 0.01, False), (allowed + 0.01, True)):
         host = Host()
         host.rounding = far
@@ -169,10 +166,10 @@ def test_experts_in_fp8_may_be_further_from_the_host(cell: Any, feature: str, al
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_the_row_of_a_cell_that_died_says_in_what(
+def test_row_of_a_dead_cell_names_its_stage(
     cell: Any, patched: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A scheduler that dies ends all processes, so nothing but the log is left."""
+    """A dying scheduler ends all processes, so only the log is left."""
     failed = RuntimeError("no such memory")
     _, error = cell(Host(patched=failed) if patched else Host(unpatched=failed))
     assert error is failed
@@ -190,7 +187,7 @@ def test_the_row_of_a_cell_that_died_says_in_what(
     assert result["metrics"] == {"start_s": 1.0}
 
 
-def test_a_feature_of_one_host_is_skipped_on_the_other(
+def test_feature_of_other_host_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(works_with, "run", lambda *_: pytest.fail("a cell was run"))
@@ -202,26 +199,26 @@ def test_a_feature_of_one_host_is_skipped_on_the_other(
     assert [r["reason"] for r in rows] == ["no feature of sglang", "no feature of vllm"]
 
 
-def test_a_start_without_what_live_measured_is_refused_before_an_engine_starts(
+def test_start_without_live_reference_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun: list[str] = []
     monkeypatch.setattr(works_with, "made", lambda _, feature: begun.append(feature))
     monkeypatch.setattr(works_with, "cells", lambda *_: 0)
-    asked = ["--host", "vllm", "--features", "plain,window", "--ways", "start", "--work", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["works_with.py", *asked])
+    requested = ["--host", "vllm", "--features", "plain,window", "--ways", "start", "--work", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["works_with.py", *requested])
     (tmp_path / "vllm-plain.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         works_with.main()
     assert ended.value.code == 2 and begun == []
-    assert "none of ['window']: add live" in capsys.readouterr().err
+    assert "--work lacks ['window']: add live" in capsys.readouterr().err
     (tmp_path / "vllm-window.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         works_with.main()
     assert ended.value.code == 0 and begun == ["plain", "window"]
 
 
-def test_prebuild_compiles_all_at_once_and_counts_what_failed(
+def test_prebuild_runs_in_parallel_and_counts_failures(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(works_hosts.KERNELS, "sglang", {"json": "nothing()", "time": "sleep(0)"})
@@ -231,16 +228,16 @@ def test_prebuild_compiles_all_at_once_and_counts_what_failed(
 
 
 @pytest.mark.parametrize(
-    ("feature", "asked", "seconds"),
+    ("feature", "requested", "seconds"),
     [("plain", None, 300), ("tp", None, 420), ("plain", 240, 240), ("tp", 240, 240)],
 )
-def test_a_limit_that_is_given_is_that_of_every_cell(
-    feature: str, asked: float | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_given_limit_applies_to_every_cell(
+    feature: str, requested: float | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[float] = []
     started = argparse.Namespace(wait=lambda timeout: limits.append(timeout))
     monkeypatch.setattr(works_with.subprocess, "Popen", lambda *_, **__: started)
     monkeypatch.setattr(works_with, "_end", lambda _: None)
-    args = argparse.Namespace(host="vllm", work=tmp_path, out=tmp_path / "rows.jsonl", timeout=asked)
+    args = argparse.Namespace(host="vllm", work=tmp_path, out=tmp_path / "rows.jsonl", timeout=requested)
     works_with.run(args, feature, "live")
     assert limits == [seconds]

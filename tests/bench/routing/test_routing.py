@@ -19,8 +19,8 @@ from fk_bench.routing import stats, study
 from fastkernels.core import registry
 
 ROOT = Path(__file__).parents[3]
-SCENARIOS = ROOT / "bench" / "scenarios"
-sys.path.insert(0, str(SCENARIOS))  # moe_model, moe_text
+EXPERIMENTS = ROOT / "bench/experiments/routing"
+sys.path.insert(0, str(ROOT / "bench"))
 
 
 # Training
@@ -29,7 +29,7 @@ sys.path.insert(0, str(SCENARIOS))  # moe_model, moe_text
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint of random weights, written by the training script's `save`."""
-    from moe_model import PRESETS, Model, loop_experts, save
+    from experiments.routing.moe_model import PRESETS, Model, loop_experts, save
 
     torch.manual_seed(0)
     model = Model(PRESETS["tiny"], torch.float32, loop_experts)
@@ -47,19 +47,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model trained for 3 seconds on this repository's own text, and its capture in captures/."""
     folder = tmp_path_factory.mktemp("moe")
     text = [ROOT / name for name in ("fastkernels", "docs", "bench/fk_bench")]
-    _scenario(
+    _run(
         "train_moe.py", "--out", folder, "--presets", "tiny", "--seconds", 3, "--device", "cpu", "--rows", 8,
         "--length", 64, "--megabytes", 2, "--vocab", 400, "--workers", 1, "--text", *text,
     )  # fmt: skip
-    _scenario(
+    _run(
         "capture_routing.py", "--models", folder, "--out", folder / "captures", "--presets", "tiny", "--device", "cpu",
         "--kib", 24,
     )  # fmt: skip
     return folder
 
 
-def _scenario(script: str, *args: object) -> str:
-    command = [sys.executable, str(SCENARIOS / script), *map(str, args)]
+def _run(script: str, *args: object) -> str:
+    command = [sys.executable, str(EXPERIMENTS / script), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -79,7 +79,7 @@ def test_training_lowers_the_loss(trained: Path) -> None:
 
 
 def test_checkpoint_agrees_in_engine_and_transformers(untrained: Path) -> None:
-    from moe_model import Model, Sizes, grouped_experts, loop_experts
+    from experiments.routing.moe_model import Model, Sizes, grouped_experts, loop_experts
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -137,14 +137,14 @@ def _fill(model: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def test_grouped_products_match_loop() -> None:
-    from moe_model import grouped_works
+    from experiments.routing.moe_model import grouped_works
 
     for dtype in (torch.float32, torch.bfloat16):
         assert grouped_works(torch.device("cpu"), dtype) == ""
 
 
 def test_file_is_split_into_prose_and_code() -> None:
-    from moe_text import parts
+    from experiments.routing.moe_text import parts
 
     long = "What it does, in words. " * 12
     source = (
@@ -183,8 +183,8 @@ def test_capture_of_trained_model(trained: Path) -> None:
 
 def test_capture_matches_the_router(untrained: Path, tmp_path: Path) -> None:
     """A prompt's routing in our engine, saved and read again, equals the training model's."""
-    from capture_routing import recorded, save_both
-    from moe_model import Model, Sizes, loop_experts
+    from experiments.routing.capture_routing import recorded, save_both
+    from experiments.routing.moe_model import Model, Sizes, loop_experts
     from safetensors.torch import load_file
 
     from fastkernels.engine.sampling.sampling_params import SamplingParams
@@ -214,7 +214,7 @@ def test_capture_matches_the_router(untrained: Path, tmp_path: Path) -> None:
 
 def test_timing_uses_sizes_of_known_model() -> None:
     """ids and weights are replayed; all sizes are those of the known model."""
-    from capture_routing import ops_of
+    from experiments.routing.capture_routing import ops_of
 
     signature = [
         {"name": n, "shape": shape, "dtype": dtype, "strides": [1] * len(shape)}

@@ -94,7 +94,7 @@ def test_study_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
 def test_page_tables_match_repository_rows(capsys: Any) -> None:
     file = ROOT / "bench/results/2026-11-21-h200-routing.jsonl"
     status, out, _ = command(capsys, "--rows", file, "--markdown")
-    page = (ROOT / "docs/routing.md").read_text()
+    page = (ROOT / "docs/reports/2026-11-routing.md").read_text()
     lines = [line for line in out.splitlines() if line.startswith("|")]
     assert status == 0 and len(lines) > 60 and [line for line in lines if line not in page] == []
     result = json.loads(out.splitlines()[-1])

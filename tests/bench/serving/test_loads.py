@@ -73,9 +73,7 @@ def test_duplicate_load_is_an_error() -> None:
 
 @pytest.mark.parametrize("load", ["c=2,in=9", "c=2,out=9"])
 def test_lengths_need_random_prompts(load: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{load}: .*prompts of --dataset sharegpt have their own lengths"
-    ):
+    with pytest.raises(ConfigError, match=f"{load}: .*prompts of --dataset sharegpt have their own lengths"):
         config(load, dataset="sharegpt", dataset_path="x")
     assert config("c=2", dataset="sharegpt", dataset_path="x").levels[2].label == "c=2"
 

@@ -195,7 +195,9 @@ def test_diff_of_zero_times(tmp_path: Path) -> None:
     assert lines["c=1"]["ratio"] == 1.0 and not lines["c=1"]["failed"]
     assert lines["c=8"]["ratio"] is None and lines["c=8"]["failed"]
     (problem,) = result["problems"]
-    assert problem.startswith("vllm c=8 tpot_ms_p50: ") and problem.endswith(" and 0") and "no ratio" in problem
+    assert (
+        problem.startswith("vllm c=8 tpot_ms_p50: ") and problem.endswith(" and 0") and "no ratio" in problem
+    )
 
 
 def test_diff_command(tmp_path: Path) -> None:

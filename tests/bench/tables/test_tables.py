@@ -1,76 +1,90 @@
-"""`fk-bench tables`: the documents say what the rows say, and tables of made rows have the numbers that they must."""
+"""Tests of `fk-bench tables`: documents match the rows, and tables of made-up rows have the right numbers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from fk_bench import cli
-from fk_bench.core.rows import Machine, Row, append
-from fk_bench.explain import measurements as pays_points
-from fk_bench.explain import savings as pays
+from fk_bench.core.rows import Row, append
 from fk_bench.serving.config import ConfigError
-from fk_bench.tables import command as tables
-from fk_bench.tables import experiments as tables_scenarios
-from fk_bench.tables import measured as tables_made
-from fk_bench.tables import savings_tables as pays_tables
-from fk_bench.tables.command import Results, rewritten
+from fk_bench.tables import figure, layers, servers
+from fk_bench.tables.command import FIGURE, RESULTS, TABLES, rewritten
+from fk_bench.tables.kernels import kernels
+from fk_bench.tables.results import GROUPS, Results
 from support.table_rows import checkout, ended, judged, row, run, served, timed
 
-from fastkernels.core import tuning as tuned
-
 ROOT = Path(__file__).resolve().parents[3]
-# -- the documents
+SPEEDUP = "| 4.20 | 2.10 | 2.000 (2.000 to 2.000) | 2.000 (2.000 to 2.000) |"
+
+# -- documents
 
 
-def test_the_documents_say_what_the_rows_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_match_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["tables", "--check", "--root", str(ROOT)])
     assert not end.value.code, capsys.readouterr().out
 
 
-def test_a_number_that_was_changed_is_found_and_written_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = checkout(tmp_path, "Before.\n\n<!-- table: servers -->\n<!-- end -->\n\nAfter.\n")
+def test_changed_number_is_found_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = checkout(tmp_path, "Before.\n\n<!-- table: hosts -->\n<!-- end -->\n\nAfter.\n")
     assert run("--check", "--root", str(root)) == 1 and run("--root", str(root)) == 0
     readme = root / "README.md"
     right = readme.read_text()
-    assert "|  | vllm+fk | vllm | 476.9 (2.000, 2.000 to 2.000) | 2.10 (2.000, 2.000 to 2.000) |" in right
-    assert right.startswith(
-        "Before.\n\n<!-- table: servers -->\nLlama-3.1-8B shapes, random weights, bfloat16, 512 tokens in"
-    )
+    assert f"| Llama-3.1-8B | vLLM | 1 | 512, 128 {SPEEDUP}" in right
+    assert right.startswith("Before.\n\n<!-- table: hosts -->\nMedians of requests")
     assert right.endswith("<!-- end -->\n\nAfter.\n") and run("--check", "--root", str(root)) == 0
-    readme.write_text(right.replace("2.10 (2.000", "2.09 (2.010"))
+    readme.write_text(right.replace("| 2.10 |", "| 2.09 |"))
     capsys.readouterr()
     assert run("--check", "--root", str(root)) == 1
-    said = capsys.readouterr()
-    assert "-|  | vllm+fk | vllm | 476.9 (2.000, 2.000 to 2.000) | 2.09 (2.010" in said.out
-    assert "+|  | vllm+fk | vllm | 476.9 (2.000, 2.000 to 2.000) | 2.10 (2.000" in said.out
-    assert json.loads(said.out.splitlines()[-1])["changed"] == ["README.md"] and "fk-bench tables" in said.err
+    printed = capsys.readouterr()
+    assert "-| Llama-3.1-8B | vLLM | 1 | 512, 128 | 4.20 | 2.09 |" in printed.out
+    assert "+| Llama-3.1-8B | vLLM | 1 | 512, 128 | 4.20 | 2.10 |" in printed.out
+    assert json.loads(printed.out.splitlines()[-1])["changed"] == ["README.md"]
+    assert "run `fk-bench tables`" in printed.err
     assert readme.read_text() != right and run("--root", str(root)) == 0 and readme.read_text() == right
 
 
+def test_reports_are_documents_too(tmp_path: Path) -> None:
+    root = checkout(tmp_path, "Nothing here.\n")
+    report = root / "docs/reports/2026-11-chip.md"
+    report.write_text("<!-- table: tails servers-vllm -->\n<!-- end -->\n")
+    assert (
+        run("--root", str(root)) == 0 and "| 84.00 | 42.00 | 2.000 (2.000 to 2.000) |" in report.read_text()
+    )
+
+
+def test_figure_is_made_where_a_document_shows_it(tmp_path: Path) -> None:
+    root = checkout(tmp_path, "Nothing here.\n")
+    assert run("--root", str(root)) == 0 and not (root / FIGURE).exists()
+    (root / "README.md").write_text(f"![speedup]({FIGURE})\n")
+    assert run("--check", "--root", str(root)) == 1 and run("--root", str(root)) == 0
+    drawn = (root / FIGURE).read_text()
+    assert "Llama-3.1-8B, vLLM, 1 requests at a time: 2.000x" in drawn
+    (root / FIGURE).write_text(drawn.replace("2.00", "3.00"))
+    assert run("--check", "--root", str(root)) == 1
+
+
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("<!-- table: servers gone -->\n<!-- end -->\n", "no rows 'gone' in .*gone.jsonl.*bench-h200"),
-        ("<!-- table: speed -->\n<!-- end -->\n", "there is no table 'speed': servers"),
+        ("<!-- table: hosts gone -->\n<!-- end -->\n", "no rows 'gone' in .*gone.jsonl.*bench-h200"),
+        ("<!-- table: speed -->\n<!-- end -->\n", "unknown table 'speed'; tables: summary"),
         ("<!-- table: kernels servers-vllm -->\n<!-- end -->\n", "servers-vllm has no row for it"),
-        ("<!-- table: servers -->\n", "no `<!-- end -->`"),
-        ("<!-- table: servers -->\n<!-- table: servers -->\n<!-- end -->\n", "no `<!-- end -->`"),
+        ("<!-- table: hosts -->\n", "without its own `<!-- end -->`"),
+        ("<!-- table: hosts -->\n<!-- table: hosts -->\n<!-- end -->\n", "without its own `<!-- end -->`"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_made_is_said(tmp_path: Path, text: str, said: str) -> None:
+)
+def test_bad_marker_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     root = checkout(tmp_path, text)
-    with pytest.raises(ConfigError, match=f"README.md: .*{said}"):
-        rewritten(text, Results(root / "bench/results"), "README.md")
+    with pytest.raises(ConfigError, match=f"README.md: .*{message}"):
+        rewritten(text, Results(root / RESULTS), "README.md")
     assert run("--root", str(root)) == 2 and (root / "README.md").read_text() == text
 
 
-def test_files_are_found_newest_first_and_named_by_the_mapping(tmp_path: Path) -> None:
+def test_files_are_found_newest_first_or_by_mapping(tmp_path: Path) -> None:
     for name in (
         "2026-11-21-h200-servers",
         "2026-12-01-h200-servers",
@@ -81,271 +95,178 @@ def test_files_are_found_newest_first_and_named_by_the_mapping(tmp_path: Path) -
     results = Results(tmp_path)
     assert results.find("servers").stem == "2026-12-01-h200-servers"
     judged_in = ["kernels-norms", "kernels-attention", "kernels-experts", "kernels-layers"]
-    assert results.files("pays") == [
-        *judged_in,
-        "skinny-linear",
-        "decode-attention",
-        "explain",
-        "servers-vllm",
-    ]
-    (tmp_path / "tables.json").write_text('{"servers": ["mine"], "pays": ["servers", "x"]}')
-    assert results.files("servers") == ["mine"] and results.files("pays") == ["mine", "x"]
-    (tmp_path / "tables.json").write_text('{"server": ["mine"]}')
-    with pytest.raises(ConfigError, match="server: not one of servers"):
-        results.files("servers")
+    others = ["skinny-linear", "decode-attention", "explain", "servers-vllm"]
+    assert results.files("steps") == [*judged_in, *others]
+    (tmp_path / "tables.json").write_text(
+        '{"hosts": ["mine"], "steps": ["hosts", "x"], "2026-11-a": ["y", "mine"]}'
+    )
+    assert results.files("hosts") == ["mine"] and results.files("steps") == ["mine", "x"]
+    assert results.files("2026-11-a", "hosts", "z") == ["y", "mine", "z"]
+    (tmp_path / "tables.json").write_text('{"servers": ["mine"]}')
+    with pytest.raises(ConfigError, match="unknown group servers; groups: summary"):
+        results.files("hosts")
 
 
-# -- tables of made rows
+# -- bench/results
 
 
-def test_prompts_that_are_not_random_have_the_tokens_that_were_counted() -> None:
-    found = served("vllm", [4.0, 4.0])
-    ((title, _, _),) = tables_made.servers({"a": found})
-    assert ", 512 tokens in and 128 out, " in title
-    for made, tokens in zip([r for r in found if r.kind == "round"], (300.0, 450.0), strict=True):
+def test_every_group_names_existing_files_and_has_a_table() -> None:
+    results = Results(ROOT / RESULTS)
+    for group in results.groups():
+        if group in GROUPS and group not in json.loads((ROOT / RESULTS / "tables.json").read_text()):
+            continue
+        assert all(results.find(file).is_file() for file in results.files(group)), group
+    assert {group for _, group in TABLES.values()} <= set(GROUPS)
+
+
+def test_results_are_small_and_indexed() -> None:
+    files = list((ROOT / RESULTS).iterdir())
+    index = (ROOT / RESULTS / "README.md").read_text()
+    assert len(files) <= 30 and sum(f.stat().st_size for f in files) <= 4_000_000
+    rows = {f.stem for f in files if f.suffix == ".jsonl"}
+    indexed = {line.split("`")[1] for line in index.splitlines() if line.startswith("| `")}
+    assert rows == indexed
+
+
+# -- tables of made-up rows
+
+
+def test_ragged_prompts_show_their_mean_length() -> None:
+    found = [*served("vllm", [4.0, 4.0]), *served("vllm+fk", [2.0, 2.0])]
+    ((_, _, cells),) = servers.hosts({"a": found})
+    assert cells[0][3] == "512, 128"
+    rounds = [r for r in found if r.kind == "round"]
+    for made, tokens in zip(rounds, (300.0, 450.0, 300.0, 450.0), strict=True):
         made.case["dataset"] = "prompts"
         made.metrics |= {"requests": 2.0, "requests_failed": 0.0, "prompt_tokens": tokens}
-    found[1].metrics |= {"requests": 4.0, "requests_failed": 1.0}  # a failed one's prompt is not counted
-    ((title, _, _),) = tables_made.servers({"a": found})
-    assert ", a mean of 150 tokens in and 128 out, " in title
+    rounds[1].metrics |= {
+        "requests": 4.0,
+        "requests_failed": 1.0,
+    }  # the prompt of a failed request is not counted
+    ((_, _, cells),) = servers.hosts({"a": found})
+    assert cells[0][3] == "~167, 128"  # 1500 tokens of 9 requests
 
 
-def test_servers_of_two_runs_are_two_tables() -> None:
-    files = {"a": served("vllm", [4.0]), "b": served("vllm+fk", [2.0])}
-    made = list(tables_made.servers(files))
-    assert [cells for _, _, cells in made] == [
-        [["1", "vllm", "", "250.0", "4.00", "", ""]], [["1", "vllm+fk", "", "500.0", "2.00", "", ""]],
-    ]  # fmt: skip
+def test_lanes_of_two_runs_are_never_compared() -> None:
+    files = {"a": [*served("vllm", [4.0]), *served("vllm+fk", [2.0], run_id="other")]}
+    assert servers.pairs(files) == []
+    assert len(servers.pairs({"a": [*served("vllm", [4.0]), *served("vllm+fk", [2.0])]})) == 1
 
 
-def test_a_load_of_other_lengths_has_a_line_of_its_own() -> None:
-    """First in the file, last in the table; the title's lengths are the run's."""
-    found = [r for other in ((2048, 8), None) for lane, ms in (("vllm", 6.0), ("vllm+fk", 3.0))
-             for r in served(lane, [ms] if other else [ms / 3], 8, other=other)]  # fmt: skip
-    ((title, _, cells),) = tables_made.servers({"a": found})
-    assert [cell[:4] for cell in cells] == [
-        ["8", "vllm", "", "500.0"],
-        ["", "vllm+fk", "vllm", "1000 (2.000)"],
-        ["8 x (2048, 8)", "vllm", "", "166.7"],
-        ["", "vllm+fk", "vllm", "333.3 (2.000)"],
-    ]
-    assert "512 tokens in and 128 out" in title
-
-
-def test_lanes_of_a_run_that_was_ended_are_compared_as_it_would_have_done() -> None:
-    """Its rounds are there, its summary is not."""
-    rounds = [r for lane, ms in (("vllm", [4.0, 4.0]), ("vllm+fk", [2.0, 2.0])) for r in served(lane, ms)]
-    ((_, _, cells),) = tables_made.servers({"a": [r for r in rounds if r.kind == "round"]})
-    assert [cell[1:3] for cell in cells] == [["vllm", ""], ["vllm+fk", "vllm"]]
-    assert "(2.000" in cells[1][4]
-
-
-def test_kernels_leaves_out_and_names_an_op_that_was_not_judged_to_its_end() -> None:
-    dims = {"tokens": 1, "hidden": 4096}
+def test_loads_of_other_lengths_have_their_own_table() -> None:
     found = [
-        judged("a", "x", 1.0, 2.0, dims),
-        judged("a", "y", 1.0, 8.0, dims),
-        ended("a"),
-        judged("b", "z", 1.0, 1.0, dims),
+        r
+        for other, ms in (((2048, 8), 6.0), (None, 2.0))
+        for lane, faster in (("vllm", 1.0), ("vllm+fk", 2.0))
+        for r in served(lane, [ms / faster], 8, other=other)
     ]
-    ((title, _, cells),) = tables_made.kernels({"rows": found})
-    assert cells == [["a", "4.00", "2", "2.00", "8.00", "", "", "", "", "", ""]]
-    assert "2 cases timed of 2, 0 failed" in title and "b (1)" in title and "commit abcdef1; `rows`" in title
+    ((_, _, cells),) = servers.hosts({"a": found})
+    assert [cell[2:7] for cell in cells] == [["8", "512, 128", "2.00", "1.00", "2.000"]]
+    ((_, _, cells),) = servers.loads({"a": found})
+    assert [cell[2:7] for cell in cells] == [["8", "2048, 8", "166.7", "333.3", "2.000"]]
 
 
-def test_linear_layers_are_summed_over_a_step() -> None:
-    sizes = {"qkv": 6144, "o": 4096, "gate_up": 28672, "down": 4096, "lm_head": 128256}
+def test_interrupted_run_uses_default_base_lanes() -> None:
+    rounds = [r for lane, ms in (("vllm", [4.0, 4.0]), ("vllm+fk", [2.0, 2.0])) for r in served(lane, ms)]
+    (pair,) = servers.pairs({"a": [r for r in rounds if r.kind == "round"]})
+    assert (pair.lane.lane, pair.base.lane, pair.ratio("tpot_ms_p50")) == (
+        "vllm+fk",
+        "vllm",
+        (2.0, (2.0, 2.0)),
+    )
+
+
+def test_models_are_named_with_their_number_of_gpus() -> None:
+    name = "Mixtral-8x7B shapes with 8 of 32 layers, random weights"
+    found = [*served("sglang", [4.0], model=name, base="sglang", ranks=2)]
+    found += served("sglang+fk", [2.0], model=name, base="sglang", ranks=2)
+    (pair,) = servers.pairs({"a": found})
+    assert (pair.model, pair.host) == ("Mixtral-8x7B, 8 of 32 layers, 2 GPUs", "SGLang")
+
+
+def test_summary_has_our_engine_beside_each_host() -> None:
+    found: list[Row] = []
+    for requests in (1, 8):
+        for lane, ms in (("vllm", 4.0), ("vllm+fk", 2.0), ("fastkernels", 1.0)):
+            found += served(lane, [ms], requests)
+    ((title, columns, cells),) = servers.summary_table({"a": found})
+    assert cells[1] == ["vLLM", "8", "4.00", "2.00", "**2.00x**", "250.0", "500.0", "1000"]
+    assert (
+        len(columns) == len(cells[0])
+        and "Llama-3.1-8B shapes with random weights, 512 tokens in and 128" in title
+    )
+    ((_, _, cells),) = servers.engine({"a": found})
+    assert [c[:3] for c in cells] == [["Llama-3.1-8B", "vLLM", "1"], ["Llama-3.1-8B", "vLLM", "8"]]
+    assert cells[0][4:7] == ["250.0", "1000", "4.000"]
+
+
+def test_figure_has_a_bar_for_each_host_and_load() -> None:
     found = []
-    for provider, us in (("cublas", 10.0), ("ours", 9.0), ("ours", 8.0)):
-        for layer, out in sizes.items():
-            made = timed(provider, 8, out, us)
-            made.case |= {"layer": layer, "in": 14336 if layer == "down" else 4096}
-            found.append(made)
-    graph = {"model": "llama-8b", "tokens": 8}
-    found += [
-        row("skinny_linear", "step", {"provider": p}, {"ms": ms}, case=graph)
-        for p, ms in (("cublas", 1.5), ("best", 1.2))
-    ]
-    ((_, columns, cells),) = tables_scenarios.linear({"rows": found})
-    assert columns == ["tokens", "run", "cublas", "ours", "one graph: cublas", "one graph: ours"]
-    assert cells == [["8", "10:00, abcdef1", "1.29", "**1.03**", "1.50", "**1.20**"]]  # 129 launches
-    ((_, _, layers),) = tables_scenarios.linear_layers({"rows": found})
-    assert layers == [["8", *["8 ours (10)"] * 5]]
+    for requests, faster in ((1, 2.0), (8, 1.25), (32, 0.8)):
+        found += [*served("vllm", [4.0], requests), *served("vllm+fk", [4.0 / faster], requests)]
+    drawn = ElementTree.fromstring(figure.speedup({"a": found}))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [r for r in drawn.iter(f"{space}rect") if r.find(f"{space}title") is not None]
+    heights = [float(b.get("height") or 0) for b in bars]
+    assert len(bars) == 3 and heights[0] == pytest.approx(4 * heights[1], abs=0.3)
+    assert [float(b.get("y") or 0) for b in bars][2] > min(
+        float(b.get("y") or 0) for b in bars[:2]
+    )  # below 1
+    assert {t.text for t in drawn.iter(f"{space}text")} >= {
+        "Llama-3.1-8B",
+        "vLLM",
+        "2.00",
+        "1.25",
+        "0.80",
+        "32",
+    }
+    with pytest.raises(ConfigError, match="no rows of a host and the same host patched"):
+        figure.speedup({"a": served("vllm", [4.0])})
 
 
-def test_layers_of_other_sizes_in_the_same_run_are_not_mixed() -> None:
+def test_kernels_leaves_out_and_names_unfinished_ops() -> None:
+    dims = {"tokens": 1, "hidden": 4096}
+    found = [judged("a", "x", 1.0, 2.0, dims), judged("a", "y", 1.0, 8.0, dims), ended("a")]
+    found.append(judged("b", "z", 1.0, 1.0, dims))
+    ((title, _, cells),) = kernels({"rows": found})
+    assert cells == [["a", "4.00", "2", "2.00", "8.00", "", "", "", "", "", ""]]
+    assert "2 cases timed of 2, 0 failed" in title and "b (1)" in title and "rows: `rows`" in title
+
+
+def test_linear_sums_layers_of_each_model() -> None:
     one = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
            "lm_head": (128256, 4096)}  # fmt: skip
     two = {"qkv": (3072, 4096), "o": (4096, 2048), "gate_up": (14336, 4096), "down": (4096, 7168),
            "lm_head": (64128, 4096)}  # fmt: skip
     found = []
     for model, sizes, us in (("llama-8b", one, 10.0), ("llama-8b-tp2", two, 6.0)):
-        for provider, factor in (("cublas", 1.0), ("ours", 0.5)):
+        for provider, factor in (("cublas", 1.0), ("ours", 0.9), ("ours", 0.5)):
             for layer, (out, k) in sizes.items():
                 made = timed(provider, 8, out, us * factor)
                 made.case |= {"layer": layer, "in": k}
                 found.append(made)
-            found.append(
-                row(
-                    "skinny_linear",
-                    "step",
-                    {"provider": provider},
-                    {"ms": us},
-                    case={"model": model, "tokens": 8},
-                )
-            )
-    (title, _, cells), (half, _, of_two) = tables_scenarios.linear({"rows": found})
-    assert "of Llama-3.1-8B's shapes" in title and "a GPU's half" not in title and "a GPU's half" in half
-    assert (cells[0][2:4], of_two[0][2:4]) == (["1.29", "**0.65**"], ["0.77", "**0.39**"])  # 129 launches
-    (_, _, layers), (half, _, of_two) = tables_scenarios.linear_layers({"rows": found})
-    assert layers == [["8", *["5 ours (10)"] * 5]] and of_two == [["8", *["3 ours (6)"] * 5]]
-    assert "cuBLAS, a GPU's half of Llama-3.1-8B's shapes (" in half
-
-
-# -- kernels that pay
-
-
-def norm(tokens: int, ours: float, theirs: float, **dims: Any) -> Row:
-    return judged(
-        "rms_norm",
-        f"norm_{tokens}",
-        ours,
-        theirs,
-        {"tokens": tokens, "hidden": 4096, "residual": True, **dims},
-    )
-
-
-def line(known: list[Row], batch: int) -> pays.Line:
-    """The norms with a residual of a step of Llama."""
-    found = pays.lines("llama-3.1-8b", batch, 512, pays_points.points({"rows": known}))
-    return next(x for x in found if x.call.op == "rms_norm" and x.call.count == 64)
-
-
-def test_a_call_takes_the_nearest_case_of_its_kind() -> None:
-    known = [
-        norm(1, 2.0, 3.0),
-        norm(32, 2.0, 4.0),
-        norm(8, 2.0, 9.0, residual=False),
-        norm(8, 2.0, 9.0, hidden=576),
-    ]
-    found = {batch: line(known, batch).point for batch in (1, 8, 32, 256)}
-    assert {b: p.case if p else None for b, p in found.items()} == {
-        1: "norm_1",
-        8: "norm_32",
-        32: "norm_32",
-        256: None,
-    }
-    assert line(known, 8).production_ms == pytest.approx(64 * 4e-3)
-    assert line(known, 8).saved_ms == pytest.approx(64 * 2e-3)
-    later = norm(32, 2.0, 5.0)
-    later.case["source"] = "captured"
-    again = line([*known, later], 32).point
-    assert again is not None and again.speedup == pytest.approx(2.5)
-
-
-def test_what_production_does_not_have_is_no_measurement() -> None:
-    slow = norm(1, 2.0, 30.0)
-    slow.baseline = "reference"
-    assert line([slow], 1).point is None
-
-
-def test_the_mean_is_weighted_by_productions_time() -> None:
-    known = [norm(1, 2.0, 4.0), judged("silu_and_mul", "act", 5.0, 5.0, {"tokens": 1, "d": 14336})]
-    found = pays.lines("llama-3.1-8b", 1, 512, pays_points.points({"rows": known}))
-    assert pays.speedup(found) == pytest.approx(2 ** (64 * 4 / (64 * 4 + 32 * 5)))
-    assert pays.speedup([x for x in found if x.point is None]) is None
-
-
-def test_ours_is_what_the_shipped_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chip, shape = "Chip of test_tables", {"N": 6144, "K": 4096, "dtype": "bfloat16"}
-    fast = tuned.Entry(
-        "linear", shape, {"M": 8}, "cuda-wgmma", "cublas", "r", {"splits": 1, "stages": 8}, 1.2, (1.1, 1.3)
-    )
-    slow = tuned.Entry("linear", shape, {"M": 32}, "cublas", "cublas", "r")
-    (tmp_path / f"{tuned.slug(chip)}.json").write_text(tuned.Table(chip, {"r": {}}, (fast, slow)).to_json())
-    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
-    times = [("cublas", 10.0, ""), ("cuda-wgmma", 8.0, "1/8/256"), ("cuda-wgmma", 6.0, "2/8/256")]
-    found = [timed(p, tokens, 6144, us, params) for tokens in (8, 32, 128) for p, us, params in times]
-    for each in found:
-        each.machine = Machine(gpu=chip, gpus=1)
-    made = {p.case: p.ours_us for p in pays_points.points({"rows": found})}
-    assert made == {"layer, 8": 8.0, "layer, 32": 10.0, "layer, 128": 10.0}
-    exact = [timed(p, 8, 6144, us, params) for p, us, params in (*times, ("cuda-wgmma", 9.0, "1/8"))]
-    for each in exact:
-        each.machine = Machine(gpu=chip, gpus=1)
-    # A set with all of these parameters and no more comes before those that have more
-    assert [p.ours_us for p in pays_points.points({"rows": exact})] == [9.0]
-    known = pays_points.points({"rows": found})
-    near = {
-        b: next(x for x in pays.lines("llama-3.1-8b", b, 512, known) if x.call.label == "qkv_proj")
-        for b in (8, 16)
-    }
-    # Another number of tokens may run another kernel
-    assert near[8].point is not None and near[16].point is None
-
-
-def test_a_call_timed_by_explain_counts_with_its_own_batch() -> None:
-    case = {
-        "timer": "cuda-graph", "label": "attn", "dtype": "bfloat16", "batch": 200, "context": 512,
-        "dims": {**pays_points.HEADS, "seq_lens": str([512] * 200)[:200]},
-        "us": {"vllm": 9.0, "ours/fa3": 8.0, "ours/tuned": 7.0, "ours/triton-split": 6.0},
-    }  # fmt: skip
-    made = row("explain", "call", {"op": "attention_decode"}, {"ours_us": 7.0}, case=case)
-    made.machine = Machine(gpu="A chip without a table", gpus=1)
-    (point,) = pays_points.points({"rows": [made]})
-    assert (point.production, point.production_us, point.ours_us) == ("fa3", 8.0, 7.0)
-    assert point.shape.load == {"sequences": 200.0, "context": 512.0}
-
-
-def test_a_call_that_explain_timed_with_another_kernel_than_the_tables_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chip = "Chip of test_tables, explained"
-    shape = {**pays_points.HEADS, "window": 0, "dtype": "bfloat16"}
-    entry = tuned.Entry(
-        "attention_decode", shape, {"batch": 8, "context": 2048}, "cuda-split", "fa3", "r", {"warps": 8}, 1.2,
-        (1.1, 1.3),
-    )  # fmt: skip
-    (tmp_path / f"{tuned.slug(chip)}.json").write_text(tuned.Table(chip, {"r": {}}, (entry,)).to_json())
-    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
-
-    def explained(*ours: str) -> list[pays_points.Point]:
-        case = {
-            "timer": "cuda-graph", "label": "attn", "dtype": "bfloat16", "batch": 8, "context": 1024,
-            "dims": {**pays_points.HEADS, "seq_lens": str([1024] * 8)},
-            "us": {"ours/fa3": 8.0, **{f"ours/{name}": 6.0 for name in ours}},
-        }  # fmt: skip
-        made = row("explain", "call", {"op": "attention_decode"}, {"ours_us": 6.0}, case=case)
-        made.machine = Machine(gpu=chip, gpus=1)
-        return pays_points.points({"rows": [made]})
-
-    assert explained("triton-split") == []
-    assert [p.ours_us for p in explained("triton-split", "cuda-split")] == [6.0]
-
-
-def test_what_a_patched_server_realized_stands_beside_what_was_promised() -> None:
-    found = {"rows": [norm(1, 2.0, 4.0), *served("vllm", [4.0, 4.2]), *served("vllm+fk", [3.9, 4.1])]}
-    ((_, _, cells),) = pays_tables.realized(found)
-    # 64 norms save 2 us each; the first layer's has no residual, and attention's parts have no row
-    assert cells[0][:7] == ["vllm", "1", "4.10", "4.00", "0.128", "0.100", "**0.78**"]
-    assert cells[0][7] == "rms_norm, store_kvcache, attention_decode" and cells[1][4:7] == [
-        "0.128",
-        "0.100",
-        "**0.78**",
+        for provider, ms in (("cublas", us), ("best", us / 2)):
+            graph = {"model": model, "tokens": 8}
+            found.append(row("skinny_linear", "step", {"provider": provider}, {"ms": ms}, case=graph))
+    ((_, columns, cells),) = layers.linear({"rows": found})
+    assert columns[2:] == ["cuBLAS, sum", "ours, sum", "cuBLAS, one graph", "ours, one graph"]
+    assert cells == [  # 129 launches in a step
+        ["Llama-3.1-8B", "8", "1.29", "**0.65**", "10.00", "**5.00**"],
+        ["Llama-3.1-8B, half of each layer", "8", "0.77", "**0.39**", "6.00", "**3.00**"],
     ]
 
 
-def test_loads_of_other_lengths_are_not_what_a_step_realized() -> None:
-    others = [r for lane in ("vllm", "vllm+fk") for r in served(lane, [9.0, 9.5], other=(2048, 8))]
-    own = [*served("vllm", [4.0, 4.2]), *served("vllm+fk", [3.9, 4.1])]
-    (pair,) = pays_tables.served({"rows": [*others, *own]})
-    assert (pair.requests, pair.context, round(pair.stock_ms, 3)) == (1, 576, 4.1)
-    assert pays_tables.served({"rows": others}) == []
+def test_attention_shows_the_run_with_most_providers() -> None:
+    def at(provider: str, us: float, run_id: str) -> Row:
+        case = {"model": "llama-8b", "batch": 8, "context": 512, "params": provider}
+        subject = {"op": "attention_decode", "provider": provider}
+        return row("decode_attention", "time", subject, {"us": us, "tb_per_s": 1.0}, case=case, run_id=run_id)
 
-
-def test_the_checkouts_mapping_names_files_that_are_there() -> None:
-    results = Results(ROOT / tables.RESULTS)
-    said = json.loads((ROOT / tables.RESULTS / tables.MAPPING).read_text())
-    for group in said:
-        for file in results.files(group):
-            assert results.find(file).is_file()
+    found = [
+        at("fa3", 12.0, "a"),
+        at("cuda-split", 8.0, "a"),
+        at("cuda-split", 7.0, "a"),
+        at("fa3", 9.0, "b"),
+    ]
+    ((_, columns, cells),) = layers.attention({"rows": found})
+    assert columns[1:3] == ["cuda-split", "fa3"] and cells == [["8 x 512", "**7.0**", "12.0", "1.00"]]

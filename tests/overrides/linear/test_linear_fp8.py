@@ -272,7 +272,7 @@ def test_the_kernel_by_threads_of_a_cpu(
 
 def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
     told = ("--device", "cpu", "--quick", "--tokens", "8", "--scales", "row,block")
-    script, rows_file = ROOT / "bench/scenarios/linear_fp8.py", tmp_path / "rows.jsonl"
+    script, rows_file = ROOT / "bench/experiments/linear/linear_fp8.py", tmp_path / "rows.jsonl"
     command = [sys.executable, str(script), *told, "--out", str(rows_file)]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)

@@ -135,7 +135,7 @@ def test_tickets_of_graphs_do_not_run_out(monkeypatch: pytest.MonkeyPatch) -> No
 def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
     """As on a GPU, but for what is compiled and for graphs; its rows are result rows."""
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(ROOT / "bench/scenarios/skinny_linear.py"), "--device", "cpu", "--quick",
+    command = [sys.executable, str(ROOT / "bench/experiments/linear/skinny_linear.py"), "--device", "cpu", "--quick",
                "--tokens", "2", "--out", str(out)]  # fmt: skip
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)

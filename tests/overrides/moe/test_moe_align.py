@@ -14,7 +14,7 @@ import torch
 from fastkernels.overrides.moe import moe_align, moe_align_triton, sglang, vllm
 
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "moe_align_cases.py"
-SCENARIO = Path(__file__).parents[3] / "bench/scenarios/moe_tiles.py"
+MOE_TILES = Path(__file__).parents[3] / "bench/experiments/moe/moe_tiles.py"
 
 
 def test_both_kernels_equal_reference() -> None:
@@ -30,13 +30,12 @@ def test_both_kernels_equal_reference() -> None:
 def test_moe_tiles_script_runs_interpreted(tmp_path: Path) -> None:
     """The timing script runs interpreted: every call is correct and has a row."""
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(SCENARIO), "--device", "cpu", "--quick", "--align", "--out", str(out)]
+    command = [sys.executable, str(MOE_TILES), "--device", "cpu", "--quick", "--out", str(out)]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "0 wrong" in done.stdout, done.stdout + done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {r["status"] for r in rows} == {"ok"}
-    assert len([r for r in rows if "which" in r["case"]]) == 6
     assert {r["case"]["product"] for r in rows if r["case"]["kind"] == "product"} == {"gate_up", "down"}
     best = [r for r in rows if r["case"].get("best")]
     assert {(r["subject"]["op"], r["case"]["model"]) for r in best} == {

@@ -1,4 +1,4 @@
-"""Puts cpu_host_sglang.pth into site-packages, where Python reads it at start: pyproject.toml cannot say that."""
+"""Install cpu_host_sglang.pth into site-packages, where Python reads it at start (pyproject.toml cannot)."""
 
 from pathlib import Path
 

@@ -1,5 +1,7 @@
-"""vLLM's CPU attention uses AMX tiles without asking the kernel for them; a short first bfloat16 prompt then ends
-in SIGILL. This plugin asks, in every vLLM process. It belongs to the machine, not to FastKernels."""
+"""A vLLM plugin that requests AMX tiles from the operating system, in every vLLM process.
+
+vLLM's CPU attention uses them without the request, so that a short first bfloat16 prompt ends in SIGILL.
+"""
 
 
 def register() -> None:

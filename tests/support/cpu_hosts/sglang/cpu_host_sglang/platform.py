@@ -1,4 +1,4 @@
-"""The platform class: memory, device and pools as SGLang 0.5.16 to 0.5.23 ask for them."""
+"""The platform class: memory, device and pools, as SGLang 0.5.16 to 0.5.23 require."""
 
 from __future__ import annotations
 

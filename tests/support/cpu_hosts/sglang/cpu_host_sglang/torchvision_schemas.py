@@ -1,7 +1,7 @@
-"""The torchvision wheel is a CUDA build: beside a CPU torch its operators do not load and its import fails.
+"""Make torchvision's CUDA wheel importable with a CPU torch, where its operators do not load.
 
-The two schemas that the import looks for are defined just before torchvision is imported; nothing calls them.
-Imported from a .pth file at the start of every Python: it must import nothing heavy.
+The import needs two schemas, which are defined just before; nothing calls them. A .pth file imports this module at the
+start of every Python process, so it imports nothing heavy.
 """
 
 import importlib.abc

@@ -1,0 +1,413 @@
+"""Measure the numbers of the README and docs/performance.md again: `make bench-h200`. Rows go to $OUT.
+
+    make bench-h200 TOKENIZER=folder [VLLM=python of its environment] [SGLANG=the same]
+                                  makes random checkpoints of Llama-3.1-8B's shapes (bf16 and FP8) with that tokenizer
+    make bench-h200 MODEL=folder [FP8_MODEL=folder] ...   uses these; MODEL_NAME is their name in the tables
+    PYTHON=path           the Python with fastkernels[bench] (default: python3)
+    TEXT_MODEL=folder     measure quality too: a small model with real weights, such as SmolLM2-135M-Instruct
+    VLLM_ENGINE='{"name": value}', SGLANG_ENGINE: more engine arguments for the quality parts
+    GPUS=0,1,2,3          the GPUs to use (default: all that are visible); a part has one or two to itself
+    ONLY=part,'servers*'  run these parts and their prerequisites; an OUT of an earlier run skips parts that succeeded
+    LIMIT=seconds         time limit of each part (default: twice its expected time plus two minutes)
+    QUICK=1               3 rounds of servers, a few cases of each op, half the text, live patches only
+    RUN=echo              print the plan and run nothing; needs no GPU
+
+Wrong paths are reported before anything runs. A part that fails is reported, and the other parts run. Logs are in
+$OUT/logs/PART.log. The tables made of the rows are in $OUT/tables.md; TABLES=1 also copies rows to bench/results and
+updates the documents. Outside a git checkout, FK_BENCH_COMMIT names the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = [str(ROOT), str(ROOT / "bench"), str(ROOT / "integrations")]
+sys.path[:0] = FOLDERS
+
+from fk_bench.batch import preflight  # noqa: E402
+
+preflight.need_modules("make bench-h200")
+
+from fk_bench.batch.plan import left_to_do, minutes, show_failed, show_plan  # noqa: E402
+from fk_bench.batch.queue import Batch, Command, Part, chosen, done_before  # noqa: E402
+from fk_bench.core import machine  # noqa: E402
+from fk_bench.serving.commands import Interrupted, signals_raise  # noqa: E402
+from fk_bench.serving.config import ConfigError, comma_list  # noqa: E402
+from fk_bench.serving.lanes import absolute  # noqa: E402
+
+RANDOM = "Llama-3.1-8B shapes, random weights"
+JUDGED = {  # parts of the judge's ops: (expected seconds on 16 cores with all cases, ops)
+    "norms": (
+        330, "rms_norm gemma_rms_norm layer_norm l2_norm t5_layer_norm rms_norm_quant_fp8 quantize_fp8 "
+        "silu_mul_quant_fp8",
+    ),
+    "attention": (
+        310, "attention attention_decode attention_prefill merge_state store_kvcache rotary_emb rope_store_kvcache "
+        "embedding",
+    ),
+    "experts": (480, "fused_experts fused_experts_fp8 grouped_topk topk_softmax moe_align moe_sum sparse_moe"),
+    "layers": (
+        450, "linear linear_fp8 parallel_linear gated_mlp logits_processor sampling silu_and_mul gelu_and_mul gelu "
+        "quick_gelu relu2 llama_decoder_layer qwen3_decoder_layer mixtral_decoder_layer",
+    ),
+}  # fmt: skip
+QUICK_CASES = (  # at least one of each op
+    "decode_1", "decode_8", "decode_32", "decode_256", "qkv_32", "gate_up_32", "token_32", "static_32", "images_32",
+    "cascade_32", "deepseek_32", "mixtral_32", "prefill_8k",
+)  # fmt: skip
+LENGTHS = ("--input-len", "512", "--output-len", "128")
+FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")
+PREFILLS = ("--load", "c=1,in=600,out=8,prompts=40", "--load", "c=8,in=512,out=8,prompts=240", *FIRST_TOKENS)
+AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agreement-prompts", "0")
+# Features of works_with.py by host and part; the features of a part run concurrently on its GPUs (3 to 6 a GPU fit).
+SHARED = {"a": "plain,fp8,gptq,awq,fp8_kv,lora", "b": "spec,ngram,window,sleep,moe,moe_fp8"}
+WORKS = {
+    "vllm": {**SHARED, "two": "tp,tp_norms,pp"},
+    "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,pp"},
+}
+PREBUILT = ("works-vllm-two", "works-sglang-marlin")  # parts that compile host kernels before their cells
+# Expected seconds of a part's cells with one way of patching and with both (11 features on two H200s with 32 cores
+# took 132 and 190, 2026-11-22), of compiling host kernels (106 in vLLM; SGLang's is a guess), and the limit of a cell.
+WORKS_S, PREBUILD_S, CELL_S = {1: 130, 2: 200}, 130, 240
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run. hosts: {'vllm': its python}; made: parts of this run make the models."""
+
+    out: Path
+    model: str
+    fp8_model: str
+    hosts: Mapping[str, str]
+    text_model: str = ""
+    engines: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str = ""
+    made: bool = False
+    quick: bool = False
+
+    @classmethod
+    def read(cls, env: Mapping[str, str]) -> Settings:
+        out = Path(env.get("OUT") or time.strftime("fk-bench-runs/h200-%Y%m%d-%H%M%S", time.gmtime()))
+        made = not env.get("MODEL")
+        hosts = {h: absolute(env[h.upper()]) for h in ("vllm", "sglang") if env.get(h.upper())}
+        fp8 = env.get("FP8_MODEL") or (str(out / "model-fp8") if made and hosts else "")
+        engines = {h: env[f"{h.upper()}_ENGINE"] for h in hosts if env.get(f"{h.upper()}_ENGINE")}
+        return cls(
+            out, env.get("MODEL") or str(out / "model"), fp8, hosts, env.get("TEXT_MODEL", ""), engines,
+            env.get("TOKENIZER", ""), made, env.get("QUICK", "0") not in ("", "0"),
+        )  # fmt: skip
+
+    def file(self, name: str) -> str:
+        return str(self.out / name)
+
+    @property
+    def makes_fp8(self) -> bool:
+        return self.fp8_model == self.file("model-fp8")
+
+
+def fk(*args: str) -> Command:
+    return (sys.executable, "-m", "fk_bench.cli", *args)
+
+
+def experiment(name: str, *args: str, python: str = sys.executable) -> Command:
+    return (python, f"bench/experiments/{name}.py", *args)
+
+
+def parts(settings: Settings) -> list[Part]:
+    """Return all parts that these settings allow."""
+    made = [
+        *_models(settings),
+        *_kernels(settings),
+        *_experiments(settings),
+        *_servers(settings),
+        *_hosts(settings),
+    ]
+    known = {p.name for p in made}
+    return [replace(p, after=tuple(a for a in p.after if a in known)) for p in made]
+
+
+def _models(a: Settings) -> list[Part]:
+    tokenizer = ("--tokenizer", a.tokenizer) if a.tokenizer else ()
+    made = (
+        [Part("model", (experiment("checkpoints/make_checkpoint", a.model, *tokenizer),), 60)]
+        if a.made
+        else []
+    )
+    fp8 = ("--quantize", "fp8")
+    if a.makes_fp8:
+        made.append(
+            Part("model-fp8", (experiment("checkpoints/make_checkpoint", a.fp8_model, *tokenizer, *fp8),), 60)
+        )
+    if a.text_model and a.hosts:
+        text = experiment("checkpoints/make_checkpoint", a.file("text-fp8"), "--model", a.text_model, *fp8)
+        made.append(Part("text-fp8", (text,), 30, gpus=0))
+    return made
+
+
+def _kernels(a: Settings) -> list[Part]:
+    """The judge, ten of its cases twice, and `explain`."""
+    cases: tuple[str, ...] = ("--cases", "captured,random", "--rounds", "8")
+    if a.quick:
+        cases = ("--cases", "random", *(x for name in QUICK_CASES for x in ("--case", name)), "--rounds", "5")
+    made = [
+        Part(
+            f"kernels-{name}", (fk("kernels", *ops.split(), *cases, "--out", a.file(f"kernels-{name}")),),
+            seconds * (0.3 if a.quick else 1),
+        )
+        for name, (seconds, ops) in JUDGED.items()
+    ]  # fmt: skip
+    few = (
+        "rms_norm", "silu_and_mul", "store_kvcache", "topk_softmax", "relu2", "--cases", "random", "--case", "decode_1",
+        "--case", "decode_32", "--rounds", "8", "--starts", "2",
+    )  # fmt: skip
+    runs = [a.file("judge-once"), a.file("judge-again")]
+    twice = (*(fk("kernels", *few, "--out", run) for run in runs), fk("diff", *runs))
+    # 576 tokens: the mean length of a sequence in the servers below
+    sizes = ("--batch", "1,8,32,256", "--context", "576", "--compilers", "--out", a.file("explain"))
+    models = [fk("explain", m, *sizes) for m in ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")]
+    truth = experiment("judge/judge_check", "--out", a.file("judge-truth"))
+    return [
+        *made, Part("agreement", twice, 100), Part("judge-truth", (truth,), 60), Part("explain", tuple(models), 260),
+    ]  # fmt: skip
+
+
+def _experiments(a: Settings) -> list[Part]:
+    def one(part: str, seconds: float, name: str, rows: str, *more: str, after: tuple[str, ...] = ()) -> Part:
+        return Part(part, (experiment(name, "--out", a.file(f"{rows}.jsonl"), *more),), seconds, after=after)
+
+    tokens = ("--tokens", "1,8,16,32,64")
+    longest = (  # the graph capacity of a server with default settings
+        "--model", "llama-8b", "--batch", "1,8,32,64,128,256", "--context", "512,2048,8192,32768", "--capacity",
+        "131072", "--seconds", "170",
+    )  # fmt: skip
+    made = [
+        one("linear", 130, "linear/skinny_linear", "skinny-linear", "--model", "llama-8b", *tokens),
+        one("linear-tp2", 130, "linear/skinny_linear", "skinny-linear-tp2", "--model", "llama-8b-tp2", *tokens),
+        one("fp8", 310, "linear/linear_fp8", "linear-fp8", "--scales", "row,block", "--tokens", "1,8,32,64,128"),
+        one("attention", 130, "attention/decode_attention", "decode-attention"),
+        one("attention-capacity", 100, "attention/decode_attention", "decode-attention-capacity", *longest),
+        one("attention-block1", 90, "attention/decode_attention", "decode-attention-block1", *longest,
+            "--block-size", "1"),
+        one("step", 60, "decode_step/decode_step", "decode-step", "--rows",
+            a.file("skinny-linear.jsonl"), after=("linear",)),
+        one("moe-tiles", 140, "moe/moe_tiles", "moe-tiles", "--table", a.file("moe-tiles-table.json")),
+    ]  # fmt: skip
+    return made
+
+
+def _servers(a: Settings) -> list[Part]:
+    """Servers of a part share its GPU with equal KV caches and are loaded in turn. seconds: (start, round)."""
+    pythons = [x for host, path in a.hosts.items() for x in ("--python", f"{host}={path}")]
+    rounds, patched = 3 if a.quick else 5, [[h, f"{h}+fk"] for h in a.hosts]
+    every = [lane for pair in patched for lane in pair]
+
+    def serve(
+        name: str, seconds: tuple[float, float], lanes: Sequence[str], tokens: int, concurrency: str, prompts: str,
+        *more: str, model: str = a.model, gpus: int = 1, rounds: int = rounds, after: str = "model",
+    ) -> Part:  # fmt: skip
+        command = fk(
+            "serve-compare", "--model", model, "--lanes", ",".join(lanes), *pythons, "--together", "--resident",
+            str(len(lanes)), "--kv-tokens", str(tokens), "--concurrency", concurrency, "--num-prompts", prompts,
+            "--rounds", str(rounds), *more, "--out", a.file(name),
+        )  # fmt: skip
+        return Part(name, (command,), seconds[0] + rounds * seconds[1], gpus, (after,))
+
+    ragged = a.file("ragged-prompts.jsonl")
+    write = experiment("checkpoints/ragged_prompts", "--model", a.model, "--out", ragged)
+    made = [Part("prompts", (write,), 15, gpus=0, after=("model",))] if a.hosts else []
+    for host, both in zip(a.hosts, patched, strict=True):
+        made += [
+            serve(
+                f"servers-{host}", (150, 56), [*both, "fastkernels"], 65536, "1,8,32,64", "4,32,96,128", *PREFILLS,
+                *LENGTHS, *AGREE,
+            ),
+            serve(
+                f"servers-256-{host}", (120, 30), [host, "fastkernels"], 311296, "256", "256", "--input-len", "1024",
+                "--output-len", "128", *NO_AGREE, rounds=3,
+            ),
+            serve(
+                f"servers-ragged-{host}", (110, 17), both, 65536, "8,32", "32,96", "--dataset", "prompts",
+                "--dataset-path", ragged, "--max-model-len", "2048", "--output-len", "128", *NO_AGREE, after="prompts",
+            ),
+        ]  # fmt: skip
+    if a.hosts:
+        made.append(
+            serve(
+                "servers-tp2", (190, 40), [*every, "fastkernels"], 65536, "1,8,32", "4,32,96", *FIRST_TOKENS, *LENGTHS,
+                "--tensor-parallel", "2", *NO_AGREE, gpus=2,
+            )
+        )  # fmt: skip
+    if a.hosts and a.fp8_model:  # our engine does not load FP8 weights
+        made.append(
+            serve(
+                "servers-fp8", (170, 48), every, 65536, "1,8,32,64", "4,32,96,128", *FIRST_TOKENS, *LENGTHS, *AGREE,
+                model=a.fp8_model, after="model-fp8",
+            )
+        )  # fmt: skip
+    return made
+
+
+def _hosts(a: Settings) -> list[Part]:
+    """Start-up times and measurements inside a host."""
+    start = ("llama-3.1-8b", "--startup", "--load-format", "dummy", "--dtype", "bfloat16")
+    made = [Part("startup", (fk("e2e", *start, "--rounds", "2", "--out", a.file("startup")),), 50)]
+    half = ("--decode", "32:10240,8:2048,1:512", "--prefill", "16:10220") if a.quick else ()
+    for host, python in a.hosts.items():
+        cache = ("--rounds", "1", "--hosts", host, "--python", f"{host}={python}", "--gpu-share", "0.4")
+        cache = (*cache, "--out", a.file(f"kv-blocks-{host}"))
+        stock, patched = ("env", "FASTKERNELS=0"), ("env", "FASTKERNELS=1")
+        made += [
+            Part(f"kv-blocks-{host}", tuple((*e, *fk("e2e", *start, *cache)) for e in (stock, patched)), 150),
+        ]
+        settings = ("--every-kernel", "--seconds", "400", "--out", a.file("quality.jsonl"), *half)
+        if host in a.engines:
+            settings = (*settings, "--engine", a.engines[host])
+        # In FP8 the perplexity of 20,000 tokens has a standard deviation of 0.12%; the goal is 0.1%.
+        fp8 = (a.file("text-fp8"), "--way", "start", "--prefill", "16:101178")
+        texts = {"quality": (a.text_model,), "quality-fp8": fp8}
+        for name, (text, *way) in texts.items() if a.text_model else ():
+            quality = experiment(
+                "quality/quality", "--host", host, "--model", text, *way, *settings, python=python
+            )
+            made.append(
+                Part(
+                    f"{name}-{host}", (quality,), 200 if a.quick else 330, after=("text-fp8",) if way else ()
+                )
+            )
+        made += [_works(a, host, letter, features) for letter, features in WORKS[host].items()]
+    return made
+
+
+def _works(a: Settings, host: str, letter: str, features: str) -> Part:
+    name, ways, python = f"works-{host}-{letter}", ("live",) if a.quick else ("live", "start"), a.hosts[host]
+    cells = experiment(
+        "works_with/works_with", "--host", host, "--features", features, "--ways", ",".join(ways), "--jobs",
+        str(len(features.split(","))), "--timeout", str(CELL_S), "--out", a.file("works-with.jsonl"), "--work",
+        a.file(f"work/{name}"), python=python,
+    )  # fmt: skip
+    seconds, commands = WORKS_S[len(ways)], (cells,)
+    if name in PREBUILT:
+        seconds += PREBUILD_S
+        commands = (experiment("works_with/works_with", "--host", host, "--prebuild", python=python), cells)
+    return Part(name, commands, seconds, 2 if letter == "two" else 1, last=True)
+
+
+def tables(settings: Settings, env: Mapping[str, str]) -> list[Command]:
+    """Return the commands that make tables from the rows and, with TABLES=1, update the documents."""
+    name = env.get("MODEL_NAME") or (RANDOM if settings.made else "")
+    called = ["--model-name", f"{Path(settings.model).name}={name}"] if name else []
+    called += (
+        ["--model-name", f"{Path(settings.fp8_model).name}={name} in FP8"]
+        if name and settings.fp8_model
+        else []
+    )
+    made = [fk("tables", "--results", str(settings.out), *called, "--out", settings.file("tables.md"))]
+    if env.get("TABLES", "0") not in ("", "0"):
+        made.append(fk("tables", "--take", str(settings.out), *called))
+    return made
+
+
+def wrong(settings: Settings, env: Mapping[str, str], todo: Sequence[Part]) -> list[str]:
+    """Return a line for each wrong or missing setting."""
+    said = preflight.wrong_folders(env, ("MODEL", "FP8_MODEL", "TEXT_MODEL", "TOKENIZER"))
+    served = [p.name for p in todo if p.name.startswith(("prompts", "servers"))]
+    if settings.made and served and not settings.tokenizer:
+        said.append(
+            f"TOKENIZER is not set, and {served[0]} needs one: a folder with a tokenizer.json, or MODEL"
+        )
+    tokenizer = Path(settings.tokenizer or ".")
+    if (
+        settings.made
+        and settings.tokenizer
+        and tokenizer.is_dir()
+        and not (tokenizer / "tokenizer.json").is_file()
+    ):
+        said.append(f"TOKENIZER={tokenizer}: it has no tokenizer.json")
+    for host, python in settings.hosts.items():
+        said += preflight.wrong_host(host, python)
+    said += preflight.wrong_json(env, [f"{host.upper()}_ENGINE" for host in settings.engines])
+    return said + preflight.wrong_out(settings.out)
+
+
+def main() -> int:
+    env = os.environ
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*FOLDERS, env.get("PYTHONPATH")]))
+    os.chdir(ROOT)
+    settings, plan = Settings.read(env), env.get("RUN") == "echo"
+    not_set = [name for name in ("VLLM", "SGLANG", "TEXT_MODEL") if not env.get(name)]
+    without = f"parts that need {', '.join(not_set)} are left out: not set" if not_set else ""
+    try:
+        if env.get("RUN") and not plan:
+            raise ConfigError(f"RUN={env['RUN']}: RUN=echo prints the plan; leave RUN out to run it")
+        limit = comma_list("LIMIT", env.get("LIMIT", ""), float)
+        try:
+            todo = chosen(parts(settings), comma_list("ONLY", env.get("ONLY", ""), str))
+        except ConfigError as error:
+            raise ConfigError("; ".join(filter(None, (str(error), without)))) from None
+        visible = (
+            env.get("GPUS")
+            or env.get("CUDA_VISIBLE_DEVICES")
+            or ",".join(map(str, range(len(machine.gpu_names()))))
+        )
+        gpus = list(dict.fromkeys(comma_list("GPUS", visible or ("0,1,2,3" if plan else ""), str)))
+        if not gpus:
+            raise ConfigError("no GPU is visible: set GPUS=0,1, or RUN=echo to print the plan")
+    except ConfigError as error:
+        return _errors([str(error)])
+    after, problems, done = tables(settings, env), wrong(settings, env, todo), done_before(settings.out, todo)
+    if plan:
+        assumed = "" if visible else "no GPU is visible: planned for GPUS=0,1,2,3"
+        show_plan(todo, gpus, after, done, [line for line in (without, assumed) if line])
+        return _errors(problems)
+    if problems:
+        return _errors(problems)
+    try:
+        batch = Batch(todo, gpus, settings.out, ROOT, limit[0] if limit else None, _say)
+    except OSError as error:
+        return _errors([f"OUT={settings.out}: cannot be created: {error.strerror}: {error.filename}"])
+    quick, takes = ", QUICK=1" if settings.quick else "", minutes(left_to_do(todo, done), gpus)
+    _say(
+        f"{len(todo)} parts on GPU {','.join(gpus)}, {takes}, commit {machine.commit()}{quick}, to {settings.out}"
+    )
+    if without:
+        _say(without)
+    try:
+        with signals_raise():
+            failed = batch.run()
+    except Interrupted as error:
+        print(f"{error}; OUT={settings.out} resumes this run")
+        return 130
+    for name, command in zip(("tables", "documents"), after, strict=False):
+        if subprocess.run(command).returncode:
+            failed.append(name)
+    if failed:
+        show_failed(batch.why, batch.logs)
+        print(
+            f"failed: {' '.join(failed)}; "
+            f"other results are in {settings.out}; OUT={settings.out} runs the failed parts again"
+        )
+        return 1
+    print(f"results in {settings.out}, tables in {settings.file('tables.md')}")
+    return 0
+
+
+def _errors(lines: Sequence[str]) -> int:
+    """Print error lines to standard error; return the exit status."""
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    return 2 if lines else 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
