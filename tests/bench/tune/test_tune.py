@@ -227,6 +227,7 @@ def test_baselines_are_no_choices_on_gpu() -> None:
 def test_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The candidate side's part of `Judge.provider`."""
     from fk_bench.kernels.judge.processes.answers import Failure
+    from fk_bench.kernels.judge.processes.runner import RunnerState
 
     def times(x: Any, weight: Any, bias: Any = None, by: float = 1.0) -> Any:
         return by * (x @ weight.T)
