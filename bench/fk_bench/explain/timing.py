@@ -223,7 +223,7 @@ def _pool(spec: OpSpec, case: Case, device: str) -> list[list[Any]]:
 def _wrong(
     spec: OpSpec, case: Case, device: str, fn: Function, want: Expected, unchecked: tuple[int, ...]
 ) -> str:
-    """What is wrong with its outputs; '' if they are right."""
+    """The problem with its outputs; '' if they are right."""
     args = _make(spec, case, device, 0)
     result = fn(*args)
     values = list(result) if isinstance(result, (tuple, list)) else [result]

@@ -163,7 +163,7 @@ def _at(
 
 
 def _check(fn: Kernel, args: tuple[torch.Tensor, ...]) -> str:
-    """What is wrong with the first 32 tokens compared with float32; empty if they are right."""
+    """The problem with the first 32 tokens compared with float32; empty if they are right."""
     x, w1, w2, weights, ids = args
     found = fn(*args)[:32].float()
     want = torch.zeros_like(found)
