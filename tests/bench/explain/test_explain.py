@@ -208,7 +208,9 @@ def test_ops_patched_by_default() -> None:
     )
 
 
-def line(op: str, count: int, floor: float, replaced: bool, host: float | None, ours: float | None) -> TimedCall:
+def line(
+    op: str, count: int, floor: float, replaced: bool, host: float | None, ours: float | None
+) -> TimedCall:
     def timed(name: str, us: float | None) -> ProviderTime | None:
         return None if us is None else ProviderTime(name, "host", us)
 
