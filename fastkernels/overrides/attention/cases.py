@@ -133,7 +133,7 @@ AXES: dict[str, Axis] = {
     "kv_tokens": Axis.counted(_shared, Expr("sum(seq_lens)")),
     "scale": Axis(Expr("head_size ** -0.5")),
     "scales": Axis.option((1.0, 1.0)),
-    "max_seqlen_k": Axis.per_call(lambda s: max(s["seq_lens"], default=0), stated=True),
+    "max_seqlen_k": Axis.count(lambda s: max(s["seq_lens"], default=0), stated=True),
     "sequences": Axis(Expr("len(seq_lens)"), varies=True),
     "keys_read": Axis(keys_read, varies=True),
     "pairs": Axis(pairs, varies=True),
@@ -141,7 +141,7 @@ AXES: dict[str, Axis] = {
 # Those of ops with several queries a sequence
 RAGGED: dict[str, Axis] = {
     "q_lens": Axis.per_call(read=lambda a: a.cu_seqlens_q.diff().tolist()),
-    "max_seqlen_q": Axis.per_call(lambda s: max(s["q_lens"], default=0), stated=True),
+    "max_seqlen_q": Axis.count(lambda s: max(s["q_lens"], default=0), stated=True),
     "padding": Axis.option(0, read=_padding),
     "tokens": Axis(Expr("sum(q_lens) + padding"), varies=True),
     "attended": Axis(Expr("sum(q_lens)"), varies=True),

@@ -299,7 +299,7 @@ SPEC = OpSpec(
         "tokens": Axis.per_call(),
         "heads": Axis.count(),
         "head_size": Axis.width(),
-        "context": Axis.per_call(None),
+        "context": Axis.per_call(None, draw=lambda n, rng: None if n is None else rng.randint(0, 2 * n)),
         "merged": Axis(Expr("tokens if context is None else min(context, tokens)"), varies=True),
         "stored": Axis.dtype(Expr("'float8_e4m3fn' if fp8 else dtype")),
         "heads_first": Axis.option(False),  # of the lse in memory
