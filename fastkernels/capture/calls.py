@@ -1,4 +1,4 @@
-"""One call: its signature as plain JSON, and which of its inputs are kept themselves."""
+"""Describe one call: its signature as plain JSON, and the inputs whose values are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fastkernels.capture.modules import plain
 
-# Small float inputs that belong to the routing or to a request, not to the activations.
+# Small float inputs of routing or of requests, whose values matter; activations are drawn at random.
 FLOAT_VALUES = {
     "fused_experts": ("topk_weights",),
     "fused_experts_fp8": ("topk_weights",),
@@ -20,12 +20,12 @@ FLOAT_VALUES = {
 
 
 def is_dynamic(argument: Any) -> bool:
-    """A number of the data rather than of the kind of call: the schema says SymInt (max_seqlen_k)."""
+    """Whether a number belongs to the data rather than the kind of call: a SymInt in the schema (max_seqlen_k)."""
     return argument.real_type.kind() == "SymIntType"
 
 
 def is_value(op: str, name: str, tensor: torch.Tensor) -> bool:
-    """Whether this argument is kept itself: it is of integers or booleans, or named in FLOAT_VALUES."""
+    """Whether this argument's values are kept: integers, booleans, and the names in FLOAT_VALUES."""
     return not tensor.is_floating_point() or name in FLOAT_VALUES.get(op, ())
 
 
@@ -77,13 +77,13 @@ def shared(tensors: Sequence[torch.Tensor]) -> dict[int, list[int]]:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor, with what lies between."""
+    """Number of elements that a tensor spans in memory, gaps included."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A name for what is in a contiguous tensor on the CPU."""
+    """A hash of the contents of a contiguous CPU tensor."""
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.sha256(head + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What is kept of a run: the most frequent signatures, a spread of the values, within a size."""
+"""Choose the calls of a run to keep: the most frequent signatures and a spread of values, within a size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Values = tuple[tuple[str, Any], ...]  # (argument, digest of its tensor, or its 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is kept of a run.
+    """Limits of a saved recording.
 
-    budget      bytes of tensors in all; each op has an equal share, and what one does not need the others have
-    tensor      bytes of one tensor; of a longer one no values are kept
-    signatures  of one op, the most frequent and a few large ones
+    budget      bytes of all tensors; ops have equal shares and pass on the bytes that they do not need
+    tensor      bytes of one tensor; values of larger tensors are dropped
+    signatures  signatures of one op: the most frequent and a few large ones
     values      sets of values of one signature, spread over the run
     """
 
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass
 class Calls:
-    """The calls of one signature. `seen`: how often each set of values came; `kept`: those whose tensors are here."""
+    """The calls of one signature. `seen` counts each set of values; `kept` holds the tensors of some sets."""
 
     args: list[dict[str, Any]]
     count: int = 0
@@ -42,7 +42,7 @@ class Calls:
     too_large: set[str] = field(default_factory=set)
 
     def add(self, values: Values, tensors: Mapping[str, torch.Tensor], most: int, rng: random.Random) -> None:
-        """One call more. Of more than `most` sets of values each has the same chance to be kept, early or late."""
+        """Count a call. Beyond `most` sets of values, every set has the same chance to be kept (reservoir sampling)."""
         self.count += 1
         self.seen[values] = self.seen.get(values, 0) + 1
         if self.seen[values] > 1 or not values:
@@ -51,12 +51,12 @@ class Calls:
             if rng.randrange(len(self.seen)) >= most:
                 return
             del self.kept[rng.choice(list(self.kept))]
-        # A copy: on the CPU the tensor may be the engine's own buffer of every step.
+        # A copy: on the CPU the tensor may be a buffer that the engine reuses every step.
         self.kept[values] = {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def choose(calls: Mapping[str, Calls], most: int) -> list[Calls]:
-    """Three quarters: the most frequent. The rest: those with most rows in all, as prompts are few but long."""
+    """Choose three quarters by frequency, the rest by total rows: prompts are few but long."""
     ordered = sorted(calls.values(), key=lambda c: -c.count)
     if len(ordered) <= most:
         return ordered
@@ -67,7 +67,7 @@ def choose(calls: Mapping[str, Calls], most: int) -> list[Calls]:
 
 
 def _first(ordered: Sequence[Calls], most: int) -> list[Calls]:
-    """The first `most`; of those that are as frequent as the last of them, some from all over the run."""
+    """Take the first `most`; among those as frequent as the last one, a spread over the run."""
     last = ordered[most - 1].count
     above, equal = [c for c in ordered if c.count > last], [c for c in ordered if c.count == last]
     room = most - len(above)
@@ -75,18 +75,18 @@ def _first(ordered: Sequence[Calls], most: int) -> list[Calls]:
 
 
 def _elements(calls: Calls) -> int:
-    """Of the first tensor: what a call works on."""
+    """Rows of the first tensor."""
     return next((math.prod(a["shape"]) for a in calls.args if "shape" in a), 1)
 
 
 def within(
     chosen: Mapping[str, list[Calls]], budget: int
 ) -> tuple[set[tuple[int, Values]], dict[str, torch.Tensor]]:
-    """The (id of the signature, set of values) that fit into the budget, and their tensors by digest."""
+    """Return the (signature id, set of values) pairs that fit into the budget, and their tensors by digest."""
     kept: set[tuple[int, Values]] = set()
     tensors: dict[str, torch.Tensor] = {}
     left, waiting = budget, dict(chosen)
-    while waiting:  # the op that needs least first: what it leaves, the others share
+    while waiting:  # the op with the smallest need first: the others share its rest
         op = min(waiting, key=lambda name: _needed(waiting[name]))
         left -= _take(waiting[op], left // len(waiting), kept, tensors)
         del waiting[op]
@@ -104,7 +104,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _take(
     calls: Sequence[Calls], share: int, kept: set[tuple[int, Values]], tensors: dict[str, torch.Tensor]
 ) -> int:
-    """Bytes used: one set of values of each signature, then a second of each, and so on."""
+    """Take one set of values of each signature, then a second of each, and so on. Returns the bytes used."""
     used = 0
     orders = [(c, [values for values in c.seen if values in c.kept]) for c in calls]
     for turn in range(max((len(order) for _, order in orders), default=0)):
@@ -121,7 +121,7 @@ def _take(
 
 
 def to_json(data: Mapping[str, Any]) -> str:
-    """JSON with a line for each signature and each module: small, and a difference can be read."""
+    """Return JSON with one line per signature and module, so that a diff is readable."""
     body = json.dumps({k: v for k, v in data.items() if k not in ("ops", "modules")}, indent=1)[:-2]
     ops = []
     for name, op in data["ops"].items():

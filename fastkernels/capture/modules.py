@@ -1,4 +1,4 @@
-"""Record how the modules of a model were constructed: class, arguments by name, and how many such there are."""
+"""Record how the modules of a model were constructed: class, arguments by name, and count."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PLAIN = (bool, int, float, type(None))
 
 
 class Modules:
-    """The modules constructed while `record_modules` lasted; those that are gone since are not counted."""
+    """Modules constructed inside `record_modules`; modules that were deleted since do not count."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
         self._stock: Any = None
 
     def start(self) -> None:
-        """Record every module that is constructed in this process from here on, of any host."""
+        """Start to record every module constructed in this process, of any host."""
         self._stock = stock = nn.Module.__init__
 
         def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -41,13 +41,11 @@ class Modules:
         nn.Module.__init__ = self._stock  # type: ignore[method-assign]
 
     def see(self, module: nn.Module, frame: FrameType | None) -> None:
-        """`frame` is of the code that called nn.Module.__init__: the constructors of module's class are up from it."""
+        """Find the constructor's arguments in `frame`, the caller of nn.Module.__init__, or above it."""
         named = outermost = None
         while frame is not None and _constructs(frame, module):
             outermost = frame
-            if (
-                not frame.f_code.co_flags & inspect.CO_VARARGS
-            ):  # else a wrapper, and its arguments have no names
+            if not frame.f_code.co_flags & inspect.CO_VARARGS:  # not a wrapper, whose arguments have no names
                 named = frame
             frame = frame.f_back
         kind = type(module)
@@ -68,7 +66,7 @@ class Modules:
 
 @contextmanager
 def record_modules() -> Iterator[Modules]:
-    """Record every module that is constructed in this process until the block ends, of any host."""
+    """Record every module constructed in this process until the block ends, of any host."""
     modules = Modules()
     modules.start()
     try:
@@ -92,7 +90,7 @@ def _arguments(frame: FrameType) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON; an object that has no such form as {'object': its class}."""
+    """Return the value as JSON; an object without a JSON form becomes {'object': its class}."""
     if isinstance(value, str):
         return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", value)  # layers.17.mlp: the same
     if isinstance(value, PLAIN):

@@ -1,4 +1,4 @@
-"""A recording: a wrapper around every provider of every op while it lasts, and nothing at all when none does."""
+"""Record calls by wrapping every provider of every op; without a recording this costs nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastkernels.core.dispatch import Op, Provider
 
 
 class Recording:
-    """What has been recorded: `calls` in all, `ops` {name: calls}; `save` writes it with `modules` (Modules.rows)."""
+    """Recorded calls: their number `calls` and `ops` {name: calls}. `save` writes them and `modules` (Modules.rows)."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -39,7 +39,7 @@ class Recording:
         return sum(self.ops.values())
 
     def around(self, op: Op, provider: Provider) -> Provider:
-        """The provider, with every call of it recorded before it runs."""
+        """Return the provider with every call recorded before it runs."""
         fn, arguments = provider.fn, list(op.overload._schema.arguments)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class Recording:
 
     def _see(self, op: str, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._in_graphs += 1  # nothing can be read here
+            self._in_graphs += 1  # values cannot be read during a capture
             return
         # torch leaves out arguments at the end that have their defaults
         given = [
@@ -79,7 +79,7 @@ class Recording:
     def to_dict(
         self, meta: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """What `save` writes: capture.json and the tensors of values.safetensors, within the limits."""
+        """Return the contents of capture.json and the tensors of values.safetensors, within the limits."""
         chosen = {name: choose(calls, self.limits.signatures) for name, calls in self._ops.items()}
         kept, tensors = within(chosen, self.limits.budget)
         notes = [f"{self._in_graphs} calls of a CUDA graph's capture are left out"] if self._in_graphs else []
@@ -134,9 +134,19 @@ def record(
     signatures: int = Limits.signatures,
     values: int = Limits.values,
 ) -> Iterator[Recording]:
-    """Record every call of our ops in this process, of all threads, until the block ends. See Limits.
+    """Record every call of our ops in this process, in all threads, until the block ends.
 
-    Start it when the engine is built and warm. Raises RuntimeError while another recording runs.
+        with capture.record_modules() as modules:
+            llm = LLM(model)
+        with capture.record() as recording:
+            llm.generate(prompts)
+        recording.modules = modules.rows()
+        recording.save("captures/mine", {"model": ..., "host": ..., "scenario": ...})
+
+    Arguments are recorded before the op's body changes them. For float tensors only shape, strides and dtype are kept;
+    integers (routing, block tables, slots, lengths) decide the work of a kernel, so their values are kept. See Limits
+    for the sizes. Use an eager engine that is built and warm: the replay of a CUDA graph runs no body. Raises
+    RuntimeError while another recording runs.
     """
     recording = start(Limits(budget, tensor, signatures, values))
     try:
@@ -146,20 +156,20 @@ def record(
 
 
 def start(limits: Limits | None = None) -> Recording:
-    """As `record`, where no block can be held open; `stop` ends it."""
+    """Start a recording that `stop` ends, for callers that cannot hold a `with` block open."""
     global _recording
     if _recording is not None:
-        raise RuntimeError("calls are being recorded already: end that recording first")
+        raise RuntimeError("a recording is already running: stop it first")
     _recording = Recording(limits or Limits())
     dispatch.observe(_recording.around)
     return _recording
 
 
 def stop() -> Recording:
-    """End the recording that runs, and return it. Raises RuntimeError if there is none."""
+    """Stop the running recording and return it. Raises RuntimeError if there is none."""
     global _recording
     if _recording is None:
-        raise RuntimeError("nothing is being recorded")
+        raise RuntimeError("no recording is running")
     ended, _recording = _recording, None
     dispatch.observe(None)
     return ended

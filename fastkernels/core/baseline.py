@@ -51,7 +51,7 @@ class Baseline:
 
     @cached_property
     def fn(self) -> Function:
-        """What `make` returns, made once."""
+        """The result of `make`, made once."""
         return self.make()
 
     def available(self) -> str | None:

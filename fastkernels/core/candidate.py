@@ -29,7 +29,7 @@ class NothingOffered(CandidateError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a candidate file offers for an op: `function` is live everywhere, `classes` at module positions."""
+    """A loaded candidate file: `function` replaces the op everywhere, `classes` replace modules."""
 
     op: str
     path: str

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept between processes: below FASTKERNELS_CACHE, or what takes its place."""
+"""The folder that keeps compiled kernels between processes: under FASTKERNELS_CACHE, or a temporary one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ log = logging.getLogger("fastkernels")
 HOW = "FASTKERNELS_CACHE names a folder for them"
 
 
-def asked_for(name: str) -> Path:
-    """FASTKERNELS_CACHE/name, which an image may bring along, filled and read-only."""
+def requested_folder(name: str) -> Path:
+    """FASTKERNELS_CACHE/name. A container image may ship it, filled and read-only."""
     return Path(Environment.read().cache) / name
 
 
 @lru_cache
 def folder(name: str) -> Path | None:
-    """FASTKERNELS_CACHE/name, made; if it cannot be written, one in this user's temporary folder; None if neither can.
+    """Return FASTKERNELS_CACHE/name, else a folder of this user's under the temporary one, else None.
 
-    One line says so, once a process and name.
+    Logs one warning per process and name if FASTKERNELS_CACHE/name is not writable.
     """
-    wanted = asked_for(name)
+    wanted = requested_folder(name)
     if (reason := unwritable(wanted)) is None:
         return wanted
     temporary = _temporary()
@@ -46,7 +46,7 @@ def folder(name: str) -> Path | None:
 
 
 def unwritable(path: Path) -> str | None:
-    """Why no file can be made in that folder, which is made if it is not there; None if one can."""
+    """Create the folder and return why no file can be created in it; None if one can."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -56,7 +56,7 @@ def unwritable(path: Path) -> str | None:
 
 
 def _temporary() -> Path | None:
-    """A folder that only this user can write to, the same one for all processes where that can be."""
+    """A folder that only this user can write to, shared by all processes where possible."""
     try:
         shared = Path(tempfile.gettempdir()) / f"fastkernels-{os.getuid()}"
         shared.mkdir(mode=0o700, exist_ok=True)

@@ -1,7 +1,7 @@
-"""CUDA C++ kernels without nvcc: NVRTC compiles, a folder keeps the machine code, the driver launches it.
+"""Compile CUDA C++ kernels with NVRTC, cache the machine code in a folder, and launch it through the driver.
 
-Uses cuda-bindings, NVIDIA's own package, which torch's CUDA wheels bring along with NVRTC. Nothing is imported or
-compiled before it is needed, and the first call must not be inside a CUDA graph's capture: it loads the code.
+Needs no nvcc: cuda-bindings and NVRTC come with torch's CUDA wheels. Imports and compiles on first use. The first call
+loads code, so it must not be inside the capture of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fastkernels.core import compile_cache
 log = logging.getLogger("fastkernels")
 
 
-# Of this process: cubins, and seconds of the compiler
+# Of this process: cubins loaded from the folder and compiled, and seconds of the compiler
 counts = {"cached": 0, "compiled": 0, "compile_s": 0.0}
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel; the message is its log."""
+    """NVRTC rejected a kernel; the message is its log."""
 
 
 @lru_cache
 def unavailable() -> str | None:
-    """Why no CUDA C++ kernel can be compiled here; None if one can."""
+    """Return why no CUDA C++ kernel can be compiled here; None if one can."""
     try:
         nvrtc_version()
     except Exception as error:  # of the import, of the library's loading, or of NVRTC
@@ -46,7 +46,7 @@ def unavailable() -> str | None:
 
 @lru_cache
 def nvrtc_version() -> str:
-    """'13.0'. Raises what the import of cuda-bindings, or the loading of NVRTC, raises."""
+    """NVRTC's version, such as '13.0'. Raises any error of importing cuda-bindings or loading NVRTC."""
     from cuda.bindings import nvrtc
 
     return "{}.{}".format(*_checked(nvrtc.nvrtcVersion()))
@@ -86,14 +86,13 @@ def cubin(
     compiler: Callable[[str, Sequence[str]], bytes] = nvrtc_compile,
     version: Callable[[], str] = nvrtc_version,
 ) -> bytes:
-    """The machine code of a source, from the folder (compile_cache.py) if it is there.
+    """Return the machine code of a source, from the cache folder (compile_cache.py) if it is there.
 
-    The key is everything that it depends on: source, options (with the architecture) and NVRTC's version. Any number
-    of processes may do this at once: each writes a file of its own and renames it, and a half-written file is no file.
-    Where no folder can be written it is compiled every time.
+    The key covers source, options (with the architecture) and NVRTC's version. Processes may run this concurrently: each
+    writes a file of its own and renames it. Without a writable folder every process compiles.
     """
     key = hashlib.sha256("\0".join((version(), *options, source)).encode()).hexdigest()[:32]
-    if (found := _kept(compile_cache.asked_for("nvrtc"), key)) is not None:
+    if (found := _kept(compile_cache.requested_folder("nvrtc"), key)) is not None:
         return found
     folder = compile_cache.folder("nvrtc")
     if folder is not None and (found := _kept(folder, key)) is not None:
@@ -126,31 +125,33 @@ def _keep(code: bytes, path: Path) -> None:
             file.write(code)
         os.replace(name, path)
     except OSError as error:
-        log.warning("a compiled kernel is not kept, the next process compiles it again: %s: %s", path, error)
+        log.warning(
+            "a compiled kernel was not cached, and the next process compiles it again: %s: %s", path, error
+        )
         if name is not None:
             with contextlib.suppress(OSError):
                 os.unlink(name)
 
 
 class TensorMap(ctypes.Structure):
-    """A tensor map of the driver (CUtensorMap): a kernel's parameter that says how tiles of a matrix are read."""
+    """A tensor map of the driver (CUtensorMap): a kernel parameter that describes how to read tiles of a matrix."""
 
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
 
 
 @lru_cache(maxsize=1 << 14)
 def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> TensorMap:
-    """Of a matrix of 16-bit numbers: boxes of 64 columns, 128-byte swizzle, zeros past its ends.
+    """Describe a matrix of 16-bit numbers: boxes of 64 columns, 128-byte swizzle, zeros past its ends.
 
     address    of the first number, a multiple of 16
     stride     numbers from one row to the next, a multiple of 8, no less than columns
     box_rows   1 to 256
 
-    It holds nothing but these values, so a map that is kept is never out of date. Raises RuntimeError.
+    The map holds only these values, so a cached one is never out of date. Raises RuntimeError.
     """
     from cuda.bindings import driver
 
-    # Not through cuda-bindings: its object is not at a multiple of 64 bytes, which the driver wants (13.0).
+    # Not through cuda-bindings 13.0: its object is not aligned to 64 bytes, which the driver requires.
     memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 128)
     made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)
     status = _encode()(
@@ -206,7 +207,7 @@ class Kernel:
             _checked(driver.cuFuncSetAttribute(self.function, limit, shared))
 
     def launch(self, grid: int, block: int, stream: int, args: Sequence[Any], overlap: bool = False) -> None:
-        """Launch `grid` blocks on the stream. overlap: before the kernel before has ended (griddepcontrol.wait)."""
+        """Launch `grid` blocks on the stream; with `overlap`, before the previous kernel ends (griddepcontrol.wait)."""
         key = (grid, block, stream, overlap)
         config = self.configs.get(key)
         if config is None:  # making one costs more than a launch

@@ -1,8 +1,9 @@
-"""Functional ops and their providers: torch.ops.fastkernels.NAME and which implementation runs it.
+"""Functional ops, torch.ops.fastkernels.NAME, and the choice of the provider that runs a call.
 
-Order: candidate, FASTKERNELS_PROVIDER=op:name, the chip's tuned table (tuned.py), the op's own list. A provider that
-is not there for this device is passed over; one that does not support the case is passed over, counted and logged once
-(FASTKERNELS_STRICT=1: an error). A call is one run of the op's body: a replayed CUDA graph runs none.
+Order of preference: candidate, FASTKERNELS_PROVIDER=op:name, the chip's tuned table (tuning.py), the op's own list.
+Providers that are unavailable on the device are skipped. A provider that does not support the case is skipped too; this
+fallback is counted and logged once, and is an error under FASTKERNELS_STRICT=1. A call is one run of the op's body: the
+replay of a CUDA graph runs no body.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ _around: Callable[[Op, Provider], Provider] | None = None
 
 
 class UnsupportedCase(RuntimeError):
-    """FASTKERNELS_STRICT=1 and a provider refused a case."""
+    """No provider supports the call, or FASTKERNELS_STRICT=1 turned a fallback into an error."""
 
 
 @dataclass(frozen=True)
 class Provider:
     """One implementation of an op.
 
-    fn        called with the op's arguments; mutates what the op mutates, returns what the op returns
-    devices   device types it runs on ('triton' also runs on 'cpu' under TRITON_INTERPRET=1)
+    fn        takes the op's arguments, mutates what the op mutates and returns what the op returns
+    devices   device types ('triton' also runs on 'cpu' under TRITON_INTERPRET=1)
     module    an importable module that it needs, e.g. 'flash_attn_interface'; of a tuple, any one
-    supports  supports(*args) -> None if this case is supported, else the reason; must not synchronize
-    params    sets of keyword arguments that `fn` may be given after the op's own (tile sizes, splits): what
-              `fk-bench tune` chooses from. A call without any is the kernel's own choice
-    fits      fits(params, *args) -> whether this set is meant for calls like this one; others are not measured there
-    out       whether `fn` takes `out`: contiguous memory for the result, which it returns where it has written there;
-              of an op that changes its arguments, a tuple for their new values
-    twin      the provider that runs much the same out of another library: where that one is not there and a tuned
-              table names it, the table means this one
+    supports  supports(*args) -> None, or the reason why the case is unsupported; must not synchronize
+    params    sets of keyword arguments that `fn` takes after the op's own (tile sizes, splits). `fk-bench tune` chooses
+              among them; without any, the kernel chooses itself
+    fits      fits(params, *args) -> whether `fk-bench tune` measures this set for calls like this one
+    out       whether `fn` takes `out`, contiguous memory for the result, and returns it after writing there. For an op
+              that mutates arguments, `out` is a tuple for their new values
+    twin      name of a provider with much the same kernel from another library. Where that library is missing, tuned
+              tables that name it mean this provider
     """
 
     name: str
@@ -60,11 +61,11 @@ class Provider:
     twin: str | None = None
 
     def bound(self, params: Mapping[str, Any] | None) -> Provider:
-        """This provider with these of its parameters in every call."""
+        """Return this provider with these parameters in every call."""
         return replace(self, fn=partial(self.fn, **params)) if params else self
 
     def unavailable(self, device: str) -> str | None:
-        """Why this provider cannot run on that device type here; None if it can."""
+        """Return why this provider cannot run here on that device type; None if it can."""
         interpreted = self.name == "triton" and device == "cpu" and Environment.read().interpret
         if device not in self.devices and not interpreted:
             return f"{self.name} runs on {', '.join(self.devices)}, not on {device}"
@@ -75,9 +76,9 @@ class Provider:
 
 
 def installed(module: str) -> bool:
-    """Whether a module is there, without importing it or, as importlib.util.find_spec does, its parents.
+    """Whether a module is installed. Imports neither it nor its parents, unlike importlib.util.find_spec.
 
-    A folder of that name without an __init__.py is not the library.
+    A folder of that name without an __init__.py does not count.
     """
     path: Sequence[str] | None = None
     for i, name in enumerate(parts := module.split("."), start=1):
@@ -90,11 +91,11 @@ def installed(module: str) -> bool:
 
 @dataclass
 class Op:
-    """A functional op: schema, fake, providers, and the counters that prove it ran.
+    """A functional op: its providers, and the counters that prove it ran.
 
-    key   how a tuned table is asked which provider runs a call; None: this op has none
-    functional  of an op that changes its arguments, the torch op that returns their new values instead
-    left  {reason: calls} that a seam has left to the host by this op's table: no fall-backs
+    key         how to look a call up in a tuned table; None for an op without a table
+    functional  for an op that mutates arguments: the torch op that returns their new values instead
+    left        {reason: calls} that a seam left to the host because of the op's table; these are not fallbacks
     """
 
     name: str
@@ -110,14 +111,14 @@ class Op:
     _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
     _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)
     _strict: bool = False
-    _asked: str | None = None
+    _requested: str | None = None
 
     def __call__(self, *args: Any) -> Any:
         return self.overload(*args)
 
     def body(self, device: str) -> Callable[..., Any]:
-        """What torch.ops.fastkernels.NAME calls for tensors of that device type: picks the provider and runs it."""
-        pick = self._pick  # no look-up that can be made once: this is paid on every call
+        """Make the implementation of torch.ops.fastkernels.NAME for a device type: pick the provider, run it."""
+        pick = self._pick  # looked up once: this code runs on every call
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return pick(device, args, kwargs).fn(*args, **kwargs)
@@ -125,15 +126,15 @@ class Op:
         return run
 
     def run(self, *args: Any) -> Any:
-        """The body, without torch's dispatcher; the first argument's device counts."""
+        """Run the body without torch's dispatcher, for the device of the first argument."""
         return self._pick(args[0].device.type, args, {}).fn(*args)
 
     def into(self, out: torch.Tensor, *args: Any) -> None:
-        """`run`, with the result in `out`: memory that the caller has, of the result's shape and dtype.
+        """Run the op and put its result into `out`, a tensor of the result's shape and dtype.
 
-        A provider that can write there does so if `out` is contiguous; the result of others is copied. Only for code
-        that torch.compile does not look into, as the hosts' attention is: a tracer would not see it as one op.
-        Raises ValueError if the result is not one tensor of that shape, dtype and device.
+        A provider with `out` writes there directly if `out` is contiguous; other results are copied. Only for code that
+        torch.compile does not trace, such as the hosts' attention: a tracer would not see one op here. Raises
+        ValueError if the result is not one tensor of that shape, dtype and device.
         """
         provider = self._pick(args[0].device.type, args, {})
         found = provider.fn(*args, out=out) if provider.out and out.is_contiguous() else provider.fn(*args)
@@ -145,12 +146,12 @@ class Op:
             )
         if (found.shape, found.dtype, found.device) != (out.shape, out.dtype, out.device):
             raise ValueError(
-                f"{self.name}: out is {_said(out)}, the result of {provider.name} is {_said(found)}"
+                f"{self.name}: out is {_described(out)}, the result of {provider.name} is {_described(found)}"
             )
         out.copy_(found)
 
     def onto(self, new: tuple[torch.Tensor, ...], changed: tuple[int, ...], *args: Any) -> None:
-        """`run` of an op that changes the arguments at `changed`: they stay, and `new` gets their new values."""
+        """Run an op that mutates the arguments at positions `changed`, but write their new values to `new`."""
         provider = self._pick(args[0].device.type, args, {})
         if provider.out:
             provider.fn(*args, out=new)
@@ -161,9 +162,9 @@ class Op:
         provider.fn(*given)
 
     def faster(self, *args: Any) -> bool:
-        """Whether the chip's table has a provider for this call that is faster than production, is there, and takes it.
+        """Whether the chip's table names an available provider that supports this call and beats production.
 
-        Nothing is run or counted, and what somebody asked for by name is not looked at. Raises TableError.
+        Runs and counts nothing, and ignores explicit requests (see `requested`). Raises TableError.
         """
         if self.key is None:
             return False
@@ -171,9 +172,9 @@ class Op:
         return provider is not None and (provider.supports is None or provider.supports(*args) is None)
 
     def winner(self, device: str, shape: tuple[Any, ...], sizes: tuple[int, ...]) -> Provider | None:
-        """The provider for calls of that key that the chip's table says is faster than production, if it is there.
+        """Return the available provider that beats production for calls of this key, by the chip's table.
 
-        For a seam that knows the key before it has the op's arguments. It reads no tensor. Raises TableError.
+        For seams that know the key before they have the op's arguments. Reads no tensor. Raises TableError.
         """
         found = self._faster.get(device)
         if found is None:
@@ -188,7 +189,7 @@ class Op:
         return provider if provider is not None and provider.unavailable(device) is None else None
 
     def _pick(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Provider:
-        """The provider that runs this call, which is counted. Raises UnsupportedCase."""
+        """Count the call and return its provider. Raises UnsupportedCase."""
         self.calls += 1
         order = self._order.get(device) or self._resolve(device)
         if device in self._tuned:
@@ -204,7 +205,7 @@ class Op:
         raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
 
     def order(self, device: str) -> list[tuple[Provider, str | None]]:
-        """All providers in order of preference, each with the reason why it is not there (None: it is)."""
+        """All providers in order of preference, each with the reason why it is unavailable, or None."""
         wanted = Environment.read().provider.get(self.name)
         names = [p.name for p in self.providers]
         if wanted is not None and wanted not in names:
@@ -222,35 +223,35 @@ class Op:
         label: str = "candidate",
         supports: Callable[..., str | None] | None = None,
     ) -> None:
-        """Run `fn` instead of our providers (None: back to ours), for all calls or those that `supports` takes."""
+        """Run `fn` before our providers, for the calls that `supports` accepts; None removes the candidate."""
         devices = ("cuda", "cpu")
         self.candidate = None if fn is None else Provider(label, fn, devices, supports=supports)
         self.forget()
 
     def reset(self) -> None:
-        """Counters to zero, and the order of providers read from the environment again."""
+        """Set the counters to zero and read the order of providers from the environment again."""
         self.calls = 0
         self.fallbacks = {}
         self.left = {}
         self.forget()
 
     def forget(self) -> None:
-        """Find the providers, and what the tuned tables say, anew at the next call."""
+        """Drop cached providers and table look-ups; the next call finds them again."""
         self._order.clear()
         self._tuned.clear()
         self._faster.clear()
-        self._asked = None
+        self._requested = None
 
     @property
-    def asked(self) -> str:
-        """What somebody asked for here by name: 'off' (FASTKERNELS_DISABLE), 'named' (a candidate, a provider, or all
-        ops are being recorded), or ''. A fusion stands in only for ops that nobody asked for.
+    def requested(self) -> str:
+        """The user's explicit request: 'off' (FASTKERNELS_DISABLE), 'named' (a candidate, a provider, or a recording of
+        all ops), or ''. A fusion replaces only ops without a request.
         """
-        if self._asked is None:
+        if self._requested is None:
             env = Environment.read()
             named = self.candidate is not None or self.name in env.provider or _around is not None
-            self._asked = "off" if self.name in env.disable else "named" if named else ""
-        return self._asked
+            self._requested = "off" if self.name in env.disable else "named" if named else ""
+        return self._requested
 
     def _resolve(self, device: str) -> list[Provider]:
         self._strict = Environment.read().strict
@@ -266,14 +267,14 @@ class Op:
             )
         around = _around
         run = found if around is None else [around(self, provider) for provider in found]
-        asked = sum(p is self.candidate or p.name == wanted for p in found)  # these come before any table
-        if self.key is not None and not (asked and found[0].supports is None):
-            self._read_tuned(device, found, run, asked)
+        first_count = sum(p is self.candidate or p.name == wanted for p in found)  # before any table
+        if self.key is not None and not (first_count and found[0].supports is None):
+            self._read_tuned(device, found, run, first_count)
         self._order[device] = run
         return run
 
-    def _read_tuned(self, device: str, found: list[Provider], run: list[Provider], asked: int) -> None:
-        """For each entry of the chip's table the order of providers that it makes. Raises TableError."""
+    def _read_tuned(self, device: str, found: list[Provider], run: list[Provider], first_count: int) -> None:
+        """Make the order of providers for each entry of the chip's table. Raises TableError."""
         assert self.key is not None
         table = tuned.entries(self.name, tuned.chip_of(device))
         if not table:
@@ -291,12 +292,12 @@ class Op:
                 return None
             bound = chosen.bound(entry.params)
             first = bound if around is None else around(self, bound)
-            rest = [r for p, r in zip(found[asked:], run[asked:], strict=True) if p is not chosen]
-            return [*run[:asked], first, *rest]
+            rest = [r for p, r in zip(found[first_count:], run[first_count:], strict=True) if p is not chosen]
+            return [*run[:first_count], first, *rest]
 
         self._tuned[device] = tuned.lookup(self.key, table).map(order)
         for reason in absent:
-            log.warning("%s: a tuned table names a provider that is not there: %s", self.name, reason)
+            log.warning("%s: a tuned table names an unavailable provider: %s", self.name, reason)
 
     def _provider_of(self, entry: tuned.Entry) -> Provider | None:
         if entry.provider is None:
@@ -311,17 +312,17 @@ class Op:
                 else f"is not one of {names}"
             )
             raise tuned.TableError(
-                f"{entry.source}: {entry}: {entry.provider} {takes}; `fk-bench tune {self.name}` makes the table anew"
+                f"{entry.source}: {entry}: {entry.provider} {takes}; `fk-bench tune {self.name}` writes the table again"
             )
         return provider
 
     def _chosen(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Provider] | None:
-        """The providers in the order that the table makes for this call; None where it has nothing."""
+        """The order of providers for this call by the table; None if it has no entry."""
         assert self.key is not None
         return self._tuned[device].find(*self.key.of(*args, **kwargs))
 
     def note(self, reason: str) -> None:
-        """Count a fall-back and log it once. Raises UnsupportedCase under FASTKERNELS_STRICT=1."""
+        """Count a fallback and log its reason once. Raises UnsupportedCase under FASTKERNELS_STRICT=1."""
         if self._strict:
             raise UnsupportedCase(f"{self.name}: {reason} (FASTKERNELS_STRICT=1)")
         if reason not in self.fallbacks:
@@ -329,11 +330,11 @@ class Op:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def leave(self, reason: str) -> None:
-        """Count a call that stays the host's because no table says that ours is faster."""
+        """Count a call that stays with the host because no table lists ours as faster."""
         self.left[reason] = self.left.get(reason, 0) + 1
 
 
-def _said(tensor: torch.Tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
@@ -345,7 +346,7 @@ def define(
     schema     'name(Tensor x, ...) -> Tensor'; mutated arguments are marked (a!), and are never returned
     fake       shape function for torch.compile
     providers  in order of preference; the last one supports every case
-    key        how tuned tables are asked, for an op whose fastest provider depends on the shape
+    key        how to look a call up in a tuned table, for an op whose fastest provider depends on the shape
     """
     name = schema.partition("(")[0].strip()
     op = Op(name, tuple(providers), key)
@@ -359,7 +360,7 @@ def define(
 
 
 def functional(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Define torch.ops.fastkernels.NAME, which has no providers: it calls an op in another way (`Op.onto`)."""
+    """Define torch.ops.fastkernels.NAME without providers: a second form of an op (see `Op.onto`)."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):
@@ -369,9 +370,9 @@ def functional(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def observe(around: Callable[[Op, Provider], Provider] | None) -> None:
-    """Run `around(op, provider)` in place of every provider, of all ops, from here on; None: the providers themselves.
+    """Replace every provider of every op by `around(op, provider)`; None restores the providers.
 
-    For fastkernels.capture. It is asked when an op finds its providers, so nothing is paid where it is not used.
+    For fastkernels.capture. Ops apply it when they resolve their providers, so it costs nothing when unused.
     """
     global _around
     _around = around

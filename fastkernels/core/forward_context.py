@@ -1,4 +1,4 @@
-"""What a forward pass of our engine needs beside its inputs: attention metadata, set by the runner for each step."""
+"""Attention metadata of the current step, which the engine's runner sets and the attention layers read."""
 
 from __future__ import annotations
 

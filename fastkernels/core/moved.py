@@ -1,6 +1,6 @@
 """Old import paths: importing one fails with a message that names the new place.
 
-The finder is the last on sys.meta_path, so that it is asked only about modules that do not exist.
+The finder is the last on sys.meta_path, so Python calls it only for modules that do not exist.
 """
 
 from __future__ import annotations

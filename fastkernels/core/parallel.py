@@ -37,7 +37,7 @@ def bind(
     all_reduce: Callable[[torch.Tensor], torch.Tensor],
     all_gather: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> None:
-    """Make modules that are built from now on shard over this group, and all modules use its collectives.
+    """Shard modules built from now on over this group, and use its collectives in all modules.
 
     Raises ValueError for a rank that is not in 0 .. size - 1.
     """
@@ -52,14 +52,14 @@ def _check(rank: int, size: int) -> None:
 
 
 def reset() -> None:
-    """Back to rank 0 of 1. A torch.distributed process group is left as it is."""
+    """Return to rank 0 of 1. An existing torch.distributed process group is not touched."""
     global _group
     _group = _SINGLE
 
 
 @contextmanager
 def build_as(rank: int, size: int) -> Iterator[None]:
-    """Modules that this thread builds inside are those of `rank`, whatever the bound group; collectives stay its own.
+    """Build modules of `rank` in this thread, whatever group is bound; collectives still use the bound group.
 
     Raises ValueError for a rank that is not in 0 .. size - 1.
     """
@@ -82,16 +82,14 @@ def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu")
         return
     if not dist.is_initialized():
         cuda = device.startswith("cuda")
-        # With an index NCCL connects now, and not in the first collective, which may be inside a capture.
+        # With an index NCCL connects now instead of in the first collective, which may be inside a graph capture.
         now: dict[str, Any] = {"device_id": torch.device(device)} if cuda and ":" in device else {}
         dist.init_process_group(
             "nccl" if cuda else "gloo", init_method=init_method, rank=rank, world_size=size, **now
         )
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-        raise ValueError(
-            f"torch.distributed is already initialized as {found}, asked for rank {rank} of {size}"
-        )
+        raise ValueError(f"torch.distributed is already initialized as {found}, not as rank {rank} of {size}")
     bind_process_group()
 
 
@@ -139,7 +137,7 @@ def all_reduce(t: torch.Tensor) -> torch.Tensor:
 def all_gather(t: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """The ranks' tensors (all of t's shape) concatenated along `dim`, in order of rank.
 
-    Logits are gathered so: every rank samples the same tokens of them, and none waits for another's choice.
+    Gathered logits let every rank sample the same tokens without further communication.
     """
     return t if _group.size == 1 else _group.all_gather(t, dim)
 

@@ -1,7 +1,7 @@
 """Tuned tables: which provider an op runs on this chip, by shape, as `fk-bench tune` measured it.
 
-A table is a JSON file, one a chip: fastkernels/tuned/CHIP.json is shipped, FASTKERNELS_TUNED names a user's own, whose
-shapes come before the shipped ones. Nothing is read before an op that has a `Key` looks for its providers.
+A table is a JSON file for one chip. fastkernels/tuned/CHIP.json ships with the package; FASTKERNELS_TUNED names a user's
+table, whose shapes take precedence. Tables are read when an op with a `Key` first resolves its providers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastkernels.core.env import Environment
 log = logging.getLogger("fastkernels")
 SCHEMA = "fastkernels.tuned/1"
 SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
-REACH = 4  # an entry speaks for sizes from its own down to a quarter of it, or to the next smaller one that was tuned
+REACH = 4  # an entry applies to sizes from its own down to a quarter of it, or to the next smaller tuned size
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -34,15 +34,15 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Key:
-    """How the calls of an op are found in a table; an argument of `dispatch.define`.
+    """How to look up an op's calls in a table; an argument of `dispatch.define`.
 
     shape   names of what must be equal; one that ends with 'dtype' is a torch dtype
-    sizes   names of the sizes of which the smallest tuned one that is at least as large is taken, one after the other
-    of      of(*args) -> (values of shape, values of sizes), both tuples. Paid on every call: it reads sizes and dtypes,
-            no values of tensors
+    sizes   names of sizes; for each in turn, the smallest tuned size that is not below the call's applies
+    of      of(*args) -> (values of shape, values of sizes), both tuples. Runs on every call: it reads sizes and dtypes,
+            never values of tensors
     dims    dims(**shape, **sizes) -> the dims of the SPEC's case of such a call, for `fk-bench tune`
-    module  module(m) -> values of shape of a module's calls, None if there is no telling. An op with it replaces a
-            host's modules without being named where a table says that it is faster, and only there
+    module  module(m) -> values of shape for a module's calls, or None if they are unknown. With it, the op replaces a
+            host's modules by default where a table lists it as faster, and only there
     """
 
     shape: tuple[str, ...]
@@ -54,14 +54,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """What was found for one shape at one size of each kind.
+    """The measured choice for one shape at one size of each kind.
 
-    provider  what is fastest there, None: nothing that the op has. Either is known: the op's own list is not asked
-              for the one, and is for the other
+    provider  the fastest provider; with None, the op's default order is used
     params    one of the provider's sets, {} for the kernel's own choice
-    speedup   over `baseline`, what production runs there, with its 95% interval; 1 where the provider is the baseline
-    run       key of Table.runs: when, on what and from which commit this was measured
-    source    where it was read, for messages; not part of the file
+    speedup   over `baseline`, the production kernel, with its 95% interval; 1 where the provider is the baseline
+    run       key of Table.runs: date, machine and commit of the measurement
+    source    file and entry, for messages; not part of the file
     """
 
     op: str
@@ -80,17 +79,17 @@ class Entry:
 
     @property
     def place(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """Op and shape: a user's table has it with all its sizes, or leaves it to the shipped one."""
+        """Op and shape. A user's table replaces all shipped sizes of a shape, or none."""
         return self.op, tuple(sorted(self.shape.items()))
 
     @property
     def point(self) -> tuple[Any, ...]:
-        """Op, shape and sizes: a table has one entry for it."""
+        """Op, shape and sizes: unique within a table."""
         return *self.place, tuple(sorted(self.sizes.items()))
 
     @property
     def faster(self) -> bool:
-        """Whether ours is faster than what production runs."""
+        """Whether ours is faster than the baseline."""
         return self.provider is not None and self.provider != self.baseline
 
     def __str__(self) -> str:
@@ -107,9 +106,9 @@ class Table:
     entries: tuple[Entry, ...]
 
     def merged(self, newer: Table) -> Table:
-        """With the entries of `newer`, in the place of older ones of the same point; runs of which nothing is left go.
+        """Return this table with the entries of `newer`, which replace older ones of the same point.
 
-        An entry was measured down to the next smaller size of its own run: others between them only shorten its reach.
+        Runs without remaining entries are dropped. Entries that land between two sizes only shorten their reach.
         """
         if newer.chip != self.chip:
             raise TableError(f"a table of {newer.chip} does not go into one of {self.chip}")
@@ -120,7 +119,7 @@ class Table:
         return Table(self.chip, {name: runs[name] for name in sorted(used)}, entries)
 
     def to_json(self) -> str:
-        """The file's text: a line an entry, so that two tables can be compared by line."""
+        """Return the file's text, one entry a line, so that a diff of two tables is readable."""
         entries = sorted(
             self.entries, key=lambda e: (e.op, json.dumps(dict(e.shape)), tuple(e.sizes.values()))
         )
@@ -138,7 +137,7 @@ def read(path: Path) -> Table:
         raise TableError(f"tuned table {path}: {error}") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise TableError(
-            f"tuned table {path}: it is not of the schema {SCHEMA}; `fk-bench tune` makes one that is"
+            f"tuned table {path}: its schema is not {SCHEMA}; `fk-bench tune` writes a valid table"
         )
     chip, runs, entries = (data.get(name) for name in ("chip", "runs", "entries"))
     if not isinstance(chip, str) or not isinstance(runs, dict) or not isinstance(entries, list):
@@ -152,7 +151,7 @@ def read(path: Path) -> Table:
             _entry(raw, f"tuned table {path}: entry {i}", runs), source=f"tuned table {path}: entry {i}"
         )
         if (first := seen.setdefault(entry.point, i)) != i:
-            raise TableError(f"tuned table {path}: entry {i} is for {entry}, and so is entry {first}")
+            raise TableError(f"tuned table {path}: entries {first} and {i} are both for {entry}")
         found.append(entry)
     return Table(chip, runs, tuple(found))
 
@@ -198,19 +197,20 @@ def _entry(raw: Any, where: str, runs: Mapping[str, Any]) -> Entry:
 
 
 def untuned(op: str, device: str) -> str | None:
-    """The line for an op that was never tuned on this chip; None where it was. Raises TableError."""
+    """Return a reason for an op without entries for this chip, else None. Raises TableError."""
     chip = chip_of(device)
     return None if entries(op, chip) else f"not tuned on {chip}: `fk-bench tune {op}` would measure it"
 
 
 def not_faster(op: str, key: Key, shape: tuple[Any, ...] | None, device: str) -> str | None:
-    """Why the host keeps a module, as far as tables go; None where ours is faster at some size of the module's shape.
+    """Return why a module stays with the host by the tables; None if ours is faster at some size of its shape.
 
-    shape: values of key.shape, None among them for what is not known before the first call; None: there is no telling.
-    At the other sizes the op runs what production does, or its own first provider. Raises TableError.
+    shape  values of key.shape, with None for those unknown before the first call; None: the shape is unknown
+
+    At sizes without a faster entry the op runs the production kernel, or its own first provider. Raises TableError.
     """
     if shape is None:
-        return "the shape of its calls is not known"
+        return "the shape of its calls is unknown"
     if (never := untuned(op, device)) is not None:
         return never
     chip = chip_of(device)
@@ -220,11 +220,11 @@ def not_faster(op: str, key: Key, shape: tuple[Any, ...] | None, device: str) ->
     said = " ".join(f"{name}={str(known.get(name, '?')).removeprefix('torch.')}" for name in key.shape)
     if not of_shape:
         return f"{said} is not tuned on {chip}: `fk-bench tune {op} --shape {said.replace(' ', ',')}` would measure it"
-    return None if any(e.faster for e in of_shape) else f"nothing of ours was faster at {said} on {chip}"
+    return None if any(e.faster for e in of_shape) else f"no kernel of ours is faster at {said} on {chip}"
 
 
 def chip_of(device: str) -> str:
-    """The name of the chip that tensors of that device type are on: 'NVIDIA H200', 'cpu'."""
+    """Return the name of the chip behind a device type: 'NVIDIA H200', 'cpu'."""
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
@@ -252,7 +252,7 @@ def _by_op(chip: str, own: str | None) -> dict[str, list[Entry]]:
     for path in _files(chip, own):
         table = read(path)
         if table.chip != chip:
-            log.warning("tuned table %s is of %s and is not used on %s", path, table.chip, chip)
+            log.warning("tuned table %s is for %s and is not used on %s", path, table.chip, chip)
             continue
         here: dict[Any, list[Entry]] = {}
         for entry in table.entries:
@@ -265,7 +265,7 @@ def _by_op(chip: str, own: str | None) -> dict[str, list[Entry]]:
 
 
 def _files(chip: str, own: str | None) -> list[Path]:
-    """The user's table first."""
+    """Table files in order of precedence: the user's, then the shipped one."""
     shipped = SHIPPED / f"{slug(chip)}.json"
     files = [shipped] if shipped.is_file() else []
     if own is None:
@@ -281,13 +281,13 @@ def _files(chip: str, own: str | None) -> list[Path]:
 
 @dataclass(frozen=True)
 class Lookup(Generic[T]):
-    """{shape: (sizes in order, what is below each)}; below the last kind of size is the value itself."""
+    """Nested tables {shape: (sorted sizes, one sub-table per size)}; the innermost level holds the values."""
 
     shapes: Mapping[tuple[Any, ...], Any]
     depth: int
 
     def find(self, shape: tuple[Any, ...], sizes: tuple[int, ...]) -> T | None:
-        """The value at the smallest tuned size that is not below the call's, for each kind of size in turn."""
+        """Return the value at the smallest tuned size that is not below the call's, for each kind of size."""
         level = self.shapes.get(shape)
         if level is None:
             return None
@@ -307,13 +307,13 @@ class Lookup(Generic[T]):
 
 
 def lookup(key: Key, found: Iterable[Entry]) -> Lookup[Entry]:
-    """Entries of one op by the op's key. Raises TableError for an entry with other names than the key's."""
+    """Index the entries of one op by its key. Raises TableError for an entry whose names differ from the key's."""
     shapes: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Entry]]] = {}
     for entry in found:
         if set(entry.shape) != set(key.shape) or set(entry.sizes) != set(key.sizes):
             names = ", ".join((*key.shape, *key.sizes))
             raise TableError(
-                f"{entry.source}: {entry}: the key of {entry.op} is {names}; `fk-bench tune` makes it anew"
+                f"{entry.source}: {entry}: the key of {entry.op} is {names}; `fk-bench tune` writes the table again"
             )
         shape = tuple(_value(entry, name) for name in key.shape)
         shapes.setdefault(shape, []).append((tuple(entry.sizes[name] for name in key.sizes), entry))
@@ -326,7 +326,7 @@ def _value(entry: Entry, name: str) -> Any:
     if not name.endswith("dtype"):
         return value
     if not isinstance(dtype := getattr(torch, str(value), None), torch.dtype):
-        raise TableError(f"{entry.source}: {entry}: {name} {value!r} is no torch dtype")
+        raise TableError(f"{entry.source}: {entry}: {name} {value!r} is not a torch dtype")
     return dtype
 
 

@@ -1,0 +1,1 @@
+"""Long measurements in parts, each on GPUs of its own: queue, plan and preflight checks."""

@@ -25,7 +25,7 @@ def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> C
 class Op:
     """torch.ops.fastkernels.NAME: `kernel` where `supports` gives no reason against the call, else `plain`."""
 
-    asked = ""  # nothing is requested by name in an exported file
+    requested = ""  # nothing is requested by name in an exported file
 
     def __init__(
         self, schema: str, fake: Callable[..., Any], kernel: Callable[..., Any], plain: Callable[..., Any],

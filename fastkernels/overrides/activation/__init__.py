@@ -1,0 +1,1 @@
+"""Activations: elementwise kernels and the gated SiLU and GELU."""

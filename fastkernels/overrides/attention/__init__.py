@@ -1,0 +1,1 @@
+"""Attention over a paged KV cache: prefill, decode, the merge of partial results, and the layer."""

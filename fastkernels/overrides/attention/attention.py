@@ -133,9 +133,10 @@ def refuse(what: str, **given: Any) -> None:
 
 
 def explicitly_requested() -> bool:
-    """Whether the user requested one of these ops by name: then no step of a live host is left to it (Op.asked)."""
+    """Whether the user requested one of these ops by name: then no step of a live host is left to it (Op.requested)."""
     return any(
-        op.asked == "named" for op in (attention_decode, attention_prefill.attention_prefill, store_kvcache)
+        op.requested == "named"
+        for op in (attention_decode, attention_prefill.attention_prefill, store_kvcache)
     )
 
 

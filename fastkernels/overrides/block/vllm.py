@@ -125,9 +125,9 @@ class LlamaAttention(SelfAttention):
         """
         norms, apart = self._head_norms(), (rotary_emb, store_kvcache)
         return (
-            rope_store_kvcache.asked != "off"
-            and (qkv.is_cuda or rope_store_kvcache.asked == "named")
-            and not any(op.asked for op in ((*apart, rms_norm) if norms else apart))
+            rope_store_kvcache.requested != "off"
+            and (qkv.is_cuda or rope_store_kvcache.requested == "named")
+            and not any(op.requested for op in ((*apart, rms_norm) if norms else apart))
             and type(self.rotary_emb) in (VllmRotaryEmbedding, VllmLlama3RotaryEmbedding)
             and type(self.attn) is VllmAttention
             and self.attn.kv_cache is not None

@@ -1,0 +1,1 @@
+"""Stores into the paged KV cache."""

@@ -426,7 +426,7 @@ class SGLangCompressedTensorsW8A8Fp8:
         def apply_weights(self: Any, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
             if (
                 torch.compiler.is_compiling()
-                or "named" in (linear_fp8.asked, quantize_fp8.asked)
+                or "named" in (linear_fp8.requested, quantize_fp8.requested)
                 or linear_fp8.winner(*_key_of(layer.weight, x)) is not None
             ):
                 return ours(self, layer, x, bias)

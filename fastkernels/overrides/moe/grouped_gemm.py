@@ -42,7 +42,7 @@ def sort_pairs(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None,
     explicitly requested.
     """
     count, topk = ids.numel(), ids.shape[1]
-    if expert_map is None and 4 * count <= experts and not moe_align.asked:
+    if expert_map is None and 4 * count <= experts and not moe_align.requested:
         return Sorted(None, ids, None, count, topk, count)
     capacity = -(-padded_size(count, block_m, experts) // block_m) * block_m
     pairs, of_blocks, total = moe_align.run(ids, block_m, experts, capacity, expert_map, False)

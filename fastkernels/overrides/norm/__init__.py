@@ -1,0 +1,1 @@
+"""Normalizations over the last dimension, with residual add."""

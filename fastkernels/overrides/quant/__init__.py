@@ -1,0 +1,1 @@
+"""Quantization to float8, alone or fused behind a norm or an activation."""

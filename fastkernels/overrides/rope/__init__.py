@@ -1,0 +1,1 @@
+"""Rotary position embedding, alone or fused with the KV store."""

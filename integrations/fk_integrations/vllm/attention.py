@@ -101,7 +101,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
     ) -> None:
         n = slot_mapping.shape[0]  # key and value are padded, slot_mapping is not
-        asked = store_kvcache.asked
+        asked = store_kvcache.requested
         if by_table and (asked == "off" or (asked == "" and n in stored and _from_python(key))):
             host_class.do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)
             return

@@ -110,7 +110,7 @@ def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
             self, hidden_states, w1, w2, topk_ids, topk_weights, activation, global_num_experts, expert_map,
             apply_router_weight_on_input, shared_experts, shared_experts_input,
         )  # fmt: skip
-        if by_table and not any(op.asked == "named" for op in named):
+        if by_table and not any(op.requested == "named" for op in named):
             op, call = call_of(
                 hidden_states, w1, w2, topk_weights, topk_ids, global_num_experts, expert_map,
                 apply_router_weight_on_input, self.fused_experts.quant_config, ue8m0,

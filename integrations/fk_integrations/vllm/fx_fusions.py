@@ -31,18 +31,18 @@ def fuse_quantization(graph: fx.Graph) -> int:
 
     graph: functionalized by torch.compile's first form of auto_functionalized; other forms are left unchanged. The
     fused ops give the same bits. An op that a candidate or a provider requests by name is left unchanged, because the
-    fused op would not call it (Op.asked).
+    fused op would not call it (Op.requested).
     """
     ops = torch.ops.fastkernels
     fused = 0
-    if quantize_fp8.asked:
+    if quantize_fp8.requested:
         return fused
     for node in graph.find_nodes(op="call_function", target=ops.quantize_fp8.default):
         given = arguments(node)
         source, views = behind_views(given.pop("x"))
         if given != PER_TOKEN or set(source.users) != {views[-1] if views else node}:
             continue
-        if source.target is ops.silu_and_mul.default and not silu_and_mul.asked:
+        if source.target is ops.silu_and_mul.default and not silu_and_mul.requested:
             with graph.inserting_before(node):
                 new = graph.call_function(ops.silu_mul_quant_fp8.default, (source.args[0],))
             new.meta.update(metadata_of(node))
@@ -88,7 +88,7 @@ def behind_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 def norm_of(source: fx.Node) -> fx.Node | None:
     """The rms_norm with this output, if rms_norm_quant_fp8 can compute it."""
-    if source.target is not operator.getitem or source.args[1] != 0 or rms_norm.asked:
+    if source.target is not operator.getitem or source.args[1] != 0 or rms_norm.requested:
         return None
     norm: Any = source.args[0]
     if norm.target is not torch.ops.higher_order.auto_functionalized:

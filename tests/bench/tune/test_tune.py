@@ -297,10 +297,10 @@ class Script(Tuner):
         from fk_bench.kernels.judge import Options
 
         self.said, self.finalists, self.run, self.final = said, 2, "r1", Options()
-        self.asked: list[tuple[str, str]] = []
+        self.requested: list[tuple[str, str]] = []
 
     def _judged(self, name: str, choice: Choice, shape: Any, sizes: Any, stage: str) -> Row:
-        self.asked.append((stage, choice.provider))
+        self.requested.append((stage, choice.provider))
         return self.said[stage, choice.provider]
 
     def entry(self, *providers: str, low: Any = None) -> Entry | None:
@@ -317,7 +317,7 @@ def test_fastest_finalist_is_written() -> None:
     script = Script(said)
     entry = script.entry("a", "b", "c", "d")
     assert entry is not None and (entry.provider, entry.speedup, entry.ci95) == ("c", 1.3, (1.2, 1.4))
-    assert script.asked[-3:] == [("final", "b"), ("final", "c"), ("control", "onednn")]
+    assert script.requested[-3:] == [("final", "b"), ("final", "c"), ("control", "onednn")]
     assert entry.faster and entry.baseline == "onednn"
 
 
