@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.core import registry
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Scalar, Sizes, Tensor
 from fastkernels.core.spec import OpSpec
@@ -57,7 +57,7 @@ def definition(spec: OpSpec, case: Case | None = None) -> dict[str, Any]:
     return {
         "name": f"{spec.name}_{shown}" if shown else spec.name,
         "op_type": spec.name,
-        "description": _first_line(sys.modules[spec.reference.__module__].__doc__),
+        "description": _first_line(registry.op_module(spec.name).__doc__),
         "tags": [f"level:{spec.level}"],
         "axes": found.axes,
         "constraints": [*found.constraints, *(c for c in spec.constraints if _names(c) <= set(found.axes))],
