@@ -36,7 +36,7 @@ class Client:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=timeout_s)
 
     async def __aenter__(self) -> Client:
-        # Not httpx: with 256 streams it was slower than the servers (docs/performance-log.md, 256 requests).
+        # Not httpx: with 256 streams it was slower than the servers (docs/reports/2026-11-h200-lessons.md).
         connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=3600.0)
         self._http = aiohttp.ClientSession(connector=connections, timeout=self._timeout)
         return self
