@@ -32,9 +32,9 @@ def make(cls: type, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def load(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> nn.Module:
-    """Make the tensors (None: none) the module's parameters and buffers of these names, in the same memory.
+    """Set the module's parameters and buffers of these names to the tensors, without a copy; None: it has none.
 
-    Raises ValueError for a name that the module has not, another shape, and a parameter that is not among them.
+    Raises ValueError for an unknown name, a different shape, and a parameter that is not given.
     """
     kind = type(module).__name__
     for name, tensor in tensors.items():
@@ -58,12 +58,12 @@ def load(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> nn.Mo
 
 
 def filled(args: Sequence[Any], count: int, *defaults: Any) -> tuple[Any, ...]:
-    """All `count` arguments of an op: those that were left out have the last of these defaults."""
+    """All `count` arguments of an op: left-out ones take their values from the end of `defaults`."""
     return (*args, *defaults[len(defaults) - (count - len(args)) :])
 
 
 def refuse(cls: type, **given: Any) -> None:
-    """Raise ValueError for the first argument that cls has no way to say: any that is neither None nor False."""
+    """Raise ValueError for the first argument that is neither None nor False: cls cannot express it."""
     for name, value in given.items():
         if value is not None and value is not False:
             shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
@@ -83,14 +83,15 @@ def build(
     cls: type,
     args: Sequence[Any],
 ) -> Callable[[], Any]:
-    """An instance of cls around the op's arguments; calling the result runs it. See OpSpec.build.
+    """Make an instance of cls around the op's arguments; calling the result runs it. See OpSpec.build.
 
-    A parameter of the constructor gets the value that `constructor` gives it, an expression over axes, else that of the
-    axis or scalar argument of its name. An argument of the op goes to the parameter of `forward` that has its name; a
-    tensor that has none becomes the module's attribute of that name. The first argument is forward's first.
+    A constructor parameter gets the value of its expression in `constructor`, or of the axis or scalar argument with
+    its name. The op's first argument becomes forward's first. Other arguments are passed to forward's parameters of
+    their names; tensors without one become the module's attributes of their names. Raises ValueError for an argument
+    that cls cannot express.
+
     computes  scalar arguments that this class has built in
     defaults  of the op's arguments
-    Raises ValueError for an argument that cls cannot express.
     """
     given = declaration.bind(args, defaults)
     first = args[0]
@@ -116,7 +117,7 @@ def build(
                 refuse(cls, **{name: value})
             if value is not None or _has(module, name):
                 flag = argument.flag[0] if argument.flag is not None else ""
-                unused = value is None and flag in used  # cls was told, and keeps a parameter all the same
+                unused = value is None and flag in used  # the constructor knows, and keeps a parameter anyway
                 weights[name] = getattr(module, name).data if unused and _has(module, name) else value
         elif name in computes:
             if value != computes[name]:

@@ -88,8 +88,8 @@ def cubin(
 ) -> bytes:
     """Return the machine code of a source, from the cache folder (compile_cache.py) if it is there.
 
-    The key covers source, options (with the architecture) and NVRTC's version. Processes may run this concurrently: each
-    writes a file of its own and renames it. Without a writable folder every process compiles.
+    The key covers source, options (with the architecture) and NVRTC's version. Processes may run this concurrently:
+    each writes a file of its own and renames it. Without a writable folder every process compiles.
     """
     key = hashlib.sha256("\0".join((version(), *options, source)).encode()).hexdigest()[:32]
     if (found := _kept(compile_cache.requested_folder("nvrtc"), key)) is not None:

@@ -301,6 +301,11 @@ def full(value: float) -> Callable[[Call, tuple[int, ...], torch.dtype], torch.T
     return lambda call, shape, dtype: torch.full(shape, value, dtype=dtype, device=call.device)
 
 
+def fan_in(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Tensor.values of a weight [..., K]: normally distributed with variance 1 / K."""
+    return call.normal(shape, dtype, 0.0, max(shape[-1], 1) ** -0.5)
+
+
 @dataclass(frozen=True)
 class Declaration:
     """The arguments and outputs of an op, and their axes. Raises ValueError where an expression names no axis.

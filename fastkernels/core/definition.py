@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.core import registry
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Scalar, Sizes, Tensor
 from fastkernels.core.spec import OpSpec
@@ -57,7 +57,7 @@ def definition(spec: OpSpec, case: Case | None = None) -> dict[str, Any]:
     return {
         "name": f"{spec.name}_{shown}" if shown else spec.name,
         "op_type": spec.name,
-        "description": _first_line(sys.modules[spec.reference.__module__].__doc__),
+        "description": _first_line(registry.op_module(spec.name).__doc__),
         "tags": [f"level:{spec.level}"],
         "axes": found.axes,
         "constraints": [*found.constraints, *(c for c in spec.constraints if _names(c) <= set(found.axes))],
@@ -69,12 +69,20 @@ def definition(spec: OpSpec, case: Case | None = None) -> dict[str, Any]:
 
 def table(spec: OpSpec) -> str:
     """The op's arguments and outputs as a Markdown table: name, axes, dtype, notes."""
+    sizes = spec.declaration.sizes(spec.cases[0].dims, spec.cases[0].dtype)
     rows = [("argument", "axes", "dtype", "notes"), ("---",) * 4]
     for argument in (*spec.arguments, *spec.outputs):
         if isinstance(argument, Scalar):
             default = spec.defaults.get(argument.name, inspect.Parameter.empty)
             notes = [] if default is inspect.Parameter.empty else [f"default {default!r}"]
-            rows.append((argument.name, "", "", "; ".join([*notes, *filter(None, [argument.doc])])))
+            rows.append(
+                (
+                    argument.name,
+                    "",
+                    type(argument.of(sizes)).__name__,
+                    "; ".join([*notes, *filter(None, [argument.doc])]),
+                )
+            )
             continue
         axes = argument.axes
         shapes = [axes] if isinstance(axes, str) else [f"{a} if {c}" if c else a for c, a in axes.items()]
@@ -82,7 +90,7 @@ def table(spec: OpSpec) -> str:
         notes += ["overwritten"] * argument.mutated + ["output"] * (argument in spec.outputs)
         notes += filter(None, [argument.doc])
         text = " or ".join(f"[{', '.join(s.split())}]" for s in shapes)
-        rows.append((argument.name, text, argument.dtype, "; ".join(notes)))
+        rows.append((argument.name, text, argument.dtype or "the case's", "; ".join(notes)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

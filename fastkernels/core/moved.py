@@ -1,6 +1,6 @@
 """Old import paths: importing one fails with a message that names the new place.
 
-The finder is the last on sys.meta_path, so Python calls it only for modules that do not exist.
+The finder is the last on sys.meta_path: Python reaches it only for modules that do not exist.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ _KEPT = {
     },
     "engine": {
         "engine.cache": "blocks kv_cache",
-        "engine.execution": "attention executor graphs input_batch profile ranks runner startup step step_kernels"
+        "engine.execution": "attention executor graphs input_batch ranks runner startup step step_kernels"
         " warm_up worker",
         "engine.http": "errors gate histogram metrics prompts protocol report_file responses schema server unserved",
         "engine.sampling": "sampler sampler_state sampling_params",
-        "engine.scheduling": "core detokenizer outputs request scheduler step_input",
+        "engine.scheduling": "detokenizer outputs request scheduler step_input",
     },
 }
 _RENAMED = {
     "export_source": "export.source",
+    "engine.core": "engine.scheduling.engine_core",
+    "engine.profile": "engine.execution.memory_profile",
     "engine.answer_logprobs": "engine.http.logprobs",
     "engine.http_stream": "engine.http.streaming",
     "engine.server_config": "engine.http.config",

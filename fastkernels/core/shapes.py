@@ -1,4 +1,4 @@
-"""Sizes of an op's calls, for SPEC: those of real arguments (dims_of), and others that are like a case's (vary)."""
+"""Sizes of an op's calls: dims of real arguments, and other sizes for held-out cases."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from fastkernels.core.case import Case
 
-SMALL = 1 << 20  # bytes that any call may move, however little its case does
+SMALL = 1 << 20  # bytes that a held-out case may always move, however small the original case is
 
 
 def optional(**dims: Any) -> dict[str, Any]:
-    """The dims that are neither None nor False."""
+    """The dims without those that are None or False."""
     return {name: value for name, value in dims.items() if value is not None and value is not False}
 
 
-def unless(value: Any, usual: Any) -> Any:
-    """The value, None if it is the usual one: for `optional`."""
-    return None if value == usual else value
+def unless(value: Any, default: Any) -> Any:
+    """The value, or None if it equals the default; for `optional`."""
+    return None if value == default else value
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -29,20 +29,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def rows_of(x: torch.Tensor, inner: str = "heads") -> dict[str, Any]:
-    """tokens, and for more than two dimensions `inner`, of x [..., H] as [tokens, inner, H]."""
+    """The dims of x [..., H] as [tokens, H], or as [tokens, inner, H] for more than two dimensions."""
     if x.dim() <= 2:
         return {"tokens": x.shape[0] if x.dim() == 2 else 1}
     return {"tokens": x.shape[:-2].numel(), inner: x.shape[-2]}
 
 
 def near(n: int, rng: random.Random) -> int:
-    """Draw a count from n/2 to 5n/4 (1 to 11 for a small n), half of the time an odd one."""
+    """A random count between n / 2 and 5 n / 4 (1 to 11 for small n), odd at least half of the time."""
     found = rng.randint(1, 11) if n <= 8 else rng.randint(-(-n // 2), n * 5 // 4)
     return found | 1 if rng.random() < 0.5 else found
 
 
 def near_size(n: int, rng: random.Random) -> int:
-    """Draw another width of about n that keeps its alignment: a multiple of 64 (8, 2) gives one of 64 (8, 2)."""
+    """A random width between n / 2 and 5 n / 4 that keeps divisibility: a multiple of 64 (8, 2) stays one."""
     step = next(s for s in (64, 8, 2, 1) if n % s == 0)
     return max(rng.randint(-(-n // 2), max(n * 5 // 4, 7)) // step, 1) * step
 
@@ -50,7 +50,7 @@ def near_size(n: int, rng: random.Random) -> int:
 def drawn(
     case: Case, rng: random.Random, counts: Sequence[str] = (), widths: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Others for those of the case's dims that are there, numbers or tuples of them: `near` and `near_size`."""
+    """Random values for the named dims that the case has, numbers or tuples: `near` counts, `near_size` widths."""
     names = [(n, near) for n in counts if n in case.dims] + [(n, near_size) for n in widths if n in case.dims]
     return {name: _other(case.dims[name], rng, pick) for name, pick in names}
 
@@ -65,10 +65,12 @@ def varied(
     bytes_moved: Callable[[Case], int],
     flops: Callable[[Case], int],
 ) -> Case:
-    """The case with the dims that draw() gives (None: without that one), the first that costs at most twice as much, or
-    next to nothing. The name says the new sizes. The case's own dims stay where no draw is cheap enough.
+    """The case with the first dims of draw() that cost at most twice as much as the case, or next to nothing.
+
+    draw() gives new values; None removes a dim. The name lists the new sizes. If 64 draws are all too expensive, the
+    case keeps its dims.
     """
-    # 100 operations a byte: with fewer, memory decides.
+    # Below 100 operations per byte, a call is memory-bound.
     most = max(2 * bytes_moved(case), SMALL), max(2 * flops(case), 100 * SMALL)
     for _ in range(64):
         new = dict(draw())

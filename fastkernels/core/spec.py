@@ -11,13 +11,13 @@ from typing import Any
 
 from fastkernels.core import assemble
 from fastkernels.core.case import TOLERANCE, Case, Tolerance, dtype_of
-from fastkernels.core.declaration import Axis, Call, Declaration, Scalar, Sizes, Tensor, full, uniform
+from fastkernels.core.declaration import Axis, Call, Declaration, Scalar, Sizes, Tensor, fan_in, full, uniform
 from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import varied
 
 __all__ = [
     "SEAMS", "TOLERANCE", "Axis", "Call", "Case", "Expr", "OpSpec", "Permutable", "Scalar", "Sizes", "Target", "Tensor",
-    "Tolerance", "dtype_of", "full", "uniform",
+    "Tolerance", "dtype_of", "fan_in", "full", "uniform",
 ]  # fmt: skip
 
 SEAMS = {
@@ -203,7 +203,7 @@ class OpSpec:
         """The axes that count values: they make a cost exact, and `inputs` ignores them."""
         return self.declaration.counted if self.arguments else COUNTED
 
-    @property
+    @cached_property
     def defaults(self) -> dict[str, Any]:
         """Defaults of the op's arguments: those of its reference."""
         parameters = inspect.signature(self.reference).parameters.values()

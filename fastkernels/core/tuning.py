@@ -1,7 +1,7 @@
 """Tuned tables: which provider an op runs on this chip, by shape, as `fk-bench tune` measured it.
 
-A table is a JSON file for one chip. fastkernels/tuned/CHIP.json ships with the package; FASTKERNELS_TUNED names a user's
-table, whose shapes take precedence. Tables are read when an op with a `Key` first resolves its providers.
+A table is a JSON file for one chip. fastkernels/tuned/CHIP.json ships with the package; FASTKERNELS_TUNED names a
+user's table, whose shapes take precedence. Tables are read when an op with a `Key` first resolves its providers.
 """
 
 from __future__ import annotations

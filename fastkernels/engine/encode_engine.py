@@ -9,7 +9,13 @@ import numpy as np
 
 from fastkernels.engine.engine import Engine
 from fastkernels.engine.execution.encode import EncodeInput
-from fastkernels.engine.scheduling.encoding import EncodeOutput, EncodeRequest, EncodeScheduler, PoolingParams
+from fastkernels.engine.scheduling.encoding import (
+    EncodeRequest,
+    EncodeScheduler,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+)
 
 
 class EncodeEngine(Engine):
@@ -56,7 +62,7 @@ class EncodeEngine(Engine):
         self.scheduler.add(prompt)
         self.requests[request_id] = prompt
 
-    def abort_request(self, request_ids: str | Iterable[str]) -> list[EncodeOutput]:
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[PoolingRequestOutput]:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self.scheduler.remove([self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests])
         return []
@@ -68,7 +74,7 @@ class EncodeEngine(Engine):
     def has_unfinished_requests(self) -> bool:
         return len(self.scheduler) > 0
 
-    def step(self) -> list[EncodeOutput]:
+    def step(self) -> list[PoolingRequestOutput]:
         batch = list(self.scheduler.schedule())
         if not batch:
             return []
@@ -88,6 +94,6 @@ class EncodeEngine(Engine):
         self.stats.prompt_tokens += int(step.query_lens.sum())
         self.stats.encoded += batch
         return [
-            EncodeOutput(r.request_id, r.prompt, r.prompt_token_ids, data)
+            PoolingRequestOutput(r.request_id, r.prompt, r.prompt_token_ids, PoolingOutput(data))
             for r, data in zip(batch, found, strict=True)
         ]

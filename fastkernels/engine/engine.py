@@ -1,4 +1,4 @@
-"""What every engine has: a checkpoint, a tokenizer, an executor, checked requests, and one step at a time."""
+"""The common part of all engines: checkpoint, tokenizer, executor, checked requests, and steps."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.engine import is_integer, make_engine
 from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
-from fastkernels.engine.scheduling.encoding import EncodeOutput, PoolingParams
+from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
@@ -75,8 +75,8 @@ class LLM:
         final = {id(s): replace(s, output_kind=RequestOutputKind.FINAL_ONLY) for s in each}
         return self._run(listed, [final[id(s)] for s in each])
 
-    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodeOutput]:
-        """Encode each prompt to one vector: output.embedding is a list of floats, output.data an array [H].
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[PoolingRequestOutput]:
+        """Encode each prompt to one vector: `outputs.embedding` is a list of floats, `outputs.data` an array [H].
 
         prompts: as in `generate`. Raises ValueError for an unsupported request before anything runs.
         """
@@ -84,8 +84,8 @@ class LLM:
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], pooling_task: str = "token_embed"
-    ) -> list[EncodeOutput]:
-        """Encode each prompt: output.data is an array [tokens, H], or [H] with pooling_task 'embed'.
+    ) -> list[PoolingRequestOutput]:
+        """Encode each prompt: `outputs.data` is an array [tokens, H], or [H] with pooling_task 'embed'.
 
         prompts: as in `generate`. Raises ValueError for an unsupported request before anything runs.
         """

@@ -168,7 +168,7 @@ class Uses(ast.NodeVisitor):
         self.uses.append(Use(*self.source.span(node), origin(*key), eager=not self.hidden))
 
     def meaning(self, name: str) -> Key | None:
-        """What a name means here if it is one of this package."""
+        """Return the definition that a name refers to here, if it is one of this package."""
         for inner in reversed(self.ours[1:]):
             if name in inner:
                 return inner[name]

@@ -1,4 +1,4 @@
-"""fastkernels.capture: what is recorded of real calls, what is kept of it, and that nothing changes without it."""
+"""fastkernels.capture: recorded calls, the choice of what is kept, and no change without a recording."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def look_up(ids: list[int], rows: int = 50) -> torch.Tensor:
     return op_of("embedding")(torch.tensor(ids), torch.arange(rows * 4.0).view(rows, 4), 0, -1, 0, 0, 0)
 
 
-def test_off_a_call_goes_straight_to_the_provider() -> None:
+def test_without_recording_calls_go_straight_to_the_provider() -> None:
     op = op_of("rms_norm")
     norm(3)
     assert op._order["cpu"] == [p for p in op.providers if p.unavailable("cpu") is None]
@@ -40,7 +40,7 @@ def test_off_a_call_goes_straight_to_the_provider() -> None:
     assert all(any(p is q for q in op.providers) for p in op._order["cpu"])
 
 
-def test_outputs_and_mutations_are_the_same() -> None:
+def test_recording_changes_no_output() -> None:
     op, x = op_of("rms_norm"), torch.randn(5, 8)
     args = [x, torch.rand(8), 1e-6]
     plain, recorded = x.clone(), x.clone()
@@ -72,7 +72,7 @@ def test_signatures_are_counted_with_all_arguments() -> None:
     assert found["calls"][0]["args"][3] == {"name": "residual", "value": None}
 
 
-def test_views_of_one_tensor_stay_views_of_one() -> None:
+def test_views_of_one_tensor_stay_views() -> None:
     qkv = torch.randn(3, 16)
     with capture.record() as recording:
         op_of("rotary_emb")(
@@ -84,7 +84,7 @@ def test_views_of_one_tensor_stay_views_of_one() -> None:
     assert (key["strides"], key["storage"]) == ([16, 1], [0, 8])
 
 
-def test_integers_are_kept_once_as_they_were_before_the_call() -> None:
+def test_integers_are_kept_as_before_the_call() -> None:
     with capture.record() as recording:
         ids = torch.tensor([4, 7, 4])
         table = torch.arange(200.0).view(50, 4)
@@ -99,7 +99,7 @@ def test_integers_are_kept_once_as_they_were_before_the_call() -> None:
     assert len(tensors) == 2
 
 
-def test_numbers_that_vary_are_values_and_not_signatures() -> None:
+def test_varying_numbers_are_values() -> None:
     args = [
         torch.randn(2, 2, 4),
         *torch.randn(2, 5, 4, 1, 4),
@@ -125,7 +125,7 @@ def test_routing_weights_are_kept_and_activations_are_not() -> None:
     assert torch.equal(kept["topk_weights"], weights) and torch.equal(kept["topk_ids"], ids)
 
 
-def test_values_are_a_spread_of_the_run_and_the_rest_is_said() -> None:
+def test_values_are_a_spread_and_dropped_ones_are_counted() -> None:
     with capture.record(values=4) as recording:
         for i in range(50):
             look_up([i, 0])
@@ -136,7 +136,7 @@ def test_values_are_a_spread_of_the_run_and_the_rest_is_said() -> None:
     assert found["count"] == 50 and found["dropped"] == {"signatures": 0, "calls": 0, "value_sets": 46}
 
 
-def test_budget_and_size_of_one_tensor() -> None:
+def test_budget_and_tensor_size_limit() -> None:
     with capture.record(budget=64, tensor=48) as recording:
         for n in (1, 2, 3, 20):  # 8, 16, 24 and 160 bytes of ids
             look_up([3] * n)
@@ -149,7 +149,7 @@ def test_budget_and_size_of_one_tensor() -> None:
     assert by_size[20] == {**by_size[20], "values": [], "too_large": ["input_ids"]}
 
 
-def test_an_op_that_needs_little_leaves_its_share_to_the_others() -> None:
+def test_unused_share_goes_to_other_ops() -> None:
     with capture.record(budget=1000) as recording:
         look_up([1])
         op_of("rotary_emb")(
@@ -171,7 +171,7 @@ def test_frequent_signatures_stay_and_some_large_ones() -> None:
     assert choose({"one": made["often"]}, 8) == [made["often"]]
 
 
-def test_a_candidate_and_threads_are_recorded() -> None:
+def test_candidates_and_threads_are_recorded() -> None:
     op = op_of("rms_norm")
     op.set_candidate(lambda x, *rest: x * 2)
     try:
@@ -187,7 +187,7 @@ def test_a_candidate_and_threads_are_recorded() -> None:
     assert recording.ops == {"rms_norm": 9}
 
 
-def test_counters_reset_while_recording_lose_nothing() -> None:
+def test_counter_reset_loses_no_recorded_call() -> None:
     op = op_of("rms_norm")
     with capture.record() as recording:
         norm(3)
@@ -196,7 +196,7 @@ def test_counters_reset_while_recording_lose_nothing() -> None:
     assert recording.calls == 2
 
 
-def test_one_recording_at_a_time_and_an_error_ends_it() -> None:
+def test_second_recording_is_an_error() -> None:
     with capture.record(), pytest.raises(RuntimeError, match="already"):
         capture.start()
     with pytest.raises(ZeroDivisionError), capture.record():
@@ -205,7 +205,7 @@ def test_one_recording_at_a_time_and_an_error_ends_it() -> None:
         capture.stop()
 
 
-def test_save(tmp_path: Path) -> None:
+def test_save_writes_capture_and_values(tmp_path: Path) -> None:
     import json
 
     from safetensors.torch import load_file
@@ -245,7 +245,7 @@ def _wrapper(self: nn.Module, *args: object, **kwargs: object) -> None:
     Wrapped.stock(self, *args, **kwargs)  # type: ignore[attr-defined]
 
 
-def test_constructors_by_name_and_how_many_live() -> None:
+def test_constructors_are_recorded_with_counts() -> None:
     stock = nn.Module.__init__
     with capture.record_modules() as modules:
         model = Outer(config=object(), layers=3)
@@ -267,7 +267,7 @@ def test_constructors_by_name_and_how_many_live() -> None:
     assert modules.rows(model.layers) == modules.rows()[1:]
 
 
-def test_constructors_that_somebody_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapped_constructors_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wrapped, "stock", Wrapped.__init__, raising=False)
     monkeypatch.setattr(Wrapped, "__init__", _wrapper)
     with capture.record_modules() as modules:
@@ -277,7 +277,7 @@ def test_constructors_that_somebody_wrapped(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-def test_limits_are_what_record_takes() -> None:
+def test_limits_match_record_arguments() -> None:
     with capture.record() as recording:
         pass
     assert recording.limits == capture.Limits() and dataclasses.asdict(recording.limits)["budget"] == 1 << 20

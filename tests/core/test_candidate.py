@@ -1,4 +1,4 @@
-"""A user's kernel: what a candidate file may offer, and what is said about one that cannot be used."""
+"""Candidate files: functions, classes, folders, and errors for unusable files."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("text", "kind"), [(FUNCTION, "function"), (CLASS, "class"), (FUNCTION + CLASS, "function+class")]
 )
-def test_what_a_file_offers(write: Callable[[str], str], text: str, kind: str) -> None:
+def test_file_offers_function_class_or_both(write: Callable[[str], str], text: str, kind: str) -> None:
     found = candidate.load("silu_and_mul", write(text))
     assert found.kind == kind and found.op == "silu_and_mul"
     assert set(found.classes) == ({"VllmSiluAndMul"} if "class" in kind else set())
 
 
-def test_a_function_runs_in_the_op_and_in_every_module(write: Callable[[str], str]) -> None:
-    op, module = registry.get("silu_and_mul").op, registry.op_module("silu_and_mul")
+def test_function_runs_in_the_op_and_in_modules(write: Callable[[str], str]) -> None:
+    op, cls = registry.get("silu_and_mul").op, registry.op_class("silu_and_mul", "SGLangSiluAndMul")
     x = torch.randn(3, 8)
     before = op(x)
     found = candidate.load("silu_and_mul", write(FUNCTION))
     op.set_candidate(found.function)
     try:
         assert torch.equal(op(x), x[:, :4] + x[:, 4:])
-        assert torch.equal(module.SGLangSiluAndMul()(x), x[:, :4] + x[:, 4:])
+        assert torch.equal(cls()(x), x[:, :4] + x[:, 4:])
     finally:
         op.set_candidate(None)
     assert torch.equal(op(x), before)
 
 
-def test_the_same_file_is_loaded_once_and_a_changed_one_again(write: Callable[[str], str]) -> None:
+def test_file_is_loaded_again_only_when_changed(write: Callable[[str], str]) -> None:
     first = candidate.load("silu_and_mul", write(FUNCTION))
     assert candidate.load("silu_and_mul", write(FUNCTION)).function is first.function
     changed = candidate.load("silu_and_mul", write(FUNCTION.replace("+ x", "- x")))
     assert changed.function is not first.function
 
 
-def test_errors_say_what_is_wrong(write: Callable[[str], str]) -> None:
+def test_unusable_file_error_gives_the_cause(write: Callable[[str], str]) -> None:
     with pytest.raises(UnknownName, match="unknown op 'silu'"):
         candidate.load("silu", write(FUNCTION))
     with pytest.raises(CandidateError, match=r"there is no file /no/such\.py"):
@@ -74,7 +74,7 @@ def test_errors_say_what_is_wrong(write: Callable[[str], str]) -> None:
         candidate.load("silu_and_mul", write("silu_and_mul = 1\n"))
 
 
-def test_a_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
+def test_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
     for name in ("silu_and_mul", "rms_norm"):
         (tmp_path / f"{name}.py").write_text("1 / 0\n")  # nothing is imported
     (tmp_path / "_shared.py").write_text("")
@@ -88,7 +88,7 @@ def test_a_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
         candidate.resolve({"rmsnorm": "any.py"})
 
 
-def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
+def test_invalid_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CandidateError, match=r"there is no folder .*nowhere"):
         candidate.from_directory(tmp_path / "nowhere")
     with pytest.raises(CandidateError, match=r"has no file OP\.py"):
@@ -102,7 +102,7 @@ def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
         candidate.from_directory(tmp_path)
 
 
-def test_a_folder_in_the_environment(tmp_path: Path) -> None:
+def test_environment_names_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"FASTKERNELS_CANDIDATES: .*no file OP\.py.*or OP=FILE"):
         Environment.read({"FASTKERNELS_CANDIDATES": str(tmp_path)})
     (tmp_path / "silu_and_mul.py").write_text(FUNCTION)
@@ -113,7 +113,7 @@ def test_a_folder_in_the_environment(tmp_path: Path) -> None:
     assert folder == pairs == {"silu_and_mul": str(tmp_path / "silu_and_mul.py")}
 
 
-def test_an_installed_function_serves_its_own_class_through_the_op(write: Callable[[str], str]) -> None:
+def test_class_of_a_candidate_calls_its_function_through_the_op(write: Callable[[str], str]) -> None:
     op, x = registry.get("silu_and_mul").op, torch.randn(3, 8)
     before = op(x)
     text = FUNCTION + CLASS.replace("return x\n", "return silu_and_mul(x=x)\n")

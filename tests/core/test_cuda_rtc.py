@@ -1,4 +1,4 @@
-"""The folder of compiled CUDA C++ kernels, with a compiler that is a function; NVRTC itself where it is installed."""
+"""The cache folder of compiled CUDA C++ kernels with a stand-in compiler, and NVRTC where it is installed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fastkernels.core import compile_cache, cuda_rtc
+from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.linear import skinny_linear_cuda as skinny
 
 NO_NVRTC = cuda_rtc.unavailable()
@@ -58,7 +59,7 @@ def test_compiles_once_for_each_key(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 5 and all(f.suffix == ".cubin" for f in cache.iterdir())
 
 
-def test_a_broken_file_is_compiled_again(cache: Path) -> None:
+def test_broken_cache_file_is_compiled_again(cache: Path) -> None:
     compiler = Compiler()
     get(compiler)
     (file,) = cache.iterdir()
@@ -95,7 +96,7 @@ print(len(code), hash(code), cuda_rtc.counts["compiled"])
     "compiler",
     ["made up", pytest.param("nvrtc", marks=pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC)))],
 )
-def test_eight_processes_at_once_in_a_fresh_folder(cache: Path, tmp_path: Path, compiler: str) -> None:
+def test_eight_processes_share_a_fresh_folder(cache: Path, tmp_path: Path, compiler: str) -> None:
     barrier = tmp_path / "barrier"
     barrier.mkdir()
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -146,7 +147,7 @@ def add_one(x, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.slow
-def test_triton_too(cache: Path, tmp_path: Path) -> None:
+def test_triton_uses_the_folder(cache: Path, tmp_path: Path) -> None:
     """Eight processes, one kernel, below FASTKERNELS_CACHE; it is compiled for a GPU that need not be there."""
     barrier = tmp_path / "barrier"
     barrier.mkdir()
@@ -165,7 +166,7 @@ def test_triton_too(cache: Path, tmp_path: Path) -> None:
     assert len(made) == 1 and not list((cache.parent / "triton").rglob("tmp.pid*"))
 
 
-def test_a_folder_that_cannot_be_written(
+def test_read_only_folder_falls_back_to_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
@@ -182,7 +183,7 @@ def test_a_folder_that_cannot_be_written(
     assert str(found) in caplog.text and "below" in caplog.text and "FASTKERNELS_CACHE" in caplog.text
 
 
-def test_nowhere_to_write_means_memory_and_one_line(
+def test_no_writable_folder_compiles_in_memory_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
@@ -199,7 +200,7 @@ def test_nowhere_to_write_means_memory_and_one_line(
         compile_cache.set_triton_folder()
 
 
-def test_a_folder_that_is_filled_and_read_only_is_read(
+def test_filled_read_only_folder_is_read(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = Compiler()
@@ -209,7 +210,7 @@ def test_a_folder_that_is_filled_and_read_only_is_read(
     assert get(compiler) == CODE and len(compiler.calls) == 1
 
 
-def test_a_disk_that_is_full_leaves_nothing_behind(
+def test_full_disk_leaves_no_file(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compile_cache.folder("nvrtc")
@@ -223,7 +224,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(
     assert not list(cache.iterdir()) and "No space left" in caplog.text
 
 
-def test_a_temporary_folder_that_others_can_write_is_not_used(
+def test_temporary_folder_writable_by_others_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -233,7 +234,7 @@ def test_a_temporary_folder_that_others_can_write_is_not_used(
     assert compile_cache._temporary() != shared
 
 
-def test_tritons_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's own; else below FASTKERNELS_CACHE; else Triton's, where that can be written."""
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
@@ -263,7 +264,7 @@ def test_triton_is_hashed_in_a_thread(cache: Path, monkeypatch: pytest.MonkeyPat
     assert triton_cache.triton_key.cache_info().currsize == 1
 
 
-def test_tritons_folder_with_a_home_that_cannot_be_written(
+def test_triton_cache_folder_without_writable_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "home").write_text("not a folder")
@@ -279,7 +280,7 @@ def test_tritons_folder_with_a_home_that_cannot_be_written(
     assert len(caplog.records) == 1 and "FASTKERNELS_CACHE" in caplog.text
 
 
-def test_without_nvrtc_the_provider_says_so() -> None:
+def test_provider_without_nvrtc_gives_the_reason() -> None:
     x = torch.randn(1, 64).bfloat16()
     reason = skinny.supports_cuda(x, x)
     assert reason is not None
@@ -292,7 +293,7 @@ def test_without_nvrtc_the_provider_says_so() -> None:
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
 def test_real_compiler() -> None:
     told = ("--gpu-architecture=sm_90a", *skinny.options(skinny.PARAMS[0], 1, 4096, True, True))
-    assert cuda_rtc.cubin(skinny.text(skinny.SOURCE), told)[:4] == b"\x7fELF"
+    assert cuda_rtc.cubin(text(skinny.SOURCE), told)[:4] == b"\x7fELF"
     with pytest.raises(cuda_rtc.CompileError, match="expected a"):
         cuda_rtc.nvrtc_compile("int f(", ("--gpu-architecture=sm_90a",))
 
@@ -307,7 +308,7 @@ def test_sizes_fit_the_chip() -> None:
     assert skinny.choose(64, 14336)["groups"] == 1
 
 
-def test_x_stays_in_registers_where_they_hold_it() -> None:
+def test_x_stays_in_registers_if_it_fits() -> None:
     p = skinny.PARAMS[0]
     assert skinny.x_units(p, 1, 4096) == skinny.x_units(p, 2, 4096) == 4
     assert skinny.x_units(p, 1, 4128) == 5 and skinny.x_units(p, 2, 4128) == 0

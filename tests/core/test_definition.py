@@ -64,4 +64,4 @@ def test_table_lists_every_argument() -> None:
     spec = registry.get("rms_norm")
     text = table(spec)
     assert all(f"| {a.name} |" in text for a in (*spec.arguments, *spec.outputs))
-    assert "| residual | [tokens, heads?, hidden] |  | if residual; overwritten |" in text
+    assert "| residual | [tokens, heads?, hidden] | the case's | if residual; overwritten |" in text

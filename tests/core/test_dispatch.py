@@ -1,4 +1,4 @@
-"""Providers, candidates and counters of a functional op, and what a call costs."""
+"""Providers, candidates, counters and call cost of a functional op."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     DOUBLE.reset()
 
 
-def test_it_is_a_torch_op_and_is_counted(op: Op) -> None:
+def test_op_is_a_torch_op_and_counts_calls(op: Op) -> None:
     assert torch.equal(torch.ops.fastkernels.test_double(torch.ones(3)), torch.full((3,), 2.0))
     assert torch.equal(op(torch.ones(3)), torch.full((3,), 2.0))
     assert torch.equal(op.run(torch.ones(3)), torch.full((3,), 2.0))
@@ -49,16 +49,14 @@ def test_it_is_a_torch_op_and_is_counted(op: Op) -> None:
     assert op.calls == 0
 
 
-def test_the_order_has_reasons(op: Op) -> None:
+def test_order_gives_reasons_for_unavailable_providers(op: Op) -> None:
     reasons = {p.name: reason for p, reason in op.order("cpu")}
     assert reasons["gpu_only"] == "gpu_only runs on cuda, not on cpu"
     assert reasons["absent"] == "absent needs no_such_package.part, which is not installed"
     assert reasons["small"] is None and reasons["reference"] is None
 
 
-def test_a_case_that_is_refused_falls_back_counted_and_logged_once(
-    op: Op, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsupported_case_falls_back_and_logs_once(op: Op, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fastkernels"):
         for _ in range(3):
             assert torch.equal(op(torch.ones(5)), torch.full((5,), 2.0))
@@ -74,7 +72,7 @@ def test_strict_makes_a_fallback_an_error(op: Op, monkeypatch: pytest.MonkeyPatc
         op(torch.ones(5))
 
 
-def test_the_environment_chooses(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_chooses_the_provider(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_double:reference")
     op.reset()
     op(torch.ones(5))
@@ -89,7 +87,7 @@ def test_the_environment_chooses(op: Op, monkeypatch: pytest.MonkeyPatch) -> Non
         op(torch.ones(1))
 
 
-def test_a_candidate_comes_first_and_goes_again(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_comes_first_until_removed(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_double:reference")
     op.set_candidate(lambda x: 3 * x)
     assert torch.equal(op(torch.ones(5)), torch.full((5,), 3.0))
@@ -97,7 +95,7 @@ def test_a_candidate_comes_first_and_goes_again(op: Op, monkeypatch: pytest.Monk
     assert torch.equal(op(torch.ones(5)), torch.full((5,), 2.0))
 
 
-def test_nothing_supports_the_case() -> None:
+def test_case_without_provider_is_an_error() -> None:
     lonely = Op("lonely", (Provider("small", lambda x: x, devices=("cpu",), supports=_small_only),))
     with pytest.raises(UnsupportedCase, match=r"no provider supports this case on cpu.*5 elements"):
         lonely.run(torch.ones(5))
@@ -127,7 +125,7 @@ def add() -> Iterator[Op]:
     ADD.reset()
 
 
-def test_into_writes_where_it_is_told(add: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_into_writes_to_out(add: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """The provider that can write there does, of others the result is copied; counted and chosen as a call is."""
     out = torch.zeros(3)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("copied"))
@@ -144,13 +142,13 @@ def test_into_writes_where_it_is_told(add: Op, monkeypatch: pytest.MonkeyPatch) 
     assert out.tolist() == [3, 3, 3] and add.fallbacks == {}
 
 
-def test_into_memory_with_gaps(add: Op) -> None:
+def test_into_strided_out_copies(add: Op) -> None:
     wide = torch.zeros(3, 2)
     add.into(wide[:, 1], torch.ones(3))
     assert wide.tolist() == [[0, 2]] * 3 and add.calls == 1
 
 
-def test_into_a_candidate_and_a_bound_provider(add: Op) -> None:
+def test_into_with_candidate_and_bound_provider(add: Op) -> None:
     out = torch.zeros(3)
     bound = add.providers[0].bound({"by": 4.0})
     assert bound.out and bound.fn(torch.ones(3), out=out) is out and out.tolist() == [5, 5, 5]
@@ -159,7 +157,7 @@ def test_into_a_candidate_and_a_bound_provider(add: Op) -> None:
     assert out.tolist() == [7, 7, 7] and add.calls == 1
 
 
-def test_into_memory_of_another_kind_is_refused(add: Op) -> None:
+def test_into_rejects_other_shape_or_dtype(add: Op) -> None:
     add.set_candidate(lambda x: x + 1)
     with pytest.raises(
         ValueError, match=r"test_add: out is \(1, 3\) float32 on cpu, the result of candidate is \(3,\)"
@@ -172,7 +170,7 @@ def test_into_memory_of_another_kind_is_refused(add: Op) -> None:
         add.into(torch.zeros(3), torch.ones(3))
 
 
-def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     sys.modules.pop("xml.sax.saxutils", None)
@@ -185,7 +183,7 @@ def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyt
     assert either.unavailable("cpu") is None
 
 
-def test_a_call_costs_microseconds(op: Op) -> None:
+def test_call_costs_microseconds(op: Op) -> None:
     """Measured 2 to 4 us of one core (2026-11, 2-core Xeon); the limit is wide, since the machine may be busy."""
     x = torch.ones(2)
     op.set_candidate(lambda x: x.detach())

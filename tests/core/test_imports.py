@@ -1,4 +1,4 @@
-"""What importing the library loads: neither torch nor a kernel nor a host before they are used."""
+"""Importing the library loads neither torch nor kernels nor hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _loaded(code: str, environ: dict[str, str] | None = None) -> set[str]:
     return {n.partition(".")[0] for n in names} | {n for n in names if n.startswith(("fastkernels", "fk_"))}
 
 
-def test_import_of_the_library_is_light() -> None:
+def test_library_import_is_light() -> None:
     loaded = _loaded("import fastkernels")
     assert not loaded & {"torch", "triton", "transformers", "numpy", "fk_bench", "fk_integrations", *HOSTS}
     assert not any(n.startswith("fastkernels.overrides") for n in loaded)
@@ -38,7 +38,7 @@ def test_patch_imports_no_kernel_and_no_host() -> None:
     assert not loaded & {"triton", "fk_bench", "fk_integrations", *HOSTS}
 
 
-def test_an_op_imports_no_host_and_no_other_level() -> None:
+def test_op_imports_no_host_model_or_engine() -> None:
     loaded = _loaded("from fastkernels.core import registry; registry.get('rms_norm')")
     assert "torch" in loaded
     assert not loaded & {"transformers", "fk_bench", "fk_integrations", *HOSTS}
@@ -46,7 +46,7 @@ def test_an_op_imports_no_host_and_no_other_level() -> None:
 
 
 @pytest.mark.parametrize("host", ["vllm", "sglang"])
-def test_a_sleeping_plugin_imports_no_torch(host: str) -> None:
+def test_inert_plugin_imports_no_torch(host: str) -> None:
     """The entry point's module itself; what it then does needs the host."""
     loaded = _loaded(f"from fk_integrations import plugin; plugin.{host}")
     assert not loaded & {"torch", "triton", "fk_bench", *HOSTS}

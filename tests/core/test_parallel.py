@@ -151,7 +151,7 @@ def test_two_ranks_equal_one() -> None:
     mp.spawn(worker, args=(port,), nprocs=SIZE)
 
 
-def test_alone_and_bound() -> None:
+def test_single_rank_and_bound_group() -> None:
     assert (parallel.get_tp_rank(), parallel.get_tp_size()) == (0, 1)
     t = torch.ones(3)
     assert parallel.all_reduce(t) is t and parallel.all_gather(t, 0) is t

@@ -1,4 +1,4 @@
-"""What SPEC says of every op, against the op: the dims of real arguments, other shapes, hard values, built modules."""
+"""Every op's SPEC against the op: declarations, dims of real arguments, held-out cases, extremes, built modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastkernels.core.spec import Case, OpSpec, dtype_of
 NAMES = registry.op_names()
 CASES = [(name, case) for name in NAMES for case in registry.get(name).cases if "odd" in case.tags]
 IDS = [f"{name}-{case.name}" for name, case in CASES]
-# Classes that no arguments of the op can be given to, and what they say.
+# Classes that cannot express any arguments of the op, and the reason in their error.
 NEVER = {
     "VllmParallelLMHead_0_26": "has no lookup",
     "VllmParallelLMHead_0_32": "has no lookup",
@@ -35,7 +35,7 @@ NEVER = {
 
 
 def classes(spec: OpSpec) -> list[type]:
-    """The target classes of the op's file; host functions are not among them."""
+    """The target classes of the op, without functions."""
     found = dict.fromkeys(registry.target_class(target) for target in spec.targets)
     return [cls for cls in found if isinstance(cls, type)]
 
@@ -44,7 +44,7 @@ CLASSES = [(name, cls) for name in NAMES for cls in classes(registry.get(name))]
 
 
 def described(spec: OpSpec, args: list[Any]) -> list[Any]:
-    """All arguments, a tensor by its shape and dtype; those that were left out by their defaults."""
+    """All arguments, with tensors as shape and dtype, and defaults for those that were left out."""
     if spec.op is not None:
         args = [*args, *(a.default_value for a in spec.op.overload._schema.arguments[len(args) :])]
     return [(tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
@@ -55,7 +55,7 @@ def listed(out: Any) -> list[torch.Tensor]:
 
 
 def results(spec: OpSpec, args: list[Any]) -> list[torch.Tensor]:
-    """What the op gives, or the module of its first class."""
+    """The results of the op, or of a module of its first class."""
     if spec.op is not None:
         return call(spec.op, spec.op, args)
     assert spec.build is not None
@@ -63,7 +63,7 @@ def results(spec: OpSpec, args: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_op_says_all_that_a_judge_asks(name: str) -> None:
+def test_spec_has_what_the_judge_needs(name: str) -> None:
     spec = registry.get(name)
     assert spec.dims_of is not None and spec.vary is not None
     assert not classes(spec) or spec.build is not None
@@ -71,7 +71,7 @@ def test_every_op_says_all_that_a_judge_asks(name: str) -> None:
     args = make_args(spec, spec.cases[-1])
     for position in (*spec.activations, *spec.mutates):
         assert position >= len(args) or args[position] is None or args[position].is_floating_point()
-    # What a CPU does in milliseconds: the benchmark's rule for what it judges there.
+    # The benchmark judges a case on a CPU if it takes milliseconds.
     small = [c for c in spec.cases if spec.bytes_moved(c) <= SMALL and spec.flops(c) <= 5e7]
     assert len(small) >= 7, f"{len(small)} cases are for a CPU"
     assert len({c.name for c in spec.cases}) == len(spec.cases)
@@ -126,8 +126,8 @@ def test_unknown_axis_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_integer_results_say_how_values_may_move(name: str) -> None:
-    """The judge neither scales nor rolls what they are computed from: without Permutable it would repeat itself."""
+def test_ops_with_integer_results_are_permutable(name: str) -> None:
+    """The judge does not scale their inputs: without a Permutable it would repeat the same values."""
     spec = registry.get(name)
     case = next(c for c in spec.cases if "odd" in c.tags)
     args = make_args(spec, case)
@@ -142,37 +142,37 @@ def test_dims_of_real_arguments(name: str, case: Case) -> None:
     found = spec.case_of(args, case.name)
     assert found.dtype == case.dtype
     json.dumps(dict(found.dims))
-    # The same call again: its shapes, dtypes and numbers.
+    # The dims make the same call: its shapes, dtypes and scalars.
     assert described(spec, make_args(spec, found, seed=1)) == described(spec, args)
-    # What the values say is never more than what the case alone allows; without it, the cost is the case's.
+    # Counted values are at most what the case allows; without them, the cost is the case's.
     bare = dataclasses.replace(found, dims={k: v for k, v in found.dims.items() if k not in spec.counted})
     assert (spec.bytes_moved(bare), spec.flops(bare)) == (spec.bytes_moved(case), spec.flops(case))
     assert spec.bytes_moved(found) <= spec.bytes_moved(case) and spec.flops(found) <= spec.flops(case)
 
 
 def strided(value: Any) -> Any:
-    """The same values, every other row of a tensor that is twice as long."""
+    """The same values as every other row of a tensor that is twice as long."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     return value.repeat_interleave(2, dim=0)[::2]
 
 
 def without_values(value: Any) -> Any:
-    """A float tensor's shape, as a capture keeps it."""
+    """A float tensor without values, as in a capture."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
-def test_dims_of_what_hosts_pass(name: str, case: Case) -> None:
-    """Strided views, arguments that were left out, tensors of which a capture kept the shape only."""
+def test_dims_of_views_defaults_and_captures(name: str, case: Case) -> None:
+    """Strided views, left-out arguments, and tensors without values give the same dims."""
     spec = registry.get(name)
     assert spec.dims_of is not None
     args = make_args(spec, case)
     dims = spec.dims_of(*args)
     views = spec.dims_of(*map(strided, args))
-    layout = ("packed", "heads_first")  # what strides say
+    layout = ("packed", "heads_first")  # read from strides
     assert without(views, *layout) == without(dims, *layout)
     if spec.op is not None:
         arguments = spec.op.overload._schema.arguments
@@ -194,7 +194,7 @@ def _same(value: Any, default: Any) -> bool:
     return not isinstance(value, torch.Tensor) and value == default
 
 
-def test_dims_count_what_the_values_say() -> None:
+def test_dims_count_values() -> None:
     ids, weight = torch.tensor([3, 3, 3, 5]), torch.zeros(9, 4)
     assert registry.get("embedding").dims_of(ids, weight)["distinct"] == 2
     sharded = registry.get("embedding").dims_of(ids, weight, 4, 9, 0, 9, 9)
@@ -217,7 +217,7 @@ def test_dims_count_what_the_values_say() -> None:
     assert registry.get("store_kvcache").bytes_moved(stored) == 2 * 2 * 4 * (4 + 4) + 8 * 5
 
 
-def test_attention_reads_a_shared_prefix_and_a_window_once() -> None:
+def test_attention_cost_of_shared_prefix_and_window() -> None:
     spec = registry.get("attention_decode")
     q, cache = torch.zeros(2, 2, 8), torch.zeros(6, 4, 1, 8)
     lens = torch.tensor([9, 7], dtype=torch.int32)
@@ -236,7 +236,7 @@ def test_attention_reads_a_shared_prefix_and_a_window_once() -> None:
     assert prefill.flops(prefill.case_of([*chunk, 2], "")) == 4 * (3 * 5) * 2 * 8
 
 
-def test_the_dtype_of_a_case() -> None:
+def test_dtype_of_a_case() -> None:
     x, ids = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
     assert dtype_of([ids, None, x, torch.zeros(2)]) == "bfloat16"
     assert dtype_of([ids, 3, None]) == "float32"
@@ -245,7 +245,7 @@ def test_the_dtype_of_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_varied_cases_are_others_and_as_cheap(name: str) -> None:
+def test_varied_cases_differ_at_similar_cost(name: str) -> None:
     spec = registry.get(name)
     assert spec.vary is not None
     numbers = []
@@ -255,7 +255,7 @@ def test_varied_cases_are_others_and_as_cheap(name: str) -> None:
             assert spec.bytes_moved(made) <= max(2 * spec.bytes_moved(case), SMALL), made
             assert spec.flops(made) <= max(2 * spec.flops(case), 100 * SMALL), made
             assert made.dims != case.dims and made.dtype == case.dtype
-            assert made == spec.vary(case, random.Random(seed)), "the generator alone decides"
+            assert made == spec.vary(case, random.Random(seed)), "not deterministic"
             json.dumps(dict(made.dims))
             d = made.dims
             numbers.append(d["tokens"] if "tokens" in d else d.get("rows", len(d.get("seq_lens", ()))))
@@ -305,7 +305,7 @@ def test_extremes_are_legal(name: str, kind: str, edit: Callable[[list[Any]], No
 
 
 def built(spec: OpSpec, cls: type) -> Iterator[tuple[Case, list[Any], Callable[[], Any]]]:
-    """The odd cases that cls can express; what cannot be says so in a ValueError that names the class."""
+    """The odd cases that cls can express; for others, build raises a ValueError that names the class."""
     assert spec.build is not None
     for case in (c for c in spec.cases if "odd" in c.tags):
         args = make_args(spec, case)
@@ -321,7 +321,7 @@ def test_built_modules_equal_the_reference(name: str, cls: type) -> None:
     spec, seen = registry.get(name), 0
     written = mutated(spec.op) if spec.op is not None else spec.mutates
     for case, args, run in built(spec, cls):
-        # Other values in the same memory: a module that had copied its weights would not see them.
+        # New values in the same memory: a module with copied weights would miss them.
         for t in (
             a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point() and a.itemsize > 1
         ):
@@ -331,9 +331,7 @@ def test_built_modules_equal_the_reference(name: str, cls: type) -> None:
         calls = {op: dispatch.OPS[op].calls for op in dispatch.OPS}
         assert mismatch(spec, case, listed(run()), want) is None, case.name
         ran = {op for op, n in calls.items() if dispatch.OPS[op].calls > n}
-        assert ran <= {name, *registry.reached(name, parts=True)}, (
-            "a candidate for it would not be judged here"
-        )
+        assert ran <= {name, *registry.reached(name, parts=True)}, "the op that ran is not reached by this op"
         changed = [
             i for i, (a, b) in enumerate(zip(args, before, strict=True))
             if isinstance(a, torch.Tensor) and not torch.equal(a, b)
@@ -343,7 +341,7 @@ def test_built_modules_equal_the_reference(name: str, cls: type) -> None:
     assert (seen == 0) == (cls.__name__ in NEVER), f"{seen} cases"
 
 
-def test_a_module_says_what_does_not_fit() -> None:
+def test_load_names_what_does_not_fit() -> None:
     linear = torch.nn.Linear(3, 2)
     weight, bias = torch.zeros(2, 3), torch.zeros(2)
     for tensors, says in (

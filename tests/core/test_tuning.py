@@ -1,4 +1,4 @@
-"""Tuned tables: read strictly, looked up by shape and bucket, and where they stand in the order of providers."""
+"""Tuned tables: validation, look-up by shape and size, and their place in the order of providers."""
 
 from __future__ import annotations
 
@@ -95,19 +95,19 @@ def factor(rows: int, columns: int = 4, dtype: torch.dtype = torch.float32) -> f
 # -- dispatch
 
 
-def test_the_smallest_tuned_size_that_is_at_least_as_large_decides(use: Callable[..., Path]) -> None:
+def test_smallest_tuned_size_not_below_the_call_applies(use: Callable[..., Path]) -> None:
     use(entry(4, "sized", params={"by": 5.0}), entry(8, "sized"), entry(32, None), entry(64, "reference"))
     found = {m: factor(m) for m in (1, 3, 4, 5, 8, 9, 32, 33, 64, 65)}
     assert found == {1: 5, 3: 5, 4: 5, 5: 3, 8: 3, 9: 1, 32: 1, 33: 2, 64: 2, 65: 1}
     assert factor(4, columns=6) == 1 and factor(4, dtype=torch.float64) == 1
 
 
-def test_an_entry_does_not_speak_for_sizes_far_below_it(use: Callable[..., Path]) -> None:
+def test_entry_does_not_reach_far_smaller_sizes(use: Callable[..., Path]) -> None:
     use(entry(1024, "sized"))
     assert factor(1024 // REACH) == 3 and factor(1024 // REACH - 1) == 1
 
 
-def test_candidate_then_environment_then_table_then_spec(
+def test_order_is_candidate_environment_table_spec(
     use: Callable[..., Path], op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert factor(4) == 1
@@ -124,33 +124,31 @@ def test_candidate_then_environment_then_table_then_spec(
     assert factor(4) == 4
 
 
-def test_a_provider_that_was_asked_for_and_takes_everything_needs_no_look_up(
-    use: Callable[..., Path], op: Op
-) -> None:
+def test_requested_provider_without_supports_skips_the_table(use: Callable[..., Path], op: Op) -> None:
     use(entry(4, "sized"))
     op.set_candidate(lambda x: 7 * x)
     assert factor(4) == 7 and not op._tuned
 
 
-def test_a_case_that_the_tuned_provider_refuses_falls_back_once(use: Callable[..., Path], op: Op) -> None:
+def test_case_unsupported_by_tuned_provider_falls_back(use: Callable[..., Path], op: Op) -> None:
     use(entry(4, "even", n=5))
     assert factor(4, columns=5) == 1
     assert op.fallbacks == {"even: 5 columns are odd": 1}
 
 
-def test_a_tuned_provider_that_is_not_there_is_said_and_passed_over(
+def test_unavailable_tuned_provider_is_logged_and_skipped(
     use: Callable[..., Path], op: Op, caplog: pytest.LogCaptureFixture
 ) -> None:
     use(entry(4, "gpu_only"), entry(8, "sized"))
     with caplog.at_level(logging.WARNING, "fastkernels"):
         assert factor(3) == 1 and factor(8) == 3 and factor(4) == 1
     assert [r.getMessage() for r in caplog.records] == [
-        "test_scale: a tuned table names a provider that is not there: gpu_only runs on cuda, not on cpu"
+        "test_scale: a tuned table names an unavailable provider: gpu_only runs on cuda, not on cpu"
     ]
     assert op.fallbacks == {}
 
 
-def test_a_table_that_names_a_provider_means_its_twin_where_that_is_not_there(
+def test_twin_replaces_an_unavailable_tuned_provider(
     use: Callable[..., Path], op: Op, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     twins = [replace(p, twin={"even": "gpu_only", "reference": "sized"}.get(p.name)) for p in op.providers]
@@ -161,7 +159,7 @@ def test_a_table_that_names_a_provider_means_its_twin_where_that_is_not_there(
     assert not caplog.records and op.fallbacks == {}
 
 
-def test_what_is_faster_is_asked_without_a_call(use: Callable[..., Path], op: Op) -> None:
+def test_faster_counts_no_call(use: Callable[..., Path], op: Op) -> None:
     assert not op.faster(torch.ones(4, 4))
     use(
         entry(4, "sized"), entry(8, "first"), entry(16, None), entry(32, "gpu_only"),
@@ -174,7 +172,7 @@ def test_what_is_faster_is_asked_without_a_call(use: Callable[..., Path], op: Op
     assert op.calls == 0 and op.fallbacks == {}
 
 
-def test_observers_see_the_tuned_provider(use: Callable[..., Path]) -> None:
+def test_observer_sees_the_tuned_provider(use: Callable[..., Path]) -> None:
     use(entry(4, "sized", params={"by": 4.0}))
     seen: list[str] = []
 
@@ -193,7 +191,7 @@ def test_observers_see_the_tuned_provider(use: Callable[..., Path]) -> None:
     assert seen == ["sized", "first"]
 
 
-def test_it_runs_inside_compiled_code(use: Callable[..., Path]) -> None:
+def test_tuned_provider_runs_in_compiled_code(use: Callable[..., Path]) -> None:
     use(entry(4, "sized", params={"by": 4.0}))
     op = torch.ops.fastkernels.test_scale
     compiled = torch.compile(lambda x: op(x), fullgraph=True, backend="aot_eager", dynamic=True)
@@ -201,13 +199,13 @@ def test_it_runs_inside_compiled_code(use: Callable[..., Path]) -> None:
         assert torch.equal(compiled(torch.ones(rows, 4)), torch.full((rows, 4), by))
 
 
-def test_without_a_table_nothing_is_looked_up(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_without_table_does_no_lookup(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lookup, "find", lambda *args: pytest.fail("looked up"))
     assert factor(4) == 1 and not op._tuned
     assert [p.name for p in op._order["cpu"]] == ["first", "sized", "even", "reference"]
 
 
-def test_the_cost_of_a_call_does_not_grow_with_the_table(use: Callable[..., Path], op: Op) -> None:
+def test_call_cost_is_independent_of_table_size(use: Callable[..., Path], op: Op) -> None:
     """Counted in calls of functions, Python's and C's, since wall clocks of busy machines say nothing."""
     x = torch.ones(4, 4)
     body = op.body("cpu")
@@ -241,9 +239,7 @@ def test_the_cost_of_a_call_does_not_grow_with_the_table(use: Callable[..., Path
     tuned_sizes=st.sets(st.tuples(st.integers(0, 40), st.integers(0, 5000)), min_size=1, max_size=12),
     size=st.tuples(st.integers(0, 50), st.integers(0, 6000)),
 )
-def test_two_kinds_of_sizes_are_taken_one_after_the_other(
-    tuned_sizes: set[tuple[int, int]], size: tuple[int, int]
-) -> None:
+def test_two_sizes_are_looked_up_in_turn(tuned_sizes: set[tuple[int, int]], size: tuple[int, int]) -> None:
     key = Key(("H",), ("B", "L"), of=lambda: ((), ()), dims=lambda **k: k)
     several = [Entry("op", {"H": 8}, {"B": b, "L": n}, None, baseline="x", run="r1") for b, n in tuned_sizes]
     found = tuned.lookup(key, several).find((8,), size)
@@ -259,7 +255,7 @@ def test_two_kinds_of_sizes_are_taken_one_after_the_other(
 # -- files
 
 
-def test_a_table_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
+def test_table_round_trip(tmp_path: Path) -> None:
     table = Table("NVIDIA H200", RUNS, (entry(4, "sized", params={"by": 5.0}), entry(8, None)))
     (tmp_path / "t.json").write_text(table.to_json())
     assert tuned.read(tmp_path / "t.json") == table
@@ -278,7 +274,7 @@ def test_merging_replaces_points() -> None:
         old.merged(Table("NVIDIA H200", RUNS, ()))
 
 
-def test_a_users_shapes_come_before_the_shipped_ones(
+def test_user_shapes_take_precedence(
     use: Callable[..., Path], op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped = tmp_path / "shipped"
@@ -292,7 +288,7 @@ def test_a_users_shapes_come_before_the_shipped_ones(
     assert (factor(4), factor(8), factor(4, columns=6)) == (6, 1, 2)
 
 
-def test_a_folder_has_a_file_for_each_chip(
+def test_folder_has_one_file_per_chip(
     use: Callable[..., Path], op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = use(entry(4, "sized"), name="cpu.json").parent
@@ -303,18 +299,18 @@ def test_a_folder_has_a_file_for_each_chip(
     assert tuned.slug("NVIDIA GeForce RTX 4090 (x)") == "nvidia-geforce-rtx-4090-x"
 
 
-def test_a_table_of_another_chip_is_not_used_and_that_is_said(
+def test_table_of_another_chip_is_skipped_with_a_warning(
     use: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = use(entry(4, "sized"), chip="NVIDIA H200")
     with caplog.at_level(logging.WARNING, "fastkernels"):
         assert factor(4) == 1 and factor(4) == 1
     assert [r.getMessage() for r in caplog.records] == [
-        f"tuned table {path} is of NVIDIA H200 and is not used on cpu"
+        f"tuned table {path} is for NVIDIA H200 and is not used on cpu"
     ]
 
 
-def test_no_such_file(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_table_is_an_error(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTKERNELS_TUNED", "/no/such/file")
     op.reset()
     with pytest.raises(TableError, match=r"FASTKERNELS_TUNED: there is no file or folder /no/such/file"):
@@ -324,7 +320,7 @@ def test_no_such_file(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t.update(schema="other/1"), r"it is not of the schema fastkernels.tuned/1"),
+        (lambda t: t.update(schema="other/1"), r"its schema is not fastkernels.tuned/1"),
         (lambda t: t.pop("runs"), r"it needs `chip`"),
         (lambda t: t["entries"].append(3), r"entry 2 is 3, not an object"),
         (lambda t: t["entries"][1].pop("sizes"), r"entry 1 \(test_scale .*\) has no 'sizes'"),
@@ -332,17 +328,17 @@ def test_no_such_file(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda t: t["entries"][1].update(provider=3), r"entry 1 .* provider is 3, not str or NoneType"),
         (lambda t: t["entries"][1].update(speedup=True), r"entry 1 .* speedup is True, not int or float"),
         (lambda t: t["entries"][1]["sizes"].update(M=-1), r"entry 1 .* M is -1, not a size"),
-        (lambda t: t["entries"][1]["sizes"].update(M=4), r"entry 1 is for test_scale N=4 .*, and so is entry 0"),
+        (lambda t: t["entries"][1]["sizes"].update(M=4), r"entries 0 and 1 are both for test_scale N=4"),
         (lambda t: t["entries"][1].update(run="r9"), r"entry 1 .* run 'r9' is not among `runs`"),
         (lambda t: t["entries"][0].update(ci95=[1]), r"entry 0 .* ci95 is \[1\], not \[low, high\]"),
         (lambda t: t["entries"][0].update(ci95=[0.9, 2]), r"entry 0 .* a table has only what is faster"),
         (lambda t: t["entries"][0].update(provider="none"), r"entry 0: test_scale N=4 .* is not one of first, sized"),
         (lambda t: t["entries"][0].update(params={"to": 1}), r"entry 0: .* sized takes by"),
         (lambda t: t["entries"][0]["shape"].pop("N"), r"entry 0: .* the key of test_scale is N, dtype, M"),
-        (lambda t: t["entries"][0]["shape"].update(dtype="float7"), r"entry 0: .* dtype 'float7' is no torch dtype"),
+        (lambda t: t["entries"][0]["shape"].update(dtype="float7"), r"entry 0: .* dtype 'float7' is not a torch dtype"),
     ],
 )  # fmt: skip
-def test_what_is_damaged_is_named(
+def test_invalid_table_error_names_the_entry(
     use: Callable[..., Path], op: Op, change: Callable[[Any], Any], said: str
 ) -> None:
     path = use(entry(4, "sized"), entry(8, None))
@@ -353,7 +349,7 @@ def test_what_is_damaged_is_named(
         factor(4)
 
 
-def test_a_half_written_file_is_named(use: Callable[..., Path]) -> None:
+def test_truncated_table_error_names_the_file(use: Callable[..., Path]) -> None:
     path = use(entry(4, "sized"))
     path.write_text(path.read_text()[:-40])
     with pytest.raises(TableError, match=f"tuned table {path}: .*line"):
@@ -364,7 +360,7 @@ def test_a_half_written_file_is_named(use: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(tuned.SHIPPED.glob("*.json")), ids=lambda p: p.name)
-def test_shipped_tables_are_right(path: Path) -> None:
+def test_shipped_tables_are_valid(path: Path) -> None:
     table = tuned.read(path)
     assert path.stem == tuned.slug(table.chip) and table.chip != "cpu"
     for name in {e.op for e in table.entries}:
@@ -381,8 +377,8 @@ KEYED = [name for name in registry.op_names() if getattr(registry.get(name).op, 
 
 
 @pytest.mark.parametrize("name", KEYED)
-def test_a_key_and_its_dims_agree(name: str) -> None:
-    """The dims that a key makes are those of a call with that key, for every case of the op."""
+def test_key_agrees_with_its_dims(name: str) -> None:
+    """For every case, the dims made from the key of a call are the dims of that call."""
     spec = registry.get(name)
     key = spec.op.key
     for case in spec.cases:

@@ -111,6 +111,17 @@ def test_make_targets_and_variables_exist(page: Path) -> None:
     assert set(re.findall(r"\bFASTKERNELS(?:_[A-Z]+)*\b", page.read_text())) <= variables()
 
 
+def test_sources_name_existing_pages() -> None:
+    missing = []
+    for folder in ("fastkernels", "integrations", "bench", "tools"):
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in (".py", ".md", ".cu") and file.is_file():
+                for path in re.findall(r"\bdocs/[\w./-]+\.md\b", file.read_text()):
+                    if not (ROOT / path).exists() and ROOT / path not in GENERATED:
+                        missing.append(f"{file.relative_to(ROOT)}: {path}")
+    assert not missing
+
+
 def test_json_blocks_parse() -> None:
     found = [block for page in PAGES for block in blocks(page, "json") if block.startswith("{")]
     assert found and all(json.loads(block) for block in found)

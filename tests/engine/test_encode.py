@@ -62,15 +62,15 @@ def test_minilm_equals_transformers(minilm: LLM) -> None:
     before = counters()
     outputs = minilm.embed(TEXTS)
     vectors, hidden = reference(minilm_path(), TEXTS)
-    np.testing.assert_allclose([o.data for o in outputs], vectors, atol=1e-5)
+    np.testing.assert_allclose([o.outputs.data for o in outputs], vectors, atol=1e-5)
     for output, expected in zip(minilm.encode(TEXTS), hidden, strict=True):
-        np.testing.assert_allclose(output.data, expected, atol=2e-5)
+        np.testing.assert_allclose(output.outputs.data, expected, atol=2e-5)
     for op in ("embedding", "layer_norm", "linear", "gelu"):
         assert counters()[op]["calls"] > before[op]["calls"], op
 
 
 def test_minilm_finds_the_similar_sentence(minilm: LLM) -> None:
-    vectors = np.array([o.embedding for o in minilm.embed(TEXTS)])
+    vectors = np.array([o.outputs.embedding for o in minilm.embed(TEXTS)])
     similar = vectors @ vectors[0]
     assert similar[1] > similar[2] + 0.2
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
@@ -83,7 +83,7 @@ def test_a_batch_equals_single_requests(bert: Path) -> None:
     assert [o.prompt_token_ids for o in together] == prompts
     for prompt, output in zip(prompts, together, strict=True):
         (alone,) = LLM(str(bert), device="cpu").embed([prompt])
-        np.testing.assert_allclose(alone.data, output.data, atol=1e-5)
+        np.testing.assert_allclose(alone.outputs.data, output.outputs.data, atol=1e-5)
 
 
 def test_two_ranks_equal_one(bert: Path) -> None:
@@ -91,7 +91,7 @@ def test_two_ranks_equal_one(bert: Path) -> None:
     one = LLM(str(bert), device="cpu").embed(prompts)
     with LLM(str(bert), device="cpu", tensor_parallel_size=2) as llm:
         two = llm.embed(prompts)
-    np.testing.assert_allclose([o.data for o in two], [o.data for o in one], atol=1e-5)
+    np.testing.assert_allclose([o.outputs.data for o in two], [o.outputs.data for o in one], atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -99,10 +99,10 @@ def test_two_ranks_equal_one(bert: Path) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.02), ("float16", 3e-3)])
 def test_minilm_on_the_gpu_equals_the_cpu(minilm: LLM, dtype: str, tolerance: float) -> None:
     llm = LLM(str(minilm_path()), device="cuda", dtype=dtype)
-    expected = [o.data for o in minilm.embed(TEXTS)]
-    np.testing.assert_allclose([o.data for o in llm.embed(TEXTS)], expected, atol=tolerance)
+    expected = [o.outputs.data for o in minilm.embed(TEXTS)]
+    np.testing.assert_allclose([o.outputs.data for o in llm.embed(TEXTS)], expected, atol=tolerance)
     for ours, theirs in zip(llm.encode(TEXTS), minilm.encode(TEXTS), strict=True):
-        assert ours.data.shape == theirs.data.shape
+        assert ours.outputs.data.shape == theirs.outputs.data.shape
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_tiny_bert_equals_transformers(tmp_path: Path, fields: dict[str, Any]) -
     for prompt, output in zip(ids, LLM(str(folder), device="cpu").encode(ids), strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).last_hidden_state[0]
-        np.testing.assert_allclose(output.data, expected.numpy(), atol=2e-5)
+        np.testing.assert_allclose(output.outputs.data, expected.numpy(), atol=2e-5)
 
 
 def test_prefixed_keys_are_loaded(bert: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_prefixed_keys_are_loaded(bert: Path, tmp_path: Path) -> None:
     weights = load_file(copy / "model.safetensors")
     save_file({f"bert.{k}": v for k, v in weights.items()}, copy / "model.safetensors", {"format": "pt"})
     (a,), (b,) = (LLM(str(f), device="cpu").embed([[5, 6, 7]]) for f in (bert, copy))
-    np.testing.assert_array_equal(a.data, b.data)
+    np.testing.assert_array_equal(a.outputs.data, b.outputs.data)
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "max", "last"])
@@ -169,9 +169,9 @@ def test_an_input_that_is_too_long_is_refused(minilm: LLM) -> None:
     with pytest.raises(ValueError, match="has 302 tokens, and the maximum input length is 256"):
         minilm.embed(["short", "word " * 300])
     assert len(minilm.embed(["short"])) == 1
-    assert LLM(str(minilm_path()), device="cpu", max_model_len=512).embed(["word " * 300])[0].data.shape == (
-        384,
-    )
+    assert LLM(str(minilm_path()), device="cpu", max_model_len=512).embed(["word " * 300])[
+        0
+    ].outputs.data.shape == (384,)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_candidate_runs_in_an_encoder_until_undo(bert: Path, tmp_path: Path) -> 
         (row,) = [r for r in report.refresh().rows if r.op == "gelu"]
         assert row.calls == 2 and row.reason == "candidate"
     (after,) = llm.embed([[5, 6, 7]])
-    assert np.abs(patched.data - before.data).max() > 0.01
-    np.testing.assert_array_equal(after.data, before.data)
+    assert np.abs(patched.outputs.data - before.outputs.data).max() > 0.01
+    np.testing.assert_array_equal(after.outputs.data, before.outputs.data)
 
 
 def test_every_model_names_a_known_runner() -> None:
@@ -258,7 +258,7 @@ def test_a_failed_step_leaves_no_request(bert: Path, monkeypatch: pytest.MonkeyP
     assert not engine.has_unfinished_requests() and engine.requests == {}
     engine.add_request("a", [5, 6])
     (output,) = engine.step()
-    assert output.request_id == "a" and output.data.shape == (64,)
+    assert output.request_id == "a" and output.outputs.data.shape == (64,)
     assert engine.take_stats().prompt_tokens == 2
 
 

@@ -86,7 +86,7 @@ def test_only_modules_where_ours_is_faster(model: Any, strict: bool) -> None:
     (row,) = found.rows
     assert (row.state, row.modules) == ("active", 1)
     assert row.reason == (
-        "1 left to the host: nothing of ours was faster at N=24 K=16 dtype=float32 on cpu; "
+        "1 left to the host: no kernel of ours is faster at N=24 K=16 dtype=float32 on cpu; "
         "1 left to the host: N=8 K=8 dtype=float32 is not tuned on cpu: "
         "`fk-bench tune linear --shape N=8,K=8,dtype=float32` would measure it"
     )
@@ -290,7 +290,7 @@ def test_a_scheme_is_replaced_where_the_table_says_so() -> None:
         "1 unsupported: weight (64, 48) has strides (48, 1) and 48 scales",
         "1 unsupported: its scheme.apply_weights was replaced by other code",
         "1 left to the host: N=48 K=80 block=1 out_dtype=bfloat16 is not tuned on cpu",
-        "3 left to the host: the shape of its calls is not known",
+        "3 left to the host: the shape of its calls is unknown",
     ):
         assert text in row.reason
     changed = [name for name, scheme in before.items() if getattr(model, name).scheme is not scheme]

@@ -86,7 +86,7 @@ def test_attention_where_decodes_are_faster(attention: Any) -> None:
     (row,) = found.rows
     assert (row.op, row.state, row.modules) == ("attention", "active", 2)
     assert row.reason == (
-        "1 left to the host: nothing of ours was faster at heads=8 kv_heads=2 head_size=64 block_size=? window=128 "
+        "1 left to the host: no kernel of ours is faster at heads=8 kv_heads=2 head_size=64 block_size=? window=128 "
         "dtype=bfloat16 on cpu; 1 left to the host: heads=4 kv_heads=2 head_size=64 block_size=? window=0 "
         "dtype=bfloat16 is not tuned on cpu: `fk-bench tune attention_decode --shape "
         "heads=4,kv_heads=2,head_size=64,block_size=?,window=0,dtype=bfloat16` would measure it; "

@@ -1,4 +1,4 @@
-"""Element-wise kernels, interpreted: on large tensors, whose programs have larger tiles, and on every number."""
+"""Interpreted elementwise kernels on large tensors, which use larger tiles, and on every 16-bit number."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 LARGE = """
 import torch
 from fastkernels.overrides.activation import gelu, relu2
-from fastkernels.overrides.kit import elementwise as _elementwise
-_elementwise.LARGE = 1
+from fastkernels.overrides.kit import elementwise
+elementwise.LARGE = 1
 for shape, strided in (((3, 5000), False), ((2, 4096), True), ((1, 4097), False)):
     x = torch.randn(shape[0], 2 * shape[1])[:, : shape[1]] if strided else torch.randn(shape)
     assert torch.allclose(gelu._triton(x), torch.nn.functional.gelu(x), atol=1e-5)
@@ -21,7 +21,7 @@ for shape, strided in (((3, 5000), False), ((2, 4096), True), ((1, 4097), False)
 CDF = """
 import torch
 from fastkernels.overrides.activation import gelu, gelu_and_mul
-x = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16)  # every number, infinities and those that are none
+x = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16)  # every number, with infinities and NaN
 exact = x.double() * torch.special.ndtr(x.double())
 got, own = gelu._triton(x), exact.half()
 assert torch.equal(got.isnan(), own.isnan()) and torch.equal(got.isinf(), own.isinf())
@@ -29,7 +29,7 @@ known = own.isfinite()
 apart = (got.double() - exact).abs()[known]
 limit = (own.double() - exact).abs()[known] + 4e-7 + 2e-5 * exact.abs()[known]
 assert bool((apart <= limit).all()), (apart - limit).max()
-assert (got != own)[known].float().mean() < 0.05  # nearly always the number that exact is rounded to
+assert (got != own)[known].float().mean() < 0.05  # nearly always the correctly rounded result
 pair = torch.cat([x, torch.ones_like(x)])
 assert torch.equal(gelu_and_mul._triton(pair)[known], got[known])
 """
@@ -41,9 +41,9 @@ def interpret(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_large_tiles_leave_nothing_out() -> None:
+def test_large_tiles_cover_every_element() -> None:
     interpret(LARGE)
 
 
-def test_the_exact_gelu_of_every_number_of_16_bits() -> None:
+def test_exact_gelu_of_every_16_bit_number() -> None:
     interpret(CDF)

@@ -13,7 +13,7 @@ from support.kernels.fake_driver import FakeDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fastkernels.overrides.kit import overlap as _overlap
+from fastkernels.overrides.kit import overlap
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
 if not isinstance(follow, JITFunction):
@@ -36,9 +36,9 @@ def _kernel(
 def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
     monkeypatch.setattr(driver, "_active", fake)
-    monkeypatch.setattr(_overlap, "_quick", True)
-    monkeypatch.setattr(_overlap, "_compiled", {})
-    monkeypatch.setattr(_overlap, "overlaps", lambda device: True)
+    monkeypatch.setattr(overlap, "_quick", True)
+    monkeypatch.setattr(overlap, "_compiled", {})
+    monkeypatch.setattr(overlap, "overlaps", lambda device: True)
     _kernel.device_caches.clear()
     yield fake
     _kernel.device_caches.clear()
@@ -67,9 +67,9 @@ def test_same_kernel_and_arguments_as_triton(chip: FakeDriver, monkeypatch: pyte
     """Each call runs three times: through Triton, for the first time, and from the cache."""
     calls = [{}, *OTHERS, {"block": 32}, {"num_warps": 8}, {"grid": (5000,)}]
     for change in calls:
-        monkeypatch.setattr(_overlap, "_quick", False)
+        monkeypatch.setattr(overlap, "_quick", False)
         launch(**change)
-    monkeypatch.setattr(_overlap, "_quick", True)
+    monkeypatch.setattr(overlap, "_quick", True)
     for _ in range(2):
         for change in calls:
             launch(**change)
@@ -99,7 +99,7 @@ def test_second_launch_does_not_call_triton(chip: FakeDriver, monkeypatch: pytes
 
 def test_launch_hooks_see_every_launch(chip: FakeDriver) -> None:
     seen: list[Any] = []
-    hook = _overlap.knobs.runtime.launch_enter_hook
+    hook = overlap.knobs.runtime.launch_enter_hook
     launch()
     hook.add(seen.append)
     try:
@@ -114,4 +114,4 @@ def test_launch_hooks_see_every_launch(chip: FakeDriver) -> None:
 def test_unknown_argument_types_are_left_to_triton(chip: FakeDriver) -> None:
     launch(flag=(1, 2))
     launch(flag=(1, 2))
-    assert not _overlap._compiled and len(chip.launched) == 2
+    assert not overlap._compiled and len(chip.launched) == 2

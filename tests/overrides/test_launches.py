@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from fastkernels.overrides.activation import gelu_and_mul
-from fastkernels.overrides.norm import gemma_rms_norm, l2_norm, layer_norm, rms_norm, t5_layer_norm
-from fastkernels.overrides.norm import rms_norm_heads as _rms_norm_heads
+from fastkernels.overrides.norm import (
+    gemma_rms_norm,
+    l2_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_heads,
+    t5_layer_norm,
+)
 
 NORMS = (rms_norm, gemma_rms_norm, layer_norm, t5_layer_norm)
 
@@ -92,7 +98,7 @@ def test_rms_norm_rows_per_program_are_independent_of_tokens(
 ) -> None:
     """One head per program gives 8192 programs of 32 threads at 256 tokens. The order of sums must not change."""
     kernel = Launches()
-    monkeypatch.setattr(_rms_norm_heads, "_rms_norm_heads_kernel", kernel)
+    monkeypatch.setattr(rms_norm_heads, "_rms_norm_heads_kernel", kernel)
     rms_norm._triton(torch.randn(tokens, 48, hidden)[:, :32], torch.ones(hidden), 1e-5)
     ((grid, args, options),) = kernel.seen
     assert grid == (tokens * 32 // rows,) and options["ROWS"] == rows

@@ -46,7 +46,7 @@ def gemma(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "host", "cls"), TARGETS, ids=lambda v: v)
 @torch.inference_mode()
-def test_module_is_the_formula(name: str, host: str, cls: str, dtype: torch.dtype) -> None:
+def test_module_equals_the_formula(name: str, host: str, cls: str, dtype: torch.dtype) -> None:
     made = registry.op_class(name, cls)
     x = 3 * randn(7, 126).to(dtype) + 1
     if name == "gelu_and_mul":
@@ -71,7 +71,7 @@ def test_module_is_the_formula(name: str, host: str, cls: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("cls", ["VllmGemmaRMSNorm", "SGLangGemmaRMSNorm", "SGLangGemma3RMSNorm"])
 @torch.inference_mode()
-def test_gemma_adds_the_residual_in_its_memory(cls: str) -> None:
+def test_gemma_adds_the_residual_in_place(cls: str) -> None:
     module = registry.op_class("gemma_rms_norm", cls)(63)
     module.weight.copy_(randn(63))
     x, residual = randn(5, 63, seed=1), randn(5, 63, seed=2)
@@ -82,7 +82,7 @@ def test_gemma_adds_the_residual_in_its_memory(cls: str) -> None:
 
 
 @torch.inference_mode()
-def test_sglang_gemma_adds_more_to_the_residual() -> None:
+def test_sglang_gemma_post_residual_addition() -> None:
     module = SGLangGemmaRMSNorm(63)
     x, residual, more = (randn(5, 63, seed=i) for i in range(3))
     kept = residual.clone()
@@ -93,7 +93,7 @@ def test_sglang_gemma_adds_more_to_the_residual() -> None:
 
 
 @torch.inference_mode()
-def test_layer_norm_parameters_are_as_asked_for() -> None:
+def test_layer_norm_parameters_follow_the_flags() -> None:
     assert [n for n, _ in VllmLayerNorm(9).named_parameters()] == ["weight", "bias"]
     assert [n for n, _ in VllmLayerNorm(9, bias=False).named_parameters()] == ["weight"]
     bare = VllmLayerNorm(9, elementwise_affine=False)
@@ -109,7 +109,7 @@ def test_layer_norm_parameters_are_as_asked_for() -> None:
     assert rounded(x).dtype == torch.float32 and torch.equal(rounded(x), rounded(x).bfloat16().float())
 
 
-def test_what_is_not_supported_is_said() -> None:
+def test_unsupported_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="must be 'none' or 'tanh', got 'sigmoid'"):
         VllmGeluAndMul("sigmoid")
     with pytest.raises(ValueError, match="got 'erf'"):
@@ -134,7 +134,7 @@ def test_what_is_not_supported_is_said() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "cls"), ACTIVATIONS, ids=lambda v: v)
-def test_activation_is_the_formula(name: str, cls: str, dtype: torch.dtype) -> None:
+def test_activation_equals_the_formula(name: str, cls: str, dtype: torch.dtype) -> None:
     module = registry.op_class(name, cls)()
     assert not list(module.parameters()) and not list(module.buffers())
     with_erf = cls in ("VllmGELU", "TransformersGELUActivation")
@@ -147,8 +147,8 @@ def test_activation_is_the_formula(name: str, cls: str, dtype: torch.dtype) -> N
     torch.testing.assert_close(out.double(), formula(x.double()), atol=tolerance, rtol=tolerance)
 
 
-def test_t5_norm_ends_in_the_weights_dtype() -> None:
-    """As in transformers: T5 in float16 keeps some projections in float32, and the norm's result is float16."""
+def test_t5_norm_returns_the_weights_dtype() -> None:
+    """As in transformers: T5 in float16 keeps some projections in float32, and the norm returns float16."""
     from transformers.models.t5.modeling_t5 import T5LayerNorm
 
     for x_dtype, w_dtype in itertools.product((torch.float32, torch.float16, torch.bfloat16), repeat=2):
@@ -161,8 +161,8 @@ def test_t5_norm_ends_in_the_weights_dtype() -> None:
         torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_l2_norm_is_the_hosts() -> None:
-    """With a sum and not a mean, eps inside the root, the dtype that is asked for, and any dimension."""
+def test_l2_norm_equals_the_hosts() -> None:
+    """A sum rather than a mean, eps inside the root, the requested dtype, and any dimension."""
     from transformers.models.qwen3_next.modeling_qwen3_next import l2norm
 
     x = randn(3, 5, 63)
@@ -190,7 +190,7 @@ def layouts() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("x", layouts(), ids=lambda x: f"{tuple(x.shape)}{tuple(x.stride())}")
-def test_rows_are_where_they_say(x: torch.Tensor) -> None:
+def test_rows_address_every_row(x: torch.Tensor) -> None:
     steps: list[Any] = [
         range(0, n * s, s) if s else [0] * n for n, s in zip(x.shape, x.stride(), strict=True)
     ]
@@ -198,14 +198,14 @@ def test_rows_are_where_they_say(x: torch.Tensor) -> None:
     found = rows(x)
     if found is None:  # more than two different strides
         assert len([n for n in x.shape[:-1] if n > 1]) > 2
-        assert "which are more than two" in (unsupported_rows(x) or "")
+        assert "rows need at most two" in (unsupported_rows(x) or "")
         return
     n_inner, outer, inner = found
     assert [r // n_inner * outer + r % n_inner * inner for r in range(len(starts))] == starts
     assert unsupported_rows(x) is None
 
 
-def test_rows_of_separate_elements_are_refused() -> None:
+def test_rows_of_strided_elements_are_unsupported() -> None:
     assert rows(torch.empty(4, 6).t()) is None and rows(torch.tensor(1.0)) is None
     assert "dtype torch.float64" in (unsupported_rows(torch.ones(3, dtype=torch.float64)) or "")
     assert unsupported_vector(None, "bias") is None and unsupported_vector(torch.ones(3), "bias") is None

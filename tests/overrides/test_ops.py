@@ -39,7 +39,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[tuple[str, str], str | None]:
-    """What is wrong with each case's Triton kernel. One process for all: the kernels are made when imported."""
+    """The difference found in each case's Triton kernel, or None. One process: kernels are built at import."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
@@ -91,7 +91,7 @@ def test_strided_inputs(name: str, case: Case) -> None:
     check(spec, case, spec.op, args)
     for a in args:
         if isinstance(a, torch.Tensor) and a._base is not None and a._base.shape[-1] == a.shape[-1] + 5:
-            assert not a._base[..., -5:].any(), "something was written beside the tensor"
+            assert not a._base[..., -5:].any(), "the op wrote outside the tensor"
 
 
 @pytest.mark.parametrize(("name", "case"), FIRST, ids=FIRST_IDS)

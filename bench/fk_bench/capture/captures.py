@@ -56,7 +56,7 @@ class ValueSet(_Strict):
     args: dict[str, int | float | str]
 
 
-class Call(_Strict):
+class SignatureCalls(_Strict):
     """The calls of one signature; `values` may be fewer than the calls, or none."""
 
     count: int = Field(gt=0)
@@ -71,7 +71,7 @@ class CapturedOp(_Strict):
     count: int
     signatures: int
     dropped: dict[str, int] = {}
-    calls: list[Call]
+    calls: list[SignatureCalls]
 
 
 class Module(_Strict):
@@ -192,7 +192,7 @@ def _op(where: str, raw: Any, problems: list[str]) -> CapturedOp | None:
     if not isinstance(raw, dict):
         problems.append(f"{where} is {type(raw).__name__}, not an object; left out")
         return None
-    calls = _valid(Call, f"{where}.calls", raw.get("calls"), problems)
+    calls = _valid(SignatureCalls, f"{where}.calls", raw.get("calls"), problems)
     try:
         return CapturedOp.model_validate({**raw, "calls": calls})
     except ValidationError as error:

@@ -18,7 +18,7 @@ from fk_bench.capture.requests import SCENARIOS, requests
 from fk_bench.core import machine
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.progress import Display
-from fk_bench.e2e.host import HOSTS, Host, HostFailed
+from fk_bench.e2e.host import HOSTS, HostFailed, HostProcess
 from fk_bench.serving.config import comma_list
 
 COMMAND = "capture"
@@ -149,7 +149,7 @@ def _run(
     folder: Path, meta: dict[str, Any], timeout: float,
 ) -> dict[str, str]:  # fmt: skip
     """Let the host's process write the folder. Returns {op: why it was not recorded in this host}."""
-    engine = Host(
+    engine = HostProcess(
         host, python, settings, folder, script=HOST_PROCESS, env=_environment(host, settings["model"])
     )
     try:

@@ -13,7 +13,7 @@ import torch
 from fastkernels.capture import extent
 from fastkernels.core import registry
 from fastkernels.core.spec import Case, OpSpec
-from fk_bench.capture.captures import Argument, Call, Capture, load_all
+from fk_bench.capture.captures import Argument, Capture, SignatureCalls, load_all
 
 CACHE_BYTES = 4 << 20
 CACHES = ("key_cache", "value_cache")
@@ -83,7 +83,7 @@ def _cases(spec: OpSpec, capture: Capture, wrong: list[str]) -> Iterator[Capture
             yield CapturedCase(spec.name, capture.name, case, arguments, replayed)
 
 
-def _values(call: Call, capture: Capture) -> Iterator[tuple[int, dict[str, Any]]]:
+def _values(call: SignatureCalls, capture: Capture) -> Iterator[tuple[int, dict[str, Any]]]:
     """(count, {argument: tensor or number}) of each complete set of values."""
     needed = {a.name for a in call.args if a.dynamic or (a.dtype is not None and not _is_float(a.dtype))}
     if not needed and not call.values:

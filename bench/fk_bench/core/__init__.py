@@ -1,1 +1,1 @@
-"""What all commands share: result rows, statistics, the machine, output. templates/ has the HTML reports."""
+"""Code shared by all commands: result rows, statistics, the machine, output. templates/ has the HTML reports."""

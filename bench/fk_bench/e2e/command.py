@@ -19,7 +19,7 @@ from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import COMMAND, HOSTS, WITH, Host, HostFailed, make_row, prompts_of, vocab_size
+from fk_bench.e2e.host import COMMAND, HOSTS, WITH, HostFailed, HostProcess, make_row, prompts_of, vocab_size
 from fk_bench.serving.config import ConfigError, comma_list
 
 
@@ -131,11 +131,11 @@ def e2e_command(
     }  # fmt: skip
     vocab = vocab_size(model)
     made = []
-    started: list[Host] = []
+    started: list[HostProcess] = []
     try:
         for name, files in lanes:
             own = {**settings, "engine_args": extra.get(name, {})}
-            started.append(Host(name, pythons.get(name, sys.executable), own, folder, files))
+            started.append(HostProcess(name, pythons.get(name, sys.executable), own, folder, files))
             _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
         for count in counts:
             for r in range(-1, rounds):  # round -1 is the warm-up
@@ -181,7 +181,7 @@ def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
 
 
 def _round(
-    host: Host, settings: dict[str, Any], count: int, input_len: int, output_len: int, r: int,
+    host: HostProcess, settings: dict[str, Any], count: int, input_len: int, output_len: int, r: int,
     found: dict[str, Any],
 ) -> Row:  # fmt: skip
     seconds, expected = found["seconds"], count * output_len

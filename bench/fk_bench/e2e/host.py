@@ -31,7 +31,7 @@ class HostFailed(RuntimeError):
     """A host's process ended, or did not answer in time."""
 
 
-class Host:
+class HostProcess:
     """A host's engine in its own process, which runs `script`; its standard error goes to the file `log`.
 
     candidate  folder of candidates that the engine is patched with

@@ -13,7 +13,7 @@ from fastkernels.core.env import Environment
 from fk_bench.core import machine, rows
 from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import COMMAND, Host, make_row, prompts_of, vocab_size
+from fk_bench.e2e.host import COMMAND, HostProcess, make_row, prompts_of, vocab_size
 
 FIRST, READY = "first_token_s", "ready_s"
 
@@ -34,7 +34,7 @@ def measure_starts(
         (prompt,) = prompts_of(f"{seed} {r}", 1, input_len, vocab)
         for name in hosts:
             python = pythons.get(name, sys.executable)
-            host = Host(name, python, {**options, "engine_args": extra.get(name, {})}, folder)
+            host = HostProcess(name, python, {**options, "engine_args": extra.get(name, {})}, folder)
             try:
                 first = host.answer(timeout)
                 ready = time.monotonic()
@@ -66,7 +66,7 @@ def phases(began: float, first: Mapping[str, Any], ready: float, token: float) -
 
 
 def _row(
-    host: Host, options: Mapping[str, Any], input_len: int, r: int, first: Mapping[str, Any],
+    host: HostProcess, options: Mapping[str, Any], input_len: int, r: int, first: Mapping[str, Any],
     times: tuple[float, float], answer: Mapping[str, Any],
 ) -> Row:  # fmt: skip
     wrong = answer["output_tokens"] != 1

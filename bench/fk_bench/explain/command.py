@@ -24,7 +24,7 @@ from fk_bench.core.rows import Row, Subject
 from fk_bench.e2e.model_configs import ModelError, load_config
 from fk_bench.explain import tables
 from fk_bench.explain.cost_model import PHASES, Call, Step, step
-from fk_bench.explain.timing import HOSTS, Measured, Timed, measure
+from fk_bench.explain.timing import HOSTS, Measured, ProviderTime, measure
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.serving.config import ConfigError, comma_list
 
@@ -36,7 +36,7 @@ NOT_TIMED = {"floor": "times were not measured", "cpu": "timer: cpu, not a speed
 
 
 @dataclass(frozen=True)
-class Line:
+class TimedCall:
     """A call of the step, its measurements, and whether patch() replaces it in the host by default."""
 
     call: Call
@@ -46,7 +46,7 @@ class Line:
 
     def us(self, who: str) -> float | None:
         """Microseconds of one call; who: 'host', 'ours' or 'best'."""
-        found: Timed | None = getattr(self.measured, who) if self.measured is not None else None
+        found: ProviderTime | None = getattr(self.measured, who) if self.measured is not None else None
         return None if found is None else found.us
 
     @property
@@ -66,7 +66,7 @@ def patched(op: str, host: str) -> bool:
     return any(t.default and seam.find(t.seam).live for t in registry.get(op).targets_for(host))
 
 
-def totals(found: Step, lines: Sequence[Line]) -> dict[str, float]:
+def totals(found: Step, lines: Sequence[TimedCall]) -> dict[str, float]:
     """Milliseconds of the step, in total and by group, as far as known, and tokens a second at its floor.
 
     step_ms, total and by group, exists only if every call was measured; measured_ms covers the measured ones.
@@ -203,7 +203,7 @@ def _lines(
     peaks: roofline.Peaks | None,
     compilers: bool,
     known: dict[str, Measured],
-) -> Iterator[Line]:
+) -> Iterator[TimedCall]:
     """The lines of the step. Each call is timed once for all steps that have it; `known` caches measurements."""
     for call in found.calls:
         measured = None
@@ -219,7 +219,7 @@ def _lines(
                 known[key] = measure(call.op, call.case, device, host, compilers)
             measured = known[key]
         mine = call.case is not None and patched(call.op, host)
-        yield Line(call, call.floor_us(peaks), mine, measured)
+        yield TimedCall(call, call.floor_us(peaks), mine, measured)
 
 
 # -- rows
@@ -241,7 +241,7 @@ def _about(found: Step, timer: str, peaks: roofline.Peaks | None) -> dict[str, A
 
 
 def _row(
-    base: dict[str, Any], found: Step, host: str, timer: str, peaks: roofline.Peaks | None, line: Line
+    base: dict[str, Any], found: Step, host: str, timer: str, peaks: roofline.Peaks | None, line: TimedCall
 ) -> Row:
     call, measured = line.call, line.measured or Measured()
     case: dict[str, Any] = {

@@ -51,11 +51,11 @@ def _floors(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]
         "module",
         "op",
         "calls",
-        "MB per call",
-        "MFLOP per call",
+        "MB a call",
+        "MFLOP a call",
         "bound by",
-        "floor us per call",
-        "floor ms per step",
+        "floor us a call",
+        "floor ms a step",
         "%",
     ]
     whole = total.metrics.get("floor_ms")
@@ -81,8 +81,8 @@ def _share(part: float | None, whole: float | None) -> str:
 
 def _timed(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]]]:
     host = total.subject.host or ""
-    columns = ["module", "op", "calls", "MB per call", "floor us", f"{host} us", "ours us", "best us",
-               "floor ms per step", f"{host} ms per step", "gain ms per step"]  # fmt: skip
+    columns = ["module", "op", "calls", "MB a call", "floor us", f"{host} us", "ours us", "best us",
+               "floor ms a step", f"{host} ms a step", "gain ms a step"]  # fmt: skip
     cells = []
     for r in calls:
         m, count = r.metrics, r.case["count"]

@@ -51,7 +51,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Timed:
+class ProviderTime:
     """Microseconds of one call by this provider, or the reason why there are none."""
 
     name: str
@@ -67,10 +67,10 @@ class Measured:
     reasons  {'host' | 'ours': why the time is missing, 'check': why outputs were not checked}
     """
 
-    all: tuple[Timed, ...] = ()
-    host: Timed | None = None
-    ours: Timed | None = None
-    best: Timed | None = None
+    all: tuple[ProviderTime, ...] = ()
+    host: ProviderTime | None = None
+    ours: ProviderTime | None = None
+    best: ProviderTime | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -123,7 +123,7 @@ def measure(op: str, case: Case, device: str, host: str, compilers: bool = False
     return replace(found, reasons={**found.reasons, "check": unchecked}) if unchecked else found
 
 
-def choose(op: str, host: str, timed: Sequence[Timed]) -> Measured:
+def choose(op: str, host: str, timed: Sequence[ProviderTime]) -> Measured:
     """Pick the host's provider, ours and the fastest."""
     good = {t.name: t for t in timed if t.us is not None}
     names = [n for n in HOSTS[host] if n in good and good[n].kind == "host"]
@@ -141,7 +141,9 @@ def choose(op: str, host: str, timed: Sequence[Timed]) -> Measured:
     )  # fmt: skip
 
 
-def time_all(spec: OpSpec, case: Case, device: str, found: Sequence[Contender]) -> tuple[list[Timed], str]:
+def time_all(
+    spec: OpSpec, case: Case, device: str, found: Sequence[Contender]
+) -> tuple[list[ProviderTime], str]:
     """Check each contender on fresh inputs, then time all of them in interleaved rounds. Also returns why outputs were
     not checked, or ''."""
     pool, unchecked = _pool(spec, case, device), ""
@@ -187,16 +189,16 @@ def _floor_us(spec: OpSpec, case: Case, device: str) -> float | None:
     return roofline.floor_us(spec.bytes_moved(case), spec.flops(case), case.dtype, gpu)
 
 
-def _result(contender: Contender, batch: Batch | None, problem: str, floor: float | None) -> Timed:
+def _result(contender: Contender, batch: Batch | None, problem: str, floor: float | None) -> ProviderTime:
     if batch is None:
-        return Timed(contender.name, contender.kind, None, problem)
+        return ProviderTime(contender.name, contender.kind, None, problem)
     found = batch.samples
     if batch.unsteady:
         scatter = f"times scatter too much: {1e6 * found.time:.1f} +- {1e6 * found.spread:.1f} us"
-        return Timed(contender.name, contender.kind, None, scatter)
+        return ProviderTime(contender.name, contender.kind, None, scatter)
     us = 1e6 * found.time
     problem = roofline.too_fast(us, floor)
-    return Timed(contender.name, contender.kind, None if problem else us, problem)
+    return ProviderTime(contender.name, contender.kind, None if problem else us, problem)
 
 
 def _make(spec: OpSpec, case: Case, device: str, seed: int) -> list[Any]:
@@ -221,7 +223,7 @@ def _pool(spec: OpSpec, case: Case, device: str) -> list[list[Any]]:
 def _wrong(
     spec: OpSpec, case: Case, device: str, fn: Function, want: Expected, unchecked: tuple[int, ...]
 ) -> str:
-    """What is wrong with its outputs; '' if they are right."""
+    """The problem with its outputs; '' if they are right."""
     args = _make(spec, case, device, 0)
     result = fn(*args)
     values = list(result) if isinstance(result, (tuple, list)) else [result]

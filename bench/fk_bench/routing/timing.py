@@ -26,7 +26,7 @@ Kernel = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Timed:
+class KernelTime:
     """One kernel under one routing: microseconds per call of each round, or the reason why there are none."""
 
     kernel: str
@@ -96,7 +96,9 @@ def why_no_vllm() -> str:
     return "" if function is not None else what
 
 
-def measure(routing: Routing, tokens: tuple[int, ...], deadline: float, seed: int = 0) -> Iterator[Timed]:
+def measure(
+    routing: Routing, tokens: tuple[int, ...], deadline: float, seed: int = 0
+) -> Iterator[KernelTime]:
     """Time every kernel, routing and number of tokens, until time.monotonic() reaches `deadline`."""
     shape, device = shape_of(routing.experts, routing.top_k), "cuda"
     del shape["known"]
@@ -130,15 +132,15 @@ def _weights(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 def _at(
     routing: Routing, count: int, inputs: dict[str, list[Any]], cases: dict[str, dict[str, Any]], deadline: float
-) -> Iterator[Timed]:  # fmt: skip
+) -> Iterator[KernelTime]:  # fmt: skip
     graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
-    failed: list[Timed] = []
+    failed: list[KernelTime] = []
     offered = kernels(routing, count)
     for name, (what, fn) in offered.items():
         for source, sets in inputs.items():
             case = {**cases[source], "kernel": what}
             if time.monotonic() > deadline:
-                failed.append(Timed(name, source, count, problem="out of time", skipped=True, case=case))
+                failed.append(KernelTime(name, source, count, problem="out of time", skipped=True, case=case))
                 continue
             try:
                 problem = _check(fn, sets[0]) if source != "same" else ""
@@ -147,7 +149,7 @@ def _at(
             except Exception as error:
                 problem = f"{type(error).__name__}: {str(error)[:300]}"
             if problem:
-                failed.append(Timed(name, source, count, problem=problem, case=case))
+                failed.append(KernelTime(name, source, count, problem=problem, case=case))
     us: dict[tuple[str, str], list[float]] = {key: [] for key in graphs}
     replays = {key: _replays(graph) for key, graph in graphs.items()}
     for number in range(ROUNDS):
@@ -156,12 +158,12 @@ def _at(
             us[key].append(_time(graphs[key], replays[key]))
     for (name, source), found in us.items():
         case = {**cases[source], "kernel": offered[name][0]}
-        yield Timed(name, source, count, tuple(found), case=case)
+        yield KernelTime(name, source, count, tuple(found), case=case)
     yield from failed
 
 
 def _check(fn: Kernel, args: tuple[torch.Tensor, ...]) -> str:
-    """What is wrong with the first 32 tokens compared with float32; empty if they are right."""
+    """The problem with the first 32 tokens compared with float32; empty if they are right."""
     x, w1, w2, weights, ids = args
     found = fn(*args)[:32].float()
     want = torch.zeros_like(found)

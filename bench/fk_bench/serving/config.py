@@ -71,7 +71,7 @@ class Level:
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What one serve-compare run measures. Lengths in tokens, times in seconds, SLOs in milliseconds.
+    """The options of one serve-compare run. Lengths in tokens, times in seconds, SLOs in milliseconds.
 
     loads  texts of --load, parsed by load_level
     """

@@ -43,7 +43,7 @@ class DatasetError(ValueError):
 
 @dataclass
 class Vocabulary:
-    """What a data set needs of a model's tokenizer: `encode`, and the ids that ordinary text may contain."""
+    """The parts of a model's tokenizer that data sets need: `encode`, and the ids of ordinary text."""
 
     size: int
     special: frozenset[int] = frozenset()

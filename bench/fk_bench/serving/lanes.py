@@ -116,7 +116,7 @@ def absolute(python: str) -> str:
 
 
 def not_installed(lane: Lane, option: str) -> str | None:
-    """What its interpreter lacks, and a remedy, or None; `option` is the flag that sets another interpreter."""
+    """A requirement that its interpreter lacks, with a remedy, or None; `option` is the flag for another one."""
     try:
         found = machine.interpreter(lane.python)
     except ValueError as error:

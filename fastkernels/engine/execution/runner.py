@@ -1,4 +1,4 @@
-"""The interface between the engine and a model on one rank, and what all runners share: device, dtype and weights."""
+"""The interface between the engine and a model on one rank; loads the model's weights on its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the handlers of all routes share."""
+"""The state that the handlers of all routes share."""
 
 from __future__ import annotations
 

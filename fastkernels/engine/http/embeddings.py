@@ -59,10 +59,8 @@ class Embeddings:
     def _answer(self, outputs: list[Any], body: EmbeddingRequest) -> dict[str, Any]:
         as_text = body.encoding_format == "base64"
         tokens = sum(len(o.prompt_token_ids) for o in outputs)
-        data = [
-            {"object": "embedding", "index": i, "embedding": _base64(o.data) if as_text else o.embedding}
-            for i, o in enumerate(outputs)
-        ]
+        vectors = [_base64(o.outputs.data) if as_text else o.outputs.embedding for o in outputs]
+        data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "data": data, "model": self.context.model_name, "usage": usage}
 

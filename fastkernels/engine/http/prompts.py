@@ -70,7 +70,7 @@ class Prompts:
         try:
             text = await self._run(sum(len(m["content"]) for m in messages), render)
         except Exception as error:  # any exception of the template is about its input
-            raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+            raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from error
         return await self.text(text, bool(special), "messages")
 
     def decode(self, ids: list[int]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.env import Environment
-from fastkernels.engine.llm_engine import LLMEngine
+from fastkernels.engine.engine import Engine
 from fastkernels.patch import Request, find_host
 
 log = logging.getLogger("fastkernels")
@@ -19,7 +19,7 @@ EVERY = 2.0  # seconds
 class ReportFile:
     """A file fastkernels-RANK-PID.json for each rank. Call `write` between two steps, in the engine's thread."""
 
-    def __init__(self, engine: LLMEngine):
+    def __init__(self, engine: Engine):
         self.engine, self.folder, self._written = engine, Environment.read().report, 0.0
         self._host = find_host(engine) if self.folder else None
 

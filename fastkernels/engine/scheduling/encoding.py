@@ -1,4 +1,4 @@
-"""Requests of an encoder, and which of them run in the next step: whole sequences, as many as the budget allows."""
+"""Requests of an encoder, and the scheduler that fills each step with whole sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TASKS = ("embed", "token_embed")
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What an encoder returns. task: 'embed' (one vector) or 'token_embed' (one vector for each token)."""
+    """Parameters of an encoder's request. task: 'embed' (one vector) or 'token_embed' (one vector per token)."""
 
     task: str = "embed"
 
@@ -42,19 +42,26 @@ class EncodeRequest:
 
 
 @dataclass
-class EncodeOutput:
-    """The result of a request. data: float32 [H] for task 'embed', [tokens, H] for 'token_embed'."""
+class PoolingOutput:
+    """data: float32 [H] for task 'embed', [tokens, H] for 'token_embed'."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
     data: np.ndarray
-    finished: bool = True
 
     @property
     def embedding(self) -> list[float]:
         """`data` as Python floats."""
         return self.data.tolist()
+
+
+@dataclass
+class PoolingRequestOutput:
+    """The result of a request. Names are vLLM's."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    finished: bool = True
 
 
 class EncodeScheduler:

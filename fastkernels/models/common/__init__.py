@@ -1,1 +1,1 @@
-"""What model files share: the registry, config reading, building and weights. It names no model."""
+"""Shared code of all models: the registry, config reading, building and weights. It names no model."""

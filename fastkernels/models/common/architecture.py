@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the registry knows of a model without importing it. All values in a model file are literals.
+    """The declaration of a model, which the registry reads without importing the file: all values are literals.
 
     names           `architectures` in config.json, e.g. ("LlamaForCausalLM",)
     category        the folder of the model file

@@ -19,7 +19,7 @@ from fastkernels.overrides.kit.rows import unsupported_rows
 def reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """x: [..., d]; approximate: 'none' (erf) or 'tanh'. Computed in at least float32; returns x's shape and dtype."""
     h = x.to(torch.promote_types(x.dtype, torch.float32))
-    # Written out: on the CPU, F.gelu rounds what is left of a row after its last vector in another way.
+    # Not F.gelu: on the CPU it rounds the elements after a row's last full vector differently.
     if approximate == "tanh":
         cdf = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h * h * h)))
     else:

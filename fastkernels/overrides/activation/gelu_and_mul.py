@@ -36,7 +36,7 @@ def _gelu_and_mul_kernel(
     TANH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (row, block of columns), as in silu_and_mul.
+    # One program per row and block of columns, as in silu_and_mul.
     pid = tl.program_id(0)
     row, block = (pid // n_blocks).to(tl.int64), pid % n_blocks
     cols = block * BLOCK + tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def _triton(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     if out.numel() == 0:
         return out
     assert found is not None, x.stride()
-    # Where programs are few, more of them hide each other's waits.
+    # A small tensor has few programs: smaller blocks raise the occupancy.
     small = approximate == "none" and out.numel() <= SMALL
     block = min(next_power_of_2(d), 512 if small else 1024)
     n_blocks = cdiv(d, block)

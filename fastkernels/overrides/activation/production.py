@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Baselines of this family: the kernels that production runs, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _half_width(x: T) -> T:
 
 
 def _activation(name: str, other: str = "") -> Any:
-    """act_and_mul vllm_ops; `other` is the one for approximate='tanh'."""
+    """A gated activation of vLLM; `other` is its kernel for approximate='tanh'."""
 
     def make() -> Function:
         c = vllm_ops()

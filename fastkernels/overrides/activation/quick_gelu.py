@@ -16,7 +16,7 @@ from fastkernels.overrides.kit.rows import unsupported_rows
 def reference(x: torch.Tensor) -> torch.Tensor:
     """x: [..., d]. Computed in at least float32; returns x's shape and dtype."""
     h = x.to(torch.promote_types(x.dtype, torch.float32))
-    # Not with torch.sigmoid, which rounds what is left of a row after its last vector in another way on the CPU.
+    # Not torch.sigmoid: on the CPU it rounds the elements after a row's last full vector differently.
     return (h / (1 + torch.exp(-1.702 * h))).to(x.dtype)
 
 
@@ -57,7 +57,7 @@ SPEC = OpSpec(
     level=1,
     reference=reference,
     op=quick_gelu,
-    cases=(  # CLIP ViT-L/14: 257 patches an image, 77 tokens a text; Qwen2-VL's vision tower, 5120 wide
+    cases=(  # CLIP ViT-L/14: 257 patches per image, 77 tokens per text; Qwen2-VL's vision tower, 5120 wide
         Case("image_1", {"tokens": 1, "inner": 257, "d": 4096}, weight=24, tags=("model",)),
         Case("images_32", {"tokens": 32, "inner": 257, "d": 4096}, weight=24, tags=("model",)),
         Case("texts_32", {"tokens": 32, "inner": 77, "d": 3072}, weight=12, tags=("model",)),

@@ -28,12 +28,12 @@ def _relu2_kernel(
     cols = (pid % n_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     x_at = x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols
     x = tl.load(x_at, mask=cols < D, other=0.0).to(tl.float32)
-    y = tl.where(x < 0.0, 0.0, x)  # not maximum, which may drop a NaN
+    y = tl.where(x < 0.0, 0.0, x)  # not tl.maximum, which may drop a NaN
     tl.store(out_ptr + row * D + cols, (y * y).to(out_ptr.dtype.element_ty), mask=cols < D)
 
 
 def _triton(x: torch.Tensor) -> torch.Tensor:
-    # As fast as a copy with small tiles; more on its way is slower.
+    # As fast as a copy with small tiles; larger ones are slower.
     return elementwise.launch(_relu2_kernel, x, large=elementwise.TILE)
 
 
@@ -56,7 +56,7 @@ SPEC = OpSpec(
     level=1,
     reference=reference,
     op=relu2,
-    cases=(  # Nemotron-4 15B, and the experts of Nemotron 3 Nano (six a token)
+    cases=(  # Nemotron-4 15B, and the experts of Nemotron 3 Nano (six per token)
         Case("decode_1", {"tokens": 1, "d": 24576}, weight=32, tags=("model",)),
         Case("decode_32", {"tokens": 32, "d": 24576}, weight=32, tags=("model",)),
         Case("prefill_8k", {"tokens": 8192, "d": 24576}, weight=1, tags=("model",)),

@@ -29,7 +29,7 @@ def _silu_and_mul_kernel(
     x_ptr, out_ptr, x_stride0, x_stride1, n_inner, D, n_blocks, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (row, block of columns): a decode step has few rows and many columns.
+    # One program per row and block of columns: a decode step has few rows and many columns.
     pid = tl.program_id(0)
     row = (pid // n_blocks).to(tl.int64)
     cols = (pid % n_blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -30,7 +30,7 @@ def _softplus_kernel(
     x_at = x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols
     x = tl.load(x_at, mask=cols < D, other=0.0).to(tl.float32)
     e = tl.exp(tl.minimum(beta * x, threshold))
-    u = 1.0 + e  # log(1 + e) = log(u) e / (u - 1): the quotient takes back the rounding of u
+    u = 1.0 + e  # log(1 + e) = log(u) e / (u - 1): the quotient cancels the rounding of u
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     y = tl.where(beta * x > threshold, x, log1p / beta)
     y = tl.where(x == x, y, x)  # minimum may drop a NaN

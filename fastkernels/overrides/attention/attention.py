@@ -1,4 +1,4 @@
-"""Causal attention over a paged KV cache: store this step's keys and values, then attend to all of the sequence."""
+"""Causal attention over a paged KV cache: store this step's keys and values, then attend to the whole sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from fastkernels.core import assemble, registry
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import varied
-from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import attention_prefill, cases
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
@@ -133,7 +135,7 @@ def refuse(what: str, **given: Any) -> None:
 
 
 def explicitly_requested() -> bool:
-    """Whether the user requested one of these ops by name: then no step of a live host is left to it (Op.requested)."""
+    """Return whether one of these ops is requested by name, so that no step of a live host is left to the host."""
     return any(
         op.requested == "named"
         for op in (attention_decode, attention_prefill.attention_prefill, store_kvcache)
@@ -147,7 +149,7 @@ def _decode(
     return Case(name, {"q_lens": [1] * len(seq_lens), "seq_lens": seq_lens, **shape}, dtype, weight, tags)
 
 
-_SCALARS = (-1, 0.0, 1.0, 1.0, True)  # the defaults behind scale
+_SCALARS = (-1, 0.0, 1.0, 1.0, True)  # defaults of the arguments after scale
 
 
 def _huge_key(args: list[Any]) -> None:

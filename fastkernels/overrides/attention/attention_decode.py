@@ -1,4 +1,4 @@
-"""Attention of one query a sequence over a paged KV cache, split along the keys (Flash-Decoding, Dao et al. 2023)."""
+"""Attention of one query per sequence over a paged KV cache, split along the keys (Flash-Decoding, Dao et al. 2023)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.shapes import optional, unless
-from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import (
     attention_decode_cuda,
     attention_decode_split,
@@ -51,7 +53,7 @@ def reference(
     blocks = torch.where(seen[:, ::block_size], block_table[:, :n_blocks], 0).long()
     if window_left >= 0:
         seen = seen & (at >= seq_lens[:, None] - 1 - window_left)
-    absent = ~seen[:, :, None, None]  # what lies behind a sequence's end may be anything, also not a number
+    absent = ~seen[:, :, None, None]  # past the end of a sequence the cache may hold NaN
     keys = (
         take_blocks(key_cache, blocks).view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * k_scale
     )
@@ -66,7 +68,7 @@ def reference(
     return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
 
 
-MIN_SPLIT = 256  # keys: below, a part costs more to combine than it saves
+MIN_SPLIT = 256  # keys: a smaller split costs more to combine than it saves
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -78,13 +80,13 @@ def _attention_decode_kernel(
     MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (sequence, key head, split): all query heads of the group share the keys it reads.
+    # One program per (sequence, key head, split): all query heads of the group share the keys that it reads.
     seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_k = tl.load(len_ptr + seq)
     first = 0
     if WINDOW:
         first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
-    # The number of splits is for the longest sequence; a shorter one uses fewer, so that no part is under MIN_SPLIT.
+    # SPLITS is for the longest sequence; a shorter one uses fewer, none of them under MIN_SPLIT.
     per_split = tl.maximum(tl.cdiv(tl.cdiv(n_k - first, BLOCK_N), SPLITS) * BLOCK_N, MIN_SPLIT)
     low = first + split * per_split
     high = tl.minimum(low + per_split, n_k)
@@ -139,13 +141,13 @@ def _combine_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (sequence, query head): the splits' results, weighted by their shares of the softmax.
+    # One program per (sequence, query head): it weights the splits' results by their shares of the softmax.
     row = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
     top = tl.max(lse, 0)
     weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
-    mask = (lse > float("-inf"))[:, None] & (dims < D)[None, :]  # splits without keys wrote nothing else
+    mask = (lse > float("-inf"))[:, None] & (dims < D)[None, :]  # splits without keys wrote only their lse
     part = tl.load(part_ptr + (row * SPLITS + splits)[:, None] * D + dims[None, :], mask=mask, other=0.0)
     total = tl.sum(weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
@@ -158,7 +160,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _splits(device: torch.device, programs: int, max_seqlen_k: int) -> int:
-    """Most parts that keys are cut into: two programs a multiprocessor, no part under MIN_SPLIT, a power of two."""
+    """Return the most splits: two programs per SM, none under MIN_SPLIT, a power of two."""
     wanted = min(-(-2 * _multiprocessors(device) // programs), -(-max_seqlen_k // MIN_SPLIT), 64)
     return 1 << (max(wanted, 1).bit_length() - 1)
 
@@ -185,13 +187,13 @@ def _triton(
     if batch == 0:
         return out
     splits = splits or _splits(q.device, batch * kv_heads, max_seqlen_k)
-    part, lse = out, out  # not used with one split
+    part, lse = out, out  # unused with one split
     if splits > 1:
         part = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
     group, block_d = heads // kv_heads, max(next_power_of_2(d), 16)
-    # In float32 a program multiplies for long. Programs that wait early come where others have just ended, several to
-    # one multiprocessor: six of them took 104 us, and 23 behind a kernel that lets nobody start early.
+    # float32 programs compute for long. Programs of an early launch pile up on the SMs that free up first: six on one
+    # SM took 104 us, against 23 us without an early launch (H200).
     early = q.dtype != torch.float32
     _attention_decode_kernel[(batch, kv_heads, splits)](
         q, key_cache, value_cache, out, part, lse, seq_lens, block_table, *q.stride()[:2],
@@ -213,14 +215,14 @@ _STARTS: dict[torch.device, torch.Tensor] = {}
 
 
 def _starts(batch: int, device: torch.device) -> torch.Tensor:
-    """Query starts of a decode, 0 .. batch, int32: made once, where each layer of each step would launch it."""
+    """Return the query starts of a decode, 0 .. batch, as int32: cached, to save a launch per layer and step."""
     known = _STARTS.get(device)
     if known is None or len(known) <= batch:
         known = torch.arange(max(1025, 2 * batch), dtype=torch.int32, device=device)
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
-                return known[: batch + 1]  # memory of that graph, and filled by its replays only
-            torch.cuda.current_stream(device).synchronize()  # other streams will read it
+                return known[: batch + 1]  # this memory belongs to the graph, whose replays fill it
+            torch.cuda.current_stream(device).synchronize()  # since other streams will read it
         _STARTS[device] = known
     return known[: batch + 1]
 
@@ -263,7 +265,7 @@ def _key(
     return shape, (q.shape[0], max_seqlen_k)
 
 
-# Keys: a longer context is mostly what a CUDA graph was captured for, not what its sequences have
+# Keys: a longer context is mostly the limit of a CUDA graph, not the length of its sequences
 TYPICAL = 4096
 
 
@@ -283,7 +285,7 @@ attention_decode = define(
     " float v_scale=1.0) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
-        # Faster than FA3 and XQA, or level, at every batch and context that was measured; they take what it refuses.
+        # As fast as FA3 and XQA or faster in all measured batches and contexts; they take what it does not support.
         Provider(
             "cuda-split",
             attention_decode_cuda.decode_cuda,

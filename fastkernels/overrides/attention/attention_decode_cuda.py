@@ -1,7 +1,7 @@
-"""attention_decode in CUDA C++ for Hopper: csrc/attention_decode.cu, compiled when it is first called.
+"""attention_decode in CUDA C++ for Hopper: csrc/attention_decode.cu, compiled at its first call.
 
-One launch of as many blocks as are at work at once, which share out all keys of a batch evenly by its lengths, on the
-device: nothing is planned on the host, and one CUDA graph serves all lengths.
+One launch fills the chip once. Its blocks divide all keys of the batch evenly among themselves, on the device: the host
+plans nothing, and one CUDA graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.attention.paged_cache import check, memory
+from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.kit.overlap import overlaps
-from fastkernels.overrides.linear.skinny_linear_cuda import no_hopper, text
 
 SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cu"
 LANES = SOURCE.with_name("attention_decode_lanes.cu")
-MAX_HEADS, MAX_BATCH = 16, 4096  # query heads of a key head; sequences, whose lengths are in shared memory
-SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of a block, and of a multiprocessor
+MAX_HEADS, MAX_BATCH = 16, 4096  # query heads per key head; sequences, whose lengths are in shared memory
+SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of shared memory of a block, and of an SM
 LOG2E = 1.4426950408889634
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I)
@@ -38,28 +38,28 @@ def _set(
     }  # fmt: skip
 
 
-# What may be chosen; any set is right for any shape that has room.
+# Parameter sets; any set is correct for any shape that fits shared memory.
 #   warps    of a block
 #   keys     that a warp reads at once, 16 or 32
-#   stages   of a warp's ring, each so many keys and their values
-#   per_sm   blocks a multiprocessor
-#   least    keys of the smallest share: below, adding costs more than sharing saves
-#   ahead    reads of each warp that are asked for while the kernel before still runs, 0 to stages
-#   cluster  blocks of a worker, 1 to 8: what has one share together, and adds it in shared memory
-#   whole    where no sequence has more keys and each has a worker, none is cut: nothing is to add. Not there: cut any
+#   stages   of a warp's ring, each with so many keys and their values
+#   per_sm   blocks per SM
+#   least    keys of the smallest share: dividing further costs more than it saves
+#   ahead    reads of each warp that are prefetched while the previous kernel still runs, 0 to stages
+#   cluster  blocks of a worker, 1 to 8: a worker processes one share, and adds it up in shared memory
+#   whole    if no sequence has more keys than this, and each has a worker, none is divided. Absent: any may be
 PARAMS: tuple[dict[str, int], ...] = (
     _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 2, 64, 2), _set(4, 16, 3, 1, 512, 2, 8), _set(4, 16, 3, 1, 512, 2, 2),
     _set(8, 16, 3, 1, 128, 2, whole=256),
 )  # fmt: skip
-# Without a table: {keys that a sequence may have at most: set}, the smallest that is not below a call's, if each of its
-# sequences gets a worker. Other calls have the first of PARAMS.
+# Defaults without a tuned table: {most keys of a sequence: set}. A call gets the smallest entry that is not below its
+# longest sequence if each of its sequences gets a worker; other calls get the first of PARAMS.
 FEW: dict[int, dict[str, int]] = {256: PARAMS[4]}
 
 
 class Plan(NamedTuple):
-    """A kernel: what it is compiled for."""
+    """The constants that a kernel is compiled with."""
 
-    heads: int  # query heads of a key head
+    heads: int  # query heads per key head
     head_size: int
     page: int
     warps: int
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: the warps' rings and sums, those of a cluster, the sequences and the rest."""
+        """Bytes of shared memory: the warps' rings and sums, the cluster's sums, lengths and bookkeeping."""
         stage = 2 * self.keys * 2 * self.head_size
         gathered = self.heads * (4 * self.head_size + 8 * self.cluster) if self.cluster > 1 else 0
         notes = 4 * (2 * self.seqs + self.warps + 3 + 2 * self.warps * self.heads)
@@ -83,13 +83,13 @@ class Plan(NamedTuple):
 
     @property
     def resident(self) -> int:
-        """Blocks that a multiprocessor has room for, with 168 registers a thread: with 128 some would spill."""
+        """Blocks that fit on an SM with 168 registers per thread (128 would spill)."""
         room = SHARED_OF_ALL // (self.shared + 1024)
         return max(min(room, 384 // (32 * self.warps)), 1)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What NVRTC is told, beside the architecture."""
+        """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DHEADS={self.heads}", f"-DD={self.head_size}", f"-DPAGE={self.page}",
             f"-DWARPS={self.warps}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}", f"-DRESIDENT={self.resident}",
@@ -99,7 +99,7 @@ class Plan(NamedTuple):
 
 
 def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan:
-    """The kernel of these sizes for such a call."""
+    """Return the plan of these parameters for a call."""
     batch, heads, head_size = q.shape
     return Plan(
         heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"], p["ahead"],
@@ -108,17 +108,17 @@ def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan
 
 
 def has_room(p: Plan) -> bool:
-    """Whether the rings go into a block's shared memory."""
+    """Return whether the rings fit a block's shared memory."""
     return p.shared <= SHARED
 
 
 def fits(params: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
-    """Whether this set is meant for such a call: its rings have room."""
+    """Return whether this set suits a call: its rings fit."""
     return has_room(plan(params, q, key_cache))
 
 
 def most_workers(kv_heads: int, p: Mapping[str, int], sms: int) -> int:
-    """Workers of each key head."""
+    """Return the number of workers of each key head."""
     return max(p["per_sm"] * sms // (kv_heads * p["cluster"]), 1)
 
 
@@ -135,7 +135,7 @@ def supports_cuda(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> str | None:
-    """None if the kernel takes this call, else the reason why not."""
+    """Return why the kernel does not support this call, None if it does."""
     return (
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
@@ -148,20 +148,20 @@ _loaded: set[tuple[Any, ...]] = set()
 
 
 def _kind(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> tuple[Any, ...]:
-    """What a kernel is compiled for, but for its sizes: of these whether they are for few keys."""
+    """Return the properties of a call that decide which kernel it runs with default parameters."""
     group, few_keys = q.shape[1] // key_cache.shape[2], few(q, key_cache, most)
     return q.device, q.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys
 
 
 def not_loaded(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> str | None:
-    """Why such a call cannot be captured: code is not loaded while a graph is. None if it can, or none is captured."""
+    """Return why a call cannot be captured (no code is loaded during a capture), None if it can or none is active."""
     if not torch.cuda.is_current_stream_capturing() or _kind(q, key_cache, most) in _loaded:
         return None
     return "its kernel for this shape was not loaded by a call before a CUDA graph was captured"
 
 
 def _room(batch: int) -> int:
-    """Sequences that a kernel for this batch has room for."""
+    """Return the number of sequences that a kernel for this batch can hold."""
     return max(next_power_of_2(max(batch, 1)), 256)
 
 
@@ -169,13 +169,15 @@ def refused(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor,
     block_table: torch.Tensor, window_left: int = -1, softcap: float = 0.0,
 ) -> str | None:  # fmt: skip
-    """Why the kernel does not take such a call on any GPU; None if nothing is in its way."""
+    """Return why the kernel does not support such a call on any GPU, None if it does."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is not bfloat16 or float16"
     if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
     if window_left >= 0 or softcap > 0:
-        return f"window_left = {window_left}, softcap = {softcap}: it has neither a window nor a softcap"
+        return (
+            f"window_left = {window_left}, softcap = {softcap}: the kernel has neither a window nor a softcap"
+        )
     if q.shape[2] not in (64, 128):
         return f"head size {q.shape[2]} is not 64 or 128"
     if (group := q.shape[1] // key_cache.shape[2]) > MAX_HEADS:
@@ -196,15 +198,15 @@ def refused(
                 f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
             )
         if t.dim() == 4 and t.shape[0] * t.stride(0) >= 1 << 35:
-            return f"{name} has strides {tuple(t.stride())}: a cache of 64 GiB or more"
+            return f"{name} has strides {tuple(t.stride())}: 64 GiB or more"
     keys = q.shape[0] * max(block_table.shape[1] * key_cache.shape[1], 16)
-    if keys // 16 * 1024 >= 1 << 32:  # shares are computed in 32 bits
+    if keys // 16 * 1024 >= 1 << 32:  # shares are computed with 32 bits
         return f"a block table of {tuple(block_table.shape)} for blocks of {key_cache.shape[1]} is too large"
     return None
 
 
 def source() -> str:
-    """All of the text that is compiled."""
+    """Return the whole text that NVRTC compiles."""
     return text(LANES, SOURCE)
 
 
@@ -214,7 +216,7 @@ def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
 
 
 def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
-    """Which of FEW such a call is; 0: none. most: keys that a sequence may have, as far as the host knows."""
+    """Return the key of FEW that applies to a call, 0 if none. most: the host's bound on the keys of a sequence."""
     of_most = min((keys for keys in FEW if keys >= most), default=0)
     if not of_most:
         return 0
@@ -223,7 +225,7 @@ def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
 
 
 def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int]:
-    """The default sizes: those for few keys, or the first set that has room. most: as for `few`."""
+    """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`."""
     kind = few(q, key_cache, most)
     return FEW[kind] if kind else next(p for p in PARAMS if fits(p, q, key_cache))
 
@@ -231,7 +233,7 @@ def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int
 def sizes(
     p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_table: torch.Tensor
 ) -> tuple[int, ...]:  # fmt: skip
-    """The kernel's integers, `batch` to `table_stride`."""
+    """Return the kernel's integers, `batch` to `table_stride`."""
     strides = (*q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
     return (
         q.shape[0], key_cache.shape[2], key_cache.shape[0], block_table.shape[1], max(p["least"] // p["keys"], 1),
@@ -254,9 +256,10 @@ def decode_cuda(
     out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:
-    """The arguments of attention_decode.reference; params: one of PARAMS, or some of its keys.
+    """Run the kernel with the arguments of attention_decode.reference.
 
-    out: contiguous memory for the result, as long as it is not q's.
+    params  one of PARAMS, or some of its keys
+    out     contiguous memory for the result, other than q's
     """
     check("attention_decode", q, key_cache, value_cache)
     out = memory("attention_decode", q, out)
@@ -265,7 +268,7 @@ def decode_cuda(
     p = params if params.keys() >= PARAMS[0].keys() else {**choose(q, key_cache, max_seqlen_k), **params}
     kv_heads = key_cache.shape[2]
     workers = most_workers(kv_heads, p, multiprocessors(q.device))
-    # Of parts: sums, the maximum, and the sum of weights
+    # Of each part: sums, the maximum, and the sum of weights
     rows = 2 * kv_heads * workers * (q.shape[1] // kv_heads)
     parts = torch.empty(rows * (q.shape[2] + 2), dtype=torch.float32, device=q.device)
     taken = tickets.get(q.device, kv_heads * workers * p["cluster"])

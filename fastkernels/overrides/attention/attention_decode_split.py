@@ -1,8 +1,8 @@
-"""attention_decode in one launch: keys are split over programs, and the last of a sequence to arrive adds its parts.
+"""attention_decode in one launch: programs split the keys; the last program of a sequence to arrive adds its parts.
 
-How many parts there may be follows from shapes, how many there are from the sequences' lengths, on the device: nothing
-is planned on the host, and one CUDA graph serves all lengths. They are read behind the wait of an early start: whoever
-calls this may have written them just before, and early kernels go back as far as the last one that is not.
+Shapes bound the number of parts, and lengths on the device decide it: the host plans nothing, and one CUDA graph serves
+all lengths. Lengths are read only after the wait of an early launch, since the previous kernel may write them. Parts
+are added in a fixed order: equal calls have equal bits.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, t
 from fastkernels.overrides.kit.overlap import follow, overlap
 
 MAX_SPLITS = 128
-SHARED = 216 * 1024  # bytes of shared memory that a program may have for tiles
-REGISTERS = 1 << 16  # of a multiprocessor
-COMBINED = 2048  # values of parts, in float32, that a warp adds at once, of four at most
-EACH, EVEN = 0, 1  # what `even` may be
+SHARED = 216 * 1024  # bytes of shared memory for the tiles of a program
+REGISTERS = 1 << 16  # of an SM
+COMBINED = 2048  # float32 values of parts that a warp adds at once; at most four warps count
+EACH, EVEN = 0, 1  # values of `even`
 LOG2E = 1.4426950408889634
 
 
@@ -36,12 +36,12 @@ def _set(
     }  # fmt: skip
 
 
-# What may be chosen; any set is right for any shape.
-#   per_sm     programs a multiprocessor, which decides how many parts a sequence may have
+# Parameter sets; any set is correct for any shape.
+#   per_sm     programs per SM, which bounds the parts of a sequence
 #   block_n    keys in a tile
-#   min_split  keys of the smallest part: below, a part costs more to add than it saves
-#   even       how keys are shared out. 0: each sequence's to as many programs; 1: those of all, so that no program
-#              has more than another
+#   min_split  keys of the smallest part: a smaller one costs more to add than it saves
+#   even       how keys are divided. 0: each sequence over as many programs; 1: the whole batch, so that all programs
+#              have equally many
 PARAMS: tuple[dict[str, int], ...] = (
     _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(6, 32, 2, 3),
     _set(4, 32, 2, 4, 64, EVEN),
@@ -49,24 +49,24 @@ PARAMS: tuple[dict[str, int], ...] = (
 
 
 def has_room(params: dict[str, int], head_size: int, itemsize: int) -> bool:
-    """Whether tiles of keys and values of so many bytes a channel go into a multiprocessor's shared memory."""
+    """Return whether tiles of keys and values with so many bytes per channel fit an SM's shared memory."""
     width = max(next_power_of_2(head_size), 16) * itemsize
     return 2 * params["block_n"] * width * (params["num_stages"] - 1) <= SHARED
 
 
 def fits(params: dict[str, int], q: torch.Tensor, key_cache: torch.Tensor, *_: Any) -> bool:
-    """Whether this set is meant for such a call: its tiles have room."""
+    """Return whether this set suits a call: its tiles fit."""
     return has_room(params, q.shape[2], key_cache.element_size())
 
 
 @lru_cache(maxsize=64)
 def choose(head_size: int, itemsize: int) -> dict[str, int]:
-    """The default sizes: the first set whose tiles have room."""
+    """Return the default parameters: the first set whose tiles fit."""
     return next(p for p in PARAMS if has_room(p, head_size, itemsize))
 
 
 def splits_of(programs: int, max_seqlen_k: int, per_sm: int, min_split: int, sms: int) -> int:
-    """Most parts that keys are cut into: `per_sm` programs a multiprocessor, and no part smaller than min_split."""
+    """Return the most parts of a sequence: `per_sm` programs per SM, and no part smaller than min_split."""
     return max(min(per_sm * sms // programs, -(-max_seqlen_k // min_split), MAX_SPLITS), 1)
 
 
@@ -75,17 +75,17 @@ def add_parts(
     out_ptr, part_ptr, lse_ptr, first, bump, step, parts, group, D,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # The parts of one sequence and key head, by their shares of the softmax: rows first + bump, first + step, ...
+    # Adds the parts of one sequence and key head by their shares of the softmax: rows first + bump, first + step, ...
     heads, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for begin in range(0, parts, BLOCK_P):  # not pipelined: through shared memory it takes 1.5 us longer
+    for begin in range(0, parts, BLOCK_P):  # not pipelined: shared memory takes 1.5 us longer
         part = begin + tl.arange(0, BLOCK_P)
         there = (part < parts)[:, None] & (heads < group)[None, :]
         row = first + part * step + tl.where(part == 0, bump, 0)
         at = row[:, None] * group + heads[None, :]
-        # Other multiprocessors wrote them while this kernel runs: they are not read from L1.
+        # Other SMs write parts while this kernel runs: bypass L1.
         lse = tl.load(lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         values = tl.load(
             part_ptr + at[:, :, None] * D + dims[None, None, :], mask=there[:, :, None] & (dims < D)[None, None, :],
@@ -127,11 +127,11 @@ def attend(
         k = tl.load(k_at + k_off[:, None], mask=mask, other=0.0)
         v = tl.load(v_at + v_off[:, None], mask=mask, other=0.0)
         page = tl.load(table_at + (cols + BLOCK_N) // PAGE, mask=cols + BLOCK_N < high, other=0)
-        if UPCAST:  # the interpreter
+        if UPCAST:  # in the interpreter
             scores = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))) * scale
         else:
             scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
-        if SOFTCAP:  # scale has log2 e in it, and so has softcap
+        if SOFTCAP:  # scale and softcap contain log2 e
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / softcap))))
         seen = inside
         if WINDOW:
@@ -162,9 +162,9 @@ def one_part(
     SAME: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The keys low .. high - 1 of a sequence's n_k and its query heads of one key head. The only one of `parts` writes
-    # the result; else this one goes to `row`, and the last to come adds rows first + bump, first + step, ...
-    # ticket: which counts those of this sequence and key head. SPLIT: whether there may be several parts.
+    # Attends to the keys low .. high - 1 of a sequence with n_k keys, for the query heads of a key head. A single part
+    # writes the result. Otherwise it goes to `row`, and the last to arrive adds rows first + bump, first + step, ...
+    # ticket: the counter of this sequence and key head. SPLIT: whether there may be several parts.
     dims, rows = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
     q_mask = (rows < group)[:, None] & (dims < D)[None, :]
     q_at = q_ptr + seq * q_stride_b + (kv_head * group + rows)[:, None] * q_stride_h + dims[None, :]
@@ -179,12 +179,12 @@ def one_part(
         at = row * group + rows
         tl.store(lse_ptr + at, lse, mask=rows < group)
         tl.store(part_ptr + at[:, None] * D + dims[None, :], acc, mask=q_mask)
-        tl.debug_barrier()  # one thread takes the ticket, for what all have stored
+        tl.debug_barrier()  # one thread takes the ticket, after all threads have stored
         if tl.atomic_add(ticket_ptr + ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
             add_parts(
                 out_at, part_ptr, lse_ptr, first, bump, step, parts, group, D, BLOCK_P, BLOCK_G, BLOCK_D
             )
-            tl.store(ticket_ptr + ticket, 0)  # as it was found, for the next launch
+            tl.store(ticket_ptr + ticket, 0)  # for the next launch
     else:
         tl.store(out_at + rows[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
@@ -199,14 +199,14 @@ def _decode_split_kernel(
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (key head, split, sequence): all query heads of the group share the keys it reads. Programs of one
-    # sequence's heads are neighbours, as are what they read.
+    # One program per (key head, split, sequence): all query heads of the group share the keys that it reads. Programs
+    # of one sequence's heads are neighbours, like the memory that they read.
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_k = tl.load(len_ptr + seq)
     first = 0
     if WINDOW:
         first = tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
-    # As many parts as the longest sequence may have, fewer where they would be under min_split; none is empty.
+    # At most `splits` parts, fewer where they would be under min_split; none is empty.
     tiles = tl.cdiv(n_k - first, BLOCK_N)
     parts = tl.minimum(tl.cdiv(n_k - first, min_split), splits)
     per_part = tl.cdiv(tiles, tl.maximum(parts, 1))
@@ -227,7 +227,7 @@ def _decode_split_kernel(
 
 @triton.jit
 def _tiles_of(len_ptr, seqs, batch, window_left, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    # Tiles of each sequence, one for a sequence without keys, which writes zeros; 0 beyond the batch.
+    # Tiles of each sequence: one for a sequence without keys, which writes zeros; 0 past the batch.
     keys = tl.load(len_ptr + seqs, mask=seqs < batch, other=0)
     if WINDOW:
         keys -= tl.maximum(keys - 1 - window_left, 0) // BLOCK_N * BLOCK_N
@@ -244,8 +244,8 @@ def _decode_even_kernel(
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (key head, worker). The tiles of all sequences in a row are shared out evenly: a worker has the end
-    # of one sequence, some whole ones, and the beginning of another.
+    # One program per (key head, worker). Workers divide the concatenated tiles of all sequences evenly: one has the end
+    # of a sequence, some whole ones, and the beginning of another.
     kv_head, worker = tl.program_id(0), tl.program_id(1)
     seqs = tl.arange(0, BLOCK_B)
     tiles = _tiles_of(len_ptr, seqs, batch, window_left, WINDOW, BLOCK_N)
@@ -268,7 +268,7 @@ def _decode_even_kernel(
             low += tl.maximum(n_k - 1 - window_left, 0) // BLOCK_N * BLOCK_N
         stop = tl.minimum(seq_end, last)
         high = tl.minimum(low + (stop - at) * BLOCK_N, n_k)
-        # A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
+        # A worker has two rows for parts: for its first sequence, and for another that is its last.
         first = ((seq_begin + 1) * workers - 1) // every
         parts = ((seq_end * workers - 1) // every - first + 1).to(tl.int32)
         bump = (seq_begin > first * every // workers).to(tl.int64)
@@ -277,7 +277,7 @@ def _decode_even_kernel(
             k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
             group, D, scale, v_scale, window_left, softcap, tl.num_programs(0), kv_head, seq, low, high, n_k, parts,
             2 * (ours + worker) + (at > begin).to(tl.int64), 2 * (ours + first), bump, 2,
-            ours + first,  # no other sequence goes from that worker to the next
+            ours + first,  # no other sequence continues from that worker to the next
             PAGE, WINDOW, SOFTCAP, SPLIT, UPCAST, SAME, EVEN_D, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_P, STAGES,
         )  # fmt: skip
         at = stop
@@ -291,7 +291,7 @@ def supports_split(
     block_table: torch.Tensor,
     *_: Any,
 ) -> str | None:
-    """None if the kernel takes this call, else the reason why not."""
+    """Return why the kernel does not support this call, None if it does."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is not bfloat16 or float16"
     if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
@@ -328,9 +328,10 @@ def decode_split(
     out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:
-    """The arguments of attention_decode.reference; params: one of PARAMS, or some of its keys.
+    """Run the kernel with the arguments of attention_decode.reference.
 
-    out: contiguous memory for the result, as long as it is not q's.
+    params  one of PARAMS, or some of its keys
+    out     contiguous memory for the result, other than q's
     """
     check("attention_decode", q, key_cache, value_cache)
     batch, _, d = q.shape
@@ -363,7 +364,7 @@ def decode_split(
         "BLOCK_G": block_g, "BLOCK_M": max(block_g, 16), "BLOCK_N": p["block_n"],
         "BLOCK_D": block_d, "BLOCK_P": max(min(p["num_warps"], 4) * COMBINED // (block_g * block_d), 1),
         "STAGES": p["num_stages"], "num_warps": p["num_warps"], "num_stages": p["num_stages"],
-        # What adds parts would take more registers than so many programs have, without need.
+        # Adding parts would take more registers than per_sm programs have, without need.
         "maxnreg": min(REGISTERS // (32 * p["num_warps"] * p["per_sm"]) // 8 * 8, 248),
     }  # fmt: skip
     if p["even"] == EACH:

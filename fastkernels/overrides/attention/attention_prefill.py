@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import varied
-from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases, fa3, flashinfer
 from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
@@ -37,10 +39,10 @@ def reference(
 
     A sequence's queries are its last tokens: query i of n sees keys 0 .. seq_len - n + i, and with window_left >= 0
     only the last window_left + 1 of those. block_table: [B, max_blocks]; entries past seq_len are not read.
-    softcap > 0: logits become softcap * tanh(logits / softcap). Keys are key_cache * k_scale, values value_cache *
-    v_scale, for caches of float8_e4m3fn. Returns [T, Hq, D] in q's dtype; a query without
-    keys, or past cu_seqlens_q[B] (padding), gives zeros. padded=False: there is no padding, or nobody reads its rows,
-    which are not defined then; that saves a launch that writes all of the output.
+    softcap > 0: logits become softcap * tanh(logits / softcap). With caches of float8_e4m3fn, keys are
+    key_cache * k_scale and values value_cache * v_scale. Returns [T, Hq, D] in q's dtype; a query without keys, or past
+    cu_seqlens_q[B] (padding), gives zeros. With padded=False padding rows are undefined, which saves a launch that
+    zeroes the output.
     """
     check("attention_prefill", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -76,8 +78,8 @@ def _attention_prefill_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # One program a (block of queries, sequence, query head); keys are looked up one by one in the block table,
-    # so that any block size works.
+    # One program per (block of queries, sequence, query head). Each key is looked up in the block table on its own, so
+    # that any block size works.
     seq, head = tl.program_id(1), tl.program_id(2)
     start = tl.load(cu_ptr + seq)
     n_q = tl.load(cu_ptr + seq + 1) - start
@@ -117,7 +119,7 @@ def _attention_prefill_kernel(
                 seen = seen & (cols[None, :] >= last[:, None] - window_left)
             scores = tl.where(seen, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
-            # No key seen yet: -inf minus -inf is not a number
+            # Before the first key, -inf - -inf would be NaN
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp(scores - base[:, None])
             decay = tl.exp(top - base)
@@ -131,7 +133,7 @@ def _attention_prefill_kernel(
 
 
 def _without_padding(q: torch.Tensor, out: torch.Tensor | None, padded: bool) -> torch.Tensor:
-    """`out`, or new memory, with zeros where rows of padding, which are no sequence's, may be."""
+    """Return `out`, or new memory; all zeros if there may be padding rows, which belong to no sequence."""
     out = memory("attention_prefill", q, out)
     return out.zero_() if padded else out
 

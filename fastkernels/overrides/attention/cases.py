@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
+from fastkernels.core.case import TOLERANCE as USUAL
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
+from fastkernels.core.expressions import Expr
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.core.shapes import dtype_name, near, near_size, optional, unless
-from fastkernels.core.spec import TOLERANCE as USUAL
-from fastkernels.core.spec import Axis, Call, Case, Expr, Scalar, Tensor, Tolerance
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {**USUAL, "float8_e4m3fn": Tolerance(2e-3, 2e-3)}  # with an fp8 cache q and out are float16

@@ -1,8 +1,8 @@
-"""FlashInfer (0.6) behind attention_decode and attention_prefill.
+"""FlashInfer (0.6) as a provider of attention_decode and attention_prefill.
 
-Decode runs XQA, which plans nothing on the host and can be captured. Prefill runs the paged wrapper, whose plan is made
-on the host (one synchronization) and kept while the same tensors come again, which they do layer by layer. FlashInfer
-compiles its kernels with nvcc on their first call, so every shape needs one before a CUDA graph is captured.
+Decode runs XQA, which needs no plan from the host and can be captured. Prefill runs the paged wrapper, which plans on
+the host (one synchronization); the plan is reused while the same tensors come again, layer by layer. FlashInfer
+compiles its kernels with nvcc at their first call, so every shape needs a call before a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-_SEMAPHORES = 8 << 20  # bytes; XQA wants them zero at its first call and leaves them so
+_SEMAPHORES = 8 << 20  # bytes; XQA needs zeros at its first call and leaves zeros
 _SCRATCH = 128 << 20
-_seen: set[tuple[Any, ...]] = set()  # shapes that decode has run
+_seen: set[tuple[Any, ...]] = set()  # shapes that decode has compiled
 
 
 @cache
 def workspace(device: torch.device, user: str) -> torch.Tensor:
-    """Scratch memory of one user ('decode', 'prefill'): the calls of a stream follow each other."""
+    """Return the scratch memory of 'decode' or 'prefill', which calls on one stream can share."""
     return torch.zeros(_SEMAPHORES + _SCRATCH, dtype=torch.uint8, device=device)
 
 
@@ -90,8 +90,8 @@ def decode(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The arguments of attention_decode.reference; what `supports_decode` lets through."""
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # it does not write the rows of padding
+    """Run XQA with arguments of attention_decode.reference that `supports_decode` accepts."""
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # XQA does not write rows without keys
     if q.shape[0] > 0:
         xqa(out, q, key_cache, value_cache, seq_lens, block_table, max_seqlen_k, scale, window_left)
     return out
@@ -108,10 +108,10 @@ def xqa(
     scale: float,
     window_left: int = -1,
 ) -> None:
-    """`decode` into `out`, of which it writes the rows of sequences that have keys."""
+    """Run XQA into `out`. It writes only the rows of sequences that have keys."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    # It reads q, table and lengths through bare pointers, rows one after the other.
+    # XQA reads q, table and lengths through bare pointers, as contiguous rows.
     xqa_batch_decode_with_kv_cache(
         q.contiguous(), (key_cache, value_cache), workspace(q.device, "decode"), block_table.contiguous(),
         seq_lens.contiguous(), max_seqlen_k, bmm1_scale=scale, bmm2_scale=1.0, window_left=window_left, out=out,
@@ -135,12 +135,12 @@ def supports_prefill(
         return f"FlashInfer's prefill is used with head sizes 64, 128 and 256, got {q.shape[-1]}"
     reason = _supports(q, key_cache, value_cache)
     if reason is None and torch.cuda.is_current_stream_capturing():
-        return "FlashInfer's prefill plans on the host, which a CUDA graph cannot"
+        return "FlashInfer's prefill plans on the host, which a CUDA graph cannot capture"
     return reason
 
 
 class Plans:
-    """One wrapper of FlashInfer for one kind of layer, planned for the last batch that it saw."""
+    """A FlashInfer wrapper for one kind of layer, planned for the last batch."""
 
     def __init__(self, wrapper: Any, layer: dict[str, Any]):
         self.wrapper, self.layer, self.rows = wrapper, layer, 0
@@ -148,10 +148,10 @@ class Plans:
         self.versions: tuple[int, ...] | None = None
 
     def planned(self, *batch: torch.Tensor) -> tuple[Any, int]:
-        """(the wrapper, rows of q that are not padding) for cu_seqlens_q, seq_lens, block_table.
+        """Return the wrapper, and the rows of q without padding, for cu_seqlens_q, seq_lens, block_table.
 
-        A plan is used again for the same tensor objects, unwritten since. They are held here, so that no other object
-        can take their place; tensors made in inference mode do not count their writes: those are planned every time.
+        A plan is reused for the same tensor objects if they have not been written since. This object keeps references
+        to them, so that their ids stay unique. Tensors made in inference mode do not count writes: each call plans.
         """
         versions = None if any(t.is_inference() for t in batch) else tuple(t._version for t in batch)
         same = len(self.batch) == len(batch) and all(a is b for a, b in zip(self.batch, batch, strict=True))
@@ -197,7 +197,10 @@ def prefill(
     v_scale: float = 1.0,
     padded: bool = True,
 ) -> torch.Tensor:
-    """The arguments of attention_prefill.reference; what `supports_prefill` lets through. Padding is always zeros."""
+    """Run FlashInfer with arguments of attention_prefill.reference that `supports_prefill` accepts.
+
+    Padding rows are always zeros.
+    """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     if seq_lens.shape[0] == 0 or q.shape[0] == 0:
         return out

@@ -1,4 +1,4 @@
-"""Two partial attentions of the same queries over different keys become one (arXiv 2501.01005, section 2.2)."""
+"""Merge two partial attentions of the same queries over different keys (arXiv 2501.01005, section 2.2)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor, uniform
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance, uniform
+from fastkernels.core.expressions import Expr
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.fp8 import FP8, fp8_inverse, quantized, to_fp8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -27,13 +30,12 @@ def reference(
     tokens_with_context: int | None = None,
     output_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """outputs: [T, Q, D]; lse: [T, Q], natural logarithms of the sums of exponentials. Returns the new values of
-    output (in its dtype) and of output_lse (None if it is).
+    """outputs: [T, Q, D]; lse: [T, Q], natural logarithms of the sums of exponentials.
 
-    A side that saw no key has lse -inf (or inf, as FlashAttention 2 says it) and does not count, whatever its output
-    holds; where neither saw one, the output is 0 and the lse -inf. Tokens from number tokens_with_context on take the
-    suffix as it is. output_scale, one value: the output is divided by it, and is float8 e4m3.
-    A float64 prefix_output gives a float64 output that is not rounded.
+    A side without keys has lse -inf (inf in FlashAttention 2) and is ignored, whatever its output holds; if both sides
+    have none, the output is 0 and the lse -inf. Tokens from tokens_with_context on take the suffix unchanged.
+    output_scale, one value: the output is divided by it and stored as float8 e4m3. Returns the new values of output (in
+    its dtype; float64 and unrounded for a float64 prefix_output) and of output_lse (None if that is None).
     """
     acc = torch.promote_types(prefix_output.dtype, torch.float32)
     lses = torch.stack((prefix_lse, suffix_lse)).to(acc)
@@ -64,17 +66,17 @@ def _merge_state_kernel(
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    if BESIDE:  # where heads come first these are the number of tokens
+    if BESIDE:  # the heads of a token are contiguous; otherwise these strides are the number of tokens
         p_lse1, s_lse1, out_lse1 = 1, 1, 1
-    # A program has a tile of ROWS pairs of token and head: HEADS, which divides Q, of each of its tokens.
+    # A program has a tile of ROWS (token, head) pairs: HEADS heads, which divide Q, of each of its tokens.
     tiles = Q // HEADS
     pair = tl.arange(0, ROWS)
     token = (tl.program_id(0) // tiles * (ROWS // HEADS) + pair // HEADS).to(tl.int64)
     head = (tl.program_id(0) % tiles * HEADS + pair % HEADS).to(tl.int64)
     there = token < T
     alone = token >= with_context
-    # Both sides are asked for together with their lse, and do not wait for them. So one that does not count is read,
-    # too, but whatever it holds, nothing comes from it, not even a NaN.
+    # Both sides are loaded together with their lse, without waiting for them. A side without keys is therefore read,
+    # too, but masked below: not even a NaN comes from it.
     cols = tl.arange(0, BLOCK)
     mask = there[:, None] & (cols < D)[None, :]
     p_at = p_ptr + (token * p_stride0 + head * p_stride1)[:, None] + cols[None, :]
@@ -166,11 +168,11 @@ def _triton(
         return
     tokens, heads, size = output.shape
     total, block = tokens * heads, next_power_of_2(size)
-    # A tile of 1024 values of each side; a decode step's few heads are spread over an H200's 132 processors first.
+    # A tile of 1024 values per side; the few heads of a decode step are spread over an H200's 132 SMs first.
     n_rows = max(1, min(1024 // block, next_power_of_2(cdiv(total, 512))))
-    # Where heads come first in the lse, 8 tokens side by side: whole sectors of 32 bytes.
-    beside = 8 if prefix_lse.stride(0) == 1 else 1
-    n_heads = min(max(n_rows // beside, 1), heads & -heads)  # a power of 2 that divides the heads
+    # Where tokens are contiguous in the lse, 8 of them fill a sector of 32 bytes.
+    adjacent = 8 if prefix_lse.stride(0) == 1 else 1
+    n_heads = min(max(n_rows // adjacent, 1), heads & -heads)  # a power of 2 that divides the heads
     lse0, lse1 = output_lse.stride() if output_lse is not None else (0, 0)
     grid = (cdiv(tokens, n_rows // n_heads) * (heads // n_heads),)
     launch_kernel(
@@ -216,7 +218,7 @@ merge_state = define(
 
 
 def _no_key(args: list[Any]) -> None:
-    """Some tokens saw no key on the one side, on the other, or on both; what those sides hold is garbage."""
+    """Make some tokens see no key on one side, the other, or both; those sides hold garbage."""
     for side, tokens in (
         (0, slice(0, None, 3)),
         (2, slice(1, None, 3)),
@@ -229,7 +231,7 @@ def _no_key(args: list[Any]) -> None:
 
 
 def _far_apart(args: list[Any]) -> None:
-    """One side outweighs the other by more than float32 holds."""
+    """Make one side outweigh the other by more than float32 can hold."""
     args[1][::2] = 1e4
     args[3][1::2] = 1e4
 

@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Baselines of attention: the kernels that production runs, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _vllm_no_merge(
 
 @cache
 def _starts(batch: int, device: torch.device) -> T:
-    """Query starts of a decode, which vLLM makes once a step for all layers."""
+    """Return the query starts of a decode, which vLLM makes once per step for all layers."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device)
 
 
@@ -83,7 +83,7 @@ def _no_fa3_prefill(
     q: T, key_cache: T, value_cache: T, cu_seqlens_q: T, seq_lens: T, table: T, max_q: int, *rest: Any
 ) -> str | None:
     if q.shape[0] != int(cu_seqlens_q[-1]):
-        return "FlashAttention-3 leaves rows of padding as they are"
+        return "FlashAttention-3 does not write padding rows"
     return _no_fa3_decode(q, key_cache, value_cache, seq_lens, table, *rest)
 
 
@@ -106,7 +106,7 @@ def _sglang_no_merge(
     output_scale: T | None = None,
 ) -> str | None:  # fmt: skip
     if context is not None or output_scale is not None:
-        return "SGLang's kernel merges all tokens, and has no scale"
+        return "SGLang's kernel merges all tokens and has no scale"
     sums = [t for t in (prefix_lse, suffix_lse, lse) if t is not None]
     return first(
         same(prefix, suffix, output), dense(prefix, suffix, output, *sums), filled(prefix), aligned(prefix)

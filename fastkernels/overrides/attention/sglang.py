@@ -15,7 +15,7 @@ from fastkernels.overrides.attention.merge_state import merge_state
 class SGLangRadixAttention_0_5_16(PagedAttention):
     """sglang.srt.layers.radix_attention.RadixAttention of 0.5.16, decoder only; see PagedAttention.
 
-    forward_batch: our AttentionMetadata, or None for that of the forward context. save_kv_cache=False stores nothing.
+    forward_batch: our AttentionMetadata; None: the forward context's. With save_kv_cache=False nothing is stored.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ def sglang_merge_state(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """sglang.srt.layers.attention.merge_state.merge_state: outputs [T, Q, D], lse [T, Q]; returns (output, lse).
 
-    Where neither side saw a key, the output is 0 and the lse -inf; the host's are NaN.
+    If neither side has a key, the output is 0 and the lse -inf; the host's are NaN.
     """
     output = torch.empty_like(prefix_output) if output is None else output
     output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse

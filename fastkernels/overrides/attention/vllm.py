@@ -78,7 +78,7 @@ def vllm_merge_attn_states(
 ) -> None:
     """vllm.v1.attention.ops.merge_attn_states.merge_attn_states: outputs [T, Q, D], lse [Q, T].
 
-    Unlike the host's, outputs may have any strides, and a side that saw no key may hold NaN.
+    Unlike in the host, outputs can have any strides, and a side without keys can hold NaN.
     """
     new_lse = None if output_lse is None else output_lse.t()
     merge_state(

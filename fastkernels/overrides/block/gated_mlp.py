@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import assemble
-from fastkernels.core.case import Case
-from fastkernels.core.declaration import Axis, Tensor
-from fastkernels.core.spec import Call, OpSpec
+from fastkernels.core.spec import Axis, Case, OpSpec, Tensor, fan_in
 
 
 def reference(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -61,10 +59,6 @@ class PackedMLP(nn.Module):
         return _unsupported(module)
 
 
-def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return call.normal(shape, dtype, 0.0, shape[-1] ** -0.5)
-
-
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     x, gate_up, down = args
     hidden, inner = down.shape
@@ -103,8 +97,8 @@ SPEC = OpSpec(
     ),
     arguments=(
         Tensor("x", "tokens hidden"),
-        Tensor("gate_up", "2*intermediate hidden", values=_weight),
-        Tensor("down", "hidden intermediate", values=_weight),
+        Tensor("gate_up", "2*intermediate hidden", values=fan_in),
+        Tensor("down", "hidden intermediate", values=fan_in),
     ),
     outputs=(Tensor("out", "tokens hidden"),),
     axes={"tokens": Axis.per_call(), "hidden": Axis.width(), "intermediate": Axis.width()},

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from fastkernels.core.spec import Case, OpSpec
-from fastkernels.overrides.block.cases import (
-    MUTATES,
-    TOLERANCE,
-    build_layer,
-    layer_bytes,
-    layer_cases,
-    layer_dims,
-    layer_flops,
-    layer_inputs,
-    layer_reference,
-    vary_layer,
-)
+from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor, fan_in
+from fastkernels.overrides.block import cases
+from fastkernels.overrides.block.cases import layer_reference
 from fastkernels.overrides.moe import sparse_moe
 
 
@@ -48,7 +38,7 @@ def reference(
     w2: torch.Tensor,
     top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate, w1, w2, top_k as in sparse_moe; the rest as in layer_reference, q_norm and k_norm None.
+    """sparse_moe documents gate, w1, w2 and top_k, layer_reference the other arguments; q_norm and k_norm are None.
 
     Returns (hidden states, residual, new key_cache, new value_cache); the first two add up to the residual stream.
     """
@@ -59,61 +49,31 @@ def reference(
     )  # fmt: skip
 
 
-_MLP = ("experts", "topk", "hidden", "intermediate", "experts_hit", "pairs")
+def _values(call: Call) -> Mapping[str, torch.Tensor]:
+    """Make each token's choice of experts so clear that no rounding on the way decides it.
 
-
-def _mlp(case: Case) -> Case:
-    """The sparse block's case."""
-    dims = {"tokens": sum(case.dims["q_lens"]), **{n: case.dims[n] for n in _MLP if n in case.dims}}
-    return Case(case.name, dims, case.dtype)
-
-
-def _inputs(case: Case, device: str, generator: torch.Generator) -> list:
-    common = layer_inputs(case, device, generator)
-    gate, *rest = sparse_moe.SPEC.inputs(_mlp(case), device, generator)[1:]
-    _decide(common, gate, generator)
-    return [*common, gate, *rest]
-
-
-def _decide(common: list[Any], gate: torch.Tensor, generator: torch.Generator) -> None:
-    """Give each token channels that say which experts it wants, so clearly that no rounding on the way decides.
-
-    As many channels as there are experts, of sizes 8 apart in an order drawn for each token; the gate reads these, and
-    a twentieth of what it did before. Attention adds about 1 to each.
+    As many channels as there are experts have values 8 apart, in an order drawn for each token. The gate reads these
+    channels, and the others with a twentieth of the usual weight. Attention adds about 1 to each channel.
     """
-    hidden_states, residual, norm = common[1], common[2], common[4]
-    experts = gate.shape[0]
-    if experts > gate.shape[1]:
-        return
-    drawn = torch.rand(hidden_states.shape[0], experts, generator=generator, device=gate.device)
-    hidden_states[:, :experts] = 8.0 * drawn.argsort(dim=1) - 4.0 * (experts - 1)
-    residual[:, :experts] = 0
-    norm[:experts] = 1
-    gate *= 0.05
-    gate[:, :experts] += 0.15 * torch.eye(experts, device=gate.device, dtype=gate.dtype)
-
-
-def _dims(*args: Any) -> dict[str, Any]:
-    gate, _, w2, top_k = args[-4:]
-    return {**layer_dims(args), "experts": gate.shape[0], "topk": top_k, "intermediate": w2.shape[2]}
-
-
-def _bytes(case: Case) -> int:
-    """With what the block moves but its input and output, which need not leave the chip."""
-    d, size = case.dims, getattr(torch, case.dtype).itemsize
-    inside = 2 * size * sum(d["q_lens"]) * d["hidden"]
-    return layer_bytes(case) + sparse_moe.SPEC.bytes_moved(_mlp(case)) - inside
-
-
-def _flops(case: Case) -> int:
-    return layer_flops(case) + sparse_moe.SPEC.flops(_mlp(case))
+    found = {
+        name: call.tensor(name) for name in ("hidden_states", "residual", "post_attention_layernorm", "gate")
+    }
+    gate, experts = found["gate"], call["experts"]
+    if experts <= call["hidden"]:
+        order = call.rand(call["tokens"], experts).argsort(dim=1)
+        found["hidden_states"][:, :experts] = 8.0 * order - 4.0 * (experts - 1)
+        found["residual"][:, :experts] = 0
+        found["post_attention_layernorm"][:experts] = 1
+        gate *= 0.05
+        gate[:, :experts] += 0.15 * torch.eye(experts, device=gate.device, dtype=gate.dtype)
+    return {**cases.values(call), **found}
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     gate, w1, w2, top_k = args[-4:]
     moe = {"gate": gate, "experts.w13": w1, "experts.w2": w2}
     mlp = {f"block_sparse_moe.{n}{'_' if '.' in n else '.'}weight": t for n, t in moe.items()}
-    return build_layer(
+    return cases.build_layer(
         cls,
         args,
         mlp,
@@ -123,40 +83,37 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     )
 
 
-SPEC = OpSpec(
+# Weights of experts that are read: few tokens do not reach all experts.
+_EXPERTS_READ = "itemsize(dtype) * min(experts, attended * topk) * hidden * intermediate"
+
+SPEC: OpSpec = OpSpec(
     name="mixtral_decoder_layer",
     level=3,
     reference=reference,
-    cases=layer_cases(
+    cases=cases.layer_cases(
         {
-            "hidden": 4096,
-            "heads": 32,
-            "kv_heads": 8,
-            "head_size": 128,
-            "experts": 8,
-            "topk": 2,
+            "hidden": 4096, "heads": 32, "kv_heads": 8, "head_size": 128, "experts": 8, "topk": 2,
             "intermediate": 14336,
         },
-        {
-            "hidden": 72,
-            "heads": 6,
-            "kv_heads": 2,
-            "head_size": 12,
-            "experts": 5,
-            "topk": 2,
-            "intermediate": 50,
-        },
+        {"hidden": 72, "heads": 6, "kv_heads": 2, "head_size": 12, "experts": 5, "topk": 2, "intermediate": 50},
     ),
-    inputs=_inputs,
-    bytes_moved=_bytes,
-    flops=_flops,
-    tolerance=TOLERANCE,
-    dims_of=_dims,
-    vary=lambda case, rng: vary_layer(case, rng, _bytes, _flops, ("experts", "topk")),
-    activations=(1, 2),
+    arguments=(
+        *cases.ARGUMENTS,
+        # Counted like fused_experts: the routing instead of the gate.
+        Tensor("gate", "experts hidden", values=fan_in, bytes="8 * attended * topk"),
+        Tensor("w1", "experts 2*intermediate hidden", values=fan_in, bytes=f"2 * {_EXPERTS_READ}"),
+        Tensor("w2", "experts hidden intermediate", values=fan_in, bytes=_EXPERTS_READ),
+        Scalar("top_k", "topk"),
+    ),
+    outputs=cases.OUTPUTS,
+    axes={**cases.AXES, "experts": Axis.count(), "topk": Axis.count()},
+    values=_values,
+    flops=f"{cases.FLOPS} + 6 * attended * topk * hidden * intermediate",
+    vary=lambda case, rng: cases.vary_layer(SPEC, case, rng, ("experts", "topk")),
+    tolerance=cases.TOLERANCE,
+    activations=("hidden_states", "residual"),
     tie_sensitive=True,
     build=_build,
-    mutates=MUTATES,
     calls=("rms_norm", "linear", "topk_softmax", "fused_experts"),
     parts=("attention", "parallel_linear", "rotary_emb", "sparse_moe", "rope_store_kvcache"),
-)
+)  # fmt: skip

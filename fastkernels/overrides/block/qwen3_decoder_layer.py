@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
+from fastkernels.core.spec import Axis, OpSpec
+from fastkernels.overrides.block import cases
+from fastkernels.overrides.block import llama_decoder_layer as llama
 
-from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.block.cases import (
-    MUTATES,
-    TOLERANCE,
-    build_dense,
-    dense_bytes,
-    dense_dims,
-    dense_flops,
-    dense_inputs,
-    dense_reference,
-    layer_cases,
-    vary_dense,
-)
-
-SPEC = OpSpec(
+SPEC: OpSpec = OpSpec(
     name="qwen3_decoder_layer",
     level=3,
-    reference=dense_reference,
-    cases=layer_cases(
+    reference=llama.reference,
+    cases=cases.layer_cases(
         {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_size": 128, "intermediate": 12288},
         {"hidden": 72, "heads": 6, "kv_heads": 2, "head_size": 12, "intermediate": 100},
     ),
-    inputs=partial(dense_inputs, head_norms=True),
-    bytes_moved=dense_bytes,
-    flops=dense_flops,
-    tolerance=TOLERANCE,
-    dims_of=dense_dims,
-    vary=vary_dense,
-    activations=(1, 2),
-    build=build_dense,
-    mutates=MUTATES,
+    arguments=llama.ARGUMENTS,
+    outputs=cases.OUTPUTS,
+    axes={**cases.AXES, "head_norms": Axis(True)},
+    values=cases.values,
+    flops=llama.FLOPS,
+    vary=lambda case, rng: cases.vary_layer(SPEC, case, rng),
+    tolerance=cases.TOLERANCE,
+    activations=("hidden_states", "residual"),
+    build=llama.build,
     calls=("rms_norm",),
     parts=("attention", "gated_mlp", "parallel_linear", "rotary_emb", "rope_store_kvcache"),
 )

@@ -184,8 +184,7 @@ class SGLangLlamaDecoderLayer_0_5_16(SGLangDecoderLayer):
 
 
 class SGLangLlamaDecoderLayer(SGLangDecoderLayer):
-    """sglang.srt.models.llama.LlamaDecoderLayer: hidden_states [T, H] and the result are the residual
-    stream.
+    """sglang.srt.models.llama.LlamaDecoderLayer: hidden_states and result [T, H] are the residual stream.
 
     In SGLang, boundary objects between layers pass the stream on, gather and reduce. Raises ValueError for
     capture_output and stage_boundaries=False, which serve these objects.
@@ -251,8 +250,7 @@ class SGLangQwen3DecoderLayer_0_5_16(_SGLangQwen3DecoderLayer):
 
 
 class SGLangQwen3DecoderLayer(_SGLangQwen3DecoderLayer):
-    """sglang.srt.models.qwen3.Qwen3DecoderLayer: hidden_states [T, H] and the result are the residual
-    stream.
+    """sglang.srt.models.qwen3.Qwen3DecoderLayer: hidden_states and result [T, H] are the residual stream.
 
     Raises ValueError for capture_output, which serves SGLang's boundary objects between layers.
     """
@@ -300,8 +298,7 @@ class SGLangMixtralDecoderLayer_0_5_17(_SGLangMixtralDecoderLayer):
 
 
 class SGLangMixtralDecoderLayer(_SGLangMixtralDecoderLayer):
-    """sglang.srt.models.mixtral.MixtralDecoderLayer: hidden_states [T, H] and the result are the residual
-    stream.
+    """sglang.srt.models.mixtral.MixtralDecoderLayer: hidden_states and result [T, H] are the residual stream.
 
     In SGLang, boundary objects between layers pass the stream on, gather and reduce.
     """

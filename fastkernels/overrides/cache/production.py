@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Baselines of the KV cache: the kernels that production runs, called with the ops' arguments."""
 
 from __future__ import annotations
 

@@ -9,8 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
+from fastkernels.core.expressions import Expr
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -26,8 +29,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """key, value: [T, Hkv, D]; caches: [blocks, block_size, Hkv, D]; slot_mapping: [T] int64 or int32.
 
-    Token t goes to block slot // block_size, offset slot % block_size; a negative slot (padding) goes nowhere.
-    Stored are key / k_scale and value / v_scale; in float8_e4m3fn what lies beyond +-448 is stored as that.
+    Token t goes to block slot // block_size, offset slot % block_size; tokens with a negative slot (padding) are not
+    stored. The cache holds key / k_scale and value / v_scale; float8_e4m3fn saturates at +-448.
     Returns new (key_cache, value_cache).
     """
     key_cache, value_cache = key_cache.clone(), value_cache.clone()
@@ -37,12 +40,12 @@ def reference(
 
 @triton.jit
 def round_e4m3(x):
-    # To the nearest e4m3 value, ties to even, in float32: the cast is exact then, on a GPU and in the interpreter,
-    # whose own rounding loses the carry into the exponent.
+    # Rounds to the nearest e4m3 value, ties to even, in float32. The cast is exact then, also in the interpreter, whose
+    # own rounding loses the carry into the exponent.
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14: float32 has steps of 2^-9 there, as e4m3 has below 2^-6
+    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14: float32 has steps of 2^-9 there, like e4m3 below 2^-6
     return tl.where(tl.abs(x) < 0.015625, small, normal)
 
 
@@ -93,7 +96,7 @@ def check(
 
 
 def fp8_refusal(device: torch.device) -> str | None:
-    """Why Triton cannot convert from and to float8_e4m3fn there; None if it can."""
+    """Return why Triton cannot convert from and to float8_e4m3fn on the device, None if it can."""
     if device.type == "cuda" and _capability(device.index or 0) < (8, 9):
         return "Triton converts to float8_e4m3fn from compute capability 8.9 on"
     return None
@@ -183,7 +186,7 @@ store_kvcache = define(
 
 
 CACHE_SHAPE = "blocks block_size kv_heads head_size"
-# The axes of a step's keys, values and slots, and of the paged cache that they are written to
+# Axes of a step's keys, values and slots, and of the paged cache
 CACHE_AXES: dict[str, Axis] = {
     "kv_heads": Axis.count(),
     "block_size": Axis.option(choices=(1, 5, 16, 32, 64)),
@@ -222,7 +225,7 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
 
 
 def _large(args: list[Any], factor: float = 64.0) -> None:
-    """Not beyond what an fp8 cache holds: the reference in float64 would not know where that ends."""
+    """Scale values up, within the range of an fp8 cache: the float64 reference does not saturate."""
     fp8 = args[2].dtype == torch.float8_e4m3fn
     for t in args[:2]:
         t.mul_(min(factor, 32.0) if fp8 else factor)

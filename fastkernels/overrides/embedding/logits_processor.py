@@ -15,7 +15,7 @@ from torch import nn
 
 from fastkernels.core import assemble
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.embedding.vocab_parallel import UnquantizedEmbedding
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -147,19 +147,14 @@ logits_processor = define(
     " bool scale_first=False, bool float32=False) -> Tensor",
     fake=_fake,
     providers=(
-        Provider(
-            "linear", _with(gemm.linear.run), devices=("cuda",)
-        ),  # the provider that linear picks, or its candidate
+        # The provider that linear picks, or its candidate.
+        Provider("linear", _with(gemm.linear.run), devices=("cuda",)),
         Provider("cublas", _with(F.linear), devices=("cuda",)),
         Provider("onednn", _onednn, devices=("cpu",)),
         Provider("triton", _with(gemm.linear_triton), devices=("cuda",), supports=_supports_triton),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
-
-
-def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return call.normal(shape, dtype, 0.0, shape[-1] ** -0.5)
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
@@ -209,7 +204,7 @@ SPEC = OpSpec(
     ),
     arguments=(
         Tensor("hidden", "tokens hidden"),
-        Tensor("weight", "vocab hidden", values=_weight),
+        Tensor("weight", "vocab hidden", values=fan_in),
         Tensor("bias", "vocab", when="bias", bytes="0"),
         Scalar("scale", default=1.0, stated=True),
         Scalar("soft_cap", default=None),

@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Production's kernels for the ops of this family, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _embedding(input_ids: T, weight: T, *_: Any) -> T:
 
 
 def _no_embedding(input_ids: T, weight: T, org_start: int = 0, org_end: int = -1, *_: Any) -> str | None:
-    return None if org_end < 0 else "a vocabulary split over ranks is more than one kernel of torch"
+    return None if org_end < 0 else "torch needs more than one kernel for a vocabulary shard"
 
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {

@@ -1,4 +1,4 @@
-"""What ops of one tensor, element by element, share: how a kernel is laid over it, and what their SPECs say."""
+"""Shared by elementwise ops of one tensor: the launch of their kernels, and parts of their declarations."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import launch_kernel
 from fastkernels.overrides.kit.rows import rows
 
-TILE = 1024  # with 4 warps, 16 bytes a thread of what is 2 bytes wide
-# For declarations: the tensor, a gate and an up projection side by side, and the result.
+TILE = 1024  # elements of a program; with 4 warps, a thread loads 16 bytes of a 2-byte dtype
+LARGE, LARGE_TILE = (
+    1 << 23,
+    4096,
+)  # from LARGE elements on, larger tiles keep four times as many loads in flight
+
+# For declarations: the tensor, a gate and an up projection in one row, and the result.
 X = Tensor("x", "tokens inner? d", std=2)
 PAIR = Tensor("x", "tokens inner? 2*d", std=2)
 OUT = Tensor("out", "tokens inner? d")
 AXES = {"tokens": Axis.per_call(), "inner": Axis.count(), "d": Axis.width()}
 
-LARGE, LARGE_TILE = 1 << 23, 4096  # elements from which on a thread has four times as much on its way
-
 
 @triton.jit
 def normal_cdf(x):
-    # 2^p(|x|) for the lower half, p the logarithm's best polynomial from 0 to 6: the normal distribution to 2e-5 of its
-    # value and x times it to 4e-7, both far under what 16 bits round. erf has two polynomials, and of each number both
-    # sets of coefficients are looked up. p falls for ever: far out there is 0, and not a number stays that.
+    # The lower half is 2^p(|x|), with p the minimax polynomial of the logarithm on [0, 6]. The relative error is 2e-5,
+    # and the error of x times the result 4e-7, far below the rounding of 16-bit dtypes. erf costs more: it selects the
+    # coefficients of one of two polynomials per element. p decreases monotonically: the tails underflow to 0, and NaN
+    # propagates.
     t = tl.abs(x)
     p = -9.003705372379045e-07 * t + 4.6359331463463604e-05
     p = p * t - 8.382215746678412e-04
@@ -40,10 +44,10 @@ def normal_cdf(x):
 
 
 def launch(kernel: Any, x: torch.Tensor, large: int = LARGE_TILE, **constants: Any) -> torch.Tensor:
-    """A new tensor like x, which kernel(x, out, n_inner, stride0, stride1, D, n_tiles, ..., TILE, OVERLAP) has filled.
+    """Run kernel(x, out, n_inner, stride0, stride1, D, n_tiles, ..., TILE, OVERLAP); returns out, a new tensor like x.
 
-    One program a (row, tile of columns). A contiguous x is one row; another has the rows that `_rows.rows` finds.
-    large: elements of a tile where there are LARGE of them.
+    Each program computes a tile of one row. A contiguous x is treated as one row; for others, see rows.rows.
+    large: tile size for tensors of at least LARGE elements.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -62,5 +66,5 @@ def launch(kernel: Any, x: torch.Tensor, large: int = LARGE_TILE, **constants: A
 
 
 def like(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The shape function."""
+    """The fake implementation: an empty tensor like x."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Scales and values in float8 e4m3, for the ops that quantize: in PyTorch, and for Triton kernels."""
+"""Float8 e4m3 scales and values for quantizing ops, in PyTorch and in Triton."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import triton.language as tl
 Pair = tuple[torch.Tensor, torch.Tensor]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-MIN_ABSMAX = 1 / 512  # vLLM's least scale for a tensor, a token or a norm's group is 1 / (448 * 512)
-GROUP_EPS = 1e-10  # both hosts' least largest value of a group
+# Lower bounds of an absolute maximum.
+MIN_ABSMAX = 1 / 512  # of a tensor, a token or a norm's group in vLLM: scales are at least 1 / (448 * 512)
+GROUP_EPS = 1e-10  # of a group, in both hosts
 MAX_COLUMNS = 65536
-# Triton's interpreter neither rounds to the nearest even nor carries when it converts to float8 (3.6).
+# Triton's interpreter (3.6) converts to float8 without rounding to nearest even and without carrying.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def scales_of(absmax: torch.Tensor, min_absmax: float, ue8m0: bool) -> torch.Tensor:
-    """The scale that takes absmax, or min_absmax if that is more, to 448; ue8m0: the next power of two above."""
+    """Scales that map max(absmax, min_absmax) to 448; ue8m0: rounded up to a power of two."""
     scale = absmax.clamp(min=min_absmax) / FP8_MAX
     if not ue8m0:
         return scale
@@ -29,7 +30,7 @@ def scales_of(absmax: torch.Tensor, min_absmax: float, ue8m0: bool) -> torch.Ten
 
 
 def quantized(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """y / scale, at most 448, in float8 e4m3; not rounded if y is float64. A scale of 0 gives 0."""
+    """y / scale, clamped to +-448, in float8 e4m3; a float64 y is not rounded. A scale of 0 gives 0."""
     inverse = torch.where(scale == 0, torch.zeros_like(scale), scale.reciprocal())
     out = (y * inverse).clamp(-FP8_MAX, FP8_MAX)
     return out if y.dtype == torch.float64 else out.to(FP8)
@@ -43,7 +44,7 @@ def quantize_rows(
     min_absmax: float,
     ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The meaning of all the ops: y [..., N] in float32 or float64; see quantize_fp8.reference."""
+    """Reference of the quantizing ops: y [..., N] in float32 or float64; see quantize_fp8.reference."""
     if scale is not None:
         return quantized(y, scale.to(y.dtype).reshape(1)), scale.to(y.dtype).reshape(1)
     if group_size == 0:
@@ -60,7 +61,7 @@ def quantize_rows(
 
 
 def check(name: str, columns: int, scale: torch.Tensor | None, group_size: int) -> None:
-    """Raise ValueError for what no kernel can do. columns: of the output."""
+    """Raise ValueError for arguments that no kernel supports. columns: of the output."""
     if scale is not None and scale.numel() != 1:
         raise ValueError(f"{name}: scale must have one value, got shape {tuple(scale.shape)}")
     if group_size < -1:
@@ -81,7 +82,7 @@ def empty_outputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values [..., N] float8, scales float32): [1] per tensor, else [..., N / group_size].
 
-    Column-major scales have the tokens side by side, a column padded to 4 tokens if tma_aligned.
+    Column-major scales have adjacent tokens adjacent in memory; tma_aligned pads each column to a multiple of 4 tokens.
     """
     values = torch.empty(shape, dtype=FP8, device=device)
     if per_tensor:
@@ -102,7 +103,7 @@ def laid_out(
     column_major: bool = False,
     tma_aligned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What quantize_rows found, in the memory and types of an op's outputs."""
+    """The result of quantize_rows in the dtypes and memory layout of an op's outputs."""
     values, scales = found
     shape, device = values.shape, values.device
     values = values.to(FP8)
@@ -111,7 +112,7 @@ def laid_out(
 
 
 def refuse(function: str, **given: Any) -> None:
-    """Raise ValueError for the first argument that asks for what the op does not do."""
+    """Raise ValueError for the first argument that is given: the op does not support any of them."""
     for name, value in given.items():
         if value is not None and value is not False:
             shown = f"Tensor{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -119,7 +120,7 @@ def refuse(function: str, **given: Any) -> None:
 
 
 def padded(found: Pair, rows: int | None, per_token: bool) -> Pair:
-    """At least so many rows, those behind the tokens zero."""
+    """The pair with at least `rows` rows; the added rows are zero."""
     q, scales = found
     more = (rows or 0) - q.shape[0]
     if more <= 0:
@@ -129,7 +130,7 @@ def padded(found: Pair, rows: int | None, per_token: bool) -> Pair:
 
 
 def written(found: Pair, output_q: torch.Tensor | None, output_s: torch.Tensor | None) -> Pair:
-    """What was found, in the caller's memory where it gave some."""
+    """The pair, copied into the caller's outputs where given."""
     q, scales = found
     return (
         q if output_q is None else output_q.copy_(q),
@@ -154,7 +155,7 @@ def fp8_inverse(scale):
 @triton.jit
 def to_fp8(y):
     y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-    if INTERPRETED:  # add and take off the power of two whose last bit is the fourth of y's
+    if INTERPRETED:  # round by adding and subtracting the power of two whose last bit is the fourth of y
         exponent = (y.to(tl.int32, bitcast=True) >> 23) & 0xFF
         power = ((tl.maximum(exponent, 121) + 20) << 23).to(tl.float32, bitcast=True)
         y = tl.where(y < 0, -((-y + power) - power), (y + power) - power)

@@ -1,4 +1,4 @@
-"""What code that launches kernels shares: sizes, how many multiprocessors there are, and tickets of parts."""
+"""Helpers for code that launches kernels: integer sizes, the number of multiprocessors, and split counters."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own is a wrapper for kernels, too, which takes longer than all else here."""
+    """a / b, rounded up. triton.cdiv also works inside kernels, and that wrapper is slow on the host."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n, for n from 1 on."""
+    """The smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; elsewhere those of an H200, for which sizes are chosen there."""
+    """The number of multiprocessors of a CUDA device; on other devices, an H200's."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 class Tickets:
-    """Zeros that say how many splits of a tile have arrived. The kernel leaves them as it found them.
+    """Counters, initially zero, of the splits of a tile that have arrived. Kernels reset them to zero.
 
-    Two launches may share them if one cannot start before the other has ended. So each stream has its own, and so
-    does each captured launch, for ever: its graph may be replayed on any stream. They are made before, by launches
-    that are not captured, such as those that warm a graph up: in blocks, a new one where less than half is left. A
-    capture that uses up all the same gets new ones, set to zero by the graph itself, which costs it one more node.
+    Launches may share counters only if they cannot run at the same time. Each stream therefore has its own, and so
+    does every captured launch, permanently: its graph may be replayed on any stream. Launches outside of captures, such
+    as a graph's warm-up, allocate the counters for captures in blocks, a new block when less than half is left. If a
+    capture still uses them up, it gets new ones that the graph itself sets to zero, at the cost of one more node.
     """
 
     STREAM, CAPTURED = 1 << 14, 1 << 20
@@ -38,14 +38,14 @@ class Tickets:
     def __init__(self) -> None:
         self.streams: dict[tuple[torch.device, int], torch.Tensor] = {}
         self.captured: dict[torch.device, torch.Tensor] = {}
-        self.kept: list[torch.Tensor] = []  # of graphs: blocks that were used up
+        self.kept: list[torch.Tensor] = []  # used-up blocks, which graphs still refer to
         self.lock = threading.Lock()
 
     def get(self, device: torch.device, count: int) -> torch.Tensor:
         if device.type != "cuda":
             return torch.zeros(count, dtype=torch.int32, device=device)
         if torch.cuda.is_current_stream_capturing():
-            # All begin at 16 bytes, as those of streams: no kernel is made anew.
+            # Aligned to 16 bytes, like those of streams: Triton then compiles no second kernel.
             count = cdiv(count, 32) * 32
             with self.lock:
                 left = self.captured.get(device)

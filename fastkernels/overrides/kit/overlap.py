@@ -1,8 +1,8 @@
-"""Kernels that are launched while the one before still runs (programmatic dependent launch: Hopper and later).
+"""Launch kernels while their predecessor still runs (programmatic dependent launch: Hopper and later).
 
-A decode step is hundreds of kernels of a few microseconds, each of which would wait for the one before to end, for its
-launch, and for its first instructions. A kernel whose first act is `follow` is on the chip by then, and lets the one
-after it come as early. It may follow and precede any other kernel: what that one needs, it waits for.
+A decode step is hundreds of kernels of a few microseconds. Without overlap each waits until its predecessor has ended,
+then for its own launch and first instructions. A kernel that begins with `follow` is already resident by then, and lets
+its successor launch as early. It can follow and precede any other kernel: it waits for the predecessor's results.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from triton.runtime.jit import JITFunction
 
 from fastkernels.core.env import Environment
 
-# Programs of a launch that starts early. A larger one is long and has little to gain, and waiting costs each program:
-# GELU of 51,200 programs took a quarter longer than in turn.
+# Largest number of programs in an early launch. A longer kernel gains little, and every program pays for the wait:
+# GELU with 51,200 programs took 25% longer than without overlap.
 MOST = 4096
 
-# Versions of Triton whose compiled kernels are launched with the arguments that `launch_kernel` gives them.
+# Versions of Triton whose compiled kernels accept the arguments that `launch_kernel` passes.
 KNOWN = (3, 6), (3, 9)
 _quick = tuple(int(n) for n in triton.__version__.split(".")[:2]) in KNOWN
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -33,18 +33,18 @@ _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    # First of all, in every program: nothing may be read or written, and none may end, before all kernels before this
-    # one have ended. A kernel that went ahead of one would let those after it, which wait for this one only, do so too.
+    # Every program calls this first: none may read, write or end before all preceding kernels have ended. Otherwise the
+    # next kernel, which waits only for this one, could overtake an earlier kernel.
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
 
 
 def overlap(device: torch.device, grid: tuple[int, ...] = (), early: bool = True) -> dict[str, bool]:
-    """Launch arguments of a Triton kernel that calls follow(OVERLAP).
+    """Launch arguments for a Triton kernel that calls follow(OVERLAP).
 
-    grid   the launch's: large ones start in turn
-    early  False: so does this one
+    grid   of the launch; large grids do not overlap
+    early  False: this launch does not overlap
     """
     early = early and math.prod(grid) <= MOST and overlaps(device)
     return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
@@ -52,25 +52,25 @@ def overlap(device: torch.device, grid: tuple[int, ...] = (), early: bool = True
 
 @lru_cache
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels start early there: on Hopper and later, unless FASTKERNELS_OVERLAP=0."""
+    """Whether kernels overlap on this device: on Hopper and later, unless FASTKERNELS_OVERLAP=0."""
     if device.type != "cuda" or not Environment.read().overlap:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """kernel[grid](*args, **constants), early where that pays, in less time on the CPU.
+    """Run kernel[grid](*args, **constants) with overlap where that pays, and with less CPU time than Triton's launch.
 
-    kernel  begins with follow(OVERLAP)
-    args    its parameters that are not constants, in order; the first is a tensor
-    constants  of its signature, and num_warps and the like
+    kernel     begins with follow(OVERLAP)
+    args       its non-constant parameters, in order; the first is a tensor
+    constants  its constexpr parameters, and options such as num_warps
 
-    A prompt is hundreds of launches from Python, during which the chip may wait. Triton's time is mostly for finding
-    out which of its compiled kernels this is. That depends on what the key here holds: types, which integers are 1 or
-    divisible by 16, which pointers are by 16.
+    A prefill is hundreds of launches from Python, and the GPU may wait for them. Triton spends most of a launch on
+    finding the compiled kernel, which depends on the key here: types, integers equal to 1 or divisible by 16, and
+    pointers divisible by 16.
 
-    The first launch of a kernel compiles it, while whoever asked waits. Servers warm up with few numbers of tokens; so
-    what counts tokens, rows or pairs is in the kernel's do_not_specialize, and has no kernels of its own.
+    The first launch of a kernel compiles it, and a request waits meanwhile. Servers warm up with few token counts, so
+    kernels list counts of tokens, rows or pairs in do_not_specialize.
     """
     early = math.prod(grid) <= MOST and overlaps(args[0].device)
     options = {**constants, "OVERLAP": True, "launch_pdl": True} if early else {**constants, "OVERLAP": False}
@@ -81,10 +81,12 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **options)
-        if early:  # more programs start in turn: that kernel is compiled now, and not when the first long prompt waits
+        if (
+            early
+        ):  # larger grids run without overlap: compile that kernel now, not while the first long prompt waits
             kernel.warmup(*args, grid=grid, **constants, OVERLAP=False)
         last = tuple(options[name] for name in kernel.arg_names[len(args) :])
-        # The kernel itself is kept so that no other one gets its id.
+        # Keep the kernel alive, so that its id is not reused.
         _compiled[key] = kernel, compiled.run, compiled.function, compiled.packed_metadata, last
         return
     _, run, function, packed, last = found
@@ -94,9 +96,9 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
 
 
 def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Calls with the same key run the same compiled kernel. None: Triton shall find out itself."""
+    """The key of the compiled kernel that this call runs; None: use Triton's own launch."""
     hook = knobs.runtime.launch_enter_hook
-    if hook is not None and getattr(hook, "calls", True):  # a profiler wants to see each launch
+    if hook is not None and getattr(hook, "calls", True):  # a profiler hooks launches
         return None
     key: list[Any] = [id(kernel), driver.active.get_current_device(), tuple(options), *options.values()]
     add = key.append

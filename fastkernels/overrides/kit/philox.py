@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox 4x32-10 (Salmon et al., SC 2011), the same bits on every device.
 
-Token t of a row takes word t % 4 of the block with key = seed and counter = (t // 4, 0, offset, offset >> 32): its
-noise depends on nothing but (seed, offset, t).
+Token t of a row takes word t % 4 of the block with key = seed and counter = (t // 4, 0, offset, offset >> 32), so that
+its noise is a function of (seed, offset, t) alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MASK = 0xFFFFFFFF
 def philox(c: list[torch.Tensor], k0: torch.Tensor, k1: torch.Tensor) -> None:
     """Philox 4x32-10 in place. c: four int64 counter words of one shape, in [0, 2^32); they become the random words.
 
-    k0, k1: the key's words, of a shape that broadcasts. int64 keeps a product's low 64 bits though it overflows.
+    k0, k1: the key's words, broadcastable to that shape. An int64 product that overflows keeps its low 64 bits.
     """
     c0, c1, c2, c3 = c
     a, b = torch.empty_like(c0), torch.empty_like(c0)
@@ -27,14 +27,14 @@ def philox(c: list[torch.Tensor], k0: torch.Tensor, k1: torch.Tensor) -> None:
         c0.bitwise_xor_(c1).bitwise_xor_(k0 + i * 0x9E3779B9).bitwise_and_(_MASK)
         torch.bitwise_right_shift(a, 32, out=c2)
         c2.bitwise_xor_(c3).bitwise_xor_(k1 + i * 0xBB67AE85).bitwise_and_(_MASK)
-        a, b, c1, c3 = c3, c1, b, a  # the products' high words are cut off after the next exclusive or
+        a, b, c1, c3 = c3, c1, b, a  # high words are masked after the next xor
     c[:] = [c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)]
 
 
 def exponential(seeds: torch.Tensor, offsets: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Exp(1) draws [B, vocab] float32 for the rows' seeds and offsets [B] int64, each in [2^-33, 17].
+    """Exp(1) draws [B, vocab] in float32, each in [2^-33, 17], for the rows' seeds and offsets [B] int64.
 
-    -log(1 - u) and not -log(u): the winner of a race has a small draw, and u has its finest steps near 0.
+    Uses -log(1 - u) rather than -log(u): the smallest draw wins a race, and u is most precise near 0.
     """
     blocks = -(-vocab // 4)
     k0, k1, low, high = (t[:, None] & _MASK for t in (seeds, seeds >> 32, offsets, offsets >> 32))
@@ -50,7 +50,7 @@ def exponential(seeds: torch.Tensor, offsets: torch.Tensor, vocab: int) -> torch
 
 @triton.jit
 def _exponential(word):
-    """The draw of a 32-bit word; see exponential. Triton has no log1p: near 0 the series is as exact."""
+    """The draw of a 32-bit word; see exponential. Triton has no log1p; near 0 a series is as exact."""
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     near = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * 0.25)))
     return tl.where(u < 0.015625, near, -tl.log(1.0 - u))

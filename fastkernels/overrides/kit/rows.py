@@ -1,4 +1,4 @@
-"""How a kernel finds the rows of a tensor [..., H] that is not contiguous."""
+"""Address the rows of a strided tensor [..., H] with two strides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
     """(inner rows, outer stride, inner stride): row r is at r // inner * outer stride + r % inner * inner stride.
 
-    None if two strides do not say it, or a row's elements are not side by side.
+    None if two strides cannot describe it, or a row's elements are not adjacent.
     """
     strides = x.stride()
     if not strides or (strides[-1] != 1 and x.shape[-1] != 1):
@@ -19,7 +19,7 @@ def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
         return 1, strides[0], 0
     if len(strides) == 3:
         return x.shape[1], strides[0], strides[1]
-    runs: list[tuple[int, int]] = []  # (size, stride): dimensions that continue each other are one
+    runs: list[tuple[int, int]] = []  # (size, stride), with contiguous dimensions merged
     for size, stride in zip(x.shape[:-1], strides[:-1], strict=True):
         if size == 1:
             continue
@@ -34,11 +34,11 @@ def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def unsupported_rows(x: torch.Tensor, name: str = "x") -> str | None:
-    """None if a kernel that takes `rows` can read x, else the reason."""
+    """None if a kernel that uses `rows` can read x, else the reason."""
     if x.dtype not in FLOATS:
         return f"{name} has dtype {x.dtype}, not float16, bfloat16 or float32"
     if rows(x) is None:
-        return f"{name} of shape {tuple(x.shape)} has strides {tuple(x.stride())}, which are more than two"
+        return f"{name} of shape {tuple(x.shape)} has strides {tuple(x.stride())}: rows need at most two"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Linear layer without quantization, y = x W^T + b."""
+"""Unquantized linear layer, y = x W^T + b."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.declaration import Axis, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.spec import Axis, Case, OpSpec, Tensor, Tolerance
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.linear import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
 from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
@@ -97,7 +99,7 @@ def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    # cuBLAS on CUDA, oneDNN on the CPU. Both multiply bf16 with float32 accumulators and round once.
+    # cuBLAS on CUDA, oneDNN on the CPU: both accumulate bf16 products in float32 and round once.
     return F.linear(x, weight, bias)
 
 

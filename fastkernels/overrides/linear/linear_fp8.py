@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import dtype_name
-from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.fp8 import FP8, empty_outputs
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda

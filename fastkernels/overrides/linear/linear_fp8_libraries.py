@@ -1,5 +1,4 @@
-"""What production runs for an FP8 linear layer, under the op's convention: CUTLASS out of vLLM and out of SGLang's
-sgl_kernel, DeepGEMM, cuBLAS."""
+"""FP8 products of other libraries as providers of linear_fp8: vLLM's and sgl_kernel's CUTLASS, DeepGEMM, cuBLAS."""
 
 from __future__ import annotations
 
@@ -29,16 +28,16 @@ DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 def _unusual(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None, out_dtype: torch.dtype | None
 ) -> str | None:
-    """Why none of the libraries takes this call."""
+    """Return why no library supports this call, None if some may."""
     if (reason := unsupported(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
         return reason
     n, k = weight.shape
     if n == 0 or x.numel() == 0:
-        return "it is empty"
+        return "the call is empty"
     if n % 16 or k % 16:
         return f"N = {n} and K = {k} must be multiples of 16"
     if not x.is_contiguous() or weight.stride(0) % 16:
-        return f"x has strides {tuple(x.stride())}, weight {tuple(weight.stride())}"
+        return f"x has strides {tuple(x.stride())}, weight {tuple(weight.stride())}: rows must be aligned and dense"
     if bias is not None and bias.dtype != (out_dtype or torch.bfloat16):
         return f"bias is {bias.dtype}, the result {out_dtype or torch.bfloat16}"
     return None
@@ -47,17 +46,15 @@ def _unusual(
 def supports_cutlass(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
 ) -> str | None:
-    """None if vLLM's CUTLASS kernels take this call, else the reason why not."""
+    """Return why vLLM's CUTLASS kernels do not support this call, None if they do."""
     if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
         return reason
     if granularity(x, weight, x_scale, weight_scale) != BLOCK:
         return None
     if bias is not None:
-        return "its kernel for scales of blocks adds no bias"
+        return "its kernel for block scales adds no bias"
     if x.shape[-1] % BLOCK or weight.shape[0] % BLOCK:
-        return (
-            f"N = {weight.shape[0]} and K = {x.shape[-1]} must be multiples of {BLOCK} for scales of blocks"
-        )
+        return f"N = {weight.shape[0]} and K = {x.shape[-1]} must be multiples of {BLOCK} for block scales"
     return None
 
 
@@ -82,18 +79,18 @@ def _cutlass_scaled_mm() -> Any:
 
 
 def column_major(scales: T) -> T:
-    """[M, K / 128] with the tokens side by side and nothing between two columns: quantize_fp8's column_major_scales."""
+    """Return scales [M, K / 128] in dense column-major layout, as quantize_fp8 gives with column_major_scales."""
     return scales if scales.t().is_contiguous() else scales.t().contiguous().t()
 
 
 def supports_sgl(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
 ) -> str | None:
-    """None if sgl_kernel's CUTLASS kernel takes this call, else the reason why not."""
+    """Return why sgl_kernel's CUTLASS kernel does not support this call, None if it does."""
     if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
         return reason
     if x_scale.numel() != x.numel() // x.shape[-1] or weight_scale.numel() != weight.shape[0]:
-        return "sgl_kernel has a scale for each token and one for each row of the weight"
+        return "sgl_kernel needs one scale for each token and one for each row of the weight"
     return None
 
 
@@ -115,15 +112,15 @@ def _sgl_kernel() -> Any:
 def supports_cublas(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
 ) -> str | None:
-    """None if torch._scaled_mm takes this call, else the reason why not."""
+    """Return why torch._scaled_mm does not support this call, None if it does."""
     if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
         return reason
     kind = granularity(x, weight, x_scale, weight_scale)
     if kind == BLOCK:
-        return "scales of blocks are left to DeepGEMM and CUTLASS"
+        return "block scales are left to DeepGEMM and CUTLASS"
     rows = x_scale.numel() == x.numel() // x.shape[-1] and weight_scale.numel() == weight.shape[0]
     if kind == ROW and (out_dtype == torch.float16 or not rows):
-        return "scales of rows must be those of x and of the weight, and the result bfloat16"
+        return "with scales per row, both x and the weight must have them, and the result must be bfloat16"
     return None
 
 
@@ -145,24 +142,26 @@ def linear_fp8_cublas(
 def supports_deepgemm(
     x: T, weight: T, x_scale: T, weight_scale: T, bias: T | None = None, out_dtype: torch.dtype | None = None
 ) -> str | None:
-    """None if DeepGEMM takes this call as the hosts make it, else the reason why not."""
+    """Return why DeepGEMM does not support this call as the hosts make it, None if it does."""
     if (reason := _unusual(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
         return reason
     if granularity(x, weight, x_scale, weight_scale) != BLOCK:
-        return "DeepGEMM's scales are of blocks"
+        return "DeepGEMM needs block scales"
     if out_dtype == torch.float16 or weight.shape[0] % 64 or weight.shape[1] % BLOCK:
-        return f"it gives bfloat16 for multiples of 64 rows and {BLOCK} columns, got {tuple(weight.shape)}"
+        return (
+            f"DeepGEMM gives bfloat16 for multiples of 64 rows and {BLOCK} columns, got {tuple(weight.shape)}"
+        )
     if torch.cuda.get_device_capability(x.device)[0] != 9:
-        return "it is called as on Hopper, with scales in float32"
+        return "DeepGEMM is used on Hopper only, with float32 scales"
     return None
 
 
 def left_to_deepgemm(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str | None:
-    """Why our kernel does not take this call: DeepGEMM is there, and was measured to be faster. None if it is not."""
+    """Return why our kernel leaves this call to DeepGEMM (installed, and measured faster), None if ours runs."""
     tokens = x.numel() // weight.shape[1]
     if tokens <= 32 or supports_deepgemm(x, weight, x_scale, weight_scale, *rest) or not _has_deep_gemm():
         return None
-    return f"{tokens} tokens with scales of blocks are over 32: DeepGEMM is faster"
+    return f"{tokens} tokens with block scales are over 32: DeepGEMM is faster"
 
 
 @lru_cache
@@ -177,7 +176,7 @@ def linear_fp8_deepgemm(
     rows = matrix(x)
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
     scales = x_scale.reshape(rows.shape[0], -1)
-    # Powers of two or not, Hopper's kernel reads float32; what does not lie as it wants is copied by DeepGEMM.
+    # Hopper's kernel reads float32 scales of any value; DeepGEMM copies scales that are in another layout.
     _deep_gemm().fp8_gemm_nt((rows, scales), (weight, weight_scale), out, disable_ue8m0_cast=True)
     if bias is not None:
         out += bias
@@ -186,7 +185,7 @@ def linear_fp8_deepgemm(
 
 @lru_cache
 def _deep_gemm() -> Any:
-    """The package, as vLLM looks for it: one that was installed, else the copy in its wheel."""
+    """Return the package that vLLM would use: an installed one, else the copy in vLLM's wheel."""
     try:
         found = importlib.import_module(DEEP_GEMM[0])
     except ImportError:

@@ -1,4 +1,4 @@
-"""FP8 linear layers in Triton, for scales of any kind: each 128 of K are summed alone, then added in float32."""
+"""FP8 linear layers in Triton for every granularity of scales. Sums of 128 products are added up in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _linear_fp8_kernel(
     K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCKS: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Programs that share a column of weight blocks are neighbours, so the weight is read from L2 by all but one.
+    # Programs that share a column of weight blocks are neighbours: one reads the weight from memory, the rest from L2.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     xs_at, ws_at = xs_ptr + rows * xs_token, ws_ptr + (cols // BLOCK_K if BLOCKS else cols) * ws_row
@@ -38,7 +38,7 @@ def _linear_fp8_kernel(
         )
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
-        # Hopper's tensor cores add up FP8 with 14 bits: never more than 128 products.
+        # Hopper's tensor cores accumulate FP8 products with 14 bits: at most 128 of them are summed there.
         part = tl.dot(x, w)
         if BLOCKS:
             xs = tl.load(xs_at + k // BLOCK_K * xs_block, mask=rows < M, other=0.0)
@@ -64,7 +64,7 @@ def unsupported(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> str | None:
-    """Why no kernel takes this call: another type, or numbers that do not lie side by side."""
+    """Return why no kernel supports this call (dtypes or strides), None if some may."""
     if x.dtype != FP8 or weight.dtype != FP8:
         return f"x is {x.dtype} and weight {weight.dtype}, not float8_e4m3fn"
     if x_scale.dtype != torch.float32 or weight_scale.dtype != torch.float32:
@@ -86,14 +86,14 @@ def supports_triton(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> str | None:
-    """None if the Triton kernel takes this call, else the reason why not."""
+    """Return why the Triton kernel does not support this call, None if it does."""
     return unsupported_fp8(x.device) or unsupported(x, weight, x_scale, weight_scale, bias, out_dtype)
 
 
 def unsupported_fp8(device: torch.device) -> str | None:
-    """Why Triton kernels cannot multiply float8 e4m3 there; None if they can."""
+    """Return why Triton kernels cannot multiply float8 e4m3 on the device, None if they can."""
     if device.type == "cuda" and _capability(device) < (8, 9):
-        return "this GPU has no arithmetic for float8_e4m3fn (compute capability 8.9 and later have)"
+        return "this GPU has no float8_e4m3fn arithmetic (it needs compute capability 8.9)"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Baselines of linear layers: the kernels that production runs, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _vllm_triton_linear() -> Function:
 
 def _no_blocks(x: T, weight: T, x_scale: T, weight_scale: T, *rest: Any) -> str | None:
     blocks = granularity(x, weight, x_scale, weight_scale) == BLOCK
-    return first(None if blocks else "needs scales of blocks", dense(x, weight), filled(x, weight))
+    return first(None if blocks else "needs block scales", dense(x, weight), filled(x, weight))
 
 
 def _linear(x: T, weight: T, bias: T | None = None) -> T:

@@ -1,4 +1,4 @@
-"""y = x W^T + b for 1 to 16 tokens in CUDA C++ for Hopper: csrc/skinny_linear.cu, compiled when it is first called."""
+"""y = x W^T + b for 1 to 16 tokens in CUDA C++ for Hopper: csrc/skinny_linear.cu, compiled at its first call."""
 
 from __future__ import annotations
 
@@ -10,56 +10,59 @@ from typing import Any
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear.skinny_linear_triton import supports_skinny
 
 SOURCE = Path(__file__).parent / "csrc" / "skinny_linear.cu"
-SHARED_SOURCE = Path(__file__).parents[1] / "kit" / "csrc" / "hopper.cu"
 MAX_TOKENS, CONSUMERS = 16, 8
 THREADS = 32 * (CONSUMERS + 1)
-SHARED, REGISTERS = 227 * 1024, 128  # bytes of a block; of a thread, for x
+SHARED, REGISTERS = (
+    227 * 1024,
+    128,
+)  # bytes of shared memory of a block; registers of a thread that can hold x
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (_P, _P, _P, _P, _I, _I, _I, _L, _L)
 
-# groups   a tile is so many times 16 rows of the weight
-# block_k  of K that is read at once of each of 16 rows; copies of less than 2 KiB are slow
+# groups   a tile has groups * 16 rows of the weight
+# block_k  columns that one copy reads of each of 16 rows; copies of less than 2 KiB are slow
 PARAMS: tuple[dict[str, Any], ...] = ({"groups": 1, "block_k": 1024}, {"groups": 2, "block_k": 1024})
 
 
 def token_tiles(m: int) -> int:
-    """How many times 8 tokens the kernel for m of them has."""
+    """Return the number of tiles of 8 tokens in the kernel for m tokens."""
     return 1 if m <= 8 else 2
 
 
 def shared_bytes(p: dict[str, Any], tiles: int) -> tuple[int, int]:
-    """(stages, dynamic shared memory of the ring): as many stages as there is room for beside the sums."""
+    """Return the number of stages that fit next to the sums, and the ring's bytes of dynamic shared memory."""
     stage = 16 * (2 * p["block_k"] + 64)
     stages = (SHARED - 4 * CONSUMERS * 16 * 8 * tiles - 128) // (stage + 16)
     return stages, stages * stage
 
 
 def x_units(p: dict[str, Any], tiles: int, k: int) -> int:
-    """In how many units of block_k each thread keeps its part of x, if its registers hold all of it; else 0."""
+    """Return the units of block_k in which a thread keeps its part of x, 0 if registers cannot hold all of it."""
     units = -(-k // p["block_k"])
     return units if 4 * units * (p["block_k"] // 32 // CONSUMERS) * tiles <= REGISTERS else 0
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
-    """Whether these sizes are meant for m tokens and K = k: all are, up to 16 tokens."""
+    """Return whether these parameters suit m tokens and K = k: all do, up to 16 tokens."""
     return m <= MAX_TOKENS and k % 32 == 0
 
 
 @lru_cache(maxsize=1024)
 def choose(n: int, k: int, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for weight [n, k]: large tiles where x is read anew for each, if there are enough of them."""
+    """Return the default parameters for weight [n, k]: large tiles if each reads x anew and there are enough."""
     return PARAMS[int(k > 4096 and -(-n // 32) >= 0.9 * sms)]
 
 
 def refused(
     source: Path, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> str | None:
-    """Why no kernel of this source for few tokens on Hopper takes this call, None if nothing is in its way."""
+    """Return why the kernels of this source do not support this call, None if they may."""
     if (reason := no_hopper(source, x.device) or supports_skinny(x, weight, bias)) is not None:
         return reason
     if x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
@@ -69,20 +72,8 @@ def refused(
     return None
 
 
-def no_hopper(source: Path, device: torch.device) -> str | None:
-    """Why this source cannot be compiled for the device and run there; None if it can."""
-    if (reason := _missing(source) or cuda_rtc.unavailable()) is not None:
-        return reason
-    major, minor = _capability(device)
-    return (
-        None
-        if major == 9
-        else f"it is made for Hopper (compute capability 9.0), this GPU has {major}.{minor}"
-    )
-
-
 def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
-    """None if the CUDA C++ kernel for few tokens takes this call, else the reason why not."""
+    """Return why the CUDA C++ kernel for few tokens does not support this call, None if it does."""
     if (reason := refused(SOURCE, x, weight, bias)) is not None:
         return reason
     k = weight.shape[1]
@@ -93,24 +84,8 @@ def supports_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return None
 
 
-@lru_cache
-def _missing(source: Path) -> str | None:
-    found = next((f for f in (source, SHARED_SOURCE) if not f.is_file()), None)
-    return None if found is None else f"its source is not there: {found}"
-
-
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def text(*sources: Path) -> str:
-    """What is compiled of a kernel's sources: with what all of them share before it."""
-    return "".join(source.read_text() for source in (SHARED_SOURCE, *sources))
-
-
 def options(p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool) -> tuple[str, ...]:
-    """What NVRTC is told, beside the architecture."""
+    """Return NVRTC's options, without the architecture."""
     tiles = token_tiles(m)
     return (
         "--std=c++17", f"-DGROUPS={p['groups']}", f"-DTOKEN_TILES={tiles}", f"-DKC={p['block_k']}",
@@ -127,7 +102,7 @@ def _kernel(device: torch.device, shared: int, told: tuple[str, ...]) -> cuda_rt
 def kernel_for(
     device: torch.device, p: dict[str, Any], m: int, k: int, bf16: bool, bias: bool
 ) -> cuda_rtc.Kernel:
-    """The kernel of these sizes for m tokens, compiled and loaded."""
+    """Return the kernel with these parameters for m tokens, compiled and loaded."""
     shared = shared_bytes(p, token_tiles(m))[1]
     return _kernel(device, shared, options(p, m, k, bf16, bias))
 
@@ -137,8 +112,8 @@ def linear_cuda(
 ) -> torch.Tensor:
     """x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N] in x's dtype.
 
-    params: one of PARAMS; without any, as `choose` says. In a CUDA graph the weight is read while the kernel before
-    still runs: that one must not write it.
+    params: one of PARAMS; the defaults are those of `choose`. In a CUDA graph this kernel prefetches the weight while
+    the previous kernel still runs, which must not write it.
     """
     n, k = weight.shape
     rows = x.reshape(-1, k)

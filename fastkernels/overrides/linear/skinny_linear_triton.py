@@ -1,7 +1,7 @@
-"""y = x W^T + b for 1 to 64 tokens: reading the weight is all the time, so all SMs read it at once, each byte once.
+"""y = x W^T + b for 1 to 64 tokens. Reading the weight takes all the time: all SMs read it together, each byte once.
 
-A program owns BLOCK_N rows of the weight and one of SPLIT_K parts of K. With splits, the program of a tile that
-arrives last adds their float32 sums, always in the same order, so that equal calls have equal bits.
+A program owns BLOCK_N rows of the weight and one of SPLIT_K parts of K. With splits, the last program of a tile to
+arrive adds the float32 sums of all, always in the same order: equal calls have equal bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _set(variant: str, block_m: int, block_n: int, block_k: int, split_k: int, n
     }  # fmt: skip
 
 
-# What may be chosen, for each number of tokens (block_m) the first choice first. Any set is right for any shape.
+# Parameter sets; for each number of tokens (block_m) the preferred one first. Any set is correct for any shape.
 #   sum   CUDA cores, up to 4 tokens: no padding; as many rows of the weight in flight as registers allow
 #   swap  tensor cores, the weight is the left matrix (16 rows and up), so tokens are padded to 8 only
 #   dot   tensor cores, x is the left matrix: tokens are padded to 16
@@ -52,7 +52,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
-    """Whether these sizes are meant for m tokens and K = k: no tokens left over, few padded, no split empty."""
+    """Return whether these parameters suit m tokens and K = k: one tile of tokens, little padding, no empty split."""
     padded = next(b for b in (1, 2, 4, 8, 16, 32, 64) if b >= min(m, MAX_TOKENS))
     floor = {"sum": 1, "swap": 8, "dot": 16}[params["variant"]]
     return params["block_m"] == max(padded, floor) and params["split_k"] * params["block_k"] <= max(
@@ -62,9 +62,9 @@ def fits(params: dict[str, Any], m: int, k: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for x [m, k] and weight [n, k]: the first that keeps nine of ten SMs busy to the end.
+    """Return the default parameters for x [m, k] and weight [n, k]: the first set with an occupancy of 90%.
 
-    A wave is one program on each SM. Without measurements this only avoids the worst, a last wave nearly empty.
+    A wave is one program on each SM. This heuristic only avoids the worst case, a nearly empty last wave.
     """
 
     def busy(params: dict[str, Any]) -> float:
@@ -77,7 +77,7 @@ def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
 
 @triton.jit
 def _weights(w_at, k, ks, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    # Read once: first to leave the caches. (Triton 3.6 drops the hint where it pipelines: cp.async carries none.)
+    # The weight is read once: first to be evicted. (Triton 3.6 drops the hint in pipelined loops: cp.async has none.)
     if K % BLOCK_K == 0:
         return tl.load(w_at + k + ks[None, :], eviction_policy="evict_first")
     else:
@@ -88,7 +88,7 @@ def _weights(w_at, k, ks, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _token(x_at, k, ks, there, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    # One token's part of x as float32, [1, BLOCK_K]; zeros if it is not there.
+    # One token's part of x as float32, [1, BLOCK_K]; zeros past the last token.
     mask = there if K % BLOCK_K == 0 else there & (ks[None, :] < K - k)
     return tl.load(x_at + k + ks[None, :], mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
@@ -104,13 +104,13 @@ def _skinny_kernel(
     token = tl.program_id(2) * BLOCK_M
     rows = token + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # A row past the end is the last row once more: no mask where the time goes.
+    # A row past the end is the last row again: the hot loop needs no mask.
     w_at = w_ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * w_stride
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first, last = split * steps // SPLIT_K * BLOCK_K, (split + 1) * steps // SPLIT_K * BLOCK_K
     ks = tl.arange(0, BLOCK_K)
     if VARIANT == "sum":
-        # Each product has an accumulator of its own; they are added up once, after the loop.
+        # Each product has an accumulator of its own; they are summed once, after the loop.
         acc0 = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
         acc1, acc2, acc3 = acc0, acc0, acc0
         x_at = x_ptr + token * x_stride
@@ -152,7 +152,7 @@ def _skinny_kernel(
     mine = True
     if SPLIT_K > 1:
         tl.store(partial_ptr + split.to(tl.int64) * M * N + at, acc, mask=mask)
-        tl.debug_barrier()  # one thread takes the ticket, for what all have stored
+        tl.debug_barrier()  # one thread takes the ticket, after all threads have stored
         ticket = ticket_ptr + tl.program_id(2) * tl.num_programs(0) + tile
         mine = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
         if mine:
@@ -160,7 +160,7 @@ def _skinny_kernel(
             for i in tl.static_range(SPLIT_K):
                 part = partial_ptr + tl.cast(i, tl.int64) * M * N + at
                 acc += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(ticket, 0)  # as it was found, for the next launch
+            tl.store(ticket, 0)  # for the next launch
     if mine:
         if HAS_BIAS:
             acc += tl.load(b_ptr + col, mask=col < N, other=0.0).to(tl.float32)
@@ -168,7 +168,7 @@ def _skinny_kernel(
 
 
 def supports_skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
-    """None if the Triton kernel for few tokens takes this call, else the reason why not."""
+    """Return why the Triton kernel for few tokens does not support this call, None if it does."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {x.dtype} is not bfloat16 or float16"
     if weight.dtype != x.dtype:
@@ -177,7 +177,7 @@ def supports_skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if k == 0 or k % 8:
         return f"K = {k} is not a multiple of 8: the weight is read in pieces of 16 bytes"
     if x.numel() // k > MAX_TOKENS:
-        return f"more than {MAX_TOKENS} tokens"  # no number of them: each reason is said once
+        return f"more than {MAX_TOKENS} tokens"  # without the number: each reason is reported once
     if weight.stride(1) != 1 or weight.stride(0) % 8 or weight.data_ptr() % 16:
         return (
             f"weight has strides {tuple(weight.stride())}: its rows must be contiguous and start at 16 bytes"
@@ -194,7 +194,7 @@ def linear_skinny(
 ) -> torch.Tensor:
     """x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N] in x's dtype.
 
-    params: one of PARAMS, or some of its keys; the others are as `choose` says.
+    params: one of PARAMS, or some of its keys; `choose` gives the others.
     """
     n, k = weight.shape
     rows = x.reshape(-1, k)

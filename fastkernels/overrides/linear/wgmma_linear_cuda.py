@@ -1,7 +1,7 @@
-"""y = x W^T + b for 1 to 64 tokens by Hopper's warpgroups, in CUDA C++: csrc/wgmma_linear.cu, compiled when called.
+"""y = x W^T + b for 1 to 64 tokens with Hopper's wgmma, in CUDA C++: csrc/wgmma_linear.cu, compiled at its first call.
 
-Made for 9 to 64 tokens, where reading x takes time, too: a block reads a large tile of the weight, of all or a part of
-K, and x once for all of it. How large follows from the shape, so that all SMs have the same to read.
+The kernel is for 9 to 64 tokens, where reading x takes time, too: a block reads a large tile of the weight, over all of
+K or a part of it, and x once for the whole tile. The tile's size follows from the shape, so that all SMs read the same.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.kit.launch import multiprocessors, tickets
 from fastkernels.overrides.kit.overlap import overlaps
-from fastkernels.overrides.linear.skinny_linear_cuda import refused, text
+from fastkernels.overrides.linear.skinny_linear_cuda import refused
 from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS
 
 SOURCE = Path(__file__).parent / "csrc" / "wgmma_linear.cu"
 THREADS = 128 + 64
-# Bytes of a block's ring: barriers, and up to 1 KiB until its first multiple of 1 KiB
+# Bytes of a block's ring, without barriers and up to 1 KiB of alignment
 SHARED = 227 * 1024 - 2048
 MAX_STAGES = 16
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
 
-# splits   parts of K, each with a block of its own. More of them: less of x for each block to read, and larger tiles,
-#          whose sums go through memory
-# stages   as much of K is read at once as leaves room for so many stages: pieces of 128, 256 or 512 bytes of each row
-# rows     the most that a tile has of the weight
-# ahead    KiB of the weight that are on their way to a block before x is; not there: the ring. x comes behind
+# splits   parts of K, each with a block of its own. With more, each block reads less of x and has larger tiles, whose
+#          sums go through memory
+# stages   the least number of stages; pieces of K (128, 256 or 512 bytes of each row) are as large as that allows
+# rows     the most rows of the weight in a tile
+# ahead    KiB of the weight that a block prefetches before x; absent: as much as the ring holds
 PARAMS: tuple[dict[str, Any], ...] = (
     *(
         {"splits": splits, "stages": stages, "rows": rows}
@@ -44,9 +45,14 @@ PARAMS: tuple[dict[str, Any], ...] = (
 
 
 class Plan(NamedTuple):
-    """How a call is cut up. rows: of the weight in a tile; tokens: padded; block_k: of K in a stage; grid: blocks.
+    """How a call is divided.
 
-    ahead: stages of the weight on their way until the ring is full.
+    rows     of the weight in a tile
+    tokens   padded
+    block_k  columns of a stage
+    items    pairs of a tile and a split
+    grid     blocks
+    ahead    stages of the weight that are prefetched until the ring is full
     """
 
     rows: int
@@ -60,19 +66,19 @@ class Plan(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: the ring, and 1 KiB to begin it at a multiple of that."""
+        """Bytes of dynamic shared memory: the ring, and 1 KiB to align it."""
         return self.stages * 2 * self.block_k * (self.rows + self.tokens) + 1024
 
     @property
     def workspace(self) -> tuple[int, ...]:
-        """Float32 sums of all items, as threads have them: four each."""
+        """Shape of the float32 sums of all items: four for each thread."""
         return self.items, self.rows // 8, 32 * -(-self.tokens // 16), 4
 
 
 def tile_rows(n: int, splits: int, most: int, sms: int) -> int:
-    """Rows of a tile, up to `most`, such that the block with the most work has as little as can be.
+    """Return the rows of a tile, at most `most`, that minimize the work of the busiest block.
 
-    A tile counts as 16 rows more: it has x to read, and sums to store, so fewer and larger ones are better.
+    Each tile costs 16 rows extra for reading x and storing sums, so that fewer and larger tiles win.
     """
 
     def work(size: int) -> int:
@@ -84,19 +90,19 @@ def tile_rows(n: int, splits: int, most: int, sms: int) -> int:
 @lru_cache(maxsize=4096)
 def plan(
     m: int, n: int, k: int, splits: int, stages: int, rows: int, ahead: int = 0, sms: int = 132, least: int = 64,
-    beside: int = 0,
+    reserved: int = 0,
 ) -> Plan:  # fmt: skip
-    """x [m, k], weight [n, k] on a chip with so many SMs. No split is empty, whatever K is.
+    """Return the plan for x [m, k] and weight [n, k] on a chip with so many SMs. No split is empty.
 
-    least   of K in a stage
-    beside  bytes of shared memory that are not the ring's
+    least     columns of a stage
+    reserved  bytes of shared memory that the ring cannot use
     """
     splits = min(splits, -(-k // least))
     rows = tile_rows(n, splits, rows, sms)
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
 
     def room(block_k: int) -> int:
-        return min((SHARED - beside) // (2 * block_k * (rows + tokens)), MAX_STAGES)
+        return min((SHARED - reserved) // (2 * block_k * (rows + tokens)), MAX_STAGES)
 
     block_k = next((b for b in (256, 128) if room(b) >= stages and -(-k // b) >= splits), least)
     items, stages = -(-n // rows) * splits, room(block_k)
@@ -105,7 +111,7 @@ def plan(
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
-    """Whether these sizes are meant for m tokens and K = k: parts of K of some length, fewer of them for few tokens."""
+    """Return whether these parameters suit m tokens and K = k: no short splits, and few splits for few tokens."""
     return (
         m <= MAX_TOKENS
         and params["splits"] * 256 <= max(k, 256)
@@ -114,9 +120,9 @@ def fits(params: dict[str, Any], m: int, k: int) -> bool:
 
 
 def cost(p: Plan, k: int) -> float:
-    """Bytes that the busiest SM waits for: of the weight at the memory's pace, or all from L2 at a faster one.
+    """Return the bytes that bound the busiest SM: the weight's at memory speed, or all bytes at L2 speed.
 
-    The paces are guesses, 4.4 and 5.9 TB/s of all SMs; adding up parts costs 1.5 us, the time of about 50 KB.
+    The speeds are estimates, 4.4 and 5.9 TB/s for all SMs; adding up splits costs 1.5 us, the time of about 50 KB.
     """
     rounds = -(-p.items // p.grid)
     weight, x = (2 * rounds * size * k / p.splits for size in (p.rows, p.tokens))
@@ -126,28 +132,28 @@ def cost(p: Plan, k: int) -> float:
 
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for x [m, k] and weight [n, k]. One split: at Llama-8B's shapes more were slower everywhere.
+    """Return the default parameters for x [m, k] and weight [n, k]: one split, since more were slower at Llama-8B's.
 
-    Of equal plans the one that does not let x wait for the whole ring.
+    Of equal plans, it prefers the one in which x does not wait for the whole ring.
     """
     sets = [p for p in PARAMS if p["splits"] == 1]
     return min(sets, key=lambda p: (cost(plan(m, n, k, **p, sms=sms), k), "ahead" not in p))
 
 
 def supports_wgmma(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
-    """None if the CUDA C++ kernel for warpgroups takes this call, else the reason why not."""
+    """Return why the wgmma kernel does not support this call, None if it does."""
     if (reason := refused(SOURCE, x, weight, bias)) is not None:
         return reason
     n, k = weight.shape
     if k < 64:
-        return f"K = {k} is under 64, the columns that are read at once"
+        return f"K = {k} is under 64, the columns of one copy"
     if n > 1 and weight.stride(0) < k:
         return f"weight has strides {tuple(weight.stride())}: its rows must not overlap"
     return None
 
 
 def multiply(rows: int, kind: str) -> str:
-    """What stands in front of the source: wgmma for a tile of so many rows of 'bf16', 'f16' or 'e4m3'."""
+    """Return CUDA C++ of multiply(): wgmma for a tile of so many rows of 'bf16', 'f16' or 'e4m3'."""
     count, k, layout = rows // 2, 32 if kind == "e4m3" else 16, "" if kind == "e4m3" else ", 0, 0"
     sums = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(count))
@@ -163,12 +169,12 @@ __device__ __forceinline__ void multiply(float (&c)[{count}], unsigned long long
 
 
 def source(p: Plan, bf16: bool) -> str:
-    """All of the text that is compiled."""
+    """Return the whole text that NVRTC compiles."""
     return multiply(p.rows, "bf16" if bf16 else "f16") + text(SOURCE)
 
 
 def options(p: Plan, bf16: bool, scales: int = 0) -> tuple[str, ...]:
-    """What NVRTC is told, beside the architecture."""
+    """Return NVRTC's options, without the architecture."""
     return (
         "--std=c++17", f"-DROWS={p.rows}", f"-DTOKENS={p.tokens}", f"-DBLOCK_K={p.block_k}", f"-DSTAGES={p.stages}",
         f"-DAHEAD={p.ahead}", f"-DSPLITS={p.splits}", f"-DBF16={int(bf16)}",
@@ -177,8 +183,8 @@ def options(p: Plan, bf16: bool, scales: int = 0) -> tuple[str, ...]:
 
 
 def kernel_for(device: torch.device, p: Plan, bf16: bool) -> cuda_rtc.Kernel:
-    """The kernel of this plan, compiled and loaded."""
-    return _kernel(device, p._replace(items=0, grid=0), bf16)  # for any number of them
+    """Return the kernel of this plan, compiled and loaded."""
+    return _kernel(device, p._replace(items=0, grid=0), bf16)  # one kernel for any number of items
 
 
 @lru_cache(maxsize=256)
@@ -192,8 +198,8 @@ def linear_wgmma(
 ) -> torch.Tensor:
     """x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N] in x's dtype.
 
-    params: one of PARAMS; without any, as `choose` says. In a CUDA graph the weight is read while the kernel before
-    still runs: that one must not write it.
+    params: one of PARAMS; the defaults are those of `choose`. In a CUDA graph this kernel prefetches the weight while
+    the previous kernel still runs, which must not write it.
     """
     n, k = weight.shape
     rows = x.reshape(-1, k)
@@ -201,7 +207,7 @@ def linear_wgmma(
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    if m > 1 and rows.stride(0) < k:  # one row for all
+    if m > 1 and rows.stride(0) < k:  # expanded from one row
         rows = rows.contiguous()
     sms = multiprocessors(x.device)
     p = plan(m, n, k, **{**choose(m, n, k, sms), **params}, sms=sms)

@@ -1,7 +1,7 @@
-"""FP8 linear layers for 1 to 64 tokens by Hopper's warpgroups, in CUDA C++: csrc/wgmma_linear.cu, compiled when called.
+"""FP8 linear layers for 1 to 64 tokens with Hopper's wgmma: csrc/wgmma_linear.cu, compiled at its first call.
 
-The kernel of 16-bit numbers, with two numbers of float8 in each. What it needs beside is scales, and sums of 128
-columns that are added in float32.
+It is the kernel for 16-bit values, with two float8 values in each word. In addition it applies scales, and adds sums of
+128 columns in float32.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors, tickets
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, check, strides
 from fastkernels.overrides.linear.linear_fp8_triton import unsupported
-from fastkernels.overrides.linear.skinny_linear_cuda import no_hopper, text
 from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS
 from fastkernels.overrides.linear.wgmma_linear_cuda import Plan, cost
 
 WORDS = 64  # of 16 bits, in 128 columns
-BESIDE = 1024  # bytes for the scales of tokens and rows
-OF_BLOCKS = 7 * 1024  # or for those of blocks in the ring, at most
+OF_ROWS = 1024  # bytes of shared memory for scales per token and row
+OF_BLOCKS = 7 * 1024  # at most, for block scales in the ring
 
 
 class Scales(ctypes.Structure):
-    """The kernel's parameter: where scales are, and numbers from one to the next."""
+    """The kernel's parameter: addresses and strides of the scales."""
 
     _fields_ = [
         ("x", ctypes.c_void_p), ("w", ctypes.c_void_p), ("x_token", ctypes.c_int), ("x_block", ctypes.c_int),
@@ -37,7 +37,7 @@ class Scales(ctypes.Structure):
 
 
 TYPES = (*wgmma.TYPES, Scales)
-# As those of 16-bit numbers. Tiles have half as many rows: their sums are kept three times.
+# As in wgmma_linear_cuda, but tiles have half as many rows, since a thread keeps three copies of their sums.
 PARAMS: tuple[dict[str, Any], ...] = (
     *(
         {"splits": splits, "stages": stages, "rows": rows}
@@ -52,20 +52,20 @@ PARAMS: tuple[dict[str, Any], ...] = (
 def plan(
     m: int, n: int, k: int, splits: int, stages: int, rows: int, ahead: int = 0, blocks: bool = False, sms: int = 132,
 ) -> Plan:  # fmt: skip
-    """x [m, k], weight [n, k] of float8, in 16-bit words. blocks: whether scales are of blocks."""
-    beside = OF_BLOCKS if blocks else BESIDE
+    """Return the plan for float8 x [m, k] and weight [n, k], in 16-bit words. blocks: with block scales."""
+    reserved = OF_BLOCKS if blocks else OF_ROWS
     sizes = (splits, stages, rows, ahead)
-    return wgmma.plan(m, n, k // 2, *sizes, sms=sms, least=2 * WORDS, beside=beside)
+    return wgmma.plan(m, n, k // 2, *sizes, sms=sms, least=2 * WORDS, reserved=reserved)
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:
-    """Whether these sizes are meant for m tokens and K = k."""
+    """Return whether these parameters suit m tokens and K = k."""
     return wgmma.fits(params, m, k // 2)
 
 
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, blocks: bool = False, sms: int = 132) -> dict[str, Any]:
-    """The default sizes for x [m, k] and weight [n, k]: one split, and of equal plans the one with `ahead`."""
+    """Return the default parameters for x [m, k] and weight [n, k]: one split, of equal plans the one with `ahead`."""
     sets = [p for p in PARAMS if p["splits"] == 1]
     return min(
         sets, key=lambda p: (cost(plan(m, n, k, **p, blocks=blocks, sms=sms), k // 2), "ahead" not in p)
@@ -80,7 +80,7 @@ def supports_wgmma_fp8(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> str | None:
-    """None if the CUDA C++ kernel for warpgroups takes this call, else the reason why not."""
+    """Return why the wgmma kernel does not support this call, None if it does."""
     if (reason := no_hopper(wgmma.SOURCE, x.device)) is not None:
         return reason
     if (reason := unsupported(x, weight, x_scale, weight_scale, bias, out_dtype)) is not None:
@@ -103,18 +103,22 @@ def supports_wgmma_fp8(
 
 
 def source(p: Plan) -> str:
-    """All of the text that is compiled."""
+    """Return the whole text that NVRTC compiles."""
     return wgmma.multiply(p.rows, "e4m3") + text(wgmma.SOURCE)
 
 
 def options(p: Plan, bf16: bool, blocks: bool) -> tuple[str, ...]:
-    """What NVRTC is told, beside the architecture."""
+    """Return NVRTC's options, without the architecture."""
     return wgmma.options(p, bf16, 2 if blocks else 1)
 
 
 def kernel_for(device: torch.device, p: Plan, bf16: bool, blocks: bool) -> cuda_rtc.Kernel:
-    """The kernel of this plan, compiled and loaded. bf16: of the result; blocks: whether scales are of blocks."""
-    return _kernel(device, p._replace(items=0, grid=0), bf16, blocks)  # for any number of them
+    """Return the kernel of this plan, compiled and loaded.
+
+    bf16    whether the result is bfloat16 (else float16)
+    blocks  whether there are block scales
+    """
+    return _kernel(device, p._replace(items=0, grid=0), bf16, blocks)  # one kernel for any number of items
 
 
 @lru_cache(maxsize=256)
@@ -132,9 +136,9 @@ def linear_fp8_wgmma(
     out_dtype: torch.dtype | None = None,
     **params: Any,
 ) -> torch.Tensor:
-    """The op, with one of PARAMS; without any, as `choose` says.
+    """Run the op with one of PARAMS; the defaults are those of `choose`.
 
-    In a CUDA graph the weight is read while the kernel before still runs: that one must not write it.
+    In a CUDA graph this kernel prefetches the weight while the previous kernel still runs, which must not write it.
     """
     blocks = check(x, weight, x_scale, weight_scale, bias) == BLOCK
     n, k = weight.shape
@@ -143,7 +147,7 @@ def linear_fp8_wgmma(
     out = torch.empty((*x.shape[:-1], n), dtype=out_dtype or torch.bfloat16, device=x.device)
     if m == 0 or n == 0:
         return out
-    if m > 1 and rows.stride(0) < k:  # one row for all
+    if m > 1 and rows.stride(0) < k:  # expanded from one row
         rows = rows.contiguous()
     sms = multiprocessors(x.device)
     p = plan(m, n, k, **{**choose(m, n, k, blocks, sms), **params}, blocks=blocks, sms=sms)
@@ -166,5 +170,5 @@ def linear_fp8_wgmma(
 
 
 def _map(of: torch.Tensor, rows: int, k: int, box_rows: int) -> cuda_rtc.TensorMap:
-    """Of a matrix of float8, as one of 16-bit words."""
+    """Return the tensor map of a float8 matrix, as one of 16-bit words."""
     return cuda_rtc.tensor_map(of.data_ptr(), rows, k // 2, (of.stride(0) if rows > 1 else k) // 2, box_rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -54,11 +53,6 @@ AXES = {
     ),
     "pairs": Axis.counted(lambda a: _local_experts_of_pairs(a).numel(), Expr("tokens * topk")),
 }
-
-
-def fan_in(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Tensor.values: a weight [..., K] with variance 1 / K."""
-    return call.normal(shape, dtype, 0.0, 1 / math.sqrt(max(shape[-1], 1)))
 
 
 def routing(call: Call) -> Mapping[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Key, Provider, define
-from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.moe.cases import (
     AXES,
@@ -17,7 +17,6 @@ from fastkernels.overrides.moe.cases import (
     ROUTING_BYTES,
     build,
     extremes,
-    fan_in,
     per_expert,
     routing,
 )

@@ -16,9 +16,8 @@ from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
 MAX_EXPERTS, MAX_TOPK = 1024, 32
-LEAST_SUM = (
-    1e-20  # added to the sum of weights before the division, as in SGLang: weights that are all 0 stay 0
-)
+# Added to the sum of weights before the division, as in SGLang: weights that are all 0 stay 0.
+LEAST_SUM = 1e-20
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Production's kernels for the ops of this family, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def _no_align(
     invalid_first: bool = False,
 ) -> str | None:  # fmt: skip
     if invalid_first:
-        return "only SGLang puts invalid ids first"
-    return filled(topk_ids) or ("vLLM's kernel takes no negative id" if bool((topk_ids < 0).any()) else None)
+        return "vLLM's kernel cannot put invalid ids first"
+    return filled(topk_ids) or (
+        "vLLM's kernel supports no negative ids" if bool((topk_ids < 0).any()) else None
+    )
 
 
 def _fused_experts() -> Function:
@@ -101,7 +103,7 @@ def _no_moe_sum(
     factor: float = 1.0,
 ) -> str | None:  # fmt: skip
     if topk_weights is not None or factor != 1.0:
-        return "vLLM multiplies by the weights in its second product"
+        return "vLLM applies the weights in its second product"
     return first(same(input, output), dense(input, output), filled(input))
 
 
@@ -121,7 +123,7 @@ def _no_weighted_sum(
     factor: float = 1.0,
 ) -> str | None:  # fmt: skip
     if topk_weights is None or factor != 1.0:
-        return "vLLM's kernel multiplies by the weights, and by nothing else"
+        return "vLLM's kernel multiplies only by the weights"
     return first(same(input, output), dense(input, output), filled(input))
 
 
@@ -140,7 +142,7 @@ def _no_sgl_moe_sum(
     input: T, output: T, topk_weights: T | None = None, topk_ids: T | None = None, *_: Any
 ) -> str | None:
     if topk_weights is not None or topk_ids is not None:
-        return "SGLang's kernel sums all parts as they are"
+        return "SGLang's kernel sums all parts without weights"
     return first(half(input), same(input, output), dense(input, output), filled(input), aligned(input))
 
 
@@ -153,7 +155,7 @@ def _grouped_topk() -> Function:
         bias: T | None = None, factor: float = 1.0,
     ) -> tuple[T, T]:  # fmt: skip
         sigmoid = scoring == "sigmoid"
-        scores = gating if sigmoid else torch.softmax(gating, dim=-1)  # which vLLM does in PyTorch too
+        scores = gating if sigmoid else torch.softmax(gating, dim=-1)  # in PyTorch, as in vLLM
         weights, ids = route(scores, groups, topk_group, topk, renormalize, factor, bias, int(sigmoid))
         return weights, ids
 
@@ -165,9 +167,9 @@ def _no_grouped(
     bias: T | None = None, factor: float = 1.0,
 ) -> str | None:  # fmt: skip
     if bias is None:
-        return "vLLM's kernel ranks groups with a bias only"
+        return "vLLM's kernel needs a bias to rank groups"
     if groups > 32 or topk > 32:
-        return f"vLLM's kernel takes 32 groups and 32 choices at most, got {groups} and {topk}"
+        return f"vLLM's kernel supports at most 32 groups and 32 choices, got {groups} and {topk}"
     return first(dense(gating), filled(gating), same(gating, bias) if scoring == "softmax" else None)
 
 
@@ -192,11 +194,11 @@ def _no_sglang_gate(
     bias: T | None = None, factor: float = 1.0,
 ) -> str | None:  # fmt: skip
     if bias is None or scoring != "sigmoid" or not gating.dtype == bias.dtype == torch.float32:
-        return "SGLang's kernel is used with the sigmoid, a bias and float32"
+        return "SGLang's kernel needs sigmoid scores, a bias and float32"
     return first(dense(gating), filled(gating))
 
 
-_ORDER = "the order of an expert's tokens is not fixed, nor what is behind the last block"
+_ORDER = "vLLM fixes neither the order of an expert's tokens nor the values behind the last block"
 
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {

@@ -12,13 +12,9 @@ import torch
 from torch import nn
 
 from fastkernels.core import assemble, parallel
-from fastkernels.core.case import Case
-from fastkernels.core.declaration import Axis, Scalar, Tensor
-from fastkernels.core.expressions import Expr
-from fastkernels.core.spec import Call, OpSpec, Permutable
+from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Permutable, Scalar, Tensor, fan_in
 from fastkernels.overrides.moe import fused_experts as experts
 from fastkernels.overrides.moe import topk_softmax as router
-from fastkernels.overrides.moe.cases import fan_in
 
 SHARDS = ("w1", "w2", "w3")  # gate, down and up projection in Mixtral's checkpoints and in vLLM
 

@@ -199,7 +199,8 @@ def vllm_moe_fused_mul_sum(
 
     A token without any valid id becomes 0; vLLM leaves its memory unchanged. Raises ValueError for num_valid_tokens.
     """
-    refuse("moe_fused_mul_sum", num_valid_tokens=num_valid_tokens)
+    if num_valid_tokens is not None:
+        refuse("moe_fused_mul_sum", num_valid_tokens=num_valid_tokens)
     return vllm_moe_fused_mul_sum_0_26(inputs, topk_weights, outputs, topk_ids, expert_map)
 
 

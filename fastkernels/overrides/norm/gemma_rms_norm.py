@@ -35,13 +35,15 @@ def _gemma_rms_norm_kernel(
 ):  # fmt: skip
     follow(OVERLAP)
     keep: tl.constexpr = "evict_last" if TWICE else ""
-    # One program a row.
+    # One program per row.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
     x_at = x_ptr + (row // n_inner) * x_stride0 + (row % n_inner) * x_stride1
     x = tl.load(x_at + cols, mask=inside, other=0.0, eviction_policy=keep)
-    weight = 1.0 + tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)  # early, as in rms_norm
+    weight = 1.0 + tl.load(w_ptr + cols, mask=inside, other=0.0).to(
+        tl.float32
+    )  # loaded early, as in rms_norm
     h = x.to(tl.float32)
     if HAS_RES:
         res_at = res_ptr + (row // res_inner) * res_stride0 + (row % res_inner) * res_stride1
@@ -50,7 +52,7 @@ def _gemma_rms_norm_kernel(
         if not TWICE:
             tl.store(res_at + cols, h.to(res.dtype), mask=inside)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / H + eps)
-    if TWICE:  # out of a cache: see _rms_norm_heads.twice
+    if TWICE:  # from the cache: see rms_norm_heads.twice
         h = tl.load(x_at + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if HAS_RES:
             h += tl.load(res_at + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -120,7 +122,7 @@ SPEC = OpSpec(
     level=1,
     reference=reference,
     op=gemma_rms_norm,
-    cases=(  # Gemma 2 9B has four a layer, two with the residual; Gemma 3 12B one for queries and one for keys
+    cases=(  # Gemma 2 9B: four per layer, two of them with a residual; Gemma 3 12B: queries and keys
         Case("decode_1", {"tokens": 1, "hidden": 3584, "residual": True}, weight=84, tags=("model",)),
         Case("decode_32", {"tokens": 32, "hidden": 3584, "residual": True}, weight=84, tags=("model",)),
         Case("decode_32_alone", {"tokens": 32, "hidden": 3584}, weight=84, tags=("model",)),
@@ -144,5 +146,5 @@ SPEC = OpSpec(
     flops="4 * tokens * heads * hidden + hidden",
     activations=("x", "residual"),
     extremes={"cancelled": cancel},
-    batch_invariant=True,  # a program a row
+    batch_invariant=True,  # one program per row
 )

@@ -13,13 +13,13 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS, rows, unsupported_rows
 
 LARGE = 1 << 22  # elements
-NARROW, MANY = 512, 1 << 13  # columns, padded, of one warp; rows
+NARROW, MANY = 512, 1 << 13  # padded columns of one warp; rows
 
 
 def reference(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
     """x: [..., D]. Computed in at least float32; returns x's shape in output_dtype (None: x's dtype).
 
-    float64 stays float64 whatever output_dtype says: it is asked for by an oracle.
+    A float64 x stays float64 whatever output_dtype is: it is the oracle's.
     """
     h = x.to(torch.promote_types(x.dtype, torch.float32))
     y = h / (h.square().sum(dim=-1, keepdim=True) + eps).sqrt()
@@ -32,7 +32,7 @@ def _l2_norm_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # A head has 64 to 256 elements: a program takes several, so that a warp's reads are 16 bytes a thread.
+    # A head has 64 to 256 elements. A program processes several heads, so that each thread loads 16 bytes.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows)[:, None] & (cols < D)
@@ -58,7 +58,7 @@ def _supports_triton(
 
 def _triton(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
     out = _fake(x, eps, output_dtype)
-    # Where a row begins is a 64-bit division, 500 instructions, which Triton leaves out where n_inner is 1.
+    # A row's address takes a 64-bit division, 500 instructions, which Triton omits if n_inner is 1.
     found = (1, x.shape[-1], 0) if x.is_contiguous() else rows(x)
     if out.numel() == 0:
         return out
@@ -74,12 +74,12 @@ def _triton(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None
 
 
 def _rows_and_warps(n_rows: int, d: int, block: int) -> tuple[int, int]:
-    """Of a program. What a row's numbers are added up by, and so its result, is the same for any number of rows."""
+    """(rows, warps) of a program. The summation order within a row does not depend on the number of rows."""
     if d % 16 and block <= NARROW:
-        # Rows that do not begin at 16 bytes are read number by number, and four warps would lie side by side in each
-        # row: all of them add up every row through shared memory. One warp has rows of its own.
+        # Unaligned rows are loaded element by element, which would spread each row over all four warps and reduce it
+        # through shared memory. With one warp the reduction stays inside the warp.
         return 4 if n_rows >= MANY else 1, 1
-    # Large ones: with 2 KiB a program there is hardly as much on its way as memory needs.
+    # Large tensors: 2 KiB per program keep too few loads in flight to saturate memory.
     return max(1, (2048 if n_rows * d >= LARGE else 1024) // block), min(max(block // 512, 4), 16)
 
 
@@ -102,7 +102,7 @@ SPEC = OpSpec(
     level=1,
     reference=reference,
     op=l2_norm,
-    cases=(  # Qwen3-Next 80B: queries and keys of a gated delta net have 16 heads of 128, a call each
+    cases=(  # Qwen3-Next 80B: queries and keys of a gated delta net, one call each, 16 heads of 128
         Case("decode_32", {"tokens": 32, "heads": 16, "head_dim": 128}, weight=72, tags=("model",)),
         Case(
             "prefill_2k",
@@ -148,5 +148,5 @@ SPEC = OpSpec(
         "written": Axis.dtype(Expr("output_dtype or dtype")),
     },
     flops="3 * batch * tokens * heads * head_dim",
-    batch_invariant=True,  # a row in one program, its tile chosen by the last dimension
+    batch_invariant=True,  # a row is in one program, whose tile depends on the last dimension
 )

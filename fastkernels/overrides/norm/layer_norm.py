@@ -29,12 +29,12 @@ def _layer_norm_kernel(
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a row, which is read once: the mean and the variance are of registers.
+    # One program per row, which is loaded once: mean and variance are computed from registers.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
     x = tl.load(x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols, mask=inside, other=0.0)
-    if HAS_W:  # early, as in rms_norm
+    if HAS_W:  # loaded early, as in rms_norm
         w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_B:
         b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
@@ -141,5 +141,5 @@ SPEC = OpSpec(
         "dtype": "parameters",
     },
     flops="8 * tokens * heads * hidden",
-    batch_invariant=True,  # a program a row
+    batch_invariant=True,  # one program per row
 )

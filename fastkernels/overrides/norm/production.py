@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Baselines of this family: the kernels that production runs, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _no_rms_norm(
     x: T, weight: T | None, eps: float, residual: T | None = None, var_hidden_size: int | None = None, *_: Any
 ) -> str | None:
     if var_hidden_size is not None:
-        return "vLLM takes its plain PyTorch path where the variance is of some channels only"
+        return "vLLM uses plain PyTorch for a variance over some of the channels"
     if weight is None and x.device.type == "cpu":
         return "vLLM's CPU kernel needs a weight"
     return first(
@@ -60,7 +60,7 @@ def _kernels() -> Any:
 
 
 def _sglang_rms_norm(plain: str, fused: str) -> Any:
-    """sgl_kernel's own kernels: its Python functions call FlashInfer's where that is installed."""
+    """sgl_kernel's kernels, called directly: its Python functions prefer FlashInfer's if that is installed."""
 
     def make() -> Function:
         ops = _kernels()
@@ -103,9 +103,9 @@ def no_rms_norm(
     x: T, weight: T | None, eps: float, residual: T | None = None, var_hidden_size: int | None = None, *_: Any
 ) -> str | None:
     if weight is None or var_hidden_size is not None:
-        return "needs a weight, and the variance of all channels"
+        return "needs a weight, and a variance over all channels"
     if residual is not None and x.dim() != 2:
-        return f"its fused norm takes two dimensions, got {x.dim()}"
+        return f"the fused norm takes two dimensions, got {x.dim()}"
     return first(half(x, weight, residual), same(x, weight, residual), dense(x, weight, residual), filled(x))
 
 
@@ -139,7 +139,7 @@ def _l2_norm(module: str) -> Any:
 
         def l2_norm(x: T, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> T:
             found = l2norm_fwd(x, eps, output_dtype)
-            return found[0] if isinstance(found, tuple) else found  # FLA's has what its backward needs too
+            return found[0] if isinstance(found, tuple) else found  # FLA also returns what its backward needs
 
         return l2_norm
 

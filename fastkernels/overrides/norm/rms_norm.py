@@ -28,7 +28,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x, residual: [..., H]; weight: [H] or None. Returns (out, residual + x or None), in x's dtype.
 
-    var_hidden_size: the mean of squares is over the first so many channels only.
+    var_hidden_size: number of leading channels that the mean of squares is taken over; None: all.
     cast_x_before_out_mul: round to x's dtype before the product with the weight, and after it (transformers);
     otherwise after it alone (SGLang, and vLLM's compiled code).
     """
@@ -54,15 +54,15 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     follow(OVERLAP)
     keep: tl.constexpr = "evict_last" if TWICE else ""
-    # One program a row; a row is x[outer, inner, :], so that q/k heads inside a packed qkv need no copy. H and strides
-    # are given in UNITs: Triton knows of an argument whether 16 divides it, and 8 are enough for 16 bytes.
+    # One program per row x[outer, inner, :], so that q/k heads inside a packed qkv need no copy. H and strides are in
+    # UNITs: Triton only detects arguments that 16 divides, and multiples of 8 are enough for 16-byte loads.
     row = tl.program_id(0).to(tl.int64)
     outer, inner = row // n_inner, row % n_inner
     cols = tl.arange(0, BLOCK)
     mask = cols < H * UNIT
     x_at = x_ptr + outer * (x_stride0 * UNIT) + inner * (x_stride1 * UNIT) + cols
     h = tl.load(x_at, mask=mask, other=0.0, eviction_policy=keep)
-    if HAS_W:  # on its way with x: no compiler moves a load over the store and the sum's barriers
+    if HAS_W:  # loaded with x: the compiler moves no load across the store and the reduction's barriers
         w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     h = h.to(tl.float32)
     if HAS_RES:
@@ -72,7 +72,7 @@ def _rms_norm_kernel(
             tl.store(res_at, h.to(res_ptr.dtype.element_ty), mask=mask)
     squares = tl.where(cols < H_VAR, h * h, 0.0)
     y = tl.rsqrt(tl.sum(squares, axis=0) / H_VAR + eps)
-    if TWICE:  # out of a cache
+    if TWICE:  # from the cache
         h = tl.load(x_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if HAS_RES:
             h += tl.load(res_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -118,7 +118,7 @@ def _triton(
         return out
     unit = math.gcd(8, hidden, x0, x1, r0, r1)
     again = unit == 8 and twice(count, block)
-    # Rows that do not all begin at 16 bytes are read number by number: by more threads, of fewer numbers each.
+    # Unaligned rows are loaded element by element: more threads with fewer elements each.
     each = 256 if again else 512 if unit == 8 else 128
     launch_kernel(
         _rms_norm_kernel, (count,), *tensors, x0 // unit, x1 // unit, r0 // unit, r1 // unit, n_inner, hidden // unit,
@@ -192,5 +192,5 @@ SPEC = OpSpec(
     flops="4 * tokens * heads * hidden",
     activations=("x", "residual"),
     extremes={"cancelled": cancel},
-    batch_invariant=True,  # a program a row, its tile chosen by the hidden size
+    batch_invariant=True,  # one program per row, whose tile depends on the hidden size
 )

@@ -1,5 +1,5 @@
-"""How rows of a norm are laid over programs: short ones, as of the heads of queries and keys, several a program, in one
-order at any number of rows; many long ones are read twice.
+"""Distribute a norm's rows over programs: several short rows (query and key heads) per program; many long rows are
+read twice. The summation order within a row never depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import MOST, follow, launch_kernel
 
 WIDEST = 256  # channels of a row, padded to a power of two
-NUMBERS, WARPS = 1024, 4  # of a program: 8 of a thread, 16 bytes in 16 bits
+NUMBERS, WARPS = 1024, 4  # of a program: 8 elements per thread, 16 bytes in 16-bit dtypes
 
 
 def twice(count: int, block: int) -> bool:
-    """Whether so many rows, of `block` channels padded, are read once more behind the sum, out of a cache: what a
-    thread need not keep makes room for more of them. Many rows of 4096 gain by it; others were not measured.
+    """Whether to load rows of `block` padded channels again after the reduction, from the cache. Fewer registers per
+    thread raise the occupancy, which pays for many rows of 4096; other widths were not measured.
     """
     return count > MOST and block == 4096
 
@@ -56,7 +56,7 @@ def _rms_norm_heads_kernel(
 def launch_heads(
     count: int, given: tuple[Any, ...], norm: tuple[Any, ...], how: dict[str, bool], block: int
 ) -> None:
-    """rms_norm's kernel of `count` rows that are `block` wide when padded; the other arguments are rms_norm's."""
+    """Launch the kernel on `count` rows of `block` padded channels; the other arguments are rms_norm's."""
     rows = NUMBERS // block
     grid = (cdiv(count, rows),)
     launch_kernel(

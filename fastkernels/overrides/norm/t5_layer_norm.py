@@ -16,8 +16,8 @@ from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_v
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., H]; weight: [H]. Returns x's shape in weight's dtype: rounded to it before the product, and after.
 
-    Computed in at least float32. It is rms_norm wherever x and weight have one dtype. T5 in float16 keeps some of its
-    projections, and with them x, in float32: the norm is where that ends.
+    Computed in at least float32. It equals rms_norm if x and weight have the same dtype. T5 in float16 keeps some
+    projections in float32, and with them x; the norm converts back.
     """
     h = x.to(torch.promote_types(x.dtype, torch.float32))
     y = h * torch.rsqrt(h.pow(2).mean(dim=-1, keepdim=True) + eps)
@@ -29,7 +29,7 @@ def _t5_layer_norm_kernel(
     x_ptr, w_ptr, out_ptr, n_inner, stride0, stride1, H, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a row, which is read once.
+    # One program per row, which is loaded once.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
@@ -92,7 +92,7 @@ SPEC = OpSpec(
     level=1,
     reference=reference,
     op=t5_layer_norm,
-    cases=(  # T5 v1.1 XXL, the text encoder of diffusion models, on 512 tokens; and as a decoder of 8 sequences
+    cases=(  # T5 v1.1 XXL: the text encoder of diffusion models on 512 tokens, and a decoder of 8 sequences
         Case("text_1", {"tokens": 1, "inner": 512, "hidden": 4096}, weight=49, tags=("model",)),
         Case("texts_8", {"tokens": 8, "inner": 512, "hidden": 4096}, weight=49, tags=("model",)),
         Case("decode_8", {"tokens": 8, "inner": 1, "hidden": 4096}, weight=73, tags=("model",)),
@@ -127,5 +127,5 @@ SPEC = OpSpec(
     },
     constructor={"hidden_size": "hidden"},
     flops="4 * tokens * inner * hidden",
-    batch_invariant=True,  # a program a row, its tile chosen by the hidden size
+    batch_invariant=True,  # one program per row, whose tile depends on the hidden size
 )

@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Baselines of this family: the kernels that production runs, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fastkernels.overrides.kit.libraries import T, vllm_ops
 
 FP8_MAX = 448.0
 
-MIN_ABSMAX = 1 / 512  # vLLM's kernels have it built in
+MIN_ABSMAX = 1 / 512  # built into vLLM's kernels
 
-GIVEN = "the scale was given, and the host has no use for a copy of it"
+GIVEN = "the scale is given, and the host returns no copy of it"
 
 
 def _outputs(x: T, group_size: int, column_major: bool = False, tma_aligned: bool = False) -> tuple[T, T]:
@@ -68,16 +68,16 @@ def _no_dynamic(
     if scale is not None:
         return "a scale is given"
     if group_size <= 0 and (min_absmax != MIN_ABSMAX or ue8m0):
-        return "vLLM's least scale of a tensor or token is its own, and no power of two"
+        return "vLLM has a fixed minimum scale for tensors and tokens, and no powers of two"
     if group_size >= 0 and scale_ub is not None:
-        return "vLLM bounds the scales of tokens only"
+        return "vLLM bounds scales per token only"
     if column_major and (group_size <= 0 or x.dim() != 2):
-        return "vLLM's column-major scales are those of groups in two dimensions"
+        return "vLLM has column-major scales only for groups in two dimensions"
     return first(dense(x), filled(x), _no_group(x, group_size))
 
 
 def _no_group(x: T, group_size: int) -> str | None:
-    """Its sixteen threads a group read vectors of 16 bytes."""
+    """sgl_kernel reads vectors of 16 bytes with sixteen threads per group."""
     vector = 16 // x.element_size()
     return (
         f"needs groups of a multiple of {vector} values" if group_size > 0 and group_size % vector else None
@@ -106,9 +106,9 @@ def _no_sgl(
     column_major: bool = False, tma_aligned: bool = False, ue8m0: bool = False,
 ) -> str | None:  # fmt: skip
     if scale is not None or scale_ub is not None or ue8m0:
-        return "sgl_kernel is used without given scales, bounds and powers of two"
+        return "sgl_kernel supports no given scales, bounds or powers of two"
     if group_size == 0 or (group_size > 0 and group_size not in (16, 32, 64, 128)):
-        return f"sgl_kernel has groups of 16 to 128 and tokens, got {group_size}"
+        return f"sgl_kernel supports tokens and groups of 16 to 128, got {group_size}"
     if x.dim() != 2 or (group_size < 0 and x.shape[-1] % 16):
         return f"sgl_kernel takes [T, N] with N a multiple of 16, got {tuple(x.shape)}"
     return first(half(x), dense(x), filled(x))
@@ -154,11 +154,11 @@ def _no_silu(
 
 def _no_fused(x: T, group_size: int, min_absmax: float, column_major: bool, ue8m0: bool) -> str | None:
     if min_absmax != MIN_ABSMAX or ue8m0:
-        return "vLLM's least scale is its own, and no power of two"
+        return "vLLM has a fixed minimum scale, and no powers of two"
     if group_size > 0 and (group_size not in (64, 128) or x.dim() != 2):
-        return f"vLLM has groups of 64 and 128 in two dimensions, got {group_size} of {tuple(x.shape)}"
+        return f"vLLM supports groups of 64 and 128 in two dimensions, got {group_size} of {tuple(x.shape)}"
     if column_major and group_size < 0:
-        return "vLLM's column-major scales are those of groups"
+        return "vLLM has column-major scales only for groups"
     return first(half(x) if group_size > 0 else None, dense(x), filled(x))
 
 
@@ -183,7 +183,7 @@ def _no_sgl_silu(
     column_major: bool = False, ue8m0: bool = False,
 ) -> str | None:  # fmt: skip
     if group_size < 0:
-        return "sgl_kernel has no SiluAndMul with scales of tokens"
+        return "sgl_kernel has no SiluAndMul with scales per token"
     return _no_sgl(x, scale, group_size, scale_ub, min_absmax, column_major, False, ue8m0)
 
 
@@ -269,7 +269,7 @@ def _no_flashinfer_norm(
 
 
 def _pair(dynamic: Any, refuses: Any, static: Any, refuses_static: Any) -> tuple[Baseline, Baseline]:
-    """vLLM's two kernels: with a scale that it finds, and with one that is given."""
+    """vLLM's two kernels: with a dynamic scale and with a given one."""
     given: dict[str, Any] = {"differs": GIVEN, "unchecked": (1,)}
     return (
         Baseline("vllm", "host", dynamic, ("vllm",), refuses=refuses),

@@ -1,4 +1,4 @@
-"""Quantization to float8 e4m3: a scale a tensor, a token or a group of columns (Micikevicius, arXiv 2209.05433)."""
+"""Quantization to float8 e4m3 with scales per tensor, token or group of columns (Micikevicius, arXiv 2209.05433)."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def reference(
     tma_aligned_scales: bool = False,
     scale_ue8m0: bool = False,
 ) -> Pair:
-    """x: [..., N]. Returns (values [..., N] in float8 e4m3, scales in float32); values * scales is x, about.
+    """x: [..., N]. Returns (values [..., N] in float8 e4m3, scales in float32) with values * scales about x.
 
-    scale       one value that is given; else the largest absolute value, at least min_absmax, becomes 448:
-    group_size  of the tensor (0; scales [1]), of each token (-1; [..., 1]) or of each so many columns ([..., N / g])
-    scale_ub    one value: no group's largest value counts for more
-    column_major_scales, tma_aligned_scales  where scales lie in memory, see empty_outputs
-    scale_ue8m0 scales are powers of two, the next above
+    scale       a given scale of one value; None: scales map max(absolute maximum, min_absmax) to 448
+    group_size  the extent of the maximum: 0 the tensor (scales [1]), -1 a token ([..., 1]), g columns ([..., N / g])
+    scale_ub    one value, an upper bound of the maximum
+    column_major_scales, tma_aligned_scales  memory layout of the scales, see empty_outputs
+    scale_ue8m0 scales are rounded up to powers of two
     A float64 x gives float64 values that are not rounded.
     """
     y = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -58,7 +58,7 @@ def _groups_kernel(
     HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # A program has GROUPS groups, side by side in a row or in the next one. A token is a group of all its columns.
+    # A program processes GROUPS consecutive groups, which may span rows. A token is a group of all its columns.
     at = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     row, group = at // n_groups, at % n_groups
     cols = tl.arange(0, BLOCK)
@@ -77,7 +77,7 @@ def _groups_kernel(
 
 @triton.jit
 def _block(x_ptr, block, x_stride0, x_stride1, n_inner, N, n_blocks, BLOCK: tl.constexpr):
-    """One block of a row: its values, where they go and which of them exist."""
+    """One block of a row: its values, their output offsets, and the mask of those that exist."""
     row = (block // n_blocks).to(tl.int64)
     cols = (block % n_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     start = (row // n_inner) * x_stride0 + (row % n_inner) * x_stride1
@@ -104,7 +104,7 @@ def _tensor_kernel(
     STATIC: tl.constexpr, UE8M0: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # Every program reads what the programs of _absmax_kernel found: no atomics, and nothing to set to zero before.
+    # Every program reduces the partial results of _absmax_kernel: no atomics, and no memory to clear first.
     block = tl.program_id(0)
     if STATIC:
         scale = tl.load(part_ptr).to(tl.float32)
@@ -165,7 +165,7 @@ def quantize_triton(
     width = group_size if group_size > 0 else n
     total = size // width
     block = next_power_of_2(width)
-    # A tile of 4096 values keeps 32 of each thread in flight; few groups are spread over the 132 processors first.
+    # A tile of 4096 values keeps 32 loads per thread in flight; few groups are first spread over 132 multiprocessors.
     groups = max(1, min(4096 // block, next_power_of_2(cdiv(total, 512))))
     s_row, s_col = s.stride() if s.dim() == 2 else (n // width, 1)
     grid = (cdiv(total, groups),)
@@ -198,12 +198,12 @@ def _per_tensor(
     scale_ue8m0: bool,
 ) -> None:
     size = x.numel()
-    # 512 blocks fill the 132 processors of an H200; 4096 values are enough for a block to keep its loads in flight.
+    # 512 blocks fill the 132 multiprocessors of an H200; 4096 values per block keep enough loads in flight.
     block = max(512, min(4096, next_power_of_2(cdiv(size, 512)), next_power_of_2(n)))
     n_blocks = cdiv(n, block)
     total, warps, parts = size // n * n_blocks, block // 512, 1
     if scale is None:
-        parts = min(cdiv(total, 16) * 16, 1024)  # 16 divides it, whatever x is: those of no block find 0
+        parts = min(cdiv(total, 16) * 16, 1024)  # always divisible by 16; programs without a block find 0
         part = torch.empty(parts, dtype=torch.float32, device=x.device)
         grid = (parts,)
         launch_kernel(
@@ -347,8 +347,8 @@ SPEC = OpSpec(
     constraints=("group <= 0 or hidden % group == 0",),
     constructor={"group_shape": "(-1, -1) if static or group == 0 else (1, group)", "use_ue8m0": "ue8m0"},
     flops="4 * tokens * inner * hidden",
-    # Scales to the bit or one beside it. Values are compared with the quotient that is not rounded: half a step of
-    # three bits of mantissa, or of the subnormals' 2^-9, and what the scale's last bit may move.
+    # Scales may differ in the last bit. Values are compared with the unrounded quotient: half a step of three mantissa
+    # bits, or of the subnormals' 2^-9, plus the effect of the scale's last bit.
     tolerance={
         **dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(0.0, 2.5e-7)),
         "float8_e4m3fn": Tolerance(0.98e-3, 0.06251),

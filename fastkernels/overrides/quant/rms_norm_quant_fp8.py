@@ -1,4 +1,4 @@
-"""Root mean square layer normalization (arXiv 1910.07467), quantized to float8 e4m3 before it leaves the processor."""
+"""Root mean square layer normalization (arXiv 1910.07467) fused with quantization to float8 e4m3."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x, residual: [..., H]; weight: [H]. Returns (values [..., H] in float8 e4m3, scales in float32, new residual).
 
-    To the bit what quantize_fp8 makes of rms_norm's output without cast_x_before_out_mul, which is rounded to x's
-    dtype once, behind the product with the weight: with one given scale (scales [1]), with one for each token
-    (group_size -1; [..., 1]) or for each so many columns ([..., H / group_size]). The new residual is x + residual in
-    the residual's dtype. A float64 x gives float64 values that are not rounded.
+    Bit-identical to quantize_fp8 of rms_norm's output without cast_x_before_out_mul, which is rounded to x's dtype
+    once, after the product with the weight. Scales are one given value (scales [1]), one per token (group_size -1;
+    [..., 1]) or one per group of columns ([..., H / group_size]). The new residual is x + residual in the residual's
+    dtype. A float64 x gives float64 values that are not rounded.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
@@ -63,7 +63,7 @@ def _rms_norm_quant_kernel(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a row, which is read once. GROUP: columns that share a scale, 0 for all of them.
+    # One program per row, which is loaded once. GROUP: columns that share a scale, 0 for all of them.
     row = tl.program_id(0).to(tl.int64)
     outer, inner = row // n_inner, row % n_inner
     cols = tl.arange(0, BLOCK)
@@ -102,9 +102,11 @@ def _rms_norm_quant_kernel(
 
 def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, group_size: int) -> None:
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm_quant_fp8: weight {tuple(weight.shape)} is not of x's {tuple(x.shape)}")
+        raise ValueError(
+            f"rms_norm_quant_fp8: weight {tuple(weight.shape)} does not match x {tuple(x.shape)}"
+        )
     if scale is None and group_size == 0:
-        raise ValueError("rms_norm_quant_fp8: one scale for the whole tensor must be given")
+        raise ValueError("rms_norm_quant_fp8: a scale for the whole tensor must be given")
     check("rms_norm_quant_fp8", x.shape[-1], scale, group_size)
 
 
@@ -130,7 +132,7 @@ def _supports_triton(
     if reason is None and residual is not None:
         reason = unsupported_rows(residual, "residual")
         if reason is None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
-            reason = f"residual has strides {residual.stride()}, x {x.stride()}: rows are not found alike"
+            reason = f"residual has strides {residual.stride()}, x {x.stride()}: their rows differ"
     return reason
 
 
@@ -280,7 +282,7 @@ SPEC = OpSpec(
     },
     constraints=("group < 0 or hidden % group == 0",),
     flops="7 * tokens * inner * hidden",
-    # Of values: half a step of float8, and what the rounding to 16 bits, a host's second one and the scale's may move.
+    # Values: half a float8 step, plus the effects of rounding to 16 bits (twice in a host) and of the scale's rounding.
     tolerance={
         "float32": Tolerance(1e-6, 2e-6),
         "float16": Tolerance(2e-3, 2e-3),

@@ -22,7 +22,7 @@ def sglang_per_token_group_quant_fp8_0_5_16(
     masked_m: torch.Tensor | None = None,
     enable_v2: bool | None = None,
 ) -> Pair:
-    """sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_group_quant_fp8 of 0.5.16; see that from 0.5.23."""
+    """fp8_kernel.sglang_per_token_group_quant_fp8 of 0.5.16; see the function from 0.5.23."""
     return sglang_per_token_group_quant_fp8(
         x, group_size, eps, column_major_scales, scale_tma_aligned, scale_ue8m0, fuse_silu_and_mul, masked_m
     )
@@ -38,7 +38,7 @@ def sglang_per_token_group_quant_fp8_0_5_17(
     fuse_silu_and_mul: bool = False,
     masked_m: torch.Tensor | None = None,
 ) -> Pair:
-    """sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_group_quant_fp8 of 0.5.17; see that from 0.5.23."""
+    """fp8_kernel.sglang_per_token_group_quant_fp8 of 0.5.17; see the function from 0.5.23."""
     return sglang_per_token_group_quant_fp8(
         x, group_size, eps, column_major_scales, scale_tma_aligned, scale_ue8m0, fuse_silu_and_mul, masked_m
     )
@@ -57,10 +57,10 @@ def sglang_per_token_group_quant_fp8(
     output_q: torch.Tensor | None = None,
     output_s: torch.Tensor | None = None,
 ) -> Pair:
-    """sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_group_quant_fp8 from 0.5.23 on.
+    """fp8_kernel.sglang_per_token_group_quant_fp8 from 0.5.23 on: x [..., N] -> (values, scales [..., N / g]).
 
-    x [..., N] -> (values, scales [..., N / g]). Raises ValueError for fuse_silu_and_mul (see silu_mul_quant_fp8),
-    masked_m and scale_ue8m0 with column-major scales, which the host packs into integers for Blackwell.
+    Raises ValueError for fuse_silu_and_mul (see silu_mul_quant_fp8), masked_m, and scale_ue8m0 with column-major
+    scales, which the host packs into integers for Blackwell.
     """
     packed = scale_ue8m0 and column_major_scales
     refuse(
@@ -74,9 +74,9 @@ def sglang_per_token_group_quant_fp8(
 
 
 def sglang_per_token_quant_fp8_0_5_17(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Pair:
-    """sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_quant_fp8 before 0.5.23.
+    """fp8_kernel.sglang_per_token_quant_fp8 before 0.5.23: x [T, N] -> (values, scales [T, 1]).
 
-    x [T, N] -> (values, scales [T, 1]); a token of zeros has scale 0.
+    A token of zeros has scale 0.
     """
     refuse("per_token_quant_fp8", dtype=None if dtype == FP8 else dtype)
     return quantize_fp8(x, None, -1, None, 0.0)
@@ -89,12 +89,12 @@ def sglang_per_token_quant_fp8(
     output_q: torch.Tensor | None = None,
     output_s: torch.Tensor | None = None,
 ) -> Pair:
-    """sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_quant_fp8 from 0.5.23 on; see that of 0.5.17."""
+    """fp8_kernel.sglang_per_token_quant_fp8 from 0.5.23 on; see the function of 0.5.17."""
     return written(sglang_per_token_quant_fp8_0_5_17(x, dtype), output_q, output_s)
 
 
 def sglang_static_quant_fp8(x: torch.Tensor, x_s: torch.Tensor, repeat_scale: bool = False) -> Pair:
-    """sglang.kernels.ops.quantization.fp8_kernel.static_quant_fp8; repeat_scale: the scale as [tokens, 1]."""
+    """fp8_kernel.static_quant_fp8; repeat_scale: return the scale as [tokens, 1]."""
     q, scale = quantize_fp8(x, x_s)
     return q, scale.repeat(x.numel() // x.shape[-1], 1) if repeat_scale else x_s
 
@@ -105,7 +105,7 @@ def sglang_scaled_fp8_quant(
     num_token_padding: int | None = None,
     use_per_token_if_dynamic: bool = False,
 ) -> Pair:
-    """sglang.kernels.ops.quantization.fp8_kernel.scaled_fp8_quant; zeros alone have scale 0."""
+    """fp8_kernel.scaled_fp8_quant; a tensor of zeros has scale 0."""
     per_token = scale is None and use_per_token_if_dynamic
     q, found = quantize_fp8(input, scale, -1 if per_token else 0, None, 0.0)
     return padded((q, found if scale is None else scale), num_token_padding, per_token)
@@ -117,9 +117,9 @@ def sglang_fused_rmsnorm_fp8_per_token_quant(
     epsilon: float,
     residual: torch.Tensor | None = None,
 ) -> Pair | tuple[Pair, torch.Tensor]:
-    """SGLang's _fused_rmsnorm_fp8_per_token_quant, which it has for AMD's devices: (values [T, H], scales [T, 1]).
+    """_fused_rmsnorm_fp8_per_token_quant, which the host uses on AMD's devices: (values [T, H], scales [T, 1]).
 
-    With a residual, ((values, scales), hidden_states + residual): a new tensor, the residual stays.
+    With a residual, returns ((values, scales), hidden_states + residual); the sum is a new tensor.
     """
     if residual is None:
         return rms_norm_quant_fp8(hidden_states, weight, epsilon)
@@ -135,10 +135,10 @@ def sglang_silu_mul_static_tensorwise_quant_for_cutlass_moe(
     expected_num_tokens: int,
     intermediate_size: int,
 ) -> None:
-    """sglang.kernels.ops.moe.ep_moe_kernels.silu_mul_static_tensorwise_quant_for_cutlass_moe.
+    """ep_moe_kernels.silu_mul_static_tensorwise_quant_for_cutlass_moe.
 
-    Fills the first num_tokens_tensor rows of output [T, d] from input [T, 2 * d]; expected_num_tokens, which only
-    sizes the host's grid, does not count. Raises ValueError for another intermediate_size than d.
+    Fills the first num_tokens_tensor rows of output [T, d] from input [T, 2 * d]. expected_num_tokens only sizes the
+    host's grid and is ignored. Raises ValueError if intermediate_size is not d.
     """
     if 2 * intermediate_size != input.shape[-1]:
         raise ValueError(f"intermediate_size {intermediate_size} is not half of {input.shape[-1]} columns")

@@ -1,4 +1,4 @@
-"""SwiGLU activation (Shazeer, arXiv 2002.05202), quantized to float8 e4m3 before it leaves the processor."""
+"""SwiGLU activation (Shazeer, arXiv 2002.05202) fused with quantization to float8 e4m3."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def reference(
 ) -> Pair:
     """x: [..., 2 * d], gate then up. Returns (values [..., d] in float8 e4m3, scales in float32).
 
-    To the bit what quantize_fp8 makes of silu_and_mul's output, which is rounded to x's dtype: with one given scale
-    (scales [1]), with one for each token (group_size -1; [..., 1]) or for each so many columns ([..., d / group_size]).
-    The other arguments are quantize_fp8's. A float64 x gives float64 values that are not rounded.
+    Bit-identical to quantize_fp8 of silu_and_mul's output, which is rounded to x's dtype. Scales are one given value
+    (scales [1]), one per token (group_size -1; [..., 1]) or one per group of columns ([..., d / group_size]). The other
+    arguments are quantize_fp8's. A float64 x gives float64 values that are not rounded.
     """
     d = x.shape[-1] // 2
     y = F.silu(x[..., :d]) * x[..., d:]
@@ -56,8 +56,8 @@ def _silu_quant_kernel(
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # A program has GROUPS groups of columns, side by side in a row or in the next one; under a given scale a group
-    # is only a block of columns.
+    # A program processes GROUPS consecutive groups of columns, which may span rows. With a given scale, a group is only
+    # a block of columns.
     at = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     row, group = at // n_groups, at % n_groups
     lanes = tl.arange(0, BLOCK)
@@ -88,7 +88,7 @@ def _check(x: torch.Tensor, scale: torch.Tensor | None, group_size: int) -> None
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"silu_mul_quant_fp8: x must be [..., 2 * d], got shape {tuple(x.shape)}")
     if scale is None and group_size == 0:
-        raise ValueError("silu_mul_quant_fp8: one scale for the whole tensor must be given")
+        raise ValueError("silu_mul_quant_fp8: a scale for the whole tensor must be given")
     check("silu_mul_quant_fp8", x.shape[-1] // 2, scale, group_size)
 
 
@@ -135,7 +135,7 @@ def _triton(
     n_groups = cdiv(d, width)
     total = n_rows * n_groups
     block = next_power_of_2(width)
-    # A tile of 2048 gates and as many ups; few groups are spread over an H200's 132 processors first.
+    # A tile of 2048 gates and 2048 ups; few groups are first spread over an H200's 132 multiprocessors.
     groups = max(1, min(2048 // block, next_power_of_2(cdiv(total, 512))))
     s_row, s_col = s.stride() if s.dim() == 2 else (n_groups, 1)
     grid = (cdiv(total, groups),)
@@ -217,7 +217,7 @@ SPEC = OpSpec(
         _case("group_63", "odd", tokens=63, d=384, group=128),
         _case("group_48", "odd", "float16", tokens=5, d=240, group=48, column_major=True),
         _case("upper_bound", "odd", "float32", tokens=9, d=576, upper_bound=True),
-        # Powers of two only in float32: at a rounded value's last bit a scale doubles.
+        # Powers of two only in float32: a rounding difference in the last bit can double a scale.
         _case("ue8m0", "odd", "float32", tokens=19, d=512, group=128, ue8m0=True),
         _case("heads", "odd", tokens=3, inner=5, d=64, group=32),
         _case("no_token", "odd", tokens=0, d=256, group=128),
@@ -244,7 +244,7 @@ SPEC = OpSpec(
     },
     constraints=("group < 0 or d % group == 0",),
     flops="8 * tokens * inner * d",
-    # Of values: half a step of float8, and what two roundings to 16 bits and the scale's may move.
+    # Values: half a float8 step, plus the effects of two roundings to 16 bits and of the scale's rounding.
     tolerance={
         "float32": Tolerance(0.0, 1e-6),
         "float16": Tolerance(0.0, 2e-3),

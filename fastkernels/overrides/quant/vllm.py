@@ -15,17 +15,17 @@ from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
 
 
 class GroupShape(NamedTuple):
-    """Rows and columns that share a scale, as the host's: (-1, -1) the tensor, (1, -1) a token, (1, 128) a group."""
+    """vLLM's GroupShape, rows and columns that share a scale: (-1, -1) a tensor, (1, -1) a token, (1, 128) a group."""
 
     row: int
     col: int
 
 
 class VllmQuantFP8(nn.Module):
-    """vllm.model_executor.layers.quantization.input_quant_fp8.QuantFP8: x [..., N] -> (values, scales).
+    """input_quant_fp8.QuantFP8: x [..., N] -> (values, scales).
 
-    group_shape is the host's GroupShape or any (row, col). use_ue8m0=None is False: powers of two are for Blackwell.
-    Raises ValueError for shapes that are neither a tensor, a token nor a group of columns.
+    group_shape is the host's GroupShape or any (row, col). use_ue8m0=None means False: powers of two are for Blackwell.
+    Raises ValueError for a group_shape that is neither a tensor, a token nor a group of columns.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class VllmQuantFP8(nn.Module):
         use_triton: bool = False,
     ) -> Pair:
         if (scale is not None) != self.static:
-            raise ValueError("QuantFP8: a scale is for static quantization, and only for that")
+            raise ValueError("QuantFP8: static quantization needs a scale; dynamic quantization takes none")
         if self.is_group_quant:
             layout = (self.column_major_scales, self.tma_aligned_scales, self.use_ue8m0)
             return quantize_fp8(x, None, self.group_size, None, GROUP_EPS, *layout)
@@ -83,9 +83,9 @@ def vllm_scaled_fp8_quant(
     output: torch.Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> Pair:
-    """vllm._custom_ops.scaled_fp8_quant: input [M, N] -> (values [M, N], scales [1] or [M, 1]).
+    """_custom_ops.scaled_fp8_quant: input [M, N] -> (values [M, N], scales [1] or [M, 1]).
 
-    Raises ValueError for given scales of more than one value.
+    Raises ValueError for a given scale of more than one value.
     """
     per_token = scale is None and use_per_token_if_dynamic
     q, found = quantize_fp8(input, scale, -1 if per_token else 0, scale_ub if per_token else None)
@@ -103,7 +103,7 @@ def vllm_per_token_group_quant_fp8(
     out_q: torch.Tensor | None = None,
     use_ue8m0: bool | None = None,
 ) -> Pair:
-    """vllm...quantization.utils.fp8_utils.per_token_group_quant_fp8: x [..., N] -> (values, scales [..., N / g])."""
+    """fp8_utils.per_token_group_quant_fp8: x [..., N] -> (values, scales [..., N / g])."""
     refuse("per_token_group_quant_fp8", dtype=None if dtype == FP8 else dtype)
     layout = (column_major_scales, tma_aligned_scales, bool(use_ue8m0))
     return written(quantize_fp8(x, None, group_size, None, eps, *layout), out_q, None)
@@ -117,7 +117,7 @@ def vllm_rms_norm_dynamic_per_token_quant(
     scale_ub: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> Pair:
-    """vllm._custom_ops.rms_norm_dynamic_per_token_quant, float8 e4m3 only: (values [..., H], scales [tokens, 1]).
+    """_custom_ops.rms_norm_dynamic_per_token_quant, float8 e4m3 only: (values [..., H], scales [tokens, 1]).
 
     The residual's memory is overwritten with input + residual. Raises ValueError for another quant_dtype.
     """
@@ -137,7 +137,7 @@ def vllm_rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> Pair:
-    """vllm._custom_ops.rms_norm_per_block_quant, float8 e4m3 only: (values [T, H], scales [T, H / group_size[1]]).
+    """_custom_ops.rms_norm_per_block_quant, float8 e4m3 only: (values [T, H], scales [T, H / group_size[1]]).
 
     is_scale_transposed: column-major scales, padded to tma_alignment (0 or 4) tokens. The residual's memory is
     overwritten with input + residual. Raises ValueError for another quant_dtype.
@@ -159,7 +159,7 @@ def vllm_silu_and_mul_per_block_quant(
     scale_ub: torch.Tensor | None = None,
     is_scale_transposed: bool = False,
 ) -> Pair:
-    """vllm._custom_ops.silu_and_mul_per_block_quant, float8 e4m3 only: input [T, 2 * d] -> (values, scales).
+    """_custom_ops.silu_and_mul_per_block_quant, float8 e4m3 only: input [T, 2 * d] -> (values, scales).
 
     Raises ValueError for another quant_dtype.
     """
@@ -177,7 +177,7 @@ def vllm_silu_mul_per_token_group_quant_fp8_colmajor_0_26(
     alpha: float = 1.0,
     beta: float = 0.0,
 ) -> Pair:
-    """vllm...quantization.utils.fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor of 0.26; see that from 0.32."""
+    """fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor of 0.26; see the function from 0.32."""
     return vllm_silu_mul_per_token_group_quant_fp8_colmajor(
         input, output, use_ue8m0, eps, clamp_limit, group_size, alpha, beta
     )
@@ -196,11 +196,11 @@ def vllm_silu_mul_per_token_group_quant_fp8_colmajor(
     expert_ends: torch.Tensor | None = None,
     expert_alignment: int = 0,
 ) -> Pair:
-    """vllm...quantization.utils.fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor from 0.32 on.
+    """fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor from 0.32 on.
 
-    input [T, 2 * d] -> (values [T, d], column-major scales [T, d / group_size]). Any T, where the host needs
-    multiples. Raises ValueError for clamp_limit and an activation other than silu. Rows that expert_ends says are
-    padding are quantized too, where the host leaves them alone.
+    input [T, 2 * d] -> (values [T, d], column-major scales [T, d / group_size]), for any T; the host needs multiples.
+    Raises ValueError for clamp_limit and an activation other than silu. Unlike the host, it also quantizes the rows
+    that are padding according to expert_ends.
     """
     refuse(
         "silu_mul_per_token_group_quant_fp8_colmajor", clamp_limit=clamp_limit,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastkernels.core.spec import Axis, Call, Expr
+from fastkernels.core.declaration import Axis, Call
+from fastkernels.core.expressions import Expr
 from fastkernels.overrides.rope.rope_tables import cos_sin_table, inverse_frequencies
 
 AXES: dict[str, Axis] = {

@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Baselines of rotary embeddings: the kernels that production runs, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _no_rotary(
     round_products: bool = False,
 ) -> str | None:  # fmt: skip
     if round_products:
-        return "vLLM's kernel rounds the sum of the products only"
+        return "vLLM's kernel rounds only the sum of the products"
     return first(same(query, key, cache), filled(query))
 
 
@@ -49,7 +49,7 @@ def _no_rope_store(
     q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, *scales: float,
 ) -> str | None:  # fmt: skip
     if q_weight is not None:
-        return "vLLM's norms make new queries: Inductor fuses them with what is around them"
+        return "vLLM has no such kernel: its norms are separate, and Inductor fuses them with other ops"
     rope = _no_rotary(positions, query, key, query.shape[-1], table, neox)
     return first(rope, no_vllm_store(key, value, key_cache, value_cache, slots, *scales))
 
@@ -79,7 +79,7 @@ def no_rotary(
     round_products: bool = False,
 ) -> str | None:  # fmt: skip
     if key is None or round_products:
-        return "needs a key, and rounds the sum of the products only"
+        return "needs a key, and rounds only the sum of the products"
     if cache.dtype != torch.float32:
         return f"needs cosines and sines in float32, got {cache.dtype}"
     if query.dim() != 2 or head_size not in (64, 128, 256):

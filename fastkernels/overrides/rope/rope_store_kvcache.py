@@ -1,5 +1,7 @@
-"""What lies between a layer's qkv projection and its attention, in one launch: norms of the query and key heads where
-the model has them, rotary embedding, and keys and values into the paged KV cache.
+"""Everything between a layer's qkv projection and its attention in one launch.
+
+That is norms of the query and key heads (if the model has them), rotary embedding, and storing keys and values in the
+paged KV cache.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.case import TOLERANCE, Case, Tolerance
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import TOLERANCE, Axis, Call, Case, Expr, OpSpec, Scalar, Tensor, Tolerance
+from fastkernels.core.expressions import Expr
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.cache import store_kvcache
 from fastkernels.overrides.cache.store_kvcache import (
     CACHE_AXES,
@@ -43,11 +48,11 @@ def reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """rms_norm of each head (with q_weight, k_weight: [D]), rotary_emb, store_kvcache, each rounding as it does.
+    """Apply rms_norm to each head (with q_weight, k_weight: [D]), rotary_emb and store_kvcache, with their roundings.
 
-    rms_norm without cast_x_before_out_mul: one rounding, behind the product with the weight.
-    positions: [T]; query: [T, Hq, D]; key, value: [T, Hkv, D]; the rest as in those ops, with cast_cache.
-    Returns new (query, key_cache, value_cache); key stays as it is.
+    rms_norm is without cast_x_before_out_mul: it rounds once, after the product with the weight. rotary_emb has
+    cast_cache. positions: [T]; query: [T, Hq, D]; key, value: [T, Hkv, D]; the others as in those ops.
+    Returns new (query, key_cache, value_cache); key is not changed.
     """
     query, key = _normed(query, q_weight, eps), _normed(key, k_weight, eps)
     query, turned = rotary_emb.reference(positions, query, key, query.shape[-1], cos_sin_cache, is_neox_style)
@@ -62,8 +67,8 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.T
 
 @triton.jit
 def _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, REST: tl.constexpr):
-    # As rms_norm: rounded to the dtype once, behind the product with the weight. x1, x2, rest: [heads, ...], in the
-    # dtype; zeros where there is no channel.
+    # As rms_norm: rounded to the dtype once, after the product with the weight. x1, x2, rest: [heads, ...] in the
+    # dtype, zeros where there is no channel.
     dtype = x1.dtype
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
@@ -83,7 +88,7 @@ def _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, REST: tl
 
 @triton.jit
 def _stored(x, scale, FP8: tl.constexpr):
-    # What store_kvcache writes for x, which has the dtype.
+    # The value that store_kvcache writes for x.
     if FP8:
         x = round_e4m3(x.to(tl.float32) / scale)
     return x
@@ -99,7 +104,7 @@ def _rope_store_kernel(
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (token, block of heads): the blocks of the queries' heads, of the keys', of the values'.
+    # One program per (token, block of heads): blocks of the query's heads, then the key's, then the value's.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block < q_blocks + k_blocks:
@@ -221,11 +226,11 @@ def _check(
 ) -> None:
     if query.dim() != 3 or query.shape[::2] != key.shape[::2] or positions.shape != query.shape[:1]:
         raise ValueError(
-            f"rope_store_kvcache: query [T, Hq, D], key [T, Hkv, D] and positions [T] do not go together:"
+            f"rope_store_kvcache: query [T, Hq, D], key [T, Hkv, D] and positions [T] do not match:"
             f" {tuple(query.shape)}, {tuple(key.shape)} and {tuple(positions.shape)}"
         )
     if (q_weight is None) != (k_weight is None):
-        raise ValueError("rope_store_kvcache: q_weight and k_weight are given both or not at all")
+        raise ValueError("rope_store_kvcache: q_weight and k_weight must be given both or not at all")
     store_kvcache.check(key, value, key_cache, value_cache, slot_mapping)
     rotary_emb.check(positions, query, query.shape[2], cos_sin_cache)
 
@@ -316,7 +321,7 @@ _STORED = "stored * kv_heads * head_size"
 
 
 def _large(args: list[Any], factor: float = 64.0) -> None:
-    """Not beyond what an fp8 cache holds: the reference in float64 would not know where that ends."""
+    """Scale values up, within the range of an fp8 cache: the float64 reference does not saturate."""
     fp8 = args[4].dtype == FP8
     for t in args[1:4]:
         t.mul_(min(factor, 32.0) if fp8 else factor)
@@ -391,7 +396,7 @@ SPEC = OpSpec(
     },
     activations=("query", "key", "value"),
     stands_for=("rotary_emb", "store_kvcache"),
-    # e4m3 has three bits of fraction: half a step, and keys that were rounded before.
+    # e4m3 has three bits of fraction: half a step, and keys are rounded before.
     tolerance={**TOLERANCE, "float8_e4m3fn": Tolerance(2**-9, 0.066)},
-    batch_invariant=True,  # a program a token and a block of heads, whose size follows from the heads
+    batch_invariant=True,  # a program has one token; its block of heads depends on the heads only
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What rotary_emb reads: frequencies, Llama 3's scaling of them, cosines and sines, and the modules that hold them."""
+"""Frequencies of rotary embeddings, tables of cosines and sines, and the base classes of modules that hold a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def inverse_frequencies(base: float, rotary_dim: int) -> torch.Tensor:
 def llama3_frequencies(
     inv_freq: torch.Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_max: int
 ) -> torch.Tensor:
-    """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Scale frequencies as Llama 3.1 does: those of long wavelengths are divided by `factor`, short ones kept.
+
+    Wavelengths in between are interpolated.
+    """
     wavelength = 2 * math.pi / inv_freq
     if low_freq_factor == high_freq_factor:
         keep = torch.zeros_like(inv_freq)
@@ -43,9 +46,10 @@ _TABLES: WeakValueDictionary[tuple, torch.Tensor] = WeakValueDictionary()
 def shared_table(
     inv_freq: torch.Tensor, max_positions: int, start: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """cos_sin_table in this dtype on this device, one tensor for all who ask for the same: never write to it.
+    """Return cos_sin_table in this dtype on this device; equal arguments share one tensor, which must not be written.
 
-    It lives as long as somebody holds it. 131072 positions of 128 channels are 32 MiB in bfloat16, once a layer 1 GiB.
+    The cache holds weak references. A table of 131072 positions and 128 channels takes 32 MiB in bfloat16, which would
+    be 1 GiB for 32 layers.
     """
     key = (tuple(inv_freq.tolist()), max_positions, start, dtype, device, torch.is_inference_mode_enabled())
     table = _TABLES.get(key)
@@ -57,9 +61,9 @@ def shared_table(
 def rotate(
     op: Callable[..., Any], positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """query and key, changed in place by op(positions, query, key, *how), or new ones in a compiled graph.
+    """Run op(positions, query, key, *how) and return query and key, changed in place.
 
-    There the op's `functional` is called, where it has one.
+    In a compiled graph the op's functional variant returns new tensors, if it has one.
     """
     functional = getattr(op, "functional", None)
     if functional is not None and key is not None and torch.compiler.is_compiling():
@@ -69,7 +73,7 @@ def rotate(
 
 
 class RopeModule(nn.Module):
-    """What the standalone classes of both hosts share: the host's attributes and its cos_sin_cache."""
+    """Base of the standalone classes of both hosts: the host's attributes and its cos_sin_cache."""
 
     cos_sin_cache: torch.Tensor
 
@@ -95,7 +99,7 @@ class RopeModule(nn.Module):
 
 
 class Llama3(RopeModule):
-    """Llama 3.1's scaled frequencies, with the constructor that both hosts' classes have."""
+    """Llama 3.1's scaled frequencies, with the constructor of both hosts' classes."""
 
     def __init__(
         self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,

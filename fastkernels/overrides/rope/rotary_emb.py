@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +11,16 @@ import triton
 import triton.language as tl
 
 from fastkernels.core import assemble
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define, functional
+from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import near
-from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
+from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.rope import cases
+from fastkernels.overrides.rope.rope_rounding import host_truncates, truncate
 
 
 def reference(
@@ -34,9 +38,9 @@ def reference(
 
     cos_sin_cache: [max_positions, rotary_dim], cosines then sines; channels from rotary_dim on stay as they are.
     is_neox_style: channel j pairs with j + rotary_dim / 2, otherwise 2j with 2j + 1.
-    cast_cache: round cosines and sines to the query's dtype (vLLM; SGLang on the CPU).
-    round_products: round the two products to it too, not only their sum (SGLang on the CPU).
-    truncates: drop a bfloat16 result's low bits instead of rounding it; see host_truncates.
+    cast_cache: round cosines and sines to the query's dtype (as vLLM, and SGLang on the CPU).
+    round_products: also round the two products, not only their sum (as SGLang on the CPU).
+    truncates: truncate a bfloat16 result instead of rounding it; see host_truncates.
     Returns new (query, key) of the given shapes and dtypes.
     """
     rotary_dim = cos_sin_cache.shape[-1]
@@ -66,33 +70,6 @@ def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Te
         half = x.shape[-1] // 2
         return x[..., :half], x[..., half:]
     return x[..., ::2], x[..., 1::2]
-
-
-def host_truncates() -> bool:
-    """Whether this process has vLLM's CPU kernel in a build that drops the low bits of a bfloat16 result.
-
-    Its builds without AVX512-BF16 instructions do, for neox style only; beside it we do the same, so that outputs
-    agree. False where the kernel is not loaded.
-    """
-    kernel = getattr(torch.ops._C, "rotary_embedding", None)
-    return kernel is not None and _truncates(kernel)
-
-
-@cache
-def _truncates(kernel: Any) -> bool:
-    # 1.75 * (1 + 2^-7) is three quarters of the way from the bfloat16 value 1.7578125 to the next.
-    query = torch.full((1, 32), 1.75, dtype=torch.bfloat16)
-    table = torch.tensor([1.0078125] * 16 + [0.0] * 16, dtype=torch.bfloat16)[None]
-    try:
-        kernel(torch.zeros(1, dtype=torch.int64), query, None, 32, table, True)
-    except (RuntimeError, TypeError):  # another vLLM's arguments, or a build without a CPU kernel
-        return False
-    return bool((query == 1.7578125).all())
-
-
-def truncate(x: torch.Tensor) -> torch.Tensor:
-    """float32 to bfloat16 by dropping the low 16 bits."""
-    return (x.view(torch.int32) & -65536).view(torch.float32).bfloat16()
 
 
 @triton.jit
@@ -125,7 +102,7 @@ def _rotary_emb_kernel(
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    # One program a (token, block of heads); the blocks of the query's heads come before those of the key's.
+    # One program per (token, block of heads): first the blocks of the query's heads, then the key's.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     pair = tl.arange(0, BLOCK)
@@ -190,7 +167,9 @@ def _triton(
 ) -> None:
     check(positions, query, head_size, cos_sin_cache)
     tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
-    if out is not None and key is not None and 2 * half < head_size:  # the other channels, too
+    if (
+        out is not None and key is not None and 2 * half < head_size
+    ):  # including the channels that do not rotate
         query, key = (new.copy_(x) for new, x in zip(out, (query, key), strict=True))
     if tokens == 0 or half == 0:
         return
@@ -252,8 +231,8 @@ def _functional(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return new
 
 
-# For compiled graphs, where query and key are parts of one tensor: vLLM's setting of inductor would copy such parts
-# before an op that changes them, and all of the tensor behind it, two more kernels a layer.
+# For compiled graphs, in which query and key are slices of one tensor. With vLLM's settings Inductor would copy them
+# before an op that mutates them, and the whole tensor after it: two more kernels in each layer.
 rotary_emb.functional = functional(
     "rotary_emb_functional(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache,"
     " bool is_neox_style, bool cast_cache=True, bool round_products=False) -> (Tensor, Tensor)",
@@ -278,16 +257,18 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     positions, query, key, head_size, table, neox, cast_cache, round_products = assemble.filled(
         args, 8, True, False
     )
-    # vLLM rounds the table and not the products; SGLang does both on the CPU and neither on a GPU.
+    # vLLM rounds the table but not the products; SGLang rounds both on the CPU and neither on a GPU.
     sglang = assemble.takes(cls.forward, "offsets")  # type: ignore[attr-defined]
     casts, rounds = (query.device.type == "cpu",) * 2 if sglang else (True, False)
-    exact = query.dtype == torch.float32  # which the products are in anyway
+    exact = query.dtype == torch.float32  # rounding products changes nothing
     if (casts != cast_cache and table.dtype != query.dtype) or (rounds != round_products and not exact):
         raise ValueError(
             f"{cls.__name__} has cast_cache={casts}, round_products={rounds} on {query.device.type}, not"
             f" {cast_cache}, {round_products}"
         )
-    scaling = (8.0, 1.0, 4.0, 64) if assemble.takes(cls, "scaling_factor") else ()  # the table is given
+    scaling = (
+        (8.0, 1.0, 4.0, 64) if assemble.takes(cls, "scaling_factor") else ()
+    )  # unused, since the table is given
     sizes = head_size, table.shape[1], table.shape[0], 10000
     module = assemble.make(cls, table, *sizes, neox, query.dtype, *scaling)
     assemble.load(module, {"cos_sin_cache": table})

@@ -29,9 +29,9 @@ class SGLangRotaryEmbedding_0_5_16(RopeModule):
 
     @staticmethod
     def supports(module: nn.Module) -> str | None:
-        """None if our forward serves this module (ours or the host's), else the reason."""
+        """Return why our forward does not serve this module (ours or the host's), None if it does."""
         if getattr(module, "_force_native", False):
-            return "rl_on_policy_target asks for the host's own native kernel"
+            return "rl_on_policy_target requires the host's native kernel"
         return None
 
     def forward(
@@ -52,7 +52,7 @@ class SGLangRotaryEmbedding_0_5_16(RopeModule):
             return host(positions, query, key, offsets, fused_set_kv_buffer_arg)
         if offsets is not None:
             positions = positions + offsets
-        native = query.device.type == "cpu"  # the host rounds there after every operation
+        native = query.device.type == "cpu"  # there the host rounds after every operation
         rotary_emb(
             positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, native, native
         )

@@ -15,8 +15,8 @@ from fastkernels.overrides.rope.rotary_emb import rotary_emb
 class VllmRotaryEmbedding(RopeModule):
     """vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding: the cache is kept in `dtype`.
 
-    forward: positions [T]; query, key as in `reference`, key may be None. Returns (query, key), changed in place, or
-    under torch.compile new ones.
+    forward: positions [T]; query, key as in `reference`, key may be None. Returns (query, key), changed in place; new
+    tensors under torch.compile.
     """
 
     def __init__(

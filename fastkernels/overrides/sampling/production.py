@@ -1,4 +1,4 @@
-"""The kernels that production runs for the ops of this family, under the ops' own arguments."""
+"""Production's kernels for the ops of this family, called with the ops' arguments."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_vllm
 
 
 class Filters:
-    """(all greedy, any top_k, any top_p) of a batch, which a host knows on the CPU before it calls its sampler.
+    """Compute (all greedy, any top_k, any top_p) of a batch, which a host knows on the CPU.
 
-    Here they are read from the arguments, but not while a CUDA graph is captured: then the last call's of this shape
-    hold, which is the warm-up's.
+    They are read from the arguments. During CUDA graph capture, which forbids that, the values of the last call with
+    this shape are used: those of the warm-up.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Filters:
 def no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
     greedy = temperature <= 1e-5
     if bool(greedy.any()) and not bool(greedy.all()):
-        return "a batch with greedy and drawn rows is more than one call of the host's"
+        return "the host needs more than one call for greedy and sampled rows in a batch"
     if bool((min_p > 0).any()):
-        return "the hosts filter by min_p in a step of its own"
+        return "the hosts apply min_p in a separate step"
     return None
 
 
@@ -54,11 +54,11 @@ def _vllm_sampling() -> Function:
 
 def _no_sampling(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
     if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
-        return "a row without top_k has the vocabulary's size there"
+        return "rows without top_k need the size of the vocabulary as top_k"
     return no_sampling(logits, temperature, top_k, top_p, min_p)
 
 
-_NOISE = "it draws with other noise"
+_NOISE = "it samples with different noise"
 
 
 def _filtered() -> Function:
@@ -80,9 +80,9 @@ def _filtered() -> Function:
 
 def _no_filtered(logits: T, temperature: T, top_k: T, top_p: T, min_p: T, *_: Any) -> str | None:
     if bool((temperature <= 1e-5).any()):
-        return "draws only, the hosts take the argmax of greedy rows"
+        return "it only samples; the hosts compute the argmax of greedy rows"
     if bool((top_k <= 0).any()) and bool((top_k > 0).any()):
-        return "needs a top_k in every row or in none"
+        return "it needs top_k in every row or in none"
     return no_sampling(logits, temperature, top_k, top_p, min_p)
 
 
@@ -114,9 +114,7 @@ def _torch_sampling() -> Function:
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "sampling": (
         from_vllm(_vllm_sampling, _no_sampling, differs=_NOISE, unchecked=(0,)),
-        from_flashinfer(
-            _filtered, _no_filtered, differs="it draws with other noise", unchecked=(0,), graph=False
-        ),
+        from_flashinfer(_filtered, _no_filtered, differs=_NOISE, unchecked=(0,), graph=False),
         Baseline("torch", "library", _torch_sampling, refuses=no_sampling, differs=_NOISE, unchecked=(0,)),
     ),
 }

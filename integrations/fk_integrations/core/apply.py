@@ -281,7 +281,7 @@ def _patched_by_others(module: Any) -> Reason | None:
 
 
 def _candidate_label(found: Candidate | None, cls: str = "") -> str:
-    """What of a candidate takes part at a class: 'function PATH', 'class PATH', 'function+class PATH' or ''."""
+    """The parts of a candidate that run at a class: 'function PATH', 'class PATH', 'function+class PATH' or ''."""
     if found is None:
         return ""
     kinds = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import sys
@@ -51,6 +52,16 @@ def fingerprint(source: str) -> str:
     """A hash of the source text without blank lines and trailing spaces. The same under every Python."""
     lines = [line.rstrip() for line in textwrap.dedent(source).splitlines() if line.strip()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def installed(*distributions: str) -> str | None:
+    """The version of the first distribution that is installed, without a local part; None if there is none."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 @cache

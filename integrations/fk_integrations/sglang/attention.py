@@ -92,7 +92,7 @@ def _swap_backend(runner: Any, backend: Any, version: str, journal: Journal, by_
     return reason
 
 
-# What is not supported
+# Unsupported layers, backends and steps
 
 
 def _unsupported_layer(runner: Any, layer: Any) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.metadata
 import json
 import os
 import sys
@@ -22,19 +21,13 @@ from typing import Any
 from fastkernels.core import registry
 from fastkernels.core.env import Environment
 from fastkernels.patch import PatchError, Request
+from fk_integrations.core import versions
 from fk_integrations.core.construction import BeforeConstruction
 
 RPC = "fastkernels_rpc"
 SCHEDULER = "sglang.srt.managers.scheduler"
 IDLE_WAIT_S = 10.0  # an answered request leaves the scheduler a step or two later
 REPLY_WAIT_S = 120.0  # of the other pipeline stages, after the first stage has answered
-
-
-def installed_version() -> str | None:
-    try:
-        return importlib.metadata.version("sglang").partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # In every SGLang process
@@ -90,10 +83,10 @@ class SglangHost:
     name = "sglang"
 
     def __init__(self) -> None:
-        self._before = BeforeConstruction("sglang", "SGLang", "SGLANG_PLUGINS", installed_version)
+        self._before = BeforeConstruction("sglang", "SGLang", "SGLANG_PLUGINS", self.version)
 
     def version(self) -> str | None:
-        return installed_version()
+        return versions.installed("sglang")
 
     def matches(self, target: Any) -> bool:
         return any(

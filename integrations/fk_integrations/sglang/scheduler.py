@@ -18,13 +18,12 @@ from typing import Any
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core import call_recording, proof, reports
+from fk_integrations.core import call_recording, proof, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.journal import Journal
 from fk_integrations.sglang import attention, experts, own_kernels
 from fk_integrations.sglang.attention import backends
-from fk_integrations.sglang.host import installed_version
 
 log = logging.getLogger("fastkernels")
 _patched: list[Patched] = []  # at most one: a scheduler process has one target model
@@ -45,7 +44,7 @@ class SglangAdapter(Adapter):
     faster_on_cpu = True
 
     def __init__(self, model_runner: Any = None):
-        self.version = installed_version() or ""
+        self.version = versions.installed("sglang") or ""
         self.model_runner = model_runner
         self.whole = model_runner is None or model_runner.server_args.pp_size == 1
 
@@ -143,7 +142,7 @@ def _reply() -> dict[str, Any]:
     rows = _patched[0].report() if _patched else []
     return {
         "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "host": "sglang",
-        "version": installed_version(), "rows": rows, "error": None,
+        "version": versions.installed("sglang"), "rows": rows, "error": None,
     }  # fmt: skip
 
 

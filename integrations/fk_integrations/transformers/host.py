@@ -8,7 +8,6 @@ class that all models share, recognized by its path and the fingerprint of its s
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import inspect
 import os
 import sys
@@ -39,10 +38,7 @@ ATTRIBUTES = {
 
 
 def installed_version() -> str | None:
-    try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return versions.installed("transformers")
 
 
 def forward_fingerprint(cls: Any) -> str:

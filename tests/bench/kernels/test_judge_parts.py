@@ -244,7 +244,7 @@ def test_lost_cuda_context_is_fatal(lost: bool, monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("reworded")
 
     monkeypatch.setattr(runner, "_synchronize", synchronize)
-    side = object.__new__(runner.Runner)
+    side = object.__new__(runner.RunnerState)
     side.device = "cuda"
     answer = {
         "error": "crash",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fk_bench.kernels.judge.scan.ownership import Kind, locate
+from fk_bench.kernels.judge.scan.ownership import PlaceKind, locate
 from fk_bench.kernels.judge.scan.scan import REJECT, WARN, rejections, scan
 
 from fastkernels.core import registry
@@ -200,7 +200,9 @@ def test_own_op_is_found_by_module(tmp_path: Path, op: str, text: str, patterns:
 
 def test_own_helper_is_a_warning(tmp_path: Path) -> None:
     helper = next(
-        p for p in OVERRIDES if locate(f"{registry.OPS_PACKAGE}.{p.parent.name}.{p.stem}").kind is Kind.HELPER
+        p
+        for p in OVERRIDES
+        if locate(f"{registry.OPS_PACKAGE}.{p.parent.name}.{p.stem}").kind is PlaceKind.HELPER
     )
     path = tmp_path / "mine.py"
     path.write_text(f"from fastkernels.overrides.{helper.parent.name} import {helper.stem}\n")

@@ -16,7 +16,7 @@ def test_common_prefix() -> None:
 
 
 def test_agreement() -> None:
-    # What comes after the first difference does not count
+    # Tokens after the first difference do not count
     assert agreement([[1, 2, 3, 4]], [[1, 2, 9, 4]]) == 0.5
     assert agreement([[1, 2], [5]], [[1, 2], [6]]) == 0.5
     assert agreement([[1, 2]], [[1, 2, 3, 4]]) == 0.5  # one ended early: the longer one is the length

@@ -225,7 +225,7 @@ def test_signals_end_every_child_process(
     assert not alive, [p.cmdline() for p in alive]
     lanes = [r for r in read(tmp_path / "run/rows.jsonl")[0] if r.kind == "lane"]
     assert [(r.subject.lane, r.status) for r in lanes] == [("vllm", "skipped"), ("sglang", "skipped")]
-    assert all("ended" in r.reason and "ready_s" in r.metrics for r in lanes)
+    assert all("interrupted" in r.reason and "ready_s" in r.metrics for r in lanes)
 
 
 def test_attach(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_port_in_use(compare) -> None:
         (["--model", "/nowhere"], "model '/nowhere' has no config.json"),
         (["--server-args", 'vllm="'], "No closing quotation"),
         (["--frobnicate"], "No such option"),
-        (["--resume", "/nowhere"], "/nowhere is no run of serve-compare"),
+        (["--resume", "/nowhere"], "/nowhere is not a run of serve-compare"),
     ],
 )
 def test_usage_errors_are_one_line(

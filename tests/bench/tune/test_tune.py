@@ -227,7 +227,7 @@ def test_baselines_are_no_choices_on_gpu() -> None:
 def test_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The candidate side's part of `Judge.provider`."""
     from fk_bench.kernels.judge.processes.answers import Failure
-    from fk_bench.kernels.judge.processes.runner import Runner
+    from fk_bench.kernels.judge.processes.runner import RunnerState
 
     def times(x: Any, weight: Any, bias: Any = None, by: float = 1.0) -> Any:
         return by * (x @ weight.T)
@@ -238,7 +238,7 @@ def test_choice_runs_alone_with_its_parameters(monkeypatch: pytest.MonkeyPatch) 
     op = registry.get("linear").op
     sized = Provider("sized", times, ("cpu",), supports=square, params=({"by": 3.0},))
     monkeypatch.setattr(op, "providers", (*op.providers, sized))
-    runner = Runner.__new__(Runner)
+    runner = RunnerState.__new__(RunnerState)
     runner.changed = set()
     x, weight = torch.randn(4, 4), torch.randn(5, 4)
     try:

@@ -145,7 +145,7 @@ def test_candidate_failing_on_one_rank_changes_nothing(two, tmp_path):
 
 
 def test_second_tensor_parallel_engine_is_refused(two, tiny):
-    with pytest.raises(ValueError, match="shut the other engine down first"):
+    with pytest.raises(ValueError, match="shut down the other engine first"):
         make(tiny)
 
 

@@ -30,7 +30,7 @@ def url():
 
 @pytest.fixture(scope="module")
 def expected():
-    return [o.data for o in LLM(str(minilm_path()), device="cpu").embed(TEXTS)]
+    return [o.outputs.data for o in LLM(str(minilm_path()), device="cpu").embed(TEXTS)]
 
 
 def post(url, path="/v1/embeddings", **body):
@@ -138,10 +138,14 @@ def test_a_full_queue_is_429():
         assert server.metrics.refused == 1
 
 
-def test_fk_bench_serve_starts_an_embedder(expected):
-    process, url = start(minilm_path(), "--served-model-name", "e", num_blocks=None)
+def test_fk_bench_serve_starts_an_embedder(expected, tmp_path):
+    report = {"FASTKERNELS_REPORT": str(tmp_path)}
+    process, url = start(minilm_path(), "--served-model-name", "e", num_blocks=None, env=report)
     answer = post(url, model="e", input=TEXTS)
     np.testing.assert_allclose([d["embedding"] for d in answer.json()["data"]], expected, atol=1e-6)
     process.send_signal(signal.SIGTERM)
     status, errors = ended(process)
-    assert status == 0 and "Traceback" not in errors, json.dumps(errors)
+    assert status == 0 and "Traceback" not in errors, errors
+    (file,) = tmp_path.glob("fastkernels-0-*.json")
+    rows = {r["op"]: r for r in json.loads(file.read_text())["rows"]}
+    assert rows["layer_norm"]["calls"] > 0 and rows["layer_norm"]["modules"] == 13

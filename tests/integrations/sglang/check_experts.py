@@ -92,9 +92,10 @@ def test_experts_stay_the_hosts_unless_requested(monkeypatch):
     from fk_integrations.core import apply as apply_module
 
     monkeypatch.setattr(apply_module, "_by_table", lambda spec, model: spec.name == "fused_experts")
-    monkeypatch.setattr(apply_module.tuned, "untuned", lambda op, device: None)
-    with pytest.raises(PatchError, match=f"1 left to the host: {experts.NOT_MEASURED.replace(', ', '. ')}"):
-        patch(layer := Layer(), ops=None)
+    monkeypatch.setattr(apply_module.tuning, "untuned", lambda op, device: None)
+    rows = patch(layer := Layer(), ops=None).rows
+    row = next(r for r in rows if r.op == "fused_experts")
+    assert (row.state, row.reason) == ("off", f"1 left to the host: {experts.NOT_MEASURED}")
     assert type(layer.runner) is MoeRunner
 
 
@@ -107,7 +108,7 @@ def test_unsupported_call_stays_the_hosts(monkeypatch):
     assert layer(*args) == "the host's"
     (row,) = patched.report()
     assert row["calls"] == 0 and sum(row["fallbacks"].values()) == 2
-    assert "quantized already" in str(row["fallbacks"]) and "quant_info.b13=" in str(row["fallbacks"])
+    assert "quantized already" in str(row["fallbacks"]) and "quant_info.b13" in str(row["fallbacks"])
 
 
 @pytest.mark.parametrize("block", [None, [128, 128]], ids=str)

@@ -65,7 +65,7 @@ def reason(report, op):
 
 
 def both_ways(build, say, model=BASE, ops=NAMED, **options):
-    """What `say(engine)` gives without the patch, with it put in live, after undo, and with it before construction.
+    """The results of `say(engine)` without the patch, with it put in live, after undo, and with it before construction.
 
     Returns the reports of the two patches, read at the end of each.
     """

@@ -19,10 +19,10 @@ from support.kernels.linear_fp8 import FP8, args, randn
 
 from fastkernels.core import cuda_rtc
 from fastkernels.core import tuning as tuned
+from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import linear_fp8_flashinfer as flashinfer
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import linear_fp8_scales as scales
-from fastkernels.overrides.linear import skinny_linear_cuda as skinny
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma16
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8, reference
@@ -225,7 +225,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
     # The rest of the answer, on a Hopper that is not there.
     monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
-    monkeypatch.setattr(skinny, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     x, w, xs, ws = args()
     for right in (args(), args(kind=scales.BLOCK), args(kind=scales.TENSOR), args(m=64), args(m=0)):
         assert wgmma.supports_wgmma_fp8(*right) is None
@@ -241,7 +241,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bias is torch.float32, the result torch.bfloat16", [x, w, xs, ws, torch.randn(48)]),
     ):
         assert said in str(wgmma.supports_wgmma_fp8(*case))
-    monkeypatch.setattr(skinny, "_capability", lambda device: (10, 0))
+    monkeypatch.setattr(hopper, "_capability", lambda device: (10, 0))
     assert "this GPU has 10.0" in str(wgmma.supports_wgmma_fp8(x, w, xs, ws))
 
 

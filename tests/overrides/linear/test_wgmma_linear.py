@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkernels.core import cuda_rtc
-from fastkernels.overrides.linear import skinny_linear_cuda as skinny
+from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
 from fastkernels.overrides.linear.linear import linear
 
@@ -109,7 +109,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
     # The rest of the answer, on a Hopper that is not there.
     monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
-    monkeypatch.setattr(skinny, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     x, w = args()
     assert wgmma.supports_wgmma(x, w) is None and wgmma.supports_wgmma(x.view(4, 8, 72), w) is None
     assert wgmma.supports_wgmma(*args(m=64)) is None and wgmma.supports_wgmma(*args(m=0)) is None
@@ -124,7 +124,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     for reason, case in refused.items():
         with pytest.raises(RuntimeError, match=reason):
             raise RuntimeError(wgmma.supports_wgmma(*case))
-    monkeypatch.setattr(skinny, "_capability", lambda device: (10, 0))
+    monkeypatch.setattr(hopper, "_capability", lambda device: (10, 0))
     assert "this GPU has 10.0" in str(wgmma.supports_wgmma(x, w))
 
 

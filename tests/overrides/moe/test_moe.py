@@ -248,7 +248,7 @@ def test_block_rejects_invalid_arguments() -> None:
     ("rows", "block"), [(0, 16), (8, 16), (16, 16), (17, 64), (32, 64), (128, 64), (129, 128)]
 )
 def test_block_size_exceeds_average_rows(rows: int, block: int) -> None:
-    """An expert with a second block reads its weights twice (docs/routing.md)."""
+    """An expert with a second block reads its weights twice (docs/reports/2026-11-routing.md)."""
     now = moe_tiles.tiles(rows, torch.bfloat16, True)
     assert now.block_m == block
     other = moe_tiles.tiles(routing_time.larger(now), torch.bfloat16, True)

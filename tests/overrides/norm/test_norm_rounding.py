@@ -32,12 +32,12 @@ def some(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tor
 def normed(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounded once, and twice, of the same float32 values."""
+    """The norm rounded once, and rounded twice, from the same float32 values."""
     h = x.float() if residual is None else x.float() + residual.float()
     y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
     once = (y * weight.float()).to(x.dtype)
     twice = (y.to(x.dtype).float() * weight.float()).to(x.dtype)
-    assert (once != twice).float().mean() > 0.1, "these values do not tell them apart"
+    assert (once != twice).float().mean() > 0.1, "the values do not distinguish the two"
     return once, twice
 
 
@@ -52,10 +52,10 @@ def with_weight(cls: Any, weight: torch.Tensor) -> Any:
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("compiled", [True, False])
 @torch.inference_mode()
-def test_vllms_norm_rounds_once_in_compiled_code_and_twice_in_eager_mode(
+def test_vllm_norm_rounds_once_compiled_twice_eager(
     shape: tuple[int, ...], dtype: torch.dtype, with_residual: bool, compiled: bool
 ) -> None:
-    """dtype: the weight's."""
+    """dtype: of the weight."""
     x, weight = some(*shape), some(HIDDEN, seed=1, dtype=dtype)
     residual = some(*shape, seed=2) if with_residual else None
     once, twice = normed(x, weight, residual)
@@ -75,9 +75,7 @@ def test_transformers_norm_rounds_twice() -> None:
     [({}, 2, 1), ({"cast_x_before_out_mul": False}, 1, 1), ({"cast_x_before_out_mul": True}, 2, 2)],
 )
 @torch.inference_mode()
-def test_a_layers_norm_rounds_as_its_host_unless_it_says_otherwise(
-    flag: dict[str, bool], eager: int, compiled: int
-) -> None:
+def test_layer_norm_rounding_follows_flag_or_host(flag: dict[str, bool], eager: int, compiled: int) -> None:
     weight = some(HIDDEN, seed=1)
     norm = SimpleNamespace(weight=weight, variance_epsilon=EPS, **flag)
     for how, rounds in (
@@ -90,7 +88,7 @@ def test_a_layers_norm_rounds_as_its_host_unless_it_says_otherwise(
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_what_is_quantized_was_rounded_once(with_residual: bool) -> None:
+def test_quantized_norm_rounds_once(with_residual: bool) -> None:
     x, weight = some(5, HIDDEN), some(HIDDEN, seed=1)
     residual = some(5, HIDDEN, seed=2) if with_residual else None
     once, twice = normed(x, weight, residual)
@@ -100,7 +98,7 @@ def test_what_is_quantized_was_rounded_once(with_residual: bool) -> None:
     assert not torch.equal(values.float(), other[0].float())
 
 
-def test_kernels_round_as_often() -> None:
+def test_kernels_round_like_the_reference() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -109,8 +107,8 @@ def test_kernels_round_as_often() -> None:
 @pytest.mark.parametrize("cast_first", [False, True])
 @pytest.mark.parametrize("name", ["VllmRMSNorm", "TransformersLlamaRMSNorm", "SGLangRMSNorm"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_class_is_judged_on_calls_of_either_rounding(name: str, cast_first: bool, dtype: str) -> None:
-    """Of calls recorded from transformers, or from vLLM when ours rounded twice there."""
+def test_class_passes_on_calls_of_either_rounding(name: str, cast_first: bool, dtype: str) -> None:
+    """Captured calls have either value of cast_first."""
     spec = registry.get("rms_norm")
     case = Case("recorded", {"tokens": 63, "hidden": 576, "cast_first": cast_first}, dtype)
     args = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
@@ -120,10 +118,10 @@ def test_a_class_is_judged_on_calls_of_either_rounding(name: str, cast_first: bo
     assert not compare(spec, case, [out], expect(spec, case, args, "functional")).problem
 
 
-# Many long rows are read twice: the same bits, and a residual that is written after it was read again.
+# Many long rows are loaded twice. The result is bit-identical, and the residual is written after its second load.
 TWICE = """
 import torch
-from fastkernels.overrides.norm import gemma_rms_norm, rms_norm, rms_norm_heads as _rms_norm_heads
+from fastkernels.overrides.norm import gemma_rms_norm, rms_norm, rms_norm_heads
 
 launches = []
 for module in (rms_norm, gemma_rms_norm):
@@ -132,7 +130,7 @@ for module in (rms_norm, gemma_rms_norm):
         launch(*args, **rest)
     module.launch_kernel = noted
 found = {}
-for _rms_norm_heads.MOST, how in ((3, (False, 8)), (2, (True, 16))):
+for rms_norm_heads.MOST, how in ((3, (False, 8)), (2, (True, 16))):
     for op in (rms_norm._triton, gemma_rms_norm._triton):
         for with_residual in (False, True):
             rng = torch.Generator().manual_seed(0)
@@ -147,7 +145,7 @@ assert len(found) == 4
 """
 
 
-def test_rows_that_are_read_twice_have_the_same_bits() -> None:
+def test_rows_loaded_twice_give_the_same_bits() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", TWICE], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

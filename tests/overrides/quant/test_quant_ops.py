@@ -1,11 +1,7 @@
-"""The float8 ops and merge_state beyond their cases: fused is unfused, layouts, the hosts' functions, errors."""
+"""Float8 ops beyond their cases: fused against unfused, layouts, the hosts' functions, errors."""
 
 from __future__ import annotations
 
-import math
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +11,6 @@ from support.kernels.op_cases import make_args, mismatch, oracle
 
 from fastkernels.core import registry
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.attention import merge_state
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.quant import quantize_fp8, rms_norm_quant_fp8, sglang, silu_mul_quant_fp8, vllm
 
@@ -27,7 +22,7 @@ def randn(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def same(found: Any, wanted: Any) -> None:
-    """To the bit."""
+    """Compare bit by bit."""
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a.float(), b.float())
 
@@ -36,7 +31,7 @@ def same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     "how", [("static", -1), ("", -1), ("", 64), ("upper bound", -1), ("column-major", 32)], ids=str
 )
-def test_fused_is_unfused(how: tuple[str, int], dtype: torch.dtype) -> None:
+def test_fused_equals_unfused(how: tuple[str, int], dtype: torch.dtype) -> None:
     kind, group = how
     scale = torch.tensor([0.02]) if kind == "static" else None
     scale_ub = torch.tensor([1.5]) if kind == "upper bound" else None
@@ -53,7 +48,7 @@ def test_fused_is_unfused(how: tuple[str, int], dtype: torch.dtype) -> None:
     assert torch.equal(ours, residual)
 
 
-def test_values_times_scales_are_the_input() -> None:
+def test_values_times_scales_approximate_the_input() -> None:
     x = randn(7, 3, 256) * torch.logspace(-3, 3, 7)[:, None, None]
     for group in (0, -1, 64):
         q, scales = quantize_fp8.quantize_fp8(x, None, group)
@@ -67,7 +62,7 @@ def test_values_times_scales_are_the_input() -> None:
         assert torch.allclose(largest.max(), x.abs().max()), "the largest value is kept"
 
 
-def test_powers_of_two() -> None:
+def test_ue8m0_scales_are_powers_of_two() -> None:
     x = torch.cat(
         (randn(5, 128) * 100, torch.full((1, 128), 448.0), torch.full((1, 128), 449.0), torch.zeros(1, 128))
     )
@@ -78,8 +73,8 @@ def test_powers_of_two() -> None:
     assert ((most[:-1] >= 224) & (most[:-1] <= 448)).all() and most[-1] == 0
 
 
-def test_zeros_and_the_least_scale() -> None:
-    """vLLM's floor for tokens, both hosts' for groups, and SGLang's tokens of zeros, whose scale is 0."""
+def test_zeros_have_the_minimum_scale() -> None:
+    """vLLM has a minimum for tokens, both hosts for groups; SGLang gives tokens of zeros the scale 0."""
     x = torch.zeros(2, 128).bfloat16()
     x[1, 0] = 1e-4
     for found, least in (
@@ -94,7 +89,7 @@ def test_zeros_and_the_least_scale() -> None:
     assert quantize_fp8.quantize_fp8(x[:0])[1].tolist() == [pytest.approx(1 / (448 * 512))]
 
 
-def test_scales_lie_where_the_hosts_want_them() -> None:
+def test_scales_have_the_hosts_layout() -> None:
     x = randn(5, 512)
     plain = vllm.vllm_per_token_group_quant_fp8(x, 128)
     for function, aligned in (
@@ -109,7 +104,7 @@ def test_scales_lie_where_the_hosts_want_them() -> None:
     assert layer(x)[1].stride() == (1, 8)
 
 
-def test_padding_and_memory_that_is_given() -> None:
+def test_padding_and_given_outputs() -> None:
     x, scale = randn(5, 64), torch.tensor(0.02)
     q, scales = vllm.VllmQuantFP8(False, vllm.GroupShape(1, -1), 8)(x)
     assert q.shape == (8, 64) and scales.shape == (8, 1) and not q[5:].float().any()
@@ -122,10 +117,10 @@ def test_padding_and_memory_that_is_given() -> None:
     out = torch.ones(5, 32).to(FP8)
     sglang.sglang_silu_mul_static_tensorwise_quant_for_cutlass_moe(x, out, scale, torch.tensor([3]), 5, 32)
     assert torch.equal(out[:3].float(), silu_mul_quant_fp8.silu_mul_quant_fp8(x, scale)[0][:3].float())
-    assert (out[3:].float() == 1).all(), "rows behind num_tokens_tensor stay"
+    assert (out[3:].float() == 1).all(), "rows after num_tokens_tensor stay"
 
 
-def test_sglang_norm_leaves_the_residual() -> None:
+def test_sglang_norm_keeps_the_residual() -> None:
     x, weight, residual = randn(3, 64), randn(64, seed=1), randn(3, 64, seed=2)
     before = residual.clone()
     (q, scales), new = sglang.sglang_fused_rmsnorm_fp8_per_token_quant(x, weight, 1e-5, residual)
@@ -140,7 +135,7 @@ X = torch.ones(4, 64)
 
 
 @pytest.mark.parametrize(
-    ("ask", "says"),
+    ("call", "message"),
     [
         (lambda: quantize_fp8.quantize_fp8(X, None, 48), "64 columns are not a multiple of group_size 48"),
         (lambda: quantize_fp8.quantize_fp8(X, None, -2), "group_size -2 is neither"),
@@ -155,7 +150,7 @@ X = torch.ones(4, 64)
         ),
         (
             lambda: vllm.VllmQuantFP8(True, vllm.GroupShape(-1, -1))(X),
-            "a scale is for static",
+            "static quantization needs a scale",
         ),
         (
             lambda: sglang.sglang_per_token_group_quant_fp8(X, 64, masked_m=X),
@@ -175,17 +170,19 @@ X = torch.ones(4, 64)
             lambda: vllm.vllm_silu_mul_per_token_group_quant_fp8_colmajor(X, clamp_limit=7.0),
             "clamp_limit=7.0 is not supported",
         ),
-        (lambda: rms_norm_quant_fp8.rms_norm_quant_fp8(X, torch.ones(3), 1e-5), r"weight \(3,\) is not of"),
-        (lambda: merge_state.merge_state(X, X, X, X, X), r"must be \[T, Q, D\], got shape \(4, 64\)"),
+        (
+            lambda: rms_norm_quant_fp8.rms_norm_quant_fp8(X, torch.ones(3), 1e-5),
+            r"weight \(3,\) does not match",
+        ),
     ],
 )
-def test_what_cannot_be_is_said(ask: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        ask()
+def test_unsupported_arguments_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
-def test_truncation_is_no_rounding() -> None:
-    """The tolerance of float8 outputs is half a step: a kernel that cuts bits off does not pass."""
+def test_truncation_exceeds_the_tolerance() -> None:
+    """The tolerance of float8 outputs is half a step, so a kernel that truncates fails."""
     spec = registry.get("quantize_fp8")
     case = next(c for c in spec.cases if c.name == "token_1000")
     args = make_args(spec, case)
@@ -198,74 +195,7 @@ def test_truncation_is_no_rounding() -> None:
     assert "values wrong" in (mismatch(spec, case, [q, scales * (1 + 1e-5)], want) or "")
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, Q, D] and [S, Q, D]: the output and the log of the sum of exponentials [T, Q]."""
-    scores = torch.einsum("tqd,sqd->tqs", q, k)
-    return torch.einsum("tqs,sqd->tqd", scores.softmax(-1), v), scores.logsumexp(-1)
-
-
-def test_merged_halves_are_the_whole() -> None:
-    q, k, v = randn(9, 3, 16), randn(21, 3, 16, seed=1), randn(21, 3, 16, seed=2)
-    first, second, (whole, lse) = attend(q, k[:8], v[:8]), attend(q, k[8:], v[8:]), attend(q, k, v)
-    out, out_lse = merge_state.sglang_merge_state(*first, *second)
-    torch.testing.assert_close(out, whole)
-    torch.testing.assert_close(out_lse, lse)
-    vllm, vllm_lse = torch.empty_like(whole), torch.empty(3, 9)
-    merge_state.vllm_merge_attn_states(
-        vllm, first[0], first[1].t().contiguous(), second[0], second[1].t().contiguous(), vllm_lse, 5
-    )
-    torch.testing.assert_close(vllm[:5], whole[:5])
-    torch.testing.assert_close(vllm_lse[:, :5], lse.t()[:, :5])
-    assert torch.equal(vllm[5:], second[0][5:]) and torch.equal(vllm_lse[:, 5:], second[1].t()[:, 5:])
-    small, scale = torch.zeros(9, 3, 16).to(FP8), torch.tensor([0.01])
-    merge_state.merge_state(*first, *second, small, None, None, scale)
-    assert torch.equal(small.float(), quantize_fp8.quantize_fp8(out, scale)[0].float())
-
-
-def test_a_side_without_keys_does_not_count() -> None:
-    p, s = torch.full((4, 1, 8), math.nan), randn(4, 1, 8)
-    p_lse = torch.tensor([[-math.inf], [math.inf], [-math.inf], [0.5]])
-    s_lse = torch.tensor([[1.0], [2.0], [-math.inf], [-math.inf]])
-    p[3], s[2:] = 1.0, math.nan
-    out, lse = merge_state.sglang_merge_state(p, p_lse, s, s_lse)
-    assert torch.equal(out[:2], s[:2]) and (out[2] == 0).all() and (out[3] == 1).all()
-    assert lse.flatten().tolist() == [1, 2, -math.inf, 0.5]
-
-
-# Many pairs of token and head are done in tiles, with last tokens that do not fill one: none is left out, and what a
-# side without keys holds, which is read, does not count.
-TILES = """
-import math
-import torch
-from fastkernels.core import registry
-from fastkernels.overrides.attention import merge_state
-from fastkernels.core.spec import Case
-
-seen = []
-launch = merge_state.launch_kernel
-merge_state.launch_kernel = lambda *a, **rest: (seen.append((a[1], rest["ROWS"], rest["HEADS"])), launch(*a, **rest))
-for heads_first, grid, heads_of in ((True, 8 * 36, 2), (False, 31 * 9, 8)):
-    dims = {"tokens": 61, "heads": 72, "head_size": 16, "heads_first": heads_first, "empty": True, "context": 50}
-    args = merge_state.SPEC.inputs(Case("", dims, "float32"), "cpu", torch.Generator().manual_seed(0))
-    for side in (0, 2):
-        args[side][args[side + 1].abs() == math.inf] = math.nan
-    args[4].fill_(math.nan), args[5].fill_(math.nan)
-    out, lse = merge_state.reference(*args)
-    merge_state._triton(*args)
-    assert seen.pop() == ((grid,), 16, heads_of)
-    torch.testing.assert_close(args[4], out, equal_nan=True)
-    torch.testing.assert_close(args[5], lse)
-    assert not args[4][:50].isnan().any()
-"""
-
-
-def test_tiles_have_every_token_and_head_once() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", TILES], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_float8_output_has_its_own_tolerance() -> None:
+def test_float8_outputs_have_their_own_tolerance() -> None:
     spec = registry.get("quantize_fp8")
     case = SimpleNamespace(dtype="bfloat16")
     assert spec.tolerance_for(case, FP8) == spec.tolerance["float8_e4m3fn"]

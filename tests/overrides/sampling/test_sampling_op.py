@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from fastkernels.overrides.kit import philox as _philox
+from fastkernels.overrides.kit import philox
 from fastkernels.overrides.sampling import sampling
 
 INF, NAN = math.inf, math.nan
@@ -37,26 +37,26 @@ INF, NAN = math.inf, math.nan
 def test_philox_equals_published_answers(counter, key, words):
     """Known answers of the Random123 distribution."""
     found = [torch.tensor([c]) for c in counter]
-    _philox.philox(found, *(torch.tensor([k]) for k in key))
+    philox.philox(found, *(torch.tensor([k]) for k in key))
     assert tuple(int(w) for w in found) == words
 
 
 def test_noise_is_exponential_and_independent_per_row():
     seeds, offsets = torch.tensor([3, 3, -5]), torch.tensor([0, 1, 1 << 40])
-    noise = _philox.exponential(seeds, offsets, 40001)
+    noise = philox.exponential(seeds, offsets, 40001)
     assert noise.shape == (3, 40001) and noise.min() > 0
     for row in noise.double():
         cells = torch.histc(1 - torch.exp(-row), 20, 0, 1)
         assert ((cells - 2000.05) ** 2 / 2000.05).sum() < 50  # 19 degrees of freedom: p is 0.0001
     assert abs(float(torch.corrcoef(noise)[0, 1])) < 0.02
     for i, width in enumerate((1, 7, 1000)):
-        alone = _philox.exponential(seeds[i : i + 1], offsets[i : i + 1], width)
+        alone = philox.exponential(seeds[i : i + 1], offsets[i : i + 1], width)
         assert torch.equal(alone[0], noise[i, :width])
 
 
 def test_smallest_draws_are_fine_grained():
     """The winner in a large vocabulary has a draw of about 1 / V, where u must have a high resolution."""
-    noise = _philox.exponential(torch.arange(40), torch.zeros(40, dtype=torch.int64), 100000)
+    noise = philox.exponential(torch.arange(40), torch.zeros(40, dtype=torch.int64), 100000)
     small = torch.sort(noise.view(-1)).values[:400]
     assert len(small.unique()) >= 399
     assert 0.8 < float(small[-1]) * 4e6 / 400 < 1.2

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, strides
 from fastkernels.overrides.linear.wgmma_linear_cuda import Plan
@@ -107,7 +108,7 @@ def program(p: Plan, blocks: bool) -> str:
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = shared_memory;",
         'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
     }
-    source = ported(wgmma.text(wgmma.wgmma.SOURCE), BODIES, written, wgmma.options(p, True, blocks))
+    source = ported(text(wgmma.wgmma.SOURCE), BODIES, written, wgmma.options(p, True, blocks))
     return '#include "on_cpu.hpp"\n' + source + MAIN
 
 

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from fastkernels.core import registry
 from fastkernels.overrides.embedding.logits_processor import finish_triton
-from fastkernels.overrides.kit import overlap as _overlap
+from fastkernels.overrides.kit import overlap
 from fastkernels.overrides.moe.moe_align import padded_size
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -43,9 +43,9 @@ def compiled() -> Iterator[set[str]]:
     chip.device = 1000  # a device without compiled kernels
     with (
         patch.object(driver, "_active", chip),
-        patch.object(_overlap, "_quick", True),
-        patch.object(_overlap, "_compiled", {}),
-        patch.object(_overlap, "overlaps", lambda device: True),
+        patch.object(overlap, "_quick", True),
+        patch.object(overlap, "_compiled", {}),
+        patch.object(overlap, "overlaps", lambda device: True),
         patch.object(JITFunction, "_do_compile", note),
     ):
         yield found

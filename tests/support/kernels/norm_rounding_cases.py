@@ -1,7 +1,7 @@
-"""As a script under TRITON_INTERPRET=1: the norms' kernels against products in float32 that are rounded once, or twice.
+"""A script for TRITON_INTERPRET=1: compare the norms' kernels with float32 products that are rounded once or twice.
 
-In float16: the interpreter truncates bfloat16. The kernels add squares in another order than torch does, so that a few
-values in a thousand may be the next number; of another number of roundings it is one in five.
+Uses float16, because the interpreter truncates bfloat16. The kernels add squares in a different order than torch, so a
+few values in a thousand differ in the last bit; with the wrong number of roundings, one in five differs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def apart(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, first: boo
 
 
 def main() -> None:
-    for hidden in (64, 576):  # several rows a program, and one
+    for hidden in (64, 576):  # several rows per program, and one
         x, weight = some(16, hidden, seed=0), some(hidden, seed=1)
         for first in (False, True):
             found = rms_norm._triton(x, weight, EPS, None, None, first)
             apart(found, x, weight, first, f"rms_norm of {hidden}")
-    # float8 has fewer bits than float16: few values show it.
+    # float8 has fewer bits than float16, so that fewer values differ.
     q = rms_norm_quant_fp8._triton(x, weight, EPS)[0]
     shares = []
     for first in (False, True):
@@ -49,7 +49,7 @@ def main() -> None:
     heads, size = 4, 64
     query, key, weight = some(16, heads, size, seed=2), some(16, 2, size, seed=3), some(size, seed=4)
     turned, cache = query.clone(), torch.zeros(2, 16, 2, size, dtype=torch.float16)
-    table = torch.cat([torch.ones(8, size // 2), torch.zeros(8, size // 2)], dim=-1).half()  # turns nothing
+    table = torch.cat([torch.ones(8, size // 2), torch.zeros(8, size // 2)], dim=-1).half()  # rotates by zero
     rope_store_kvcache._triton(
         torch.zeros(16, dtype=torch.int64), turned, key, key, cache, cache.clone(), torch.arange(16), table, True,
         weight, weight, EPS,

@@ -1,4 +1,4 @@
-"""Run ops on their cases against the float64 reference. As a script: every op's Triton kernels, interpreted."""
+"""Run ops on their cases and compare with the float64 reference. As a script: interpret every op's Triton kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _double(value: Any) -> Any:
 
 
 def mismatch(spec: OpSpec, case: Case, got: list[torch.Tensor], want: list[torch.Tensor]) -> str | None:
-    """None if every output is within the op's tolerance (OpSpec.tolerance_for), else what is not."""
+    """None if every output is within the op's tolerance (OpSpec.tolerance_for), else the first difference."""
     if len(got) != len(want):
         return f"{len(got)} outputs, the reference has {len(want)}"
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -70,18 +70,20 @@ def mismatch(spec: OpSpec, case: Case, got: list[torch.Tensor], want: list[torch
 
 
 def poison() -> None:
-    """torch.empty gives NaN from here on, so that an output that is not written shows."""
+    """Make torch.empty return NaN from here on, which reveals unwritten outputs."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def interpreted(name: str, case: Case) -> str | None:
-    """The op's Triton provider on the CPU under TRITON_INTERPRET=1: None if right, else what is wrong."""
+    """Check the op's Triton provider on the CPU under TRITON_INTERPRET=1: None if correct, else the difference."""
     spec = registry.get(name)
     provider = next((p for p in spec.op.providers if p.name == "triton"), None)
     if provider is None:
         return None
-    if case.dtype == "bfloat16":  # the interpreter truncates bfloat16 and multiplies its matrices as integers
+    if (
+        case.dtype == "bfloat16"
+    ):  # the interpreter truncates bfloat16, and multiplies its matrices as integers
         case = dataclasses.replace(case, dtype="float16")
     args = make_args(spec, case)
     reason = provider.supports(*args) if provider.supports is not None else None

@@ -48,15 +48,18 @@ def small(case: Case) -> Case:
     return dataclasses.replace(case, dims={**case.dims, **widths})
 
 
-def call_of(spec: OpSpec, case: Case) -> dict[str, Any]:
-    """The call of this case. Where values decide about a large one, its arguments or dims are those of `small`."""
+def call_of(spec: OpSpec, case: Case, shrunk: bool = False) -> dict[str, Any]:
+    """The call of this case. Where values decide about a large one, its arguments or dims are those of `small`.
+
+    shrunk: the arguments of a large one are those of `small` in any case
+    """
     if spec.bytes_moved(case) <= LARGE:
         args = make(spec, case)
         dims = dims_of(spec, args)
     else:
         try:
             with FakeTensorMode():
-                args = make(spec, case)
+                args = make(spec, small(case) if shrunk else case)
         except UNKNOWN:
             args = make(spec, small(case))
         try:

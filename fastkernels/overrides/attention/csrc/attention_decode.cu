@@ -1,34 +1,34 @@
-// Attention of one query a sequence over a paged KV cache on Hopper, in one launch: 16-bit, float32 sums, one rounding.
+// Attention of one query per sequence over a paged KV cache on Hopper, in one launch: 16-bit, float32 sums, one rounding.
 //
-// Keys of a sequence are cut into units of KEYS. For each key head, the units of all sequences stand in one row, which is
-// shared out evenly among the head's workers (blocks): one has the end of a sequence, some whole ones, the beginning of
-// another. Each finds its share from the lengths by itself. A worker's units go round its warps, and each warp reads its
-// own, STAGES - 1 ahead, into a ring of its own: past the ends of sequences, and with no barrier among the warps. These
-// meet where a sequence ends, and add what they have. A sequence that is cut leaves parts in memory, in float32. The last
-// of its workers to arrive, by a ticket, adds them in their order: equal calls have equal bits. With CLUSTER a worker is so
-// many blocks, whose warps share its units: their sums meet in shared memory, which is nearer than L2, each block's share.
-// With WHOLE, where no sequence has more keys and each has a worker of its own, none is cut: no tickets, no parts.
+// The keys of a sequence are divided into units of KEYS. For each key head, the head's workers (blocks) divide the
+// concatenated units of all sequences evenly: one has the end of a sequence, some whole ones, and the beginning of
+// another. Each worker computes its share from the lengths. Its warps take units in turn, and each warp reads its own,
+// STAGES - 1 ahead, into its own ring: across the ends of sequences, and without barriers between warps. Warps
+// synchronize at the end of a sequence to add their sums. A divided sequence leaves float32 parts in memory. The last of
+// its workers to arrive, determined by a ticket, adds them in order: equal calls have equal bits. With CLUSTER a worker
+// is so many blocks, whose warps share its units; their sums are exchanged in distributed shared memory, which is closer
+// than L2. With WHOLE, if no sequence has more keys and each has its own worker, none is divided: no tickets, no parts.
 //
 // Products are transposed: keys (then the channels of values) are the tensor cores' m16, the query heads of the key head
 // their n8. A warp keeps a maximum and a sum of weights for each head.
 //
-// A kernel that starts early looks at lengths and table as they are before griddepcontrol.wait, and asks for what they
-// name to be brought to L2, where nothing can be out of date. What it computes with is read after the wait. Lengths that
-// have changed meanwhile are shared out anew.
+// A kernel that starts early reads lengths and table before griddepcontrol.wait, when they may be stale, and prefetches
+// the keys and values that they name to L2, which is coherent. Everything that it computes with is read after the wait.
+// If the lengths have changed, the shares are computed again.
 //
-// Compiled for one set of: HEADS (query heads of a key head, 1 to 16), D (64 or 128), PAGE (keys of a block), WARPS, KEYS
-// (16 or 32), STAGES, RESIDENT (blocks of a multiprocessor), AHEAD (units of a warp for L2), CLUSTER (1, 2, 4, 8), WHOLE
-// (keys, 0: cut any), SEQS (room for as many sequences), BF16. Rows of q, keys and values begin at multiples of 16 bytes;
-// strides are in 16 bytes, but the table's.
+// Compile-time constants: HEADS (query heads per key head, 1 to 16), D (64 or 128), PAGE (keys of a block), WARPS, KEYS
+// (16 or 32), STAGES, RESIDENT (blocks per SM), AHEAD (units that a warp prefetches), CLUSTER (1, 2, 4, 8), WHOLE (keys;
+// 0: divide any), SEQS (sequences, at most), BF16. Rows of q, keys and values start at multiples of 16 bytes; strides
+// count 16 bytes, except the table's.
 
 constexpr int THREADS = 32 * WARPS, TILES = KEYS / 16, COLUMNS = (HEADS + 7) / 8, STEPS = D / 32;
-constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS;  // bytes of a key, times 16; keys that 32 lanes copy
+constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS;  // bytes of a key; pieces of 16 bytes; keys that 32 lanes copy
 constexpr int HALF = KEYS * ROW, STAGE = 2 * HALF, RING = WARPS * STAGES * STAGE;
-constexpr int WAYS = CLUSTER * WARPS;                          // that a worker's units go
-constexpr int ITEMS = HEADS * D / 4, MINE = ITEMS / CLUSTER;   // of 4 sums; of those that one block of a cluster adds
-constexpr int PITCH = D + 4, SUMS = WARPS * HEADS * PITCH * 4;  // of a head's sums: lanes write to different banks; bytes
-constexpr int GATHERED = CLUSTER > 1 ? ITEMS * 16 + CLUSTER * HEADS * 8 : 0;  // bytes of MINE from all blocks
-constexpr int EACH = (SEQS + THREADS - 1) / THREADS, ADDED = 8;  // sequences of a thread; parts on their way at once
+constexpr int WAYS = CLUSTER * WARPS;                          // warps of a worker
+constexpr int ITEMS = HEADS * D / 4, MINE = ITEMS / CLUSTER;   // groups of 4 sums; those that one block of a cluster adds
+constexpr int PITCH = D + 4, SUMS = WARPS * HEADS * PITCH * 4;  // of a head's sums, so that lanes write to different banks; bytes
+constexpr int GATHERED = CLUSTER > 1 ? ITEMS * 16 + CLUSTER * HEADS * 8 : 0;  // bytes of MINE items from all blocks
+constexpr int EACH = (SEQS + THREADS - 1) / THREADS, ADDED = 8;  // sequences per thread; parts that are read at once
 static_assert(D % 64 == 0 && KEYS % 16 == 0 && KEYS <= 32 && HEADS <= 16 && STAGES >= 2, "what lanes and tiles hold");
 
 extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attention_decode(
@@ -49,8 +49,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
     const unsigned char* mine = memory + warp * STAGES * STAGE;  // the warp's ring
     const u32 ring = shared_address(mine);
     float* sums = (float*)(memory + RING);
-    unsigned char* gathered = memory + RING + SUMS;  // from the cluster: of one sequence, and of the one before
-    if (CLUSTER > 1) cluster_arrives();              // before it is waited for, all are there
+    unsigned char* gathered = memory + RING + SUMS;  // from the cluster: for one sequence, and for the previous one
+    if (CLUSTER > 1) cluster_arrives();              // all blocks have started before the wait
 
     // -- the share
 
@@ -97,7 +97,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
         if (!cut && worker < workers) begin = first_of[1], last = ends[worker];
     };
 
-    // -- what a warp reads
+    // -- reads of a warp
 
     Place start;
     auto settle = [&](Place& p) {
@@ -105,7 +105,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             while (p.unit >= ends[p.seq]) p.begin = ends[p.seq++];
     };
     auto step = [&](Place& p) { p.unit += WAYS, settle(p); };
-    auto look_up = [&](const Place& p) {  // the block of a unit's key, one a lane
+    auto look_up = [&](const Place& p) {  // the block of a unit's key, one per lane
         const int key = (p.unit - p.begin) * KEYS + lane % KEYS;
         if (p.unit >= last || key >= lens[p.seq]) return 0;
         return load_now(table + (long long)p.seq * table_stride + key / PAGE);
@@ -128,19 +128,19 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             const u32 to = ring + slot * STAGE;
 #pragma unroll
             for (int i = 0; i < KEYS / AT_ONCE; i++) {
-                // In other places than their own, so that 8 lanes that read at once are in different banks.
+                // Swizzled, so that 8 lanes that read at once use different banks.
                 const int row = i * AT_ONCE + lane / CHUNKS;
                 const u32 k_from = __shfl_sync(~0u, k_at, row), v_from = __shfl_sync(~0u, v_at, row);
                 copy_or_zero(to + row * ROW + 16 * (chunk ^ row % 2 * 4), keys + k_from + chunk, row < left);
                 copy_or_zero(to + HALF + row * ROW + 16 * (chunk ^ row % 8), values + v_from + chunk, row < left);
             }
         }
-        commit_copies();  // also of nothing, as they are counted
+        commit_copies();  // also empty groups, since groups are counted
     };
-    auto bring = [&](const Place& p, u32 page) {  // a unit, 32 bytes a lane at once
+    auto bring = [&](const Place& p, u32 page) {  // prefetches a unit, 32 bytes per lane at once
         constexpr int SECTORS = ROW / 32;
         if (p.unit >= last) return;
-        page = min(page, (u32)blocks - 1);  // whatever is there: in the cache in any case
+        page = min(page, (u32)blocks - 1);  // a stale entry can be anything: stay inside the cache
         const u32 k_at = at_of(p, page, k_block, k_slot), v_at = at_of(p, page, v_block, v_slot);
 #pragma unroll
         for (int i = 0; i < KEYS * SECTORS / 32; i++) {
@@ -162,7 +162,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
         for (int i = 0; i < AHEAD; i++) bring(p, pages[i]), step(p);
         kernels_before_end();
         foresee = false;
-        look_up_first();  // asked for together with the lengths
+        look_up_first();  // read together with the lengths
         if (!__syncthreads_or(read_lengths())) break;
     }
     if (begin >= last) return;
@@ -178,8 +178,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
     int page = pages[0], slot = 0;
 
     // -- sequence after sequence
-    uint4 query[STEPS][COLUMNS], later[STEPS][COLUMNS];  // 8 neighbours of head `group`: the tensor cores believe that
-    auto load_query = [&](uint4 (&to)[STEPS][COLUMNS], int seq) {  // they are elsewhere, in queries and keys alike
+    uint4 query[STEPS][COLUMNS], later[STEPS][COLUMNS];  // 8 adjacent channels of head `group`, which the tensor
+    auto load_query = [&](uint4 (&to)[STEPS][COLUMNS], int seq) {  // cores treat as others, in queries and keys alike
 #pragma unroll
         for (int c = 0; c < STEPS; c++)
 #pragma unroll
@@ -210,13 +210,13 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
         }
         for (; unit < stop; unit += WAYS) {
             wait_for_copies<STAGES - 2>();
-            __syncwarp();  // all lanes have what they copied, and have read what is overwritten now
+            __syncwarp();  // all lanes' copies have arrived, and all have read what is overwritten now
             read(next, page, slot ? slot - 1 : STAGES - 1);
             step(next);
             page = look_up(next);
 
             const unsigned char* k_rows = mine + slot * STAGE + group * ROW;
-            float s[TILES][COLUMNS][4], other[TILES][COLUMNS][4];  // of keys `group` and 8 after it; sums of two chains
+            float s[TILES][COLUMNS][4], other[TILES][COLUMNS][4];  // of keys `group` and group + 8; two chains of sums
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -286,9 +286,9 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             slot = slot == STAGES - 1 ? 0 : slot + 1;
         }
 
-        // -- what the warps have of it
+        // -- add up the warps
 
-        meet();  // the sums before are read
+        meet();  // the previous sums have been read
 #pragma unroll
         for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
@@ -311,7 +311,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             *(uint2*)(out + at_out + 4 * item) =
                 make_uint2(narrow(all.v.x * by, all.v.y * by), narrow(all.v.z * by, all.v.w * by));
         };
-        // A worker has two rows for parts: of the sequence that it begins with, and of another that it ends with.
+        // A worker has two rows for parts: for its first sequence, and for another that is its last.
         const long long row = 2 * (ours + worker) + (at > begin);
         auto keep = [&](int item, const Sum& all) {
             if (whole) {
@@ -353,17 +353,17 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             }
         }
 
-        // -- what its workers have of it
+        // -- add up the workers
 
         if (!whole) {
             const int first = ((u32)(seq_begin + 1) * workers - 1) / every;
             const int count = ((u32)seq_end * workers - 1) / every - first + 1;
-            meet();  // one thread takes the ticket, for what all have stored
+            meet();  // one thread takes the ticket, after all threads have stored
             if (thread == 0) {
-                // No other sequence goes from that worker to the next.
+                // No other sequence continues from that worker to the next.
                 u32* ticket = tickets + (ours + first) * CLUSTER + rank;
                 notes.arrived = add_to(ticket, 1) == count - 1;
-                if (notes.arrived) *ticket = 0;  // as it was found, for the next launch
+                if (notes.arrived) *ticket = 0;  // for the next launch
             }
             meet();
             const int bump = seq_begin > (int)((u32)first * every / workers);

@@ -1,8 +1,8 @@
-// What attention_decode.cu asks of the chip, and how it adds weighted sums; it stands between hopper.cu and that file.
+// Instructions and weighted sums for attention_decode.cu; included between hopper.cu and that file.
 
 constexpr float NONE = -3e38f;  // the maximum of no keys
 
-// A sequence's; without keys one, which gives zeros.
+// Units of a sequence; one without keys has one unit, which gives zeros.
 __device__ __forceinline__ int units_of(int keys) { return max((keys + KEYS - 1) / KEYS, 1); }
 
 struct Place { int unit, seq, begin; };  // a unit, its sequence, the first unit of that one
@@ -16,7 +16,7 @@ __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"
 
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ int load_now(const int* at) {  // what may have changed since it was last read: not from L1
+__device__ __forceinline__ int load_now(const int* at) {  // bypasses L1, since it may have changed
     int v;
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
@@ -49,7 +49,7 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
-// Four 8 x 8 tiles whose rows lanes 0 to 7, 8 to 15, .. name: a lane gets two neighbours of a column of each.
+// Four 8 x 8 tiles whose rows lanes 0 to 7, 8 to 15, .. address: a lane gets two adjacent values of a column of each.
 __device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(row) : "memory");
@@ -67,7 +67,7 @@ __device__ __forceinline__ void cluster_arrives() {
 
 __device__ __forceinline__ void cluster_waits() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ u32 of_rank(u32 address, int rank) {  // the same place in another block's shared memory
+__device__ __forceinline__ u32 of_rank(u32 address, int rank) {  // the same address in another block's shared memory
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
@@ -82,14 +82,14 @@ __device__ __forceinline__ void send_pair(u32 to, float2 v) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(v.x), "f"(v.y) : "memory");
 }
 
-__device__ __forceinline__ float share_of(float top, float highest) {  // without any keys there is none
+__device__ __forceinline__ float share_of(float top, float highest) {  // 0 without any keys
     return power_of_2(top - (highest == NONE ? 0 : highest));
 }
 
-struct Sum {  // of values by their weights, of the weights, by 2 to the power of `top`
+struct Sum {  // of values times weights, and of weights, both divided by 2^top
     float4 v = {0, 0, 0, 0};
     float top = NONE, weights = 0;
-    __device__ __forceinline__ void add(float4 more, float2 of) {  // `top` is no less than that of these, of.x
+    __device__ __forceinline__ void add(float4 more, float2 of) {  // requires top >= of.x
         const float share = share_of(of.x, top);
         weights += share * of.y;
         v.x += share * more.x, v.y += share * more.y, v.z += share * more.z, v.w += share * more.w;

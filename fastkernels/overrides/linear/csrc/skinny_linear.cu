@@ -1,19 +1,20 @@
 // y = x W^T + b for M <= 16 tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding.
 //
-// Reading W is all the time. One warp of a block reads: bulk copies of KC neighbours of each of 16 rows, STAGES of such
-// units ahead, tile after tile of the block's share of N. The other warps multiply: each takes every CONSUMERS-th 32 of
-// K, with the weight's rows as the tensor cores' m16 and the tokens as their n8; at the end of a tile of 16 * GROUPS
-// rows the warps' sums are added up in order. x stays in registers where K is small (X_UNITS); else it comes from L2.
+// Reading W takes all the time. One warp of a block reads: bulk copies of KC columns of each of 16 rows, STAGES such
+// units ahead, tile after tile of the block's share of N. The other warps multiply: each takes every CONSUMERS-th 32
+// columns of K, with the weight's rows as the tensor cores' m16 and the tokens as their n8. At the end of a tile of
+// 16 * GROUPS rows the warps' sums are added in order. x stays in registers if K is small (X_UNITS); else it is read
+// from L2.
 //
-// The reader needs nothing of the kernel before: it fills the ring before griddepcontrol.wait. x is read, and all that
-// is written is written, only after it.
+// The reader depends on no previous kernel: it fills the ring before griddepcontrol.wait. x is read, and all results are
+// written, only after it.
 //
-// Compiled for one set of: GROUPS, TOKEN_TILES (8 tokens each), KC, STAGES, X_UNITS (K / KC rounded up, or 0), BF16,
-// HAS_BIAS. Needs K % 32 == 0 and rows of x and W that start at multiples of 16 bytes. No header is needed.
+// Compile-time constants: GROUPS, TOKEN_TILES (8 tokens each), KC, STAGES, X_UNITS (K / KC rounded up, or 0), BF16,
+// HAS_BIAS. Requires K % 32 == 0 and rows of x and W that start at multiples of 16 bytes. Includes no header.
 
 constexpr int CONSUMERS = 8, THREADS = 32 * (CONSUMERS + 1);
 constexpr int ROWS = 16 * GROUPS, TOKENS = 8 * TOKEN_TILES, OUTPUTS = 16 * TOKENS;  // outputs of 16 rows
-// 64 bytes more than a multiple of 128: two rows' 64 bytes, which 8 lanes read at once, are in different banks.
+// 64 bytes more than a multiple of 128: the 64 bytes of two rows that 8 lanes read at once are in different banks.
 constexpr int PITCH = 2 * KC + 64, STAGE = 16 * PITCH;
 constexpr int STEPS = KC / 32 / CONSUMERS;  // of one warp in one unit
 static_assert(KC % (32 * CONSUMERS) == 0, "each warp has as many steps of a unit as the others");
@@ -62,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
     __syncthreads();
 
     if (warp == CONSUMERS) {  // the reader
-        u64 once;             // what is read once is the first to leave L2
+        u64 once;             // the weight is read once: first to be evicted from L2
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
         int stage = 0;
-        u32 parity = 1;  // of a barrier that nobody has used: empty at once
+        u32 parity = 1;  // of an unused barrier: empty at once
         for (int tile = first; tile < last; tile++) {
             for (int k = 0; k < K; k += KC) {
                 const int bytes = 2 * min(KC, K - k);
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
                     if (lane == 0) expect(full + 8 * stage, 16 * bytes);
                     __syncwarp();
                     if (lane < 16) {
-                        // A row past the end is the last row once more; it is not stored.
+                        // A row past the end is the last row again; its result is not stored.
                         const u16* from = w + (long long)min(tile * ROWS + 16 * g + lane, N - 1) * w_stride + k;
                         copy(shared_address(ring) + stage * STAGE + lane * PITCH, from, bytes, full + 8 * stage, once);
                     }
@@ -86,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
     }
 
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    // Lane (group, quad) has 8 neighbours of K of token `group` and, below, of rows `group` and `group + 8`. The tensor
-    // cores believe that they are at other places of K: the same ones in both matrices.
+    // Lane (group, quad) has 8 adjacent columns of token `group` and, below, of rows `group` and `group + 8`. The tensor
+    // cores treat them as other columns of K, the same ones in both matrices.
     const int group = lane / 4, quad = lane % 4;
     auto load_tokens = [&](int unit, Tokens& to) {
 #pragma unroll
@@ -102,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
     int stage = 0;
     u32 parity = 0;
     float acc[GROUPS][TOKEN_TILES][4];
-    auto take = [&](int unit, const Tokens& tokens) {  // KC of K of all the tile's rows
+    auto take = [&](int unit, const Tokens& tokens) {  // KC columns of all rows of the tile
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             wait(full + 8 * stage, parity);
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
                     multiply(acc[g][t], low.z, high.z, low.w, high.w, v.z, v.w);
                 }
             }
-            __syncwarp();  // all lanes have read the stage before it is filled again
+            __syncwarp();  // all lanes have read the stage before it is refilled
             if (lane == 0) arrive(empty + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
             take(u, tokens[u]);
 #else
         for (int u = 0, units = (K + KC - 1) / KC; u < units; u++) {
-            Tokens later;  // asked for one unit ahead
+            Tokens later;  // loaded one unit ahead
             load_tokens(u + 1 < units ? u + 1 : 0, later);
             take(u, tokens);
             tokens = later;
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny_linear(
 #endif
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            consumers_meet();  // the sums before are read
+            consumers_meet();  // the previous sums have been read
 #pragma unroll
             for (int t = 0; t < TOKEN_TILES; t++)
 #pragma unroll

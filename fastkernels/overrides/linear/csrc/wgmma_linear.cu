@@ -1,44 +1,44 @@
 // y = x W^T + b for M <= 64 tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. Or x and W
-// in float8 e4m3 with scales, two numbers in each 16-bit word: all of K is counted in words, 64 of which are 128 bytes.
+// in float8 e4m3 with scales, two values in each 16-bit word: K counts words, and 64 words are 128 bytes.
 //
-// The work is cut into items: ROWS rows of W (a tile) and one of SPLITS parts of K. A block has an even share of them,
-// mostly one. One thread reads W and x into a ring of STAGES units of BLOCK_K (tensor maps, 128-byte swizzle); a
-// warpgroup multiplies from there, with tokens as wgmma's m64 and the tile's rows as its n: a tile may be any multiple
-// of 8, so that all blocks have the same to read, and x is read once a tile and not once for each 16 or 64 rows. A
-// token's sums depend on its own row alone, so rows past TOKENS are whatever is in shared memory there.
+// The work is divided into items: ROWS rows of W (a tile) and one of SPLITS parts of K. A block has an even share of
+// them, mostly one. One thread reads W into a ring of STAGES units of BLOCK_K (tensor maps, 128-byte swizzle), another
+// reads x. A warpgroup multiplies from there, with tokens as wgmma's m64 and the tile's rows as its n. A tile can have
+// any multiple of 8 rows, so that all blocks read equally much, and x is read once per tile instead of once per 16 or
+// 64 rows. A token's sums depend on its own row only: rows past TOKENS can hold anything in shared memory.
 //
-// W needs no griddepcontrol.wait: the ring is full of it when the kernel before ends. x is read, and all that is written
-// is written, only after it. Another thread reads x: it comes behind what is on its way of W, and no tile can be
-// multiplied before. So no more than AHEAD stages of W are on their way until the ring is full.
+// W is read before griddepcontrol.wait: the ring is full of it when the previous kernel ends. x is read, and all results
+// are written, only after the wait. Reads of x queue behind outstanding reads of W, and no tile can be multiplied before
+// x arrives. Therefore at most AHEAD stages of W are outstanding until the ring is full.
 //
-// With SPLITS, an item's sums go to memory, and a ticket of its tile counts the items that are there. Each block then
-// waits a little for the others and adds one part of the tile's columns, always in the same order. It does not wait
-// for ever, as the others may not have begun: a block that leaves says so in the ticket, and the last one to come
-// adds its part, too.
+// With SPLITS, an item's sums go to memory, and a ticket of its tile counts the items that have arrived. Each block then
+// waits briefly for the others and adds one part of the tile's columns, always in the same order. It cannot wait
+// indefinitely, as the others may not have started: a block that leaves marks its part in the ticket, and the last block
+// to arrive adds that part, too.
 //
-// Tensor cores add up float8 with 14 bits. So what 128 columns of it give (as many as share a scale of blocks) is added to
-// float32 sums, while the next 128 are multiplied. Scales of blocks come through the ring as well: a warp of their own
-// copies those of a stage. Scales of tokens and of rows are multiplied where a sum is stored.
+// Tensor cores accumulate float8 with 14 bits. Sums of 128 columns (which share a block scale) are therefore added to
+// float32 sums while the next 128 are multiplied. Block scales go through the ring as well: one warp copies those of a
+// stage. Scales per token and row are applied where a sum is stored.
 //
-// Compiled for one set of: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, AHEAD, SPLITS, BF16 (of what is stored),
-// SCALES (0: none, 16-bit; 1: of tokens and rows; 2: of blocks). In front of this file stands multiply(), whose operands
-// are a list as long as a tile (_wgmma_linear_cuda.py). Needs K % 8 == 0 and K >= 64. No header is needed.
+// Compile-time constants: ROWS, TOKENS (8, 16, 32, 64), BLOCK_K, STAGES, AHEAD, SPLITS, BF16 (the result), SCALES (0:
+// none, 16-bit; 1: per token and row; 2: per block). multiply(), whose operand list is as long as a tile, precedes this
+// file (wgmma_linear_cuda.py). Requires K % 8 == 0 and K >= 64. Includes no header.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 constexpr int CONSUMERS = 128, W_READER = 4, X_READER = 5, THREADS = CONSUMERS + (SCALES == 2 ? 96 : 64);  // warps
 constexpr int CHUNKS = BLOCK_K / 64;  // of 128 bytes of each row, the width of the swizzle
 constexpr int X_CHUNK = 128 * TOKENS, W_CHUNK = 128 * ROWS, X_STAGE = CHUNKS * X_CHUNK, W_STAGE = CHUNKS * W_CHUNK;
-constexpr int COLUMNS = ROWS / 8, SLOTS = 32 * ((TOKENS + 15) / 16);  // threads that have sums of tokens
-constexpr int BATCH = 16 / SPLITS;  // sums that a thread adds at once, of SPLITS parts each
-constexpr int TRIES = 8;  // of looking at a ticket, each about 0.5 us
+constexpr int COLUMNS = ROWS / 8, SLOTS = 32 * ((TOKENS + 15) / 16);  // threads that hold sums of tokens
+constexpr int BATCH = 16 / SPLITS;  // sums of SPLITS parts that a thread adds at once
+constexpr int TRIES = 8;  // polls of a ticket, each about 0.5 us
 static_assert(ROWS % 8 == 0 && ROWS <= 256 && BLOCK_K % 64 == 0 && SPLITS <= 8, "what wgmma and a ticket hold");
 static_assert(AHEAD >= 1 && AHEAD <= STAGES, "stages of W that are on their way at first");
 static_assert(STAGES * W_STAGE + X_CHUNK >= 8192, "wgmma reads 64 rows of x, into the weights behind");
 static_assert(!SCALES || (CHUNKS % 2 == 0 && ROWS <= 128), "two sets of sums in turn; two blocks of rows at most");
 
 #if SCALES
-// By token and by 128 columns, by row (SCALES == 1) or 128 rows and by 128 columns: numbers from one to the next.
+// Strides in elements: of x by token and by 128 columns, of W by row (SCALES == 1) or 128 rows, and by 128 columns.
 struct Scales {
     const float *x, *w;
     int x_token, x_block, w_row, w_block;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load(u32 to, const TensorMap& map, int column, i
 
 __device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// Of a matrix whose rows lie 128 bytes apart, swizzled: groups of 8 rows are 1024 bytes apart.
+// Of a swizzled matrix with rows of 128 bytes: groups of 8 rows are 1024 bytes apart.
 __device__ __forceinline__ u64 descriptor(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
@@ -80,8 +80,8 @@ __device__ __forceinline__ u32 look_at(const u32* ticket) {
     return now;
 }
 
-// Which parts of a tile's columns this block adds, bit by bit; one thread asks, when the item's sums are in memory.
-// A ticket: items that are there in bits 0 to 7, parts whose blocks did not wait in 8 to 15, blocks that left in 16 on.
+// Returns the parts of a tile's columns that this block adds, as bits; one thread calls it after the sums are in memory.
+// A ticket: arrived items in bits 0 to 7, parts whose blocks did not wait in 8 to 15, blocks that left from 16 on.
 __device__ __forceinline__ u32 parts_to_add(u32* ticket, int split, int tries) {
     const u32 old = add_to(ticket, 1);
     if ((old & 0xff) == SPLITS - 1) return (old >> 8 & 0xff) | 1u << split;
@@ -91,7 +91,7 @@ __device__ __forceinline__ u32 parts_to_add(u32* ticket, int split, int tries) {
 }
 
 #if SCALES
-// Copies a number when it is there, without waiting for it: see arrive_when_copied.
+// Copies a number asynchronously: see arrive_when_copied.
 __device__ __forceinline__ void copy_number(float* to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -100,10 +100,10 @@ __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Adds the sums of 128 columns, by[0] and by[2] times in the tile's rows before 8 * edge, by[1] and by[3] times behind.
+// Adds the sums of 128 columns, scaled by by[0] and by[2] in the tile's rows before 8 * edge, by by[1] and by[3] after.
 __device__ __forceinline__ void promote(float (&sums)[4 * COLUMNS], float (&part)[4 * COLUMNS], const float (&by)[4], int edge) {
 #pragma unroll
-    for (int i = 0; i < 4 * COLUMNS; i++) asm volatile("" : "+f"(part[i])::"memory");  // not to be read before
+    for (int i = 0; i < 4 * COLUMNS; i++) asm volatile("" : "+f"(part[i])::"memory");  // keeps the compiler from reading them earlier
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
         const float upper = SCALES == 1 ? 1 : j < edge ? by[0] : by[1], lower = SCALES == 1 ? 1 : j < edge ? by[2] : by[3];
@@ -121,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
 #endif
 ) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    __shared__ __align__(8) u64 w_barriers[STAGES];  // W is there
-    __shared__ __align__(8) u64 x_barriers[STAGES];  // x is, and scales of blocks
+    __shared__ __align__(8) u64 w_barriers[STAGES];  // W has arrived
+    __shared__ __align__(8) u64 x_barriers[STAGES];  // x and block scales have arrived
     __shared__ __align__(8) u64 empty_barriers[STAGES];
     __shared__ u32 mine;
 #if SCALES == 1
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
         if (++k == end_of(item)) k = begin_of(++item);
     };
 
-    u64 once;  // what is read once is the first to leave L2
+    u64 once;  // the weight is read once: first to be evicted from L2
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     auto read_weights = [&](int stage, int item, int k) {
         expect(w_full + 8 * stage, W_STAGE);
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
     __syncthreads();
 
     if (warp >= W_READER) {
-        if (lane != 0 && warp <= X_READER) return;  // a reader is one thread, but all of a warp for scales
+        if (lane != 0 && warp <= X_READER) return;  // a reader is one thread; for scales, a whole warp
         int item = first, k = begin_of(first), stage = 0;
         u32 parity = 1;
         auto go_on = [&] {
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
                 continue;
             }
 #if SCALES == 2
-            const int last_k = (K + 63) / 64 - 1, last_row = (N + 127) / 128 - 1;  // past the ends: the last one, of zeros
+            const int last_k = (K + 63) / 64 - 1, last_row = (N + 127) / 128 - 1;  // past the ends: the last one, for zeros
             for (int e = lane; e < CHUNKS * TOKENS; e += 32) {
                 const int c = e / TOKENS, token = e % TOKENS;
                 if (token < M)
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
         float acc[4 * COLUMNS];
         const int begin = begin_of(item), end = end_of(item), row = item / SPLITS * ROWS;
 #if !SCALES
-        int used = -1;  // the stage that the multiplications before read
+        int used = -1;  // the stage that the previous multiplications read
 #else
 #pragma unroll
         for (int i = 0; i < 4 * COLUMNS; i++) acc[i] = 0;
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
             wait(x_full + 8 * stage, parity);
             const u64 a = descriptor(x_ring + stage * X_STAGE), b = descriptor(w_ring + stage * W_STAGE);
 #if SCALES
-            float part[2][4 * COLUMNS];  // of 128 columns: one is added while the other is made
+            float part[2][4 * COLUMNS];  // of 128 columns: one is added while the other is computed
             auto multiply_chunk = [&](int c) {
                 begin_multiply();
 #pragma unroll
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
 #if SCALES == 1
-        consumers_meet();  // all have stored the tile before
+        consumers_meet();  // all have stored the previous tile
         if (thread < ROWS) row_scales[thread] = row_scale;
         if (thread < TOKENS) token_scales[thread] = token_scale;
         consumers_meet();
@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
         if (lane == 0) arrive(empty + 8 * used);
 #endif
 #pragma unroll
-        for (int i = 0; i < 4 * COLUMNS; i++) asm volatile("" : "+f"(acc[i])::"memory");  // not to be read before
+        for (int i = 0; i < 4 * COLUMNS; i++) asm volatile("" : "+f"(acc[i])::"memory");  // keeps the compiler from reading them earlier
 
         if constexpr (SPLITS == 1) {
             if (thread < SLOTS) {
@@ -339,12 +339,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
             const int count = ((part + 1) * COLUMNS / SPLITS - from) * SLOTS;
             const float4* at = parts + (long long)(tile * SPLITS * COLUMNS + from) * SLOTS;
 #pragma unroll 1
-            for (int e = thread; e < count; e += BATCH * CONSUMERS) {  // a batch's reads are all on their way at once
+            for (int e = thread; e < count; e += BATCH * CONSUMERS) {  // all reads of a batch are outstanding at once
                 float4 v[BATCH][SPLITS];
 #pragma unroll
                 for (int i = 0; i < BATCH; i++)
 #pragma unroll
-                    for (int s = 0; s < SPLITS; s++)  // past the end: the last one once more
+                    for (int s = 0; s < SPLITS; s++)  // past the end: the last one again
                         v[i][s] = load_part(at + min(e + i * CONSUMERS, count - 1) + s * COLUMNS * SLOTS);
 #pragma unroll
                 for (int i = 0; i < BATCH; i++) {
@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
                 }
             }
         }
-        // The ticket is left as it was found, for the next launch.
+        // The ticket is reset for the next launch.
         if (thread == 0 && add_to(tickets + tile, 1 << 16) >> 16 == SPLITS - 1) tickets[tile] = 0;
     }
 }

@@ -1,4 +1,4 @@
-"""Install cpu_host_sglang.pth into site-packages, where Python reads it at start (pyproject.toml cannot)."""
+"""Install cpu_host_sglang.pth into site-packages, where Python reads it at start. pyproject.toml cannot do that."""
 
 from pathlib import Path
 

@@ -40,7 +40,7 @@ _Tensor, _copy = torch.Tensor, torch.Tensor.copy_
 def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
     """Answer the judge's commands until it closes the channel."""
     channel.send({"hello": hello})
-    runner = Runner(channel, fds)
+    runner = RunnerState(channel, fds)
     with contextlib.suppress(ChannelClosed):
         while (message := channel.receive())["do"] != "bye":
             nonce = message.pop("nonce")
@@ -55,7 +55,7 @@ def main(channel: Channel, fds: dict[str, int], hello: dict[str, Any]) -> None:
             channel.send({**answer, "nonce": nonce})
 
 
-class Runner(Implementation):
+class RunnerState(Implementation):
     """The state of one side: its implementation, and the slots of the current case."""
 
     def __init__(self, channel: Channel, fds: dict[str, int]):

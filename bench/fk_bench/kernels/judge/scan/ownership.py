@@ -12,7 +12,7 @@ from fastkernels.core import registry
 _OVERRIDES = registry.OPS_PACKAGE.split(".")
 
 
-class Kind(Enum):
+class PlaceKind(Enum):
     """The kind of place that a dotted name leads to."""
 
     OUTSIDE = "outside"  # not in fastkernels.overrides, or no existing file
@@ -28,7 +28,7 @@ class Kind(Enum):
 class Place:
     """A resolved name. `family` and `module` are folder and file stem, `name` the first attribute behind them."""
 
-    kind: Kind
+    kind: PlaceKind
     family: str = ""
     module: str = ""
     name: str = ""
@@ -36,11 +36,11 @@ class Place:
     @property
     def ops(self) -> set[str]:
         """The ops that can be reached through this place."""
-        if self.kind is Kind.OP:
+        if self.kind is PlaceKind.OP:
             return {self.module}
-        if self.kind is Kind.PACKAGE:
+        if self.kind is PlaceKind.PACKAGE:
             return {op for op in registry.op_modules() if self.family in ("", _family(op))}
-        if self.kind is not Kind.HOST:
+        if self.kind is not PlaceKind.HOST:
             return set()
         module = ".".join((*_OVERRIDES, self.family, self.module))
         classes = {
@@ -56,7 +56,7 @@ class Place:
     @property
     def is_record(self) -> bool:
         """Whether the name is a dataclass, such as what a host's class returns."""
-        if self.kind not in (Kind.OP, Kind.HOST) or not self.name:
+        if self.kind not in (PlaceKind.OP, PlaceKind.HOST) or not self.name:
             return False
         module = importlib.import_module(".".join((*_OVERRIDES, self.family, self.module)))
         found = getattr(module, self.name, None)
@@ -67,26 +67,26 @@ def locate(dotted: str) -> Place:
     """Resolve a dotted name by the existing files, without importing them."""
     parts = dotted.split(".")
     if parts[: len(_OVERRIDES)] != _OVERRIDES:
-        return Place(Kind.OUTSIDE)
+        return Place(PlaceKind.OUTSIDE)
     family, module, name, *_ = (*parts[len(_OVERRIDES) :], "", "", "")
     folder = registry.OPS_ROOT / family
     file = folder / f"{module}.py"
     if family == "kit":
-        return Place(Kind.PRODUCTION if module == "libraries" else Kind.KIT)
+        return Place(PlaceKind.PRODUCTION if module == "libraries" else PlaceKind.KIT)
     if not folder.is_dir():
-        return Place(Kind.OUTSIDE)
+        return Place(PlaceKind.OUTSIDE)
     if module in ("", "*"):
-        return Place(Kind.PACKAGE, family)
+        return Place(PlaceKind.PACKAGE, family)
     if module == "production":
-        return Place(Kind.PRODUCTION, family)
+        return Place(PlaceKind.PRODUCTION, family)
     if not file.is_file():
-        return Place(Kind.OUTSIDE)
+        return Place(PlaceKind.OUTSIDE)
     if registry.op_modules().get(module) == ".".join((*_OVERRIDES, family, module)):
-        kind = Kind.OP
+        kind = PlaceKind.OP
     elif ".".join((*_OVERRIDES, family, module)) in registry.host_modules().get(family, ()):
-        kind = Kind.HOST
+        kind = PlaceKind.HOST
     else:
-        kind = Kind.HELPER
+        kind = PlaceKind.HELPER
     return Place(kind, family, module, name)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastkernels.core import registry
-from fk_bench.kernels.judge.scan import memory, rules
-from fk_bench.kernels.judge.scan.memory import targets
-from fk_bench.kernels.judge.scan.ownership import Kind, locate
+from fk_bench.kernels.judge.scan import rules, state
+from fk_bench.kernels.judge.scan.ownership import PlaceKind, locate
+from fk_bench.kernels.judge.scan.state import targets
 
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
@@ -70,7 +70,7 @@ class _Visitor(ast.NodeVisitor):
         self._aliases(tree)
         heads = [n.body[0] for n in ast.walk(tree) if isinstance(n, _WITH_DOCSTRING) and n.body]
         self.docstrings = {id(n.value) for n in heads if isinstance(n, ast.Expr)}
-        for node, pattern, reason in memory.counters(tree, self.dotted):
+        for node, pattern, reason in state.counters(tree, self.dotted):
             self.note(node, pattern, reason)
 
     def note(self, node: ast.AST, pattern: str, reason: str, severity: str = REJECT) -> None:
@@ -130,13 +130,13 @@ class _Visitor(ast.NodeVisitor):
         if not self.look_up(node, rules.IMPORTS, name):
             self.look_up(node, rules.NAMES, name)
         place = locate(name)
-        if place.kind is Kind.OUTSIDE:
+        if place.kind is PlaceKind.OUTSIDE:
             return
-        if place.kind is Kind.PRODUCTION:
+        if place.kind is PlaceKind.PRODUCTION:
             self.note(node, "baseline-library", rules.REASONS["baseline-library"].format(name))
         elif name.endswith(".*") or (place.name and self._is_own_op(name)):
             self.note(node, "own-op", f"{name} contains the op that the candidate replaces")
-        elif place.kind is Kind.HELPER:
+        elif place.kind is PlaceKind.HELPER:
             self.note(node, "own-helper", f"{name} is a part of our own kernels", WARN)
 
     def visit_Name(self, node: ast.Name) -> None:
@@ -155,7 +155,7 @@ class _Visitor(ast.NodeVisitor):
         self.look_up(node, rules.NAMES, name)
         if self._is_own_op(name) or name.split(".")[:4] == ["torch", "ops", "fastkernels", self.op]:
             self.note(node, "own-op", f"{name} is the op that the candidate replaces")
-        elif locate(name).kind is Kind.PRODUCTION:
+        elif locate(name).kind is PlaceKind.PRODUCTION:
             self.note(node, "baseline-library", rules.REASONS["baseline-library"].format(name))
 
     def _is_own_op(self, name: str) -> bool:
@@ -163,7 +163,9 @@ class _Visitor(ast.NodeVisitor):
         place = locate(name)
         if self.composed or self.op not in place.ops:
             return False
-        is_reference = place.kind is Kind.OP and place.name == "reference" and name.endswith(".reference")
+        is_reference = (
+            place.kind is PlaceKind.OP and place.name == "reference" and name.endswith(".reference")
+        )
         return not is_reference and not place.is_record
 
     def visit_Constant(self, node: ast.Constant) -> None:
@@ -268,9 +270,9 @@ class _Visitor(ast.NodeVisitor):
                 self.note(
                     node, "pointer-cache", f"{node.name} is cached by the tensor {arg.arg}, not by its values"
                 )
-        for where, pattern, reason in memory.keys(node):
+        for where, pattern, reason in state.keys(node):
             self.note(where, pattern, reason)
-        for where in memory.uninitialized(node, lambda n: self.dotted(n) in rules.EMPTY):
+        for where in state.uninitialized(node, lambda n: self.dotted(n) in rules.EMPTY):
             self.note(where, "uninitialized", "memory from torch.empty is returned as it is", WARN)
         self.in_function += 1
         self.generic_visit(node)
