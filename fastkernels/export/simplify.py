@@ -14,7 +14,7 @@ from typing import Any
 from fastkernels.core import registry, tuning
 
 PACKAGE = __name__.partition(".")[0]
-METHODS = "into|faster|winner|requested"  # methods of an Op that an exported file keeps, in addition to a call and `run`
+METHODS = "into|faster|winner|requested"  # kept in an exported file, in addition to a call and `run`
 DROPPED = "# dropped"
 LOGGING = ("note", "leave")  # methods that count and log
 FLAT = """\
