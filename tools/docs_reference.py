@@ -23,8 +23,9 @@ def row(*cells: object) -> str:
 
 
 def ops() -> str:
-    """Every op with its file, and every host class that it replaces."""
+    """Every op with its file, every host class that it replaces, and its arguments."""
     from fastkernels.core import registry
+    from fastkernels.core.definition import table
 
     lines = [
         "# Ops", "",
@@ -64,6 +65,14 @@ def ops() -> str:
         default = "yes" if target.default else "tuned table" if registry.get(name).tuned_by else "no"
         cells = (f"`{target.path}`{versions}", f"`{target.cls}`", f"`{name}`", f"`{file}`", target.seam)
         lines.append(row(*cells, default if live else "forks only"))
+    lines += [
+        "", "# Arguments", "",
+        "The declared arguments and outputs of each op. An axis with `?` exists only in some cases. `fk-bench list ops",
+        "--definition OP` prints the same as a FlashInfer-Trace definition.",
+    ]  # fmt: skip
+    for name in registry.op_names():
+        if registry.get(name).arguments:
+            lines += ["", f"## Arguments of `{name}`", "", table(registry.get(name))]
     return "\n".join([*lines, ""])
 
 

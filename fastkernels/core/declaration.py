@@ -484,16 +484,26 @@ class Declaration:
 
     def _stated(self, found: dict[str, Any], dtype: str) -> dict[str, Any]:
         """Of these dims those that a case has to name."""
-        shapes = [dims for t in self.tensors.values() for _, dims in t.shapes]
-        optional = {n for dims in shapes for d in dims if d.optional for n in d.expr.names}
 
         def usual(name: str) -> Any:
             return self.sizes({k: v for k, v in found.items() if k != name}, dtype)[name]
 
         def always(name: str, axis: Axis) -> bool:
-            return axis.default is REQUIRED or axis.stated or axis.is_count or name in optional
+            return axis.default is REQUIRED or axis.stated or axis.is_count or name in self.optional
 
         return {n: v for n, v in found.items() if always(n, self.axes[n]) or v != usual(n)}
+
+    @cached_property
+    def optional(self) -> frozenset[str]:
+        """The sizes that only some cases have."""
+        shapes = [dims for t in self.tensors.values() for _, dims in t.shapes]
+        return frozenset(n for dims in shapes for d in dims if d.optional for n in d.expr.names)
+
+    def _always_drawn(self, name: str) -> bool:
+        """Whether held-out cases name this axis even if the original does not: a per-call number such as an offset."""
+        axis = self.axes[name]
+        number = isinstance(axis.default, int) and name not in self.optional
+        return number and axis.varies and axis.draw is not None
 
     def drawn(self, dims: Mapping[str, Any], dtype: str, rng: random.Random) -> dict[str, Any]:
         """Other values for a case's dims that meet the constraints; None: the case is without that one."""
@@ -501,13 +511,13 @@ class Declaration:
         for _ in range(ATTEMPTS):
             new: dict[str, Any] = {}
             for name, axis in self.axes.items():
-                if name not in dims and not (axis.varies and axis.draw is not None):
+                if name not in dims and not self._always_drawn(name):
                     continue
                 computed = callable(axis.default)
                 usual = computed and self.sizes({k: v for k, v in dims.items() if k != name}, dtype)[name]
-                if axis.is_count or (computed and (axis.draw is None or dims[name] == usual)):
+                if axis.is_count or (computed and (axis.draw is None or old[name] == usual)):
                     new[name] = None
-                elif axis.draw is not None:
+                elif axis.draw is not None and old[name] is not None:
                     new[name] = axis.draw(old[name], rng)
             sizes = self.sizes({k: v for k, v in {**dims, **new}.items() if v is not None}, dtype)
             if all(rule(sizes) for rule in self.rules):

@@ -28,13 +28,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def rows_of(x: torch.Tensor, inner: str = "heads") -> dict[str, Any]:
-    """The dims of x [..., H] as [tokens, H], or as [tokens, inner, H] for more than two dimensions."""
-    if x.dim() <= 2:
-        return {"tokens": x.shape[0] if x.dim() == 2 else 1}
-    return {"tokens": x.shape[:-2].numel(), inner: x.shape[-2]}
-
-
 def near(n: int, rng: random.Random) -> int:
     """A random count between n / 2 and 5 n / 4 (1 to 11 for small n), odd at least half of the time."""
     found = rng.randint(1, 11) if n <= 8 else rng.randint(-(-n // 2), n * 5 // 4)

@@ -69,10 +69,6 @@ class Target:
         return Version(Version(version).base_version) in SpecifierSet(self.versions)
 
 
-# Axes of undeclared ops that count values.
-COUNTED = ("distinct", "experts_hit", "pairs", "stored", "kv_tokens")
-
-
 @dataclass(frozen=True)
 class Permutable:
     """How the values of a call can be permuted into another call without bringing any choice closer to a tie.
@@ -201,7 +197,7 @@ class OpSpec:
     @property
     def counted(self) -> tuple[str, ...]:
         """The axes that count values: they make a cost exact, and `inputs` ignores them."""
-        return self.declaration.counted if self.arguments else COUNTED
+        return self.declaration.counted
 
     @cached_property
     def defaults(self) -> dict[str, Any]:

@@ -10,4 +10,5 @@ def silu_and_mul(x):
 
 _module = registry.op_module("silu_and_mul")
 _module.reference = silu_and_mul
-object.__setattr__(_module.SPEC, "reference", silu_and_mul)
+for _spec in (_module.SPEC, registry.get("silu_and_mul")):
+    object.__setattr__(_spec, "reference", silu_and_mul)

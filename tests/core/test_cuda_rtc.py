@@ -110,7 +110,7 @@ def test_eight_processes_share_a_fresh_folder(cache: Path, tmp_path: Path, compi
     assert all(process.returncode == 0 for process in work)
     (one,) = said  # all have the same machine code, which each of them has compiled
     assert one.endswith(" 1")
-    (file,) = cache.iterdir()  # and nothing half-written beside it
+    (file,) = cache.iterdir()  # and no partial file
     assert file.suffix == ".cubin" and file.read_bytes()[:4] == b"\x7fELF"
     late = start(PROCESSES, PROCESSES + 1).communicate(timeout=120)[0].strip()
     assert late == one.removesuffix("1") + "0"

@@ -65,7 +65,7 @@ def results(spec: OpSpec, args: list[Any]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_spec_has_what_the_judge_needs(name: str) -> None:
     spec = registry.get(name)
-    assert spec.dims_of is not None and spec.vary is not None
+    assert spec.arguments
     assert not classes(spec) or spec.build is not None
     assert spec.op is None or not spec.mutates, "the schema says what a functional op writes to"
     args = make_args(spec, spec.cases[-1])
@@ -77,7 +77,7 @@ def test_spec_has_what_the_judge_needs(name: str) -> None:
     assert len({c.name for c in spec.cases}) == len(spec.cases)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if registry.get(n).arguments])
+@pytest.mark.parametrize("name", NAMES)
 def test_declaration_agrees_with_reference(name: str) -> None:
     assert contradictions(registry.get(name)) == []
 

@@ -167,7 +167,7 @@ def test_faster_counts_no_call(use: Callable[..., Path], op: Op) -> None:
     )  # fmt: skip
     found = {rows: op.faster(torch.ones(rows, 4)) for rows in (3, 4, 8, 16, 32, 64)}
     assert found == {3: True, 4: True, 8: False, 16: False, 32: False, 64: False}
-    # What refuses the call is not faster
+    # A provider that does not support the call is not faster.
     assert not op.faster(torch.ones(4, 5)) and op.faster(torch.ones(4, 6))
     assert op.calls == 0 and op.fallbacks == {}
 

@@ -107,11 +107,11 @@ def test_unsupported_patterns_are_not_fused(options: dict[str, Any], fused: int)
     graph.lint()
 
 
-@pytest.mark.parametrize(("asked", "fused"), [(None, 2), (rms_norm, 1), (silu_and_mul, 1), (quantize_fp8, 0)])
-def test_requested_ops_are_not_fused(asked: Any, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("named", "fused"), [(None, 2), (rms_norm, 1), (silu_and_mul, 1), (quantize_fp8, 0)])
+def test_requested_ops_are_not_fused(named: Any, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate would not run inside the fused op, but would be reported."""
-    if asked is not None:
-        monkeypatch.setattr(asked, "_asked", "named")
+    if named is not None:
+        monkeypatch.setattr(named, "_requested", "named")
     assert fuse_quantization(two_quantizations()) == fused
 
 

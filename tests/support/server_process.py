@@ -27,8 +27,8 @@ def start(
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [*FK_BENCH, str(folder), "--port", str(port), "--device", "cpu", *args]
-    command += [] if num_blocks is None else ["--num-blocks", str(num_blocks)]
+    blocks = [] if num_blocks is None else ["--num-blocks", str(num_blocks)]
+    command = [*FK_BENCH, str(folder), "--port", str(port), "--device", "cpu", *blocks, *args]
     out: Any = subprocess.PIPE if log is None else log
     process = subprocess.Popen(command, env={**os.environ, **(env or {})}, stderr=out, stdout=out, text=True)
     url = f"http://127.0.0.1:{port}"

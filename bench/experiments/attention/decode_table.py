@@ -157,7 +157,7 @@ def table(rows: list[Row], run: str, buckets: Iterable[int] = BUCKETS) -> tuple[
         "date": last.time[:10], "commit": last.commit or commit() or "unknown", "versions": last.versions,
         "machine": {"gpu": last.machine.gpu, "gpus": last.machine.gpus},
         "measured": "alone: graphs of calls of equal and of mixed lengths; of each set of parameters the worst case"
-        " counts, and the speed-up is the geometric mean; bench/experiments/attention/decode_attention.py,"
+        " counts, and the speedup is the geometric mean; bench/experiments/attention/decode_attention.py,"
         " decode_table.py",
     }  # fmt: skip
     entries, lines = [], []

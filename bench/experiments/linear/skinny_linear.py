@@ -274,7 +274,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,16,32,64,2,4")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, fewer sets")
-    parser.add_argument("--provider", default="", help="comma-separated, besides cuBLAS (default: all)")
+    parser.add_argument(
+        "--provider", default="", help="comma-separated, in addition to cuBLAS (default: all)"
+    )
     parser.add_argument("--model", default="", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # passed to child processes
     parser.add_argument("--check", help=argparse.SUPPRESS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -216,9 +217,8 @@ def test_run_reports_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> None:
 
 def test_commit_outside_a_checkout(tmp_path: Path) -> None:
     copy = tmp_path / "fk_bench"
-    (copy / "core").mkdir(parents=True)
-    for name in ("__init__", "core/__init__", "core/machine", "core/rows"):
-        (copy / f"{name}.py").write_text((ROOT / f"bench/fk_bench/{name}.py").read_text())
+    shutil.copytree(ROOT / "bench/fk_bench/core", copy / "core")
+    (copy / "__init__.py").write_text("")
     code = "from fk_bench.core import machine; print(machine.commit())"
 
     def said(**more: str) -> str:

@@ -17,7 +17,7 @@ from experiments.common import kernel_check
 
 
 class Graph:
-    """What was launched while it was captured."""
+    """Launches of its capture."""
 
     capturing: Graph | None = None
 

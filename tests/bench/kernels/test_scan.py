@@ -22,13 +22,14 @@ OWN = {
     "moe/expert_libraries.py": {"dynamic-code"},
     "kit/libraries.py": {"baseline-library"},
     # CUDA C++, read from the package and launched by the driver
-    "linear/skinny_linear_cuda.py": {"files", "native-library"},
+    "kit/hopper.py": {"files"},
+    "linear/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},
     "linear/wgmma_linear_fp8_cuda.py": {"native-library"},
     "kit/launch.py": {"threads"},  # a lock: one stream at a time gets tickets
     "rope/rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
-    "rope/rotary_emb.py": {"baseline-library"},  # to round as vLLM's CPU kernel does
+    "rope/rope_rounding.py": {"baseline-library"},  # to round as vLLM's CPU kernel does
 }
 HEAD = """import torch, time, os, sys, functools, statistics
 import numpy as np

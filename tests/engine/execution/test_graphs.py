@@ -31,8 +31,8 @@ SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "step_kernel_cases.
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "max_num_seqs": 8}
 WHERE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
-# What a slot's request asks for; rows 0 to 2 and 7 sample from the logits as they are.
-ASKED: list[tuple[SamplingParams, list[int]]] = [
+# Sampling parameters of each slot; rows 0 to 2 and 7 sample from the logits as they are.
+REQUESTED: list[tuple[SamplingParams, list[int]]] = [
     (SamplingParams(temperature=0), []),
     (SamplingParams(temperature=0.8, seed=11), []),
     (SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=12), []),
@@ -91,16 +91,16 @@ def scenario(driver: Driver) -> list[StepInput]:
         add(*((slot, [SAMPLED]) for slot in slots))
 
     for slot in (0, 1, 2, 3):
-        driver.enter(slot, ASKED[slot][0], PROMPT, ASKED[slot][1])
+        driver.enter(slot, REQUESTED[slot][0], PROMPT, REQUESTED[slot][1])
     add(*((slot, PROMPT) for slot in (0, 1, 2, 3)))
     for slots in ((0, 1, 2), (2, 0, 1), (0,), (0, 1, 2, 3), (1, 3), (3,), (0, 1, 2)):
         decode(*slots)
     for slot in (4, 5, 6, 7):
-        driver.enter(slot, ASKED[slot][0], OTHER, ASKED[slot][1])
+        driver.enter(slot, REQUESTED[slot][0], OTHER, REQUESTED[slot][1])
     add((0, [SAMPLED]), (2, [SAMPLED]), *((slot, OTHER) for slot in (4, 5, 6, 7)))
     for slots in (range(8), (4, 5), (7, 0), (7,), (6, 5, 1), range(7, -1, -1), range(8), (0, 1, 2), (7, 3)):
         decode(*slots)
-    driver.enter(1, ASKED[2][0])  # a new request in the slot, with its prompt token by token
+    driver.enter(1, REQUESTED[2][0])  # a new request in the slot, with its prompt token by token
     add((1, [5]), (0, [SAMPLED]), targets=(PromptTargets(0, 2, np.array([17])),))
     add((1, [17]), (2, [SAMPLED]), (0, [SAMPLED]))
     for _ in range(8):
@@ -145,7 +145,7 @@ def test_graph_samples_its_own_logits(tiny: Path, device: str) -> None:
     runner = runner_of(tiny, device, graphs=True)
     driver, plain = Driver(runner), (0, 1, 2, 7)
     for slot in plain:
-        driver.enter(slot, ASKED[slot][0])
+        driver.enter(slot, REQUESTED[slot][0])
     driver.run(*((slot, PROMPT) for slot in plain))
     with torch.inference_mode():
         for slots in (plain, (2, 7), (1,), (7, 1, 0), plain):

@@ -1,4 +1,4 @@
-"""What decode attention keeps from call to call."""
+"""Query starts of decode attention, which are cached between calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from fastkernels.overrides.attention import attention_decode
 
 
-def test_query_starts_are_made_once_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_starts_are_cached_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "_STARTS", {})
     cpu = torch.device("cpu")
     for batch in (1, 63, 1024, 1025, 5000, 7):
@@ -18,7 +18,7 @@ def test_query_starts_are_made_once_and_grow(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_query_starts_first_asked_for_in_a_capture_are_the_graphs_own(
+def test_query_starts_of_a_capture_are_not_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_decode, "_STARTS", {})

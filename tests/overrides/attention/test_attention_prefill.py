@@ -1,4 +1,4 @@
-"""Rows of padding of prefill attention: zeros, unless the caller says that there are none."""
+"""Padding rows of prefill attention: zeros, unless the caller declares that there are none."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ for padded in (True, False):
 """
 
 
-def test_only_a_padded_batch_has_its_output_filled_first() -> None:
+def test_output_is_zeroed_only_for_padded_batches() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CODE], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_cases_say_whether_they_are_padded() -> None:
+def test_padded_argument_follows_the_case() -> None:
     for name in ("attention_prefill", "attention"):
         spec = registry.get(name)
         assert any("padding" in c.dims for c in spec.cases)

@@ -1,4 +1,4 @@
-"""attention_decode in CUDA C++: its text by lanes of a CPU against float64, what it refuses, who picks it."""
+"""attention_decode in CUDA C++: the emulated kernel against float64, unsupported calls, and its selection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
     return {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "block_size": block_size}
 
 
-# -- what it computes
+# -- values
 
 
 @needs_gxx
@@ -44,7 +44,14 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
         (EDGES, layout(16, 1, 128, 64), "float16", (2, 16, 4, 1, 32, 2), 4, 1),
         ([0] * 40, layout(8, 2, 128, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 3, 0),
         ([i * 37 % 90 for i in range(40)], layout(12, 1, 64, 32), "bfloat16", (4, 32, 2, 1, 64, 2), 6, 2),
-        ([1500], layout(4, 1, 128, 16), "bfloat16", (4, 16, 3, 1, 16, 2), 40, 2),  # one, cut by all workers
+        (
+            [1500],
+            layout(4, 1, 128, 16),
+            "bfloat16",
+            (4, 16, 3, 1, 16, 2),
+            40,
+            2,
+        ),  # one sequence over all workers
         ([5, 1000, 7], layout(4, 1, 128, 1), "float16", (8, 16, 3, 1, 64, 2), 7, 1),
         (
             [5, 1000, 7],
@@ -53,8 +60,8 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
             (2, 16, 3, 1, 64, 2),
             2,
             3,
-        ),  # rings that are used again
-        ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256
+        ),  # reused rings
+        ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256 sequences
         (EDGES, layout(8, 1, 64, 16), "bfloat16", (2, 16, 3, 1, 64, 3, 2), 8, 2),  # clusters
         ([1500, 3, 0, 700], layout(4, 1, 64, 16), "bfloat16", (2, 16, 2, 1, 64, 1, 4), 16, 2),
         ([40] * 7, layout(6, 2, 128, 5), "float16", (2, 16, 2, 2, 16, 1, 2), 8, 0),
@@ -66,7 +73,7 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
             (8, 16, 3, 1, 128, 2, 1, 256),
             132,
             2,
-        ),  # none is cut
+        ),  # none is divided
         (
             [4, 0, 19],
             layout(6, 2, 128, 5),
@@ -74,7 +81,7 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
             (4, 16, 3, 1, 16, 0, 1, 64),
             7,
             0,
-        ),  # as many as workers
+        ),  # as many sequences as workers
         (
             [5, 17, 65, 0],
             layout(4, 1, 64, 16),
@@ -90,17 +97,17 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
             (2, 16, 3, 1, 16, 1, 1, 64),
             3,
             2,
-        ),  # more than workers
+        ),  # more sequences than workers
         ([64, 0, 33], layout(8, 2, 64, 16), "bfloat16", (2, 16, 3, 1, 16, 1, 2, 64), 17, 2),  # in clusters
         ([0], layout(4, 4, 64, 1), "bfloat16", (2, 16, 2, 1, 16, 2, 1, 64), 5, 3),
     ],
 )
-def test_the_kernel_by_lanes_of_a_cpu(
+def test_emulated_kernel_matches_float64(
     lens: list[int], dims: dict[str, Any], dtype: str, params: tuple[int, ...], sms: int, stale: int, tmp_path: Path
 ) -> None:  # fmt: skip
-    """The text that NVRTC gets, with PTX by its meaning: indices, rings, barriers, shares, parts, tickets.
+    """Runs the CUDA text with CPU lanes and emulated PTX: indices, rings, barriers, shares, parts, tickets.
 
-    stale 2, 3: what is looked at before griddepcontrol.wait is nonsense. What is no sequence's is not a number.
+    With stale 2 or 3, memory holds nonsense before griddepcontrol.wait. Unused blocks hold NaN.
     """
     case = Case("lanes", {"seq_lens": lens, **dims}, dtype)
     args = make_args(SPEC, case)
@@ -110,13 +117,13 @@ def test_the_kernel_by_lanes_of_a_cpu(
     for cache in args[1:3]:
         cache[unused] = float("nan")
     forwards, backwards = emulated_decode.decode(args, cuda._set(*params), sms, stale, tmp_path)
-    assert torch.equal(forwards, backwards), "who comes last changes the bits"
+    assert torch.equal(forwards, backwards), "the order of arrival changes the bits"
     assert mismatch(SPEC, case, [forwards], [oracle(SPEC, args)[0]]) is None
 
 
 @needs_gxx
-def test_rows_in_wider_tensors(tmp_path: Path) -> None:
-    """q in a packed qkv, keys and values of a block beside each other, as in a host."""
+def test_strided_inputs_match_float64(tmp_path: Path) -> None:
+    """q in a packed qkv, keys and values of a block adjacent in memory, as in a host."""
     case = Case("strided", {"seq_lens": [70, 3, 0, 200], **layout(8, 2, 128, 16)}, "bfloat16")
     args = make_args(SPEC, case)
     want = oracle(SPEC, args)[0]
@@ -130,7 +137,7 @@ def test_rows_in_wider_tensors(tmp_path: Path) -> None:
 
 @needs_gxx
 def test_whole_sequences_take_no_tickets(tmp_path: Path) -> None:
-    """Where each has a worker and none has more keys than `whole`; a longer one is cut, and so are the others."""
+    """None is divided if each has a worker and at most `whole` keys; a longer one divides all."""
     for lens, cut in (([5, 64, 0, 31], False), ([5, 65, 0, 31], True)):
         case = Case("whole", {"seq_lens": lens, **layout(4, 1, 64, 16)}, "bfloat16")
         args, params = make_args(SPEC, case), cuda._set(2, 16, 3, 1, 16, 1, whole=64)
@@ -142,7 +149,7 @@ def test_whole_sequences_take_no_tickets(tmp_path: Path) -> None:
             assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None
 
 
-def test_no_sequences() -> None:
+def test_empty_batch_gives_empty_output() -> None:
     args = make_args(SPEC, Case("none", {"seq_lens": [], **LLAMA}))
     assert cuda.decode_cuda(*args).shape == (0, 32, 128)
 
@@ -155,7 +162,7 @@ def test_no_sequences() -> None:
     group=st.integers(1, cuda.MAX_HEADS), head_size=st.sampled_from([64, 128]), batch=st.integers(1, cuda.MAX_BATCH),
     params=st.sampled_from(cuda.PARAMS),
 )  # fmt: skip
-def test_sizes_fit_the_chip(group: int, head_size: int, batch: int, params: dict[str, int]) -> None:
+def test_plan_fits_shared_memory(group: int, head_size: int, batch: int, params: dict[str, int]) -> None:
     q = torch.empty(batch, group, head_size, dtype=torch.bfloat16, device="meta")
     cache = torch.empty(1, 16, 1, head_size, dtype=torch.bfloat16, device="meta")
     for most in (1, 256, 257, 8192):
@@ -170,7 +177,7 @@ def test_sizes_fit_the_chip(group: int, head_size: int, batch: int, params: dict
         assert p.resident * (p.shared + 1024) <= cuda.SHARED_OF_ALL
 
 
-def test_sets_are_different_and_have_room_for_llama() -> None:
+def test_sets_are_distinct_and_fit_llama() -> None:
     assert len({tuple(p.values()) for p in cuda.PARAMS}) == len(cuda.PARAMS)
     q, cache = make_args(SPEC, Case("room", {"seq_lens": [1], **LLAMA}))[:2]
     for p in cuda.PARAMS:
@@ -192,7 +199,7 @@ def test_workers_fill_the_chip() -> None:
     assert most(3, 1) == 44 and most(300, 1) == 1 and most(4, 2, 8) == 8
 
 
-def test_calls_of_few_keys_have_a_set_of_their_own() -> None:
+def test_calls_with_few_keys_use_the_whole_set() -> None:
     def chosen(most: int, batch: int = 4, **dims: int) -> dict[str, int]:
         q, cache = make_args(SPEC, Case("few", {"seq_lens": [1] * batch, **LLAMA, **dims}))[:2]
         return cuda.choose(q, cache, most)
@@ -214,7 +221,7 @@ def test_every_set_compiles(params: dict[str, int]) -> None:
         assert cuda_rtc.cubin(cuda.source(), told)[:4] == b"\x7fELF"
 
 
-# -- who takes which call
+# -- selection
 
 
 def refusal(dtype: str = "bfloat16", lens: tuple[int, ...] = (3,), **dims: Any) -> str | None:
@@ -222,7 +229,7 @@ def refusal(dtype: str = "bfloat16", lens: tuple[int, ...] = (3,), **dims: Any) 
     return cuda.refused(*args[:5], *args[7:9])
 
 
-def test_refuses_with_a_reason() -> None:
+def test_unsupported_calls_have_a_reason() -> None:
     assert refusal() is None and refusal("float16", head_size=64, block_size=5) is None
     assert "float32" in str(refusal("float32"))
     assert "the caches are torch.float8" in str(refusal("float8_e4m3fn", queries="bfloat16"))
@@ -244,14 +251,14 @@ def test_refuses_with_a_reason() -> None:
     assert "too large" in str(cuda.refused(args[0].expand(4096, -1, -1), *args[1:4], wide))
 
 
-def test_without_a_hopper_it_is_passed_over() -> None:
+def test_provider_is_unavailable_without_hopper() -> None:
     args = make_args(SPEC, Case("cpu", {"seq_lens": [3], **LLAMA}))
     assert cuda.supports_cuda(*args) is not None
     provider = next(p for p in attention_decode.providers if p.name == "cuda-split")
     assert "not on cpu" in str(provider.unavailable("cpu"))
 
 
-def test_a_capture_takes_it_only_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_needs_a_loaded_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args(SPEC, Case("captured", {"seq_lens": [3], **LLAMA}))
     monkeypatch.setattr(cuda, "_loaded", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -266,7 +273,7 @@ def test_a_capture_takes_it_only_where_it_is_loaded(monkeypatch: pytest.MonkeyPa
     assert "not loaded" in str(cuda.not_loaded(args[0].repeat(257, 1, 1), args[1], 3))
 
 
-def test_it_comes_first_and_a_table_gives_it_its_sizes() -> None:
+def test_kernel_is_first_and_takes_tuned_parameters() -> None:
     names = [p.name for p in attention_decode.providers]
     assert names[:4] == ["cuda-split", "fa3", "triton", "triton-split"]
     entry = Entry(
@@ -287,7 +294,7 @@ def test_it_comes_first_and_a_table_gives_it_its_sizes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", cuda.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
-def test_on_the_gpu(params: dict[str, int]) -> None:
+def test_gpu_result_matches_reference(params: dict[str, int]) -> None:
     for dims in (LLAMA, layout(9, 3, 64, 1), layout(16, 1, 128, 5)):
         case = Case("gpu", {"seq_lens": [*EDGES, 700, 3000], **dims})
         args = make_args(SPEC, case, "cuda")

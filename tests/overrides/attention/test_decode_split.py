@@ -1,4 +1,4 @@
-"""attention_decode in one launch, interpreted, against float64; its sets of parameters; where a table picks it."""
+"""The one-launch Triton kernel of attention_decode: values in the interpreter, parameter sets, tuned tables."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_si
 ENV = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-def test_values() -> None:
-    """In a process of its own: kernels are made when they are imported."""
+def test_interpreted_kernel_matches_float64() -> None:
+    """Kernels are created at import, so the interpreter needs its own process."""
     done = subprocess.run([sys.executable, str(SCRIPT)], env=ENV, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     found = {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
@@ -44,12 +44,12 @@ def test_values() -> None:
     assert {case: problem for case, problem in found.items() if problem} == {}
 
 
-def test_no_sequences() -> None:
+def test_empty_batch_gives_empty_output() -> None:
     args = make_args(SPEC, Case("none", {"seq_lens": [], **LLAMA}))
     assert split.decode_split(*args).shape == (0, 32, 128)
 
 
-def test_parts_fill_the_device_and_are_not_too_small() -> None:
+def test_splits_fill_the_device() -> None:
     assert split.splits_of(8, 8192, 2, 64, 132) == 33
     assert split.splits_of(8, 512, 2, 64, 132) == 8 and split.splits_of(8, 1, 2, 64, 132) == 1
     assert split.splits_of(256, 8192, 2, 64, 132) == 1 and split.splits_of(256, 8192, 4, 64, 132) == 2
@@ -58,7 +58,7 @@ def test_parts_fill_the_device_and_are_not_too_small() -> None:
 
 
 class Launches:
-    """Stands for a kernel that no CPU can launch: keeps the grid and the options of each launch."""
+    """Replaces a kernel, which a CPU cannot launch: records the grid and the options of each launch."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[int, ...], dict[str, Any]]] = []
@@ -67,8 +67,8 @@ class Launches:
         return lambda *args, **options: self.seen.append((grid, options))
 
 
-def test_keys_of_all_are_shared_by_workers_that_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many sequences there are, and however few keys: how many of them work is decided on the device."""
+def test_even_workers_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid does not depend on the batch: the device decides how many workers have work."""
     even, alone = Launches(), Launches()
     monkeypatch.setattr(split, "_decode_even_kernel", even)
     monkeypatch.setattr(split, "_decode_split_kernel", alone)
@@ -80,7 +80,7 @@ def test_keys_of_all_are_shared_by_workers_that_fill_the_device(monkeypatch: pyt
     assert not alone.seen
 
 
-def test_strides_are_said_to_be_the_same_only_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_flag_follows_the_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Launches()
     monkeypatch.setattr(split, "_decode_split_kernel", kernel)
     args = make_args(SPEC, Case("same", {"seq_lens": [3], **LLAMA}))
@@ -92,12 +92,12 @@ def test_strides_are_said_to_be_the_same_only_where_they_are(monkeypatch: pytest
 
 @pytest.mark.parametrize("head_size", [1, 40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("itemsize", [1, 2])
-def test_default_has_room(head_size: int, itemsize: int) -> None:
+def test_default_set_fits_shared_memory(head_size: int, itemsize: int) -> None:
     chosen = split.choose(head_size, itemsize)
     assert chosen in split.PARAMS and split.has_room(chosen, head_size, itemsize)
 
 
-def test_sets_are_compilable_sizes() -> None:
+def test_sets_fit_shared_memory() -> None:
     assert len({tuple(p.values()) for p in split.PARAMS}) == len(split.PARAMS)
     for p in split.PARAMS:
         assert split.has_room(p, 128, 2), p
@@ -105,7 +105,7 @@ def test_sets_are_compilable_sizes() -> None:
         assert p["per_sm"] >= 1 and p["num_stages"] >= 2 and p["min_split"] >= p["block_n"] // 2, p
 
 
-def test_refuses_with_a_reason() -> None:
+def test_unsupported_calls_have_a_reason() -> None:
     def refusal(dtype: str = "bfloat16", **dims: Any) -> str | None:
         return split.supports_split(
             *make_args(SPEC, Case("refused", {"seq_lens": [3], **LLAMA, **dims}, dtype))
@@ -126,10 +126,10 @@ def test_refuses_with_a_reason() -> None:
 @pytest.mark.skipif(not isinstance(follow, JITFunction), reason="TRITON_INTERPRET=1 compiles nothing")
 @pytest.mark.parametrize("batch", [32, 256])
 @pytest.mark.parametrize("params", split.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
-def test_as_many_programs_fit_as_it_says(
+def test_per_sm_programs_fit_an_sm(
     params: dict[str, int], batch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Compiled for an H200: shared memory and registers of a multiprocessor, and hardly any in memory instead."""
+    """Compiled for an H200: shared memory and registers suffice, with hardly any spills."""
     monkeypatch.setattr(driver, "_active", FakeDriver())
     compiled: list[Any] = []
     for name in ("_decode_split_kernel", "_decode_even_kernel"):
@@ -150,7 +150,7 @@ def test_as_many_programs_fit_as_it_says(
 
 
 class Compiled:
-    """Stands for a kernel: compiles what would be launched, as on a GPU."""
+    """Replaces a kernel: compiles it as a GPU launch would."""
 
     def __init__(self, kernel: Any, found: list[Any]) -> None:
         self.kernel, self.found = kernel, found
@@ -163,12 +163,12 @@ class Compiled:
         return warmup
 
 
-# -- who is asked first
+# -- selection
 
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A table of an H200 in which Llama's shape has two batches."""
+    """A table for the H200 with two batches for Llama's shape."""
     shape = {**LLAMA, "window": 0, "dtype": "bfloat16"}
     won: dict[str, Any] = {"speedup": 1.2, "ci95": (1.1, 1.3), "baseline": "fa3", "run": "r1"}
     entries = (
@@ -198,7 +198,7 @@ def key_of(batch: int, context: int, **dims: Any) -> tuple[Any, Any]:
     return attention_decode.key.of(*make_args(SPEC, case))
 
 
-def test_a_table_picks_by_batch_and_context(table: None) -> None:
+def test_table_selects_by_batch_and_context(table: None) -> None:
     assert attention_decode.key is not None
     found = tuned.lookup(attention_decode.key, tuned.entries("attention_decode", "NVIDIA H200"))
 
@@ -207,20 +207,20 @@ def test_a_table_picks_by_batch_and_context(table: None) -> None:
         return None if entry is None else entry.provider
 
     assert provider(8, 4096) == provider(2, 1024) == provider(5, 3000) == "triton-split"
-    assert provider(9, 4096) is None, "64 speaks down to 16"
+    assert provider(9, 4096) is None, "the entry for 64 applies down to 16"
     assert provider(16, 2048) == "flashinfer" and provider(33, 4097) == "fa3"
     assert provider(8, 8192) is None and provider(8, 512) is None
     assert provider(8, 4096, window_left=127) is None and provider(8, 4096, kv_heads=4) is None
 
 
-def test_without_a_table_it_is_behind_those_without_sizes() -> None:
+def test_default_order_prefers_unparametrized_kernels() -> None:
     names = [p.name for p in attention_decode.providers]
     assert (
         names.index("triton-split") > names.index("triton") > names.index("fa3") and names[-1] == "reference"
     )
 
 
-def test_a_long_context_is_tuned_with_shorter_sequences() -> None:
+def test_long_context_is_tuned_with_shorter_sequences() -> None:
     assert attention_decode.key is not None
     shape = {**LLAMA, "window": 128, "dtype": torch.bfloat16}
     dims = attention_decode.key.dims(**shape, batch=2, context=131072)
@@ -228,8 +228,8 @@ def test_a_long_context_is_tuned_with_shorter_sequences() -> None:
 
 
 @pytest.mark.slow
-def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
-    """As on a GPU, but for what is compiled and for graphs; its rows are result rows."""
+def test_experiment_runs_on_the_cpu(tmp_path: Path) -> None:
+    """As on a GPU, without compiled kernels and graphs; it writes result rows."""
     out = tmp_path / "rows.jsonl"
     script = ROOT / "bench/experiments/attention/decode_attention.py"
     command = [sys.executable, str(script), "--device", "cpu", "--quick", "--out", str(out)]
@@ -247,7 +247,7 @@ def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", split.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
-def test_on_the_gpu(params: dict[str, int]) -> None:
+def test_gpu_result_matches_reference(params: dict[str, int]) -> None:
     case = Case("gpu", {"seq_lens": [0, 1, 15, 16, 17, 700, 3000], **LLAMA})
     args = make_args(SPEC, case, "cuda")
     got = split.decode_split(*args, **params)
@@ -257,7 +257,7 @@ def test_on_the_gpu(params: dict[str, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fa3", "triton", "triton-split"])
-def test_the_result_is_written_where_the_caller_wants_it(name: str) -> None:
+def test_result_is_written_to_out(name: str) -> None:
     provider = next(p for p in attention_decode.providers if p.name == name)
     if (reason := provider.unavailable("cuda")) is not None:
         pytest.skip(reason)
@@ -269,8 +269,8 @@ def test_the_result_is_written_where_the_caller_wants_it(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lens", [[0], [0, 8000], [0, 5, 0, 700] * 8, [0] * 200])
-def test_fa3_writes_zeros_where_there_are_no_keys(lens: list[int]) -> None:
-    """So that its output need not be made of zeros."""
+def test_fa3_writes_zeros_for_sequences_without_keys(lens: list[int]) -> None:
+    """So its output needs no initialization."""
     fa3 = next(p for p in attention_decode.providers if p.name == "fa3")
     if (reason := fa3.unavailable("cuda")) is not None:
         pytest.skip(reason)

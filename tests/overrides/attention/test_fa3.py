@@ -1,4 +1,4 @@
-"""FlashAttention-3 out of a vLLM that is not imported: a package laid out as vLLM's is, without its kernels."""
+"""Loading FlashAttention-3 from vLLM's wheel without importing vLLM, with a package of the same layout."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def test_vllm_is_not_imported(wheel: Path) -> None:
+def test_load_does_not_import_vllm(wheel: Path) -> None:
     assert fa3.load(MODULE).flash_attn_varlen_func() == "fa3"
     assert "vllm" not in sys.modules
-    import vllm.vllm_flash_attn as host  # as a host that comes later does
+    import vllm.vllm_flash_attn as host  # as a later host does
 
     assert host.flash_attn_varlen_func() == "fa3" and sys.modules["vllm"].SLOW
 
 
-def test_where_vllm_is_there_already_it_is_vllms(wheel: Path) -> None:
+def test_load_uses_an_imported_vllm(wheel: Path) -> None:
     import vllm.vllm_flash_attn as host
 
     assert fa3.load(MODULE) is host and fa3.PACKAGE not in sys.modules
 
 
-def test_entries_that_need_more_are_imported_as_vllm_does(wheel: Path) -> None:
+def test_load_imports_vllm_if_the_entries_need_it(wheel: Path) -> None:
     (wheel / "flash_attn_interface.py").write_text(
         f"from vllm import SLOW\nassert not __name__.startswith('_fast')\n{ENTRIES}"
     )
     assert fa3.load(MODULE).__name__ == MODULE and "vllm" in sys.modules
 
 
-def test_no_kernels_and_no_vllm_are_import_errors(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_raise_import_error(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (wheel / "_vllm_fa3_C.py").unlink()
     (wheel / "__init__.py").write_text("raise ImportError('needs the CUDA extensions')\n")
     with pytest.raises(ImportError, match="CUDA extensions"):

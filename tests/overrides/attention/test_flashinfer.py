@@ -1,4 +1,4 @@
-"""What of the FlashInfer provider needs no GPU: when it refuses, what it plans, when it plans again."""
+"""The FlashInfer provider without a GPU: unsupported calls, plans, and their reuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastkernels.overrides.attention import flashinfer
 
 
 class Recorder:
-    """Stands for FlashInfer's wrapper, which needs a GPU: keeps what it is planned with."""
+    """Replaces FlashInfer's wrapper, which needs a GPU: records its plans."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[list[list[int]], dict[str, Any]]] = []
@@ -26,7 +26,7 @@ def batch() -> tuple[torch.Tensor, ...]:
     return starts, torch.tensor([20, 0, 33], dtype=torch.int32), table
 
 
-def test_a_plan_lists_the_blocks_that_are_used() -> None:
+def test_plan_lists_the_used_blocks() -> None:
     wrapper = Recorder()
     plans = flashinfer.Plans(wrapper, {"page_size": 16})
     assert plans.planned(*batch()) == (wrapper, 6)
@@ -35,7 +35,7 @@ def test_a_plan_lists_the_blocks_that_are_used() -> None:
     assert kwargs["causal"] and kwargs["seq_lens"].tolist() == [20, 0, 33]
 
 
-def test_a_plan_is_kept_for_the_same_unwritten_tensors_only() -> None:
+def test_plan_is_reused_for_unwritten_tensors_only() -> None:
     wrapper = Recorder()
     plans, tensors = flashinfer.Plans(wrapper, {"page_size": 16}), batch()
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_a_plan_is_kept_for_the_same_unwritten_tensors_only() -> None:
     ("change", "reason"),
     [({"softcap": 2.0}, "soft cap"), ({"block_size": 8}, "block size of 16"), ({"heads": 66}, "66 heads of 64 on 2")],
 )  # fmt: skip
-def test_decode_refuses_with_a_reason(change: dict[str, Any], reason: str) -> None:
+def test_unsupported_decode_has_a_reason(change: dict[str, Any], reason: str) -> None:
     cache = torch.zeros(3, change.get("block_size", 16), 2, 64, dtype=torch.bfloat16)
     q, _, table = torch.zeros(3, change.get("heads", 4), 64, dtype=torch.bfloat16), *batch()[1:]
     found = flashinfer.supports_decode(
@@ -68,6 +68,6 @@ def test_decode_refuses_with_a_reason(change: dict[str, Any], reason: str) -> No
     assert found is not None and reason in found
 
 
-def test_prefill_refuses_other_head_sizes() -> None:
+def test_prefill_does_not_support_head_size_80() -> None:
     cache = torch.zeros(3, 16, 2, 80)
     assert "80" in str(flashinfer.supports_prefill(torch.zeros(6, 2, 80), cache, cache, *batch(), 4, 33, 0.1))

@@ -1,5 +1,4 @@
-"""FP8 linear layers beyond the op's cases: kinds of scales, what providers refuse, how the CUDA C++ kernel cuts up its
-work, and the script that measures them."""
+"""FP8 linear layers beyond the op's cases: granularities, unsupported calls, and the CUDA C++ kernel's plans."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ NO_NVRTC = cuda_rtc.unavailable()
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
-# -- what it computes
+# -- values
 
 
 @pytest.mark.parametrize("group", [0, -1, 128])
-def test_quantized_layers_are_near_to_the_layer(group: int) -> None:
-    """From our own quantization, with its scales as they lie: within float8's rounding of the layer in float32."""
+def test_quantized_layer_is_close_to_float32(group: int) -> None:
+    """With our own quantization and its layout of scales, the error stays within float8's rounding."""
     x, weight = randn(33, 384), randn(272, 384, seed=1) / 384**0.5
     q, x_scale = quantize_fp8(x, None, group, None, 1e-10, group > 0, group > 0)
     if group == 128:
@@ -59,7 +58,7 @@ def test_quantized_layers_are_near_to_the_layer(group: int) -> None:
         assert 0.01 < error < 0.05, error
 
 
-def test_scales_of_every_kind() -> None:
+def test_every_granularity_matches_float64() -> None:
     x, weight, _, _ = args(m=5, n=200, k=300)
     xs, ws = torch.rand(5, 3), torch.rand(2, 3)
     wide = [s.double().repeat_interleave(128, -1)[:, :300] for s in (xs, ws.repeat_interleave(128, 0)[:200])]
@@ -79,7 +78,7 @@ def test_scales_of_every_kind() -> None:
         )
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_mismatched_shapes_raise() -> None:
     x, weight, xs, ws = args()
     for wrong, said in (
         (
@@ -95,8 +94,8 @@ def test_what_does_not_fit_is_said() -> None:
             linear_fp8(*wrong)
 
 
-def test_strides_of_scales() -> None:
-    """One is the same for all; those of blocks lie as the quantization left them."""
+def test_strides_keep_the_layout_of_scales() -> None:
+    """A single scale has stride 0; block scales keep the layout of the quantization."""
     _, _, xs, ws = args(m=7, n=300, k=384, kind=scales.BLOCK)
     columns = torch.empty(3, 8).t()[:7].copy_(xs)
     assert scales.strides(scales.BLOCK, columns, ws)[1] == (1, 8, 3, 1)
@@ -104,17 +103,17 @@ def test_strides_of_scales() -> None:
     assert scales.strides(scales.ROW, torch.rand(1), torch.rand(()))[1] == (0, 0, 0, 0)
 
 
-# -- who takes which call
+# -- choice of providers
 
 
-def test_the_order_of_providers() -> None:
-    """As measured on an H200: ours to 64 tokens, DeepGEMM for scales of blocks, CUTLASS for the rest."""
+def test_provider_order_is_the_measured_one() -> None:
+    """On an H200: ours up to 64 tokens, DeepGEMM for block scales, CUTLASS for the rest."""
     names = [p.name for p in linear_fp8.providers]
     ours, others = ["cuda-wgmma-fp8"], ["triton", "cublas", "reference"]
     assert names == [*ours, "deepgemm", "flashinfer", "cutlass", "sgl_kernel", *others]
 
 
-def test_the_shipped_table_has_the_measured_sets() -> None:
+def test_shipped_table_has_the_measured_sets() -> None:
     key = linear_fp8.key
     assert key is not None
     found = tuned.lookup(key, tuned.entries("linear_fp8", "NVIDIA H200"))
@@ -126,7 +125,7 @@ def test_the_shipped_table_has_the_measured_sets() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_over_32_tokens_scales_of_blocks_are_deepgemms(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_scales_over_32_tokens_go_to_deepgemm(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(libraries, "installed", lambda name: there and name == libraries.DEEP_GEMM[1])
     libraries._has_deep_gemm.cache_clear()
@@ -139,13 +138,13 @@ def test_over_32_tokens_scales_of_blocks_are_deepgemms(there: bool, monkeypatch:
         libraries._has_deep_gemm.cache_clear()
 
 
-def test_what_flashinfer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_supports_the_hosts_calls_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(flashinfer, "_called", set())
     monkeypatch.setattr(flashinfer, "product", lambda: lambda x, w, xs, ws: reference(x, w, xs, ws))
     x, weight, xs, ws = args(5, 64, 256, scales.BLOCK)
-    assert "token by token" in str(flashinfer.supports_flashinfer(x, weight, xs, ws))
+    assert "column-major" in str(flashinfer.supports_flashinfer(x, weight, xs, ws))
     xs = torch.nn.functional.pad(xs.t(), (0, 3)).t()[:5]  # as quantize_fp8 pads them
     call = x, weight, xs, ws
     assert flashinfer.supports_flashinfer(*call) is None
@@ -169,7 +168,9 @@ def test_what_flashinfer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     m=st.integers(1, 64), n=st.integers(1, 100_000), k=st.integers(8, 2000).map(lambda i: 16 * i),
     params=st.sampled_from(wgmma.PARAMS), blocks=st.booleans(), sms=st.sampled_from([7, 114, 132]),
 )  # fmt: skip
-def test_sizes_fit_the_chip(m: int, n: int, k: int, params: dict[str, int], blocks: bool, sms: int) -> None:
+def test_plan_fits_shared_memory(
+    m: int, n: int, k: int, params: dict[str, int], blocks: bool, sms: int
+) -> None:
     p = wgmma.plan(m, n, k, **params, blocks=blocks, sms=sms)
     chunks = p.block_k // 64
     assert p.rows % 8 == 0 and 8 <= p.rows <= 128 and chunks in (2, 4) and p.tokens >= m
@@ -186,14 +187,14 @@ def test_sizes_fit_the_chip(m: int, n: int, k: int, params: dict[str, int], bloc
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("m", [1, 16, 64])
 def test_default_is_balanced(name: str, m: int) -> None:
-    """No SM reads over 3.2% more of the weight than the mean of all."""
+    """No SM reads over 3.2% more of the weight than the mean."""
     n, k = SHAPES[name]
     p = wgmma.plan(m, n, k, **wgmma.choose(m, n, k))
     assert -(-p.items // p.grid) * p.rows <= 1.032 * n / 132
 
 
-def test_what_is_on_its_way_before_x() -> None:
-    """A multiprocessor needs 1 us of 34 KB/us on its way; with `ahead` it has about twice that, and no more."""
+def test_prefetch_before_x_is_bounded() -> None:
+    """An SM needs 34 KB outstanding (1 us at 34 KB/us); `ahead` prefetches about twice that, and no more."""
     (new,) = [p for p in wgmma.PARAMS if "ahead" in p]
     old = {"splits": 1, "stages": 4, "rows": 128}
     for n, k in SHAPES.values():
@@ -204,7 +205,7 @@ def test_what_is_on_its_way_before_x() -> None:
         assert wgmma.choose(8, n, k) == new
 
 
-def test_the_instruction_of_float8() -> None:
+def test_float8_instruction_has_no_transposes() -> None:
     text = wgmma16.multiply(112, "e4m3")
     assert "m64n112k32.f32.e4m3.e4m3" in text and text.count('"+f"(c[') == 56
     assert "p, 1, 1;" in text  # float8 has no transposed operands
@@ -220,10 +221,10 @@ def test_every_set_compiles(params: dict[str, int]) -> None:
         assert cuda_rtc.cubin(wgmma.source(p), told)[:4] == b"\x7fELF"
 
 
-def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = wgmma.supports_wgmma_fp8(*args())
     assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
-    # The rest of the answer, on a Hopper that is not there.
+    # The other reasons, on a simulated Hopper GPU
     monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     x, w, xs, ws = args()
@@ -249,18 +250,25 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "m", "n", "k", "set_", "sms"),
     [
-        (scales.BLOCK, 33, 264, 1152, 0, 2),  # two tiles a block, the ring again, tiles across blocks of rows
-        (scales.BLOCK, 64, 300, 2048, 5, 4),  # four splits: who adds which part
+        (
+            scales.BLOCK,
+            33,
+            264,
+            1152,
+            0,
+            2,
+        ),  # two tiles per block, a reused ring, tiles across blocks of rows
+        (scales.BLOCK, 64, 300, 2048, 5, 4),  # four splits: which block adds which part
         (scales.ROW, 8, 300, 2064, 3, 3),  # two splits, K that ends in the middle of a stage
         (scales.TENSOR, 17, 33, 288, 0, 2),
         (scales.ROW, 8, 300, 4112, 7, 3),  # few stages of the weight before x
         (scales.BLOCK, 8, 300, 4112, 7, 3),
     ],
 )
-def test_the_kernel_by_threads_of_a_cpu(
+def test_emulated_kernel_matches_float64(
     kind: int, m: int, n: int, k: int, set_: int, sms: int, tmp_path: Path
 ) -> None:
-    """The text that NVRTC gets, with PTX by its meaning: indices, scales, barriers, tickets."""
+    """Runs the CUDA text with CPU threads and emulated PTX: indices, scales, barriers, tickets."""
     x, weight, x_scale, w_scale = args(m, n, k, kind)
     if kind == scales.BLOCK:
         x_scale = torch.empty(scales.blocks(k), -(-m // 4) * 4).fill_(float("nan")).t()[:m].copy_(x_scale)
@@ -270,7 +278,7 @@ def test_the_kernel_by_threads_of_a_cpu(
     torch.testing.assert_close(got.double(), want, rtol=8e-3, atol=1e-4)
 
 
-def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_experiment_runs_on_the_cpu(tmp_path: Path) -> None:
     told = ("--device", "cpu", "--quick", "--tokens", "8", "--scales", "row,block")
     script, rows_file = ROOT / "bench/experiments/linear/linear_fp8.py", tmp_path / "rows.jsonl"
     command = [sys.executable, str(script), *told, "--out", str(rows_file)]
@@ -286,7 +294,7 @@ def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", wgmma.PARAMS, ids=str)
 @pytest.mark.parametrize("kind", [scales.TENSOR, scales.ROW, scales.BLOCK])
-def test_on_the_gpu(params: dict[str, int], kind: int) -> None:
+def test_gpu_result_matches_reference(params: dict[str, int], kind: int) -> None:
     n, k = 1001, 2064
     given = [t.cuda() for t in args(64, n, k, kind)]
     bias = torch.randn(n, device="cuda").bfloat16()

@@ -1,4 +1,4 @@
-"""FP8 linear layers of other libraries: which calls they take, and what they are given."""
+"""FP8 products of other libraries: supported calls, and the arguments that the libraries get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastkernels.overrides.linear import linear_fp8_scales as scales
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8, reference
 
 
-def test_libraries_refuse_with_a_reason() -> None:
+def test_unsupported_calls_have_a_reason() -> None:
     x, weight, xs, ws = args()
     blocks = args(n=256, k=384, kind=scales.BLOCK)
     for supports, call, said in (
@@ -30,9 +30,9 @@ def test_libraries_refuse_with_a_reason() -> None:
         (libraries.supports_cutlass, (x, weight, xs, ws, None, torch.float32), "out_dtype torch.float32"),
         (libraries.supports_sgl, (x, weight, xs, ws), None),
         (libraries.supports_sgl, (x[:1], weight, xs[:1], ws, torch.zeros(48, dtype=torch.bfloat16)), None),
-        (libraries.supports_sgl, (x, weight, xs[:1], ws), "has a scale for each token"),
+        (libraries.supports_sgl, (x, weight, xs[:1], ws), "needs one scale for each token"),
         (libraries.supports_sgl, (x, weight, xs, ws[:1]), "one for each row of the weight"),
-        (libraries.supports_sgl, blocks, "has a scale for each token"),
+        (libraries.supports_sgl, blocks, "needs one scale for each token"),
         (libraries.supports_sgl, args(k=136), "K = 136 must be multiples of 16"),
         (
             libraries.supports_sgl,
@@ -41,17 +41,17 @@ def test_libraries_refuse_with_a_reason() -> None:
         ),
         (libraries.supports_cublas, args(kind=scales.TENSOR), None),
         (libraries.supports_cublas, (x, weight, xs, ws), None),
-        (libraries.supports_cublas, (x, weight, xs, ws[:1]), "must be those of x and of the weight"),
+        (libraries.supports_cublas, (x, weight, xs, ws[:1]), "both x and the weight must have them"),
         (libraries.supports_cublas, blocks, "left to DeepGEMM"),
-        (libraries.supports_deepgemm, (x, weight, xs, ws), "DeepGEMM's scales are of blocks"),
+        (libraries.supports_deepgemm, (x, weight, xs, ws), "DeepGEMM needs block scales"),
         (libraries.supports_deepgemm, (*blocks, None, torch.float16), "gives bfloat16"),
     ):
         found = supports(*call)
         assert found is None if said is None else said in str(found), found
 
 
-def test_the_call_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As SGLang makes it: tokens in two dimensions, scales [M, 1] and [N, 1], the weight's columns contiguous."""
+def test_sgl_kernel_gets_contiguous_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in SGLang: x with two dimensions, scales [M, 1] and [N, 1], the weight's columns contiguous."""
 
     def fp8_scaled_mm(
         a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor
@@ -70,8 +70,8 @@ def test_the_call_of_sgl_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("library", ["vllm", "sgl_kernel"])
-def test_what_lies_right_is_passed_on_as_it_is(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A view takes the CPU a microsecond: x of two dimensions, scales [M, 1] and [N, 1] and the result need none."""
+def test_suitable_tensors_are_passed_without_views(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view costs 1 us of CPU time: x with two dimensions, scales [M, 1] and [N, 1] and the result need none."""
     got: list[torch.Tensor] = []
     made = torch.zeros(6, 48, dtype=torch.bfloat16)
 
@@ -102,8 +102,8 @@ def test_what_lies_right_is_passed_on_as_it_is(library: str, monkeypatch: pytest
         torch.testing.assert_close(found.view(6, 48), want, atol=2e-2, rtol=2e-2)
 
 
-def test_scales_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key, `supports` and the kernel's call ask for the same: of the same shapes it is worked out once."""
+def test_granularity_is_computed_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key, `supports` and the kernel's call share the result for equal shapes."""
     monkeypatch.setattr(libraries, "_cutlass_scaled_mm", lambda: lambda out, *rest: None)
     scales._granularity.cache_clear()
     for _ in range(2):  # layers of one shape
@@ -112,12 +112,12 @@ def test_scales_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert libraries.supports_cutlass(*call) is None
         libraries.linear_fp8_cutlass(*call)
     assert scales._granularity.cache_info().misses == 1
-    for _ in range(2):  # a refusal is none that is kept
+    for _ in range(2):  # errors are not cached
         with pytest.raises(ValueError, match=r"one per token \(7, 1\), or with"):
             scales.granularity(call[0], call[1], torch.rand(6, 1), call[3])
 
 
-def test_scales_that_cutlass_wants() -> None:
+def test_cutlass_gets_column_major_scales() -> None:
     padded = torch.rand(3, 8).t()[:5]
     for scale in (torch.rand(5, 3), padded, torch.rand(3, 5).t()):
         found = libraries.column_major(scale)

@@ -1,4 +1,4 @@
-"""The kernels of `linear` for few tokens, interpreted, against float64; what they refuse; who is asked first."""
+"""The Triton kernel of `linear` for few tokens: values, unsupported calls, parameter sets, and tickets."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "skinny_cases.py"
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
-    """What is wrong with each case. A process of its own: kernels are made when they are imported."""
+    """Errors by case. Kernels are created at import, so the interpreter needs its own process."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
 
 
-def test_values(interpreted: dict[str, str | None]) -> None:
+def test_interpreted_kernel_matches_float64(interpreted: dict[str, str | None]) -> None:
     assert len(interpreted) > 30
     assert {case: problem for case, problem in interpreted.items() if problem} == {}
 
@@ -39,7 +39,7 @@ def args(m: int = 4, n: int = 48, k: int = 64, dtype: torch.dtype = torch.bfloat
     return [torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)]
 
 
-def test_refuses_with_a_reason() -> None:
+def test_unsupported_calls_have_a_reason() -> None:
     x, w = args()
     assert skinny.supports_skinny(x, w) is None
     assert skinny.supports_skinny(x.view(2, 2, 64), w, torch.randn(48)) is None
@@ -60,7 +60,7 @@ def test_refuses_with_a_reason() -> None:
             raise RuntimeError(skinny.supports_skinny(*case))
 
 
-def test_is_used_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_provider_is_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTKERNELS_PROVIDER", raising=False)
     assert linear.providers[0].name == "cublas" and linear.providers[-1].name == "reference"
     assert registry.get("linear").baseline == "cublas"
@@ -71,14 +71,14 @@ def test_is_used_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("k", [64, 576, 4096, 14336])
 @pytest.mark.parametrize("n", [3, 1024, 4096, 6144, 28672, 128256])
-def test_default_fits(n: int, k: int) -> None:
+def test_default_set_fits_every_shape(n: int, k: int) -> None:
     for m in range(1, skinny.MAX_TOKENS + 1):
         chosen = skinny.choose(m, n, k)
         assert chosen in skinny.PARAMS and skinny.fits(chosen, m, k)
         assert chosen["block_m"] >= m and (chosen["block_m"] < 2 * m or chosen["block_m"] <= 8)
 
 
-def test_sets_are_compilable_sizes() -> None:
+def test_sets_fit_shared_memory() -> None:
     seen = [tuple(p.values()) for p in skinny.PARAMS]
     assert len(set(seen)) == len(seen)
     for p in skinny.PARAMS:
@@ -88,8 +88,8 @@ def test_sets_are_compilable_sizes() -> None:
             assert p[name] & (p[name] - 1) == 0, p
 
 
-def test_tickets_of_streams_and_graphs_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule alone: who gets which; the memory is the CPU's here."""
+def test_streams_and_graphs_get_separate_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks only which launch gets which tickets; the memory is on the CPU."""
     tickets, device = _launch.Tickets(), torch.device("cuda", 0)
     streams = iter([1, 1, 2])
     capturing = iter([False, False, False, True, True])
@@ -105,8 +105,8 @@ def test_tickets_of_streams_and_graphs_are_apart(monkeypatch: pytest.MonkeyPatch
     assert not any(t.any() for t in (first, other, one, two))
 
 
-def test_tickets_of_graphs_do_not_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch that is not captured makes more where few are left; what was given is kept and given once."""
+def test_graphs_do_not_run_out_of_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An uncaptured launch makes more if few are left; given tickets stay allocated and are given once."""
     tickets, device, made = _launch.Tickets(), torch.device("cuda", 0), [0]
     tickets.CAPTURED = 256
     zeros, capturing = torch.zeros, [False]
@@ -119,7 +119,7 @@ def test_tickets_of_graphs_do_not_run_out(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda d: type("S", (), {"cuda_stream": 1}))
     given = []
-    for _ in range(9):  # graphs of four launches, each warmed up before
+    for _ in range(9):  # graphs of four launches, each warmed up first
         capturing[0] = False
         tickets.get(device, 10)
         capturing[0] = True
@@ -128,12 +128,12 @@ def test_tickets_of_graphs_do_not_run_out(monkeypatch: pytest.MonkeyPatch) -> No
     owned = {t.untyped_storage().data_ptr() for t in (*tickets.kept, *tickets.captured.values())}
     assert {t.untyped_storage().data_ptr() for t in given} <= owned and len(owned) > 2
     tickets.get(device, 300)
-    assert made[0] == 1  # more than there are: the graph makes its own
+    assert made[0] == 1  # more than are left: the graph makes its own
 
 
 @pytest.mark.slow
-def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
-    """As on a GPU, but for what is compiled and for graphs; its rows are result rows."""
+def test_experiment_runs_on_the_cpu(tmp_path: Path) -> None:
+    """As on a GPU, without compiled kernels and graphs; it writes result rows."""
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(ROOT / "bench/experiments/linear/skinny_linear.py"), "--device", "cpu", "--quick",
                "--tokens", "2", "--out", str(out)]  # fmt: skip
@@ -154,7 +154,7 @@ def test_scenario_runs_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton-skinny", "cuda-skinny"])
 @pytest.mark.parametrize("m", [1, 3, 8, 16, 17, 64])
-def test_on_the_gpu(name: str, m: int) -> None:
+def test_gpu_result_matches_reference(name: str, m: int) -> None:
     provider = next(p for p in linear.providers if p.name == name)
     x, weight, bias = (
         torch.randn(*size, device="cuda").bfloat16() for size in ((m, 736), (1000, 736), (1000,))

@@ -1,4 +1,4 @@
-"""How the warpgroup kernel of `linear` cuts up its work, what it refuses, and that all of its sets compile."""
+"""The wgmma kernel of `linear`: how it divides its work, unsupported calls, and compilation of all sets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = {
 
 
 def shares(p: wgmma.Plan, n: int, k: int) -> list[list[tuple[int, int]]]:
-    """What each block reads, in its order: (tile, unit of block_k). As in csrc/wgmma_linear.cu."""
+    """Return the (tile, unit of block_k) pairs that each block reads, in order, as in csrc/wgmma_linear.cu."""
     units = -(-k // p.block_k)
     items = -(-n // p.rows) * p.splits
     found = []
@@ -45,7 +45,7 @@ def shares(p: wgmma.Plan, n: int, k: int) -> list[list[tuple[int, int]]]:
     m=st.integers(1, 64), n=st.integers(1, 9000), k=st.integers(1, 600).map(lambda i: 8 * i),
     params=st.sampled_from(wgmma.PARAMS), sms=st.sampled_from([1, 7, 78, 114, 132]),
 )  # fmt: skip
-def test_all_is_read_once(m: int, n: int, k: int, params: dict[str, int], sms: int) -> None:
+def test_every_unit_is_read_once(m: int, n: int, k: int, params: dict[str, int], sms: int) -> None:
     p = wgmma.plan(m, n, k, **params, sms=sms)
     found = shares(p, n, k)
     assert len(found) == p.grid <= sms and all(found)  # no block is idle, no split is empty
@@ -61,13 +61,13 @@ def test_all_is_read_once(m: int, n: int, k: int, params: dict[str, int], sms: i
     m=st.integers(1, 64), n=st.integers(1, 200_000), k=st.integers(1, 4000).map(lambda i: 8 * i),
     params=st.sampled_from(wgmma.PARAMS),
 )  # fmt: skip
-def test_sizes_fit_the_chip(m: int, n: int, k: int, params: dict[str, int]) -> None:
+def test_plan_fits_shared_memory(m: int, n: int, k: int, params: dict[str, int]) -> None:
     p = wgmma.plan(m, n, k, **params)
     assert p.rows % 8 == 0 and 8 <= p.rows <= 256 and p.block_k in (64, 128, 256) and p.tokens >= m
     static = 3 * 8 * wgmma.MAX_STAGES + 16
     assert p.shared + static <= 227 * 1024 and 3 <= p.stages <= wgmma.MAX_STAGES
     assert 1 <= p.ahead <= p.stages
-    # wgmma reads 64 rows of x, past those that are there: from the last chunk of x on, into the weights' ring
+    # wgmma reads 64 rows of x: past the last chunk of x, it reads the weights' ring
     assert p.stages * 2 * p.block_k * p.rows + 128 * p.tokens >= 8192
     assert wgmma.choose(m, n, k) in [q for q in wgmma.PARAMS if wgmma.fits(q, m, k)]
 
@@ -75,14 +75,14 @@ def test_sizes_fit_the_chip(m: int, n: int, k: int, params: dict[str, int]) -> N
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("m", [8, 16, 32, 64])
 def test_default_is_balanced(name: str, m: int) -> None:
-    """No SM reads over 3.2% more of the weight than the mean of all."""
+    """No SM reads over 3.2% more of the weight than the mean."""
     n, k = SHAPES[name]
     p = wgmma.plan(m, n, k, **wgmma.choose(m, n, k))
     most = max(len(share) for share in shares(p, n, k)) * p.rows * p.block_k
     assert most <= 1.032 * n * k / 132, (p, 132 * most / (n * k))
 
 
-def test_the_instruction_has_all_operands() -> None:
+def test_instruction_has_all_operands() -> None:
     for rows in (8, 248, 256):
         text = wgmma.multiply(rows, "bf16")
         assert f"m64n{rows}k16.f32.bf16.bf16" in text and text.count('"+f"(c[') == rows // 2
@@ -104,10 +104,10 @@ def args(m: int = 32, n: int = 48, k: int = 72) -> list[torch.Tensor]:
     return [torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()]
 
 
-def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = wgmma.supports_wgmma(*args())
     assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
-    # The rest of the answer, on a Hopper that is not there.
+    # The other reasons, on a simulated Hopper GPU
     monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     x, w = args()
@@ -128,7 +128,7 @@ def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "this GPU has 10.0" in str(wgmma.supports_wgmma(x, w))
 
 
-def test_is_used_only_when_named() -> None:
+def test_kernel_is_neither_first_nor_last_provider() -> None:
     names = [p.name for p in linear.providers]
     assert 0 < names.index("cuda-wgmma") < len(names) - 1
 
@@ -136,7 +136,7 @@ def test_is_used_only_when_named() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", wgmma.PARAMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_the_gpu(params: dict[str, int], dtype: torch.dtype) -> None:
+def test_gpu_result_matches_reference(params: dict[str, int], dtype: torch.dtype) -> None:
     k = 2056
     x, weight, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((64, k), (1001, k), (1001,)))
     if (reason := wgmma.supports_wgmma(x, weight, bias)) is not None:

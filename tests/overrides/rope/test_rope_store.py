@@ -1,4 +1,4 @@
-"""rope_store_kvcache: the same bits as the ops that it stands for, and when a layer lets it."""
+"""rope_store_kvcache: equal bits to the ops that it fuses, and the layers that use it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fastkernels.overrides.rope import vllm as vllm_rope
 SPEC = registry.get("rope_store_kvcache")
 ODD = [case for case in SPEC.cases if "odd" in case.tags]
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "rope_store_cases.py"
-ASKED = "rope_store_kvcache:reference"
+REQUESTED = "rope_store_kvcache:reference"
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", ODD, ids=lambda c: c.name)
-def test_reference_has_the_bits_of_the_ops_apart(case: Any) -> None:
+def test_reference_equals_the_separate_ops(case: Any) -> None:
     args = make_args(SPEC, case)
     _, query, key, value, *caches = (a.clone() for a in args[:6])
     slots, table, neox, q_weight, k_weight, eps, *scales = args[6:]
@@ -57,7 +57,7 @@ def test_reference_has_the_bits_of_the_ops_apart(case: Any) -> None:
         assert torch.equal(got.float(), want.float())
 
 
-def test_kernel_has_the_bits_of_the_kernels_apart() -> None:
+def test_kernel_equals_the_separate_kernels() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def test_kernel_has_the_bits_of_the_kernels_apart() -> None:
     assert len(found) == len(ODD) and {c: p for c, p in found.items() if p} == {}
 
 
-def test_what_does_not_go_together_is_said() -> None:
+def test_mismatched_arguments_raise() -> None:
     args = make_args(SPEC, ODD[1])
     for i, wrong, message in (
         (0, args[0][1:], "positions"),
@@ -82,7 +82,7 @@ def test_what_does_not_go_together_is_said() -> None:
 
 
 def ran(kind: str) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """Outputs and cache of a layer's prefill and decode, and which ops were called."""
+    """Run a layer's prefill and decode. Return outputs and cache, and the calls of the ops."""
     layer: Any = {
         "llama": lambda: VllmLlamaDecoderLayer(None, "model.layers.0", config=CONFIG),
         "qwen3": lambda: VllmQwen3DecoderLayer(CONFIG, prefix="model.layers.0"),
@@ -107,10 +107,10 @@ APART = {"rope_store_kvcache": 0, "rotary_emb": 2, "store_kvcache": 2}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_layer_gives_the_same_bits_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_with_the_fused_op_has_equal_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want, calls = ran(kind)
-    assert calls == APART  # a CPU gains nothing
-    monkeypatch.setenv("FASTKERNELS_PROVIDER", ASKED)
+    assert calls == APART  # by default not on a CPU, which gains nothing
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", REQUESTED)
     OPS["rope_store_kvcache"].reset()
     got, calls = ran(kind)
     assert calls == FUSED
@@ -122,7 +122,7 @@ def _off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _named_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTKERNELS_PROVIDER", f"{ASKED},store_kvcache:reference")
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", f"{REQUESTED},store_kvcache:reference")
 
 
 def _candidate_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,28 +138,28 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _other_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer's own is a subclass of ours, as where a candidate's class was put in."""
+    """The layer's module is a subclass of ours, as with a candidate's class."""
     ours = vllm_rope.VllmRotaryEmbedding
     live = type("VllmRotaryEmbedding", (ours,), {"forward": ours.forward})
     monkeypatch.setattr(vllm_rope, "VllmRotaryEmbedding", live)
 
 
 @pytest.mark.parametrize(
-    "asked", [_off, _named_part, _candidate_of_a_part, _candidate_of_a_norm, _recorded, _other_class]
+    "requested", [_off, _named_part, _candidate_of_a_part, _candidate_of_a_norm, _recorded, _other_class]
 )
-def test_it_stands_back_where_a_part_is_asked_for(
-    asked: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+def test_layer_calls_separate_ops_if_one_is_requested(
+    requested: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FASTKERNELS_PROVIDER", ASKED)
-    asked(monkeypatch)
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", REQUESTED)
+    requested(monkeypatch)
     for op in OPS.values():
         op.forget()
     _, calls = ran("qwen3")
     assert calls == APART
 
 
-def test_a_norm_that_a_model_does_not_have_keeps_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTKERNELS_PROVIDER", ASKED)
+def test_candidate_of_an_unused_norm_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", REQUESTED)
     _candidate_of_a_norm(monkeypatch)
     OPS["rope_store_kvcache"].reset()
     assert ran("llama")[1] == FUSED
@@ -168,7 +168,7 @@ def test_a_norm_that_a_model_does_not_have_keeps_nothing_back(monkeypatch: pytes
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64])
 @pytest.mark.parametrize("norms", [False, True])
-def test_on_the_gpu(tokens: int, norms: bool) -> None:
+def test_gpu_kernel_equals_the_separate_kernels(tokens: int, norms: bool) -> None:
     dims = {"tokens": tokens, "heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16, "norms": norms}
     args = make_args(SPEC, Case("gpu", dims), "cuda")
     _, query, key, value, *caches = (a.clone() for a in args[:6])
@@ -182,7 +182,7 @@ def test_on_the_gpu(tokens: int, norms: bool) -> None:
     rope_store_kvcache._triton(*args)
     for got, want in zip((args[1], *args[4:6]), (query, *caches), strict=True):
         if norms:
-            # Apart, a norm is rounded before it is turned: half a unit of up to 4, in both of a pair.
+            # A separate norm is rounded before the rotation: half a unit of up to 4, in both of a pair.
             torch.testing.assert_close(got.float(), want.float(), rtol=1.6e-2, atol=1.6e-2)
         else:
             assert torch.equal(got, want)

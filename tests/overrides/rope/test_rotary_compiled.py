@@ -1,4 +1,4 @@
-"""rotary_emb under torch.compile: new tensors instead of changed ones, so that nothing is copied around the op."""
+"""rotary_emb under torch.compile: it returns new tensors, so that the compiler copies nothing around the op."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("the interpreter is off")
     found = next(p for p in rotary_emb.providers if p.name in (request.param, "reference"))
-    rotary_emb.set_candidate(found.fn)  # without `out`, as anybody's
+    rotary_emb.set_candidate(found.fn)  # without `out`, like any candidate
     if request.param != "candidate":
         rotary_emb.set_candidate(None)
         monkeypatch.setenv("FASTKERNELS_PROVIDER", f"rotary_emb:{request.param}")
@@ -41,7 +41,7 @@ def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_new_tensors_and_the_old_ones_as_they_were(dims: dict[str, Any], provider: str) -> None:
+def test_functional_variant_mutates_nothing(dims: dict[str, Any], provider: str) -> None:
     args = arguments(dims)
     before = [t.clone() for t in args[1:3]]
     found = torch.ops.fastkernels.rotary_emb_functional(*args)
@@ -53,14 +53,14 @@ def test_new_tensors_and_the_old_ones_as_they_were(dims: dict[str, Any], provide
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is what it runs")
-def test_the_kernel_in_the_interpreter() -> None:
+def test_interpreted_kernel_passes_too() -> None:
     command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", __file__, "-k", "triton"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "SKIPPED" not in done.stdout, done.stdout
 
 
-def test_a_compiled_layer_copies_nothing_around_it() -> None:
+def test_compiled_layer_has_no_copies() -> None:
     from torch._inductor.utils import run_and_get_code
 
     rope = VllmRotaryEmbedding(16, 16, 64, 10000.0, True, torch.float32)

@@ -1,4 +1,4 @@
-"""As a script under TRITON_INTERPRET=1: attention_decode in one launch against float64, a line of JSON a case."""
+"""Script for TRITON_INTERPRET=1: the one-launch attention_decode against float64; prints a line of JSON per case."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def problem(dims: dict[str, Any], dtype: str, params: dict[str, int]) -> str | N
 
 
 class Parts:
-    """Stands for what a program does with a part: what it was told, by sequence, and tiles by worker."""
+    """Replaces one_part: records its arguments by sequence, and tiles by worker."""
 
     NAMES = ("seq", "low", "high", "parts", "row", "first", "bump", "step")
 
@@ -76,7 +76,7 @@ class Parts:
 
 
 def uneven(lens: list[int], params: dict[str, int]) -> str | None:
-    """What is wrong with the parts of a batch: with their keys, their rows, or a worker's share."""
+    """Return an error in the parts of a batch: in their keys, their rows, or a worker's share."""
     split.one_part = parts = Parts()
     q, cache = torch.zeros(len(lens), 1, 16).half(), torch.zeros(1, 16, 1, 16).half()
     split.decode_split(
@@ -90,7 +90,7 @@ def uneven(lens: list[int], params: dict[str, int]) -> str | None:
             return f"sequence {seq} of {length} keys is read as {mine}"
         added = [p["first"] + i * p["step"] + (p["bump"] if i == 0 else 0) for i, p in enumerate(mine)]
         if {p["parts"] for p in mine} != {len(mine)} or (len(mine) > 1 and [p["row"] for p in mine] != added):
-            return f"sequence {seq} has other parts than it says: {mine}"
+            return f"sequence {seq} has inconsistent parts: {mine}"
         rows += added if len(mine) > 1 else []
     workers = WORKERS * params["per_sm"]
     if len(set(rows)) != len(rows) or max(rows, default=0) >= 2 * workers:
@@ -101,12 +101,12 @@ def uneven(lens: list[int], params: dict[str, int]) -> str | None:
 
 def main() -> None:
     poison()
-    split.multiprocessors = lambda device: 12  # fewer programs, and more to do for each
+    split.multiprocessors = lambda device: 12  # fewer programs, each with more work
     cases: dict[str, tuple[Any, ...]] = {}
     for i, (lens, at) in enumerate(LENGTHS):
         layout, params = LAYOUTS[at], split._set(*SETS[(i + at) % len(SETS)])
         dtype = ("float16", "bfloat16")[i % 2]
-        more = {"max_seqlen_k": 300} if i % 3 == 0 else {}  # as a CUDA graph's, for sequences of any length
+        more = {"max_seqlen_k": 300} if i % 3 == 0 else {}  # as with a CUDA graph
         cases[f"{lens} {layout} {dtype} {tuple(params.values())}"] = (
             {"seq_lens": lens, **layout, **more}, dtype, params
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The FP8 kernel of csrc/wgmma_linear.cu on a CPU: its own text, with on_cpu.hpp in the place of PTX. Needs g++.
+"""Emulate the FP8 kernel of csrc/wgmma_linear.cu on a CPU: its own text, with on_cpu.hpp instead of PTX. Needs g++.
 
-What other kernels' emulations need, too, is here: emulated_decode.py.
+`ported` and `run` also serve emulated_decode.py.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ int main(int, char** names) {
 
 
 def ported(source: str, bodies: dict[str, str], written: dict[str, str], told: Iterable[str]) -> str:
-    """C++ of a CUDA source.
+    """Return C++ for a CUDA source.
 
-    bodies   of functions by name, in the place of those with PTX
-    written  what else is written in another way
-    told     the options of its compiler
+    bodies   {function: its body}, for functions that contain PTX
+    written  other replacements of text
+    told     the compiler's options
     """
     for name, body in bodies.items():
         found = re.search(rf"__device__ __forceinline__ [\w *]*\b{name}\([^{{]*\) {{", source)
@@ -94,7 +94,7 @@ def ported(source: str, bodies: dict[str, str], written: dict[str, str], told: I
             depth += {"{": 1, "}": -1}.get(source[end], 0)
             end += 1
         source = f"{source[: found.end()]} {body} {source[end - 1 :]}"
-    # What is left: hints, waits for the grid, functions that are not called
+    # The rest: hints, waits for the grid, unused functions
     source = re.sub(r'asm(?: volatile)?\((?:[^;"]|"[^"]*")*\);', ";", source)
     for cuda, ours in {"__shared__": "static", **written}.items():
         assert cuda in source, cuda
@@ -103,7 +103,7 @@ def ported(source: str, bodies: dict[str, str], written: dict[str, str], told: I
 
 
 def program(p: Plan, blocks: bool) -> str:
-    """C++ of the kernel and of what launches it."""
+    """Return C++ of the kernel and its launcher."""
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = shared_memory;",
         'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
@@ -113,7 +113,7 @@ def program(p: Plan, blocks: bool) -> str:
 
 
 def run(source: str, given: bytes, folder: Path) -> bytes:
-    """What a program writes of what it is given, both in files. Raises RuntimeError with what it says."""
+    """Compile and run a program on input bytes; return its output. Raises RuntimeError with its error message."""
     (folder / "kernel.cpp").write_text(source)
     include = f"-I{Path(__file__).parent}"
     command = ["g++", "-O2", "-std=c++17", "-w", "-pthread", include, "kernel.cpp", "-o", "kernel"]
@@ -130,7 +130,7 @@ def run(source: str, given: bytes, folder: Path) -> bytes:
 def linear_fp8(
     args: list[torch.Tensor], kind: int, params: dict[str, int], sms: int, folder: Path
 ) -> torch.Tensor:
-    """The kernel's result for the op's arguments, dense but for x_scale, with a bias in bf16. Raises RuntimeError."""
+    """Return the kernel's result; all arguments but x_scale are contiguous, the bias is bf16. Raises RuntimeError."""
     x, weight, x_scale, weight_scale, bias = args
     (m, k), n, blocks = x.shape, weight.shape[0], kind == BLOCK
     p = wgmma.plan(m, n, k, **params, blocks=blocks, sms=sms)

@@ -1,4 +1,4 @@
-"""csrc/attention_decode.cu on a CPU: its own text, with lanes_on_cpu.hpp in the place of PTX. Needs g++."""
+"""Emulate csrc/attention_decode.cu on a CPU: its own text, with lanes_on_cpu.hpp instead of PTX. Needs g++."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ int main(int, char** names) {
 
 
 def program(p: cuda.Plan, tickets: bool = True) -> str:
-    """C++ of the kernel and of what launches it; without tickets it fails where one is taken."""
+    """Return C++ of the kernel and its launcher; with tickets=False, taking a ticket is an error."""
     written = {
         "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
         'extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT)': "void",
@@ -119,7 +119,7 @@ def program(p: cuda.Plan, tickets: bool = True) -> str:
 
 
 def lying(t: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor reaches over, from its first number on, as int16."""
+    """Return the memory that a tensor spans, from its first element, as int16."""
     reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     flat = torch.as_strided(t, (reach,), (1,))
     return torch.nn.functional.pad(flat.view(torch.int16), (0, -reach % 8))
@@ -128,10 +128,10 @@ def lying(t: torch.Tensor) -> torch.Tensor:
 def decode(
     args: list[Any], params: dict[str, int], sms: int, stale: int, folder: Path, tickets: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """The op's results, of blocks in their order and from the last one on.
+    """Return the op's results with blocks in order, and in reverse order.
 
-    args   the op's, without a window or a softcap
-    stale  0: nothing ran before; 1: it ended early; 2: lengths and table are nonsense until the wait, 3: the table is
+    args   the op's arguments, without a window or a softcap
+    stale  0: no previous kernel; 1: it has ended; 2: lengths and table are nonsense until the wait; 3: only the table
     """
     q, keys, values, lens, table = args[:5]
     p = cuda.plan(params, q, keys)

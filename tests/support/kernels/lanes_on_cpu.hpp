@@ -1,4 +1,4 @@
-// What csrc/attention_decode.cu asks of a GPU, on a CPU: clusters of blocks one after the other, a fiber for each thread,
+// Emulates on a CPU the GPU features that csrc/attention_decode.cu uses: clusters of blocks in sequence, a fiber for each thread,
 // so that what a warp's lanes say to each other costs little. A warp runs as far as it can before another does: who should
 // have waited for another warp finds what was not there yet. Copies take place when they are waited for, and spoil what
 // they will overwrite when they are begun. Included by emulated_decode.py behind on_cpu.hpp, whose types it uses.

@@ -1,4 +1,4 @@
-// What csrc/wgmma_linear.cu asks of a GPU, by threads of a CPU: blocks one after the other, a thread for each of CUDA's.
+// Emulates on a CPU the GPU features that csrc/wgmma_linear.cu uses: blocks in sequence, a CPU thread for each CUDA thread.
 // Copies and multiplications are done where they are begun, so what comes too early is not found; where things lie,
 // who waits for whom and what is added up is. Included by emulated.py, which puts these bodies in the place of PTX.
 #include <pthread.h>

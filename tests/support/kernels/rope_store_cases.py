@@ -1,4 +1,4 @@
-"""As a script under TRITON_INTERPRET=1: one launch and those that it stands for, bit by bit; a line of JSON a case."""
+"""Script for TRITON_INTERPRET=1: compare the fused launch with the separate ones; prints a line of JSON per case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = registry.get("rope_store_kvcache")
 
 
 def problem(case: Case) -> str | None:
-    if case.dtype == "bfloat16":  # the interpreter truncates it
+    if case.dtype == "bfloat16":  # the interpreter truncates bfloat16
         case = dataclasses.replace(case, dtype="float16")
     args: list[Any] = make_args(SPEC, case)
     positions, query, key, value, *caches = (a.clone() for a in args[:6])
@@ -39,7 +39,7 @@ def problem(case: Case) -> str | None:
         ("query", "key_cache", "value_cache"), (args[1], *args[4:6]), (query, *caches), strict=True
     ):
         differing = int((got.float() != want.float()).sum())
-        # The sum of squares is added in another order: a last bit may differ.
+        # The sum of squares has another order: the last bit may differ.
         close = case.dims.get("norms") and torch.allclose(got.float(), want.float(), rtol=2e-3, atol=2e-3)
         if differing and not close:
             return f"{differing} of {got.numel()} values of {name} differ"

@@ -1,4 +1,4 @@
-"""As a script under TRITON_INTERPRET=1: the Triton kernel for few tokens against float64, a line of JSON a case."""
+"""Script for TRITON_INTERPRET=1: the Triton kernel for few tokens against float64; prints a line of JSON per case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastkernels.core.spec import Case
 from fastkernels.overrides.linear import skinny_linear_triton as skinny
 
 SPEC = registry.get("linear")
-# variant, block_m, block_n, block_k, split_k: every way through the kernel, with parts left over on all sides.
+# variant, block_m, block_n, block_k, split_k: every path of the kernel, with remainders in all dimensions
 SIZES = (
     ("sum", 1, 8, 128, 1), ("sum", 1, 16, 64, 3), ("sum", 2, 8, 64, 1), ("sum", 2, 8, 128, 2), ("sum", 4, 8, 64, 1),
     ("sum", 4, 16, 128, 3), ("swap", 8, 16, 64, 1), ("swap", 8, 32, 128, 3), ("swap", 16, 64, 64, 2),
@@ -32,11 +32,11 @@ def problem(
         x, weight = (torch.cat([t, t.flip(0)[..., :16]], dim=-1)[..., :k] for t in (x, weight))
         assert x.stride(-2) == k + 16 and weight.stride(0) == k + 16
     if (reason := skinny.supports_skinny(x, weight, b)) is not None:
-        return f"refused: {reason}"
+        return f"unsupported: {reason}"
     want = SPEC.reference(x.double(), weight.double(), b.double() if bias else None)
     first = skinny.linear_skinny(x, weight, b, **params)
     if params.get("split_k", 1) > 1 and not torch.equal(first, skinny.linear_skinny(x, weight, b, **params)):
-        return "two equal calls have other bits"
+        return "equal calls have different bits"
     return mismatch(SPEC, case, [first], [want])
 
 

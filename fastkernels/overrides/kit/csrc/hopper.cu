@@ -1,5 +1,5 @@
-// What the CUDA C++ kernels for Hopper share; it stands in front of each of them (_skinny_linear_cuda.text). Compiled for
-// one BF16.
+// Code that the CUDA C++ kernels for Hopper share. It is prepended to the source of each of them (skinny_linear_cuda.text)
+// and compiled for one value of BF16.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
