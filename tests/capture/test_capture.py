@@ -201,7 +201,7 @@ def test_second_recording_is_an_error() -> None:
         capture.start()
     with pytest.raises(ZeroDivisionError), capture.record():
         raise ZeroDivisionError
-    with pytest.raises(RuntimeError, match="nothing"):
+    with pytest.raises(RuntimeError, match="no recording"):
         capture.stop()
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from support.checks import LEAVES, PROMPTS, RMS_NORM_TWICE, check_all_left, check_folder
-from support.sglang_engine import forced, generate, ids, make_engine
+from support.hosts.sglang_engine import forced, generate, ids, make_engine
 
 import fastkernels
 from fastkernels.core.registry import UnknownName

@@ -2,7 +2,7 @@
 
 import pytest
 from support.checks import LEAVES, PROMPTS
-from support.sglang_engine import generate, ids, make_engine
+from support.hosts.sglang_engine import generate, ids, make_engine
 
 import fastkernels
 from fastkernels.patch import PatchError

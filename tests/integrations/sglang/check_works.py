@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fk_integrations.sglang import host
-from support.sglang_engine import PROMPTS, generate, ids, make_engine, with_stand_ins
+from support.hosts.sglang_engine import PROMPTS, generate, ids, make_engine, with_stand_ins
 from support.tiny import make_tiny
 from support.variants import make_lora
 

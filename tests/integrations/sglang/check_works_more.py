@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.sglang_engine import generate, ids, make_engine, with_stand_ins
+from support.hosts.sglang_engine import generate, ids, make_engine, with_stand_ins
 from support.tiny import make_tiny
 from support.variants import make_quantized
 

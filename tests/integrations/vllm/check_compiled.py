@@ -4,7 +4,7 @@ import os
 
 import pytest
 from support.checks import RMS_NORM_BUG
-from support.vllm_engine import first_logprobs, generate, make_llm
+from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
 from fastkernels.patch import PatchError

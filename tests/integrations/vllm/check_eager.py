@@ -14,7 +14,7 @@ from support.checks import (
     check_folder,
     check_own_kernels,
 )
-from support.vllm_engine import first_logprobs, generate, make_llm
+from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
 from fastkernels.core.registry import UnknownName

@@ -13,8 +13,8 @@ from fk_integrations.core.apply import apply
 from fk_integrations.core.expert_layers import path_of
 from fk_integrations.vllm import experts
 from fk_integrations.vllm.host import VllmAdapter
+from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 from support.tiny import make_tiny
-from support.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
 from fastkernels.core import tuning

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 from support.tiny import make_tiny
-from support.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
 

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support.vllm_engine import first_logprobs, generate, make_llm
+from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
 from fastkernels.patch import PatchError

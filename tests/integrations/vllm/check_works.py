@@ -1,10 +1,10 @@
 """vLLM's features with the patch (docs/what-works.md): the same tokens, and a report that matches the page."""
 
 import pytest
-from features import BASE, LEAVES, NAMED, check_leaves, check_same, outputs
+from support.hosts.vllm_engine import make_llm
+from support.hosts.vllm_features import BASE, LEAVES, NAMED, check_leaves, check_same, outputs
 from support.tiny import make_tiny
 from support.variants import make_lora
-from support.vllm_engine import make_llm
 
 import fastkernels
 from fastkernels.patch import PatchError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from features import BASE, LEAVES, PROMPTS, both_ways, build, outputs, reason
+from support.hosts.vllm_features import BASE, LEAVES, PROMPTS, both_ways, build, outputs, reason
 from support.tiny import make_tiny
 from support.variants import make_lora, make_quantized, unpacked
 

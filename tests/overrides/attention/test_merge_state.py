@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from fastkernels.overrides.attention import merge_state
+from fastkernels.overrides.attention import merge_state, sglang, vllm
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 
 FP8 = torch.float8_e4m3fn
@@ -29,11 +29,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 def test_merged_halves_equal_the_whole() -> None:
     q, k, v = randn(9, 3, 16), randn(21, 3, 16, seed=1), randn(21, 3, 16, seed=2)
     first, second, (whole, lse) = attend(q, k[:8], v[:8]), attend(q, k[8:], v[8:]), attend(q, k, v)
-    out, out_lse = merge_state.sglang_merge_state(*first, *second)
+    out, out_lse = sglang.sglang_merge_state(*first, *second)
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(out_lse, lse)
     theirs, theirs_lse = torch.empty_like(whole), torch.empty(3, 9)
-    merge_state.vllm_merge_attn_states(
+    vllm.vllm_merge_attn_states(
         theirs, first[0], first[1].t().contiguous(), second[0], second[1].t().contiguous(), theirs_lse, 5
     )
     torch.testing.assert_close(theirs[:5], whole[:5])
@@ -49,7 +49,7 @@ def test_side_without_keys_is_ignored() -> None:
     p_lse = torch.tensor([[-math.inf], [math.inf], [-math.inf], [0.5]])
     s_lse = torch.tensor([[1.0], [2.0], [-math.inf], [-math.inf]])
     p[3], s[2:] = 1.0, math.nan
-    out, lse = merge_state.sglang_merge_state(p, p_lse, s, s_lse)
+    out, lse = sglang.sglang_merge_state(p, p_lse, s, s_lse)
     assert torch.equal(out[:2], s[:2]) and (out[2] == 0).all() and (out[3] == 1).all()
     assert lse.flatten().tolist() == [1, 2, -math.inf, 0.5]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.checks import PROMPTS
 
-ROOT = Path(__file__).parents[1]  # tests/
+ROOT = Path(__file__).parents[2]  # tests/
 
 
 def make_engine(**options):

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.vllm_engine import PROMPTS, make_llm
+from support.hosts.vllm_engine import PROMPTS, make_llm
 
 import fastkernels
 
