@@ -13,7 +13,6 @@ from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.activation.quick_gelu import quick_gelu
 from fastkernels.overrides.activation.relu2 import relu2
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.activation.softplus import softplus
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm
@@ -57,7 +56,6 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: gelu(x, "tanh"),
     "quick_gelu": quick_gelu,
     "relu2": relu2,
-    "softplus": softplus,
     "l2_norm": l2_norm,
     "t5_layer_norm": lambda x: t5_layer_norm(x, _weight(x), 1e-6),
     "silu_and_mul": silu_and_mul,
