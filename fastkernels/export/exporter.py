@@ -98,6 +98,8 @@ def export(op: str, host: str, version: str, standalone: bool = False) -> str:
     """
     spec = registry.get(op)
     found = targets(spec, host, version)
+    if not standalone:  # a fork keeps classes that we only rebuild, if the op has others
+        found = [t for t in found if t.seam != "standalone"] or found
     module = registry.op_modules()[op]
     kept = [] if standalone else [t for t in found if _keeps_host_class(t)]
     replaced = [_replaced(t) for t in {t.cls: t for t in reversed(kept)}.values()][::-1]
