@@ -28,10 +28,13 @@ def export_command(
     op: Annotated[str, typer.Argument(help="an op; see `fk-bench list ops`")],
     host: Annotated[str, typer.Option(help="vllm, sglang or transformers")] = "vllm",
     host_version: Annotated[str | None, typer.Option(help="a recorded version (default: the newest)")] = None,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="whole classes with constructors, which need no host")
+    ] = False,
 ) -> None:
     """Print the op's classes under the host's own names, with all they need, as one file for a fork."""
     try:
-        text = export(op, host, newest(host, host_version))
+        text = export(op, host, newest(host, host_version), standalone)
     except (registry.UnknownName, ExportError) as error:
         fail(str(error))
     sys.stdout.write(text)
