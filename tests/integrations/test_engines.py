@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SLOW = (
     "check_async", "check_construction", "check_export", "check_gemma", "check_pipeline", "check_quant",
-    "check_tensor_parallel", "check_works_more", ("sglang", "check_by_table"), ("sglang", "check_server"), ("sglang", "check_works"),
+    "check_tensor_parallel", "check_works_more", ("sglang", "check_by_table"), ("sglang", "check_server"),
+    ("sglang", "check_works"),
 )  # fmt: skip
 IN_PROCESS = ("check_eager", "check_experts", "check_construction", "check_works", "check_works_more")
 CHECKS = [
