@@ -83,18 +83,17 @@ def host_modules() -> dict[str, tuple[str, ...]]:
 
 def family(name: str) -> str:
     """The folder of the op's file. Raises UnknownName."""
-    return op_module(name).__name__.split(".")[-2]
+    return op_modules()[check_names([name])[0]].split(".")[-2]
 
 
 @cache
 def get(name: str) -> OpSpec:
     """The op's SPEC, with the targets that the host files of its family list. Raises UnknownName."""
-    module = op_module(name)
-    targets = [replace(target, module=module.__name__) for target in module.SPEC.targets]
+    spec, targets = op_module(name).SPEC, []
     for host in host_modules().get(family(name), ()):
         listed = importlib.import_module(host).TARGETS.get(name, ())
         targets += [replace(target, module=host) for target in listed]
-    return replace(module.SPEC, targets=tuple(targets))
+    return replace(spec, targets=tuple(targets))
 
 
 def target_class(target: Target) -> Any:

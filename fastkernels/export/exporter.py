@@ -181,11 +181,10 @@ def _header(
     replaced: list[Replaced],
 ) -> str:  # fmt: skip
     titles = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found)) or f"The function {spec.name}"
-    docstring = (ast.get_docstring(ast.parse(read(registry.op_modules()[spec.name]).raw)) or "").splitlines()[
-        0
-    ]
-    modules = {registry.op_modules()[spec.name], *(t.module for t in found)}
-    files = sorted(f"{module.replace('.', '/')}.py" for module in modules)
+    module = registry.op_modules()[spec.name]
+    docstring = (ast.get_docstring(ast.parse(read(module).raw)) or spec.name).splitlines()[0]
+    modules = {module, *(t.module for t in found)}
+    files = sorted(f"{name.replace('.', '/')}.py" for name in modules)
     cuda = f"{PACKAGE}.core.cuda_rtc" in parts
     return HEADER.format(
         names=titles, host=host, version=version, docstring=docstring, own=__version__, op=spec.name,

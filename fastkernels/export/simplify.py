@@ -108,7 +108,10 @@ def _implementations(module: str, name: str, providers: ast.expr) -> tuple[str, 
 
 
 def _winner(op: Any) -> tuple[str, dict[str, Any]]:
-    """Our kernel that the shipped tables choose most often, with its most frequent parameters."""
+    """Our kernel that the shipped tables choose most often, and its parameters if most of its entries agree on them.
+
+    Where they differ by shape, the kernel's own choice is better than the set of a few shapes.
+    """
     own = [
         p.name for p in op.providers if p.module is None and p.name.startswith(("triton", "cuda-", "linear"))
     ]
@@ -120,8 +123,9 @@ def _winner(op: Any) -> tuple[str, dict[str, Any]]:
     if not wins:
         return own[0], {}
     best = max(own, key=lambda n: sum(count for (name, _), count in wins.items() if name == n))
-    params = max((w for w in wins if w[0] == best), key=lambda w: wins[w])[1]
-    return best, json.loads(params)
+    sets = {params: count for (name, params), count in wins.items() if name == best}
+    most = max(sets, key=lambda params: sets[params])
+    return best, json.loads(most) if 2 * sets[most] > sum(sets.values()) else {}
 
 
 @cache

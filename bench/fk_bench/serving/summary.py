@@ -11,16 +11,6 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.serving.config import Level
 
 FAILURES = (Status.FAILED, Status.DIED, Status.TIMEOUT, Status.INVALID, Status.WRONG)
-# Columns of tables, in this order.
-HEADLINE = (
-    "output_tokens_per_s",
-    "ttft_ms_p50",
-    "ttft_ms_p99",
-    "tpot_ms_p50",
-    "tpot_ms_p99",
-    "itl_ms_p99",
-    "e2el_ms_p50",
-)
 HIGHER_IS_BETTER = (
     "output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", "tokens_per_s_per_user",
     "output_tokens_per_s_per_gpu",

@@ -24,7 +24,7 @@ from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.expressions import Expr
 from fastkernels.core.forward_context import AttentionMetadata
-from fastkernels.core.shapes import dtype_name, near, near_size, optional, unless
+from fastkernels.core.shapes import near, near_size, unless
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {**USUAL, "float8_e4m3fn": Tolerance(2e-3, 2e-3)}  # with an fp8 cache q and out are float16
@@ -250,22 +250,6 @@ def make_step(
         d.get(f"max_{n}", max(d[v], default=0)) for n, v in (("seqlen_q", "q_lens"), ("seqlen_k", "seq_lens"))
     ]
     return query, positions, [*caches, slots, starts, seq_lens, table, *longest]
-
-
-def step_dims(heads: int, dtype: torch.dtype, step: Sequence[Any], tokens: int) -> dict[str, Any]:
-    """Return the dims that make_step reads, for a step with so many query heads and tokens."""
-    key_cache, _, _, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k = step
-    blocks, block_size, kv_heads, head_size = key_cache.shape
-    q_lens, lens = cu_seqlens_q.diff().tolist(), seq_lens.tolist()
-    return {
-        "q_lens": q_lens, "seq_lens": lens, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
-        "block_size": block_size, "blocks": blocks, "max_blocks": block_table.shape[1], "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        **optional(
-            kv_tokens=_counted(lens, block_table, block_size), padding=max(tokens - sum(q_lens), 0) or None,
-            queries=unless(dtype_name(dtype), "float16") if key_cache.dtype == FP8 else None,
-        ),
-    }  # fmt: skip
 
 
 def bytes_moved(case: Case) -> int:

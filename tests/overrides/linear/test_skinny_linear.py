@@ -13,7 +13,7 @@ import torch
 from fk_bench.core.rows import Status, read
 
 from fastkernels.core import registry
-from fastkernels.overrides.kit import launch as _launch
+from fastkernels.overrides.kit.launch import Tickets
 from fastkernels.overrides.linear import skinny_linear_triton as skinny
 from fastkernels.overrides.linear.linear import linear
 
@@ -90,7 +90,7 @@ def test_sets_fit_shared_memory() -> None:
 
 def test_streams_and_graphs_get_separate_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks only which launch gets which tickets; the memory is on the CPU."""
-    tickets, device = _launch.Tickets(), torch.device("cuda", 0)
+    tickets, device = Tickets(), torch.device("cuda", 0)
     streams = iter([1, 1, 2])
     capturing = iter([False, False, False, True, True])
     zeros = torch.zeros
@@ -107,7 +107,7 @@ def test_streams_and_graphs_get_separate_tickets(monkeypatch: pytest.MonkeyPatch
 
 def test_graphs_do_not_run_out_of_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
     """An uncaptured launch makes more if few are left; given tickets stay allocated and are given once."""
-    tickets, device, made = _launch.Tickets(), torch.device("cuda", 0), [0]
+    tickets, device, made = Tickets(), torch.device("cuda", 0), [0]
     tickets.CAPTURED = 256
     zeros, capturing = torch.zeros, [False]
 
