@@ -144,7 +144,10 @@ def _checked(schema: type[M], found: dict[str, Any]) -> M:
         ) from None
 
 
-def believed(claim: str, trusted: bool) -> Status:
-    """The status for a failure that a process reports: an unknown or a better one counts as FAILED."""
+def believed(failed: Failed, trusted: bool) -> tuple[Status, str]:
+    """Status and reason of a failure that a process reports. A status that it cannot have is INVALID."""
     known = TRUSTED_FAILURES if trusted else FAILURES
-    return next((s for s in known if s.value == claim), Status.FAILED)
+    status = next((s for s in known if s.value == failed.error), None)
+    if status is not None:
+        return status, failed.reason
+    return Status.INVALID, f"its process reported {failed.error[:40]!r}, which it cannot know: {failed.reason}"

@@ -93,8 +93,8 @@ class RunnerProcess:
                 budget.used += spent
         answer: Message = self._guarded(lambda: messages.answer(self._do, self._nonce, body))
         if isinstance(answer, Failed):
-            status = messages.believed(answer.error, self.trusted)
-            raise RunnerError(status, answer.reason, answer.context_lost, self.name)
+            status, reason = messages.believed(answer, self.trusted)
+            raise RunnerError(status, reason, answer.context_lost, self.name)
         return cast(Any, answer)
 
     def stop(self) -> None:
