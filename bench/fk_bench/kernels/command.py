@@ -97,7 +97,8 @@ def kernels_command(
     chosen_device = torch_device(device)
     options = Options(
         device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds, starts=starts,
-        timed=not no_time, timeout=timeout, case_budget=case_budget, op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
+        timed=not no_time, timeout=timeout, case_budget=case_budget,
+        op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures,
     )  # fmt: skip
     try:

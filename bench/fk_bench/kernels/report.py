@@ -181,7 +181,10 @@ def render(run: Path, found: Sequence[Row] | None = None, warnings: Sequence[str
         found, warnings = rows.read(file)
     if not latest(found):
         raise ConfigError(f"{run / 'rows.jsonl'} has no judged case")
-    return write(run, found, warnings)
+    page = write(run, found, warnings)
+    if page is None:
+        raise ConfigError("the report needs fk-bench's libraries: pip install 'fastkernels[bench]'")
+    return page
 
 
 def write(run: Path, found: Sequence[Row], warnings: Sequence[str] = ()) -> Path | None:
