@@ -1,4 +1,4 @@
-"""Answers to the first command with a list of numbers where names belong."""
+"""Answers to the first command with a number where a list of names belongs."""
 
 import sys
 
@@ -15,7 +15,7 @@ _send = Channel.send
 
 
 def _forge(self, message, *args):
-    return _send(self, {**message, "offers": [1, 2]} if "offers" in message else message, *args)
+    return _send(self, {**message, "baselines": 5} if "baselines" in message else message, *args)
 
 
 Channel.send = _forge
