@@ -62,6 +62,7 @@ class CageOptions:
     tmp_bytes: int = 2 << 30
     shm_bytes: int = 1 << 30
     threads: int = 1
+    core: int | None = None
     home: Mapping[str, str] | None = None
 
     @classmethod
@@ -153,6 +154,8 @@ def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
     if own_root:
         os.chmod("/tmp", 0o1777)
     os.chdir("/tmp" if own_root else room)
+    if options.core is not None:
+        os.sched_setaffinity(0, {options.core})
     _limits(options, report)
     with contextlib.suppress(OSError):
         linux.drop_bounding_set()
