@@ -213,6 +213,20 @@ def test_overhead_of_batches_is_charged() -> None:
     assert late.time + timing.charge(late, base) == pytest.approx((1e-5 * 50 + 1.7e-3) / 50, rel=0.01)
 
 
+def test_one_call_shows_the_overhead_of_a_batch() -> None:
+    """A baseline whose first calls are slower has a small intercept; its request for one call shows the rest."""
+    base, candidate = samples(1e-5, 0.0, 2, start_s=1e-5), samples(1e-5, 0.0, 1, start_s=3e-4)
+    assert timing.charge(candidate, base) == pytest.approx(2.9e-4 / 50, rel=0.01)
+    lone(base, 3e-4 + 1e-5)
+    assert base.intercept == pytest.approx(1e-5) and base.overhead == pytest.approx(3e-4)
+    assert timing.charge(candidate, base) == 0
+    base.given, base.given_alone = (
+        [5e-5] * 3,
+        [1e-5] * 3,
+    )  # the copy of a batch's inputs takes longer than of one call
+    assert base.overhead == pytest.approx(3.4e-4)
+
+
 def test_slow_copy_of_inputs_is_charged() -> None:
     """Work that a stopped process left on the GPU delays the judge's copy."""
     base, candidate = samples(1e-5, 0.001, 2), samples(1e-5, 0.001, 1)
