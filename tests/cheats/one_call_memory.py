@@ -2,6 +2,7 @@
 
 import sys
 
+import torch
 import torch.nn.functional as F
 
 
