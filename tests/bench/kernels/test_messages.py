@@ -147,7 +147,7 @@ def test_reply_needs_nonce_of_its_command(nonce: Any) -> None:
     assert read("copy", json.dumps({} if nonce is None else {"nonce": nonce}).encode()) is None
 
 
-# What a failure may say
+# Reported failures
 
 STATUSES = st.sampled_from([s.value for s in Status])
 
