@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -48,7 +49,7 @@ def test_graphs_cover_all_slots_with_calls_alone(fd: int, count: int) -> None:
     for _ in range(20):
         segments = made._segments()
         assert segments[0][0] == 0 and segments[-1][1] == count
-        assert all(a[1] == b[0] for a, b in zip(segments, segments[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(segments))
         assert all(0 < e - s <= max(GRAPH_CALLS, made.n) for s, e in segments)
         assert any(e - s == 1 for s, e in segments)
 
@@ -62,7 +63,7 @@ def test_batches_have_secret_lengths(fd: int, count: int, cuda: bool) -> None:
         made.segments = made._segments()
         start, calls = made._span(False)
         lengths.add(calls)
-        assert 0 <= start and 0.7 * made.n <= calls <= made.n and start + calls <= count
+        assert start >= 0 and 0.7 * made.n <= calls <= made.n and start + calls <= count
         alone, one = made._one()
         assert one == 1 and 0 <= alone < count
         if cuda:  # only whole graphs can be replayed
