@@ -285,6 +285,8 @@ def test_damaged_capture_is_reported_rest_is_used(tmp_path: Path) -> None:
         (("rms_norm", "--device", "tpu"), "tpu"),
         (("rms_norm", "--rounds", 1), "at least three"),
         (("rms_norm", "--timeout", 0), "seconds"),
+        (("rms_norm", "--case-budget", 0), "--case-budget 0: must be more than 0 seconds"),
+        (("rms_norm", "--op-budget", -1), "--op-budget -1: must be more than 0 seconds"),
         (("rms_norm", "--case", "no_such_case"), "no_such_case"),
         (("rms_norm", "--candidate", "no_such_file.py"), "no_such_file.py"),
         (("rms_norm", "--candidate", "."), "fk-bench stubs"),

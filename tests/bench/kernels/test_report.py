@@ -71,16 +71,32 @@ class Page(HTMLParser):
 def test_mean_is_weighted_and_failures_count():
     rows = [
         case("rms_norm", "a", 2.0, weight=3.0),
-        case("rms_norm", "b", 1.0),
-        case("rms_norm", "c", None, status=Status.WRONG, reason="output 0 is off"),
-        case("rms_norm", "d", None, status=Status.SKIPPED, reason="no GPU"),
+        *(case("rms_norm", name, 1.0, weight=0.25) for name in "bcde"),
+        case("rms_norm", "f", None, status=Status.WRONG, reason="output 0 is off"),
+        case("rms_norm", "g", None, status=Status.SKIPPED, reason="no GPU"),
         case("silu", "a", 0.5, weight=4.0),
     ]
     ops, total = report.scores(rows)
     assert ops[0].speedup == pytest.approx(2 ** (3 / 4))
-    assert (ops[0].timed, ops[0].cases, ops[0].failed, ops[0].not_run) == (2, 4, 1, 1)
+    assert (ops[0].timed, ops[0].cases, ops[0].failed, ops[0].not_run) == (5, 7, 1, 1)
     assert ops[0].ci95[0] < ops[0].speedup < ops[0].ci95[1]
     assert total.speedup == pytest.approx(math.exp((3 * math.log(2) + 4 * math.log(0.5)) / 8))
+
+
+@pytest.mark.parametrize("status", [Status.OK, Status.WRONG, Status.INVALID, Status.TIMEOUT])
+def test_mean_needs_most_cases_timed(status):
+    """A candidate must not leave out the cases in which it is slow, by an unsteady time or otherwise."""
+    untimed = [case("rms_norm", f"u{i}", None, status=status) for i in range(2)]
+    not_counted = [
+        case("rms_norm", "e", None, case={"source": "extreme"}),
+        case("rms_norm", "s", None, status=Status.SKIPPED),
+        case("rms_norm", "n", None, status=Status.UNSUPPORTED),
+    ]
+    for timed, known in ((8, True), (7, False)):
+        rows = [case("rms_norm", f"t{i}", 2.0) for i in range(timed)] + untimed + not_counted
+        found = report.score("rms_norm", rows)
+        assert (found.speedup is not None) is known and (found.ci95 is not None) is known
+        assert found.timed == timed and found.cases == timed + 5
 
 
 def test_later_row_of_a_case_replaces_earlier():

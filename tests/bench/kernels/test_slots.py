@@ -32,9 +32,7 @@ CASES = [
 
 @pytest.mark.parametrize("rolls", [False, True])
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_slot_holds_expected_values(
-    op: str, case: str, rolls: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slot_holds_expected_values(op: str, case: str, rolls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = make_slots(op, case, rolls)
     for at_once in (False, True):
         if at_once:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from fk_bench.kernels.judge.processes import forkserver
-from fk_bench.kernels.judge.processes.zygote import OUTPUT_KEPT, Exit, Zygote, ZygoteError
+from fk_bench.kernels.judge.processes.messages import Done
+from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
+from fk_bench.kernels.judge.processes.zygote import OUTPUT_KEPT, Child, Exit, Zygote, ZygoteError
 from support.cage.children import OPEN, OPTIONS, SUPPORT, hear, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
@@ -102,7 +104,7 @@ for place in (0, 8):
 """
 
 
-def test_paused_child_does_nothing(zygote: Zygote) -> None:
+def test_stopped_child_does_nothing(zygote: Zygote) -> None:
     fd = os.memfd_create("count")
     os.ftruncate(fd, 16)
     with mmap.mmap(fd, 16) as memory, zygote.spawn({"code": COUNTS}, OPTIONS, {"count": fd}) as child:
@@ -125,6 +127,80 @@ def test_paused_child_does_nothing(zygote: Zygote) -> None:
         assert child.stop()
         assert child.kill().killed  # a stopped one too
     os.close(fd)
+
+
+ANSWERS = """
+import os, threading, time
+from fk_bench.kernels.judge.processes.protocol import Channel
+def spin():
+    while True:
+        sum(range(1000))
+def fork_in_turn(depth):
+    if depth and os.fork() == 0:
+        fork_in_turn(depth - 1)
+        spin()
+fork_in_turn(2)
+for _ in range(2):
+    threading.Thread(target=spin, daemon=True).start()
+answers = Channel(channel)
+answers.send({"hello": {}})
+while True:
+    answers.send({"nonce": answers.receive()["nonce"]})
+"""
+
+
+def states(child: Child) -> list[str]:
+    """The state of each task of a child, without its supervisor."""
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    found = []
+    for pid in forkserver.descendants(child.pid, proc):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    os.close(proc)
+    return found
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_stop_halts_threads_and_grandchildren(zygote: Zygote, weak: bool) -> None:
+    options = replace(OPTIONS, **OPEN) if weak else OPTIONS
+    with zygote.spawn({"code": ANSWERS}, options) as child:
+        process = RunnerProcess(child, "candidate", 20.0, False)
+        process.greet()
+        assert "R" in states(child)
+        for _ in range(3):
+            process.stop()
+            assert len(states(child)) >= 5 and set(states(child)) == {"T"}
+            assert process.ask("copy") == Done()  # the request resumes them
+            assert not process.stopped and "R" in states(child)
+
+
+BREEDS = """
+import os, signal
+def breed():
+    while True:
+        if os.fork() == 0:
+            os._exit(0)
+        os.waitpid(-1, 0)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+pids = [os.getpid()]
+if (child := os.fork()) == 0:
+    breed()
+pids.append(child)
+say("up")
+breed()
+"""
+
+
+def test_stop_wins_against_forks_and_sigcont(zygote: Zygote) -> None:
+    """Both processes fork without end and resume the other one; a stop is confirmed or fails, and never half."""
+    with zygote.spawn({"code": BREEDS}, OPTIONS) as child:
+        assert child.channel.recv(100) == b'"up"\n'
+        for _ in range(5):
+            assert child.stop()
+            for _ in range(20):
+                assert set(states(child)) <= {"T", "Z"}
+            child.resume()
 
 
 @pytest.mark.parametrize("weak", [False, True])

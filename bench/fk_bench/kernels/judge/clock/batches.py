@@ -233,7 +233,7 @@ class Batches:
     def _map(self, arena: Arena, shared: list[list[Place]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
         """Map a side's own output memory. Calls must not share any of it, nor use an argument's."""
         if len(shared) != self.slots.count or any(len(r) != len(self.slots.outs) for r in shared):
-            raise Wrong("the process named the outputs of other calls than it was asked to capture")
+            raise Wrong("the process named the outputs of other calls than those to capture")
         found: list[list[torch.Tensor]] = []
         places: set[int] = set()
         for slot, result in enumerate(shared):
@@ -252,6 +252,8 @@ class Batches:
                     )
                 raw = self._bytes(arena, slot, place, mapping)
                 key = raw.data_ptr()
+                if key % out.dtype.itemsize or place.nbytes % out.dtype.itemsize:
+                    raise Wrong(f"an output lies at an address that no {out.dtype} has")
                 if key in places:
                     raise Wrong("two calls returned the same memory: the first one's result is lost")
                 places.add(key)

@@ -82,20 +82,24 @@ class RunnerProcess:
 
     def end(self) -> Any:
         """The reply to the command that was sent. Raises RunnerError."""
-        start = time.perf_counter()
         wait = min([self.timeout, *(max(b.left, 0.01) for b in self.budgets)])
-        try:
-            body = self._guarded(lambda: self.channel.receive_bytes(wait, messages.limit(self._do)), wait)
-        finally:
-            spent = time.perf_counter() - start
-            self.busy_s += spent
-            for budget in self.budgets:
-                budget.used += spent
+        body = self._guarded(lambda: self._receive(wait), wait)
         answer: Message = self._guarded(lambda: messages.answer(self._do, self._nonce, body))
         if isinstance(answer, Failed):
             status, reason = messages.believed(answer, self.trusted)
             raise RunnerError(status, reason, answer.context_lost, self.name)
         return cast(Any, answer)
+
+    def _receive(self, wait: float) -> bytes:
+        """The reply, unread; the wait is counted before a timeout is explained."""
+        start = time.perf_counter()
+        try:
+            return self.channel.receive_bytes(wait, messages.limit(self._do))
+        finally:
+            spent = time.perf_counter() - start
+            self.busy_s += spent
+            for budget in self.budgets:
+                budget.used += spent
 
     def stop(self) -> None:
         """Stop all its processes and threads, and return when each is stopped. Raises RunnerError."""
@@ -109,7 +113,7 @@ class RunnerProcess:
             return action()
         except ChannelTimeout:
             for budget in self.budgets:
-                if budget.left <= 0:
+                if budget.left < 1e-3:
                     raise self._dead(
                         Status.TIMEOUT, f"it used its {budget.seconds:g} s for one {budget.of}"
                     ) from None

@@ -45,7 +45,7 @@ class Verdict:
 
 
 def decide(seen: Evidence) -> Verdict:
-    """The verdict. What a process said of itself is in `failure` only, and makes no verdict better."""
+    """The verdict. Claims of a process are in `failure` and `timed.traced` only, and make no verdict better."""
     if seen.refused is not None:
         return Verdict(*seen.refused)
     if seen.failure is not None:

@@ -1,0 +1,149 @@
+"""Timed batches: secret lengths that fit the captured graphs, and the places that a process names for its outputs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, Batches, Lane
+from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
+from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.memory.arena import Arena, memory_file
+from fk_bench.kernels.judge.memory.slots import Slots
+from fk_bench.kernels.judge.processes.messages import Place
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastkernels.core import registry
+
+OP = "relu2"
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    found = memory_file()
+    yield found
+    os.close(found)
+
+
+def batches(fd: int, count: int, cuda: bool, mode: str = "op", op: str = OP) -> Batches:
+    """Batches over one arena; `cuda` only changes how lengths are drawn."""
+    spec = registry.get(op)
+    case = next(c for c in spec.cases if "odd" in c.name)
+    slots = Slots(spec, lambda g: spec.inputs(case, "cpu", g), "cpu", count, mode, True)
+    slots.refresh()
+    lane = Lane(None, Arena(slots, 0, fd))  # type: ignore[arg-type]  # no process is needed
+    made = Batches(slots, lane, lane, Checks(spec, case, mode), 4)
+    made.cuda = cuda
+    return made
+
+
+@pytest.mark.parametrize("count", [4, 6, 40, 128, 600])
+def test_graphs_cover_all_slots_with_calls_alone(fd: int, count: int) -> None:
+    made = batches(fd, count, True)
+    drawn = {str(made._segments()) for _ in range(8)}
+    assert len(drawn) > 1  # secret
+    for _ in range(20):
+        segments = made._segments()
+        assert segments[0][0] == 0 and segments[-1][1] == count
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(segments))
+        assert all(0 < e - s <= max(GRAPH_CALLS, made.n) for s, e in segments)
+        assert any(e - s == 1 for s, e in segments)
+
+
+@pytest.mark.parametrize("count", [4, 6, 40, 600])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_batches_have_secret_lengths(fd: int, count: int, cuda: bool) -> None:
+    made = batches(fd, count, cuda)
+    lengths = set()
+    for _ in range(50):
+        made.segments = made._segments()
+        start, calls = made._span(False)
+        lengths.add(calls)
+        assert start >= 0 and 0.7 * made.n <= calls <= made.n and start + calls <= count
+        alone, one = made._one()
+        assert one == 1 and 0 <= alone < count
+        if cuda:  # only whole graphs can be replayed
+            edges = {x for segment in made.segments for x in segment}
+            assert {start, start + calls, alone, alone + 1} <= edges
+    assert made._span(True) == (0, count)
+    assert count < 40 or len(lengths) > 2
+
+
+def places(made: Batches, position: int = 0) -> list[list[Place]]:
+    """An output of each slot in the memory of its argument."""
+    arena, found = made.candidate.arena, []
+    for slot in range(made.slots.count):
+        t = layout.tensors(arena.args_of(slot)[position])[0]
+        at = t.data_ptr() - arena.bytes.data_ptr()
+        found.append([Place(nbytes=t.nbytes, stride=list(t.stride()), arena=at)])
+    return found
+
+
+def test_outputs_in_written_arguments_are_mapped(fd: int) -> None:
+    made = batches(fd, 4, True, "module")
+    views = made._map(made.candidate.arena, places(made), ipc.Mapping())
+    for slot, (view,) in enumerate(views):
+        assert torch.equal(view, made.candidate.arena.args_of(slot)[0])
+
+
+def test_outputs_in_other_arguments_are_wrong(fd: int) -> None:
+    made = batches(fd, 4, True, "op")
+    with pytest.raises(Wrong, match="an argument that the op does not write"):
+        made._map(made.candidate.arena, places(made), ipc.Mapping())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p[:-1], "other calls"),
+        (lambda p: [*p[:-1], []], "other calls"),
+        (lambda p: [p[0], p[0], *p[2:]], "does not write"),  # of another slot
+        (lambda p: [[Place(nbytes=64, stride=[])], *p[1:]], "strides"),
+        (lambda p: [[p[0][0].model_copy(update={"nbytes": 4})], *p[1:]], "4 bytes"),
+        (lambda p: [[p[0][0].model_copy(update={"stride": [1 << 30, 1]})], *p[1:]], "strides"),
+        (lambda p: [[p[0][0].model_copy(update={"arena": 1 << 39})], *p[1:]], "does not write"),
+        (lambda p: [[p[0][0].model_copy(update={"arena": None})], *p[1:]], "names no memory"),
+    ],
+)
+def test_impossible_places_are_wrong(fd: int, change, said: str) -> None:
+    made = batches(fd, 4, True, "module")
+    with pytest.raises(Wrong, match=said):
+        made._map(made.candidate.arena, change(places(made)), ipc.Mapping())
+
+
+@pytest.mark.parametrize(("at", "more"), [(1, 0), (0, 1)])
+def test_output_at_odd_address_is_wrong(fd: int, at: int, more: int) -> None:
+    made = batches(fd, 2, True, "module", "silu_and_mul")
+    (out,), good = made.slots.outs, places(made)  # the output is half as large as the argument
+    place = Place(nbytes=out.bytes + more, stride=[out.shape[-1], 1], arena=(good[0][0].arena or 0) + at)
+    with pytest.raises(Wrong, match="an address that no"):
+        made._map(made.candidate.arena, [[place], good[1]], ipc.Mapping())
+
+
+numbers = st.one_of(st.integers(0, 40), st.integers(0, 1 << 40))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(st.data())
+def test_any_place_is_mapped_inside_its_argument_or_wrong(fd: int, data: st.DataObject) -> None:
+    made = batches(fd, 2, True, "module")
+    arena, good = made.candidate.arena, places(made)
+    place = good[0][0]
+    changes = {
+        "nbytes": st.one_of(st.just(place.nbytes), numbers),
+        "stride": st.one_of(st.just(place.stride), st.lists(numbers, max_size=3)),
+        "arena": st.one_of(st.integers(-8, 8).map(lambda d: max((place.arena or 0) + d, 0)), numbers),
+    }
+    changed = Place(**{k: data.draw(v, label=k) for k, v in changes.items()})
+    try:
+        ((view,), _) = made._map(arena, [[changed], good[1]], ipc.Mapping())
+    except Wrong:
+        return
+    x = layout.tensors(arena.args_of(0)[0])[0]
+    last = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) * view.element_size()
+    assert x.data_ptr() <= view.data_ptr()
+    assert view.data_ptr() + last + view.element_size() <= x.data_ptr() + x.nbytes

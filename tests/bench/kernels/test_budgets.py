@@ -1,0 +1,98 @@
+"""Budgets of time: a slow candidate loses its case, then its op, and the next candidate is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from fk_bench.core.rows import Row, Status
+from fk_bench.kernels.judge import Judge, Options
+from fk_bench.kernels.judge.processes.protocol import Channel
+from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError, RunnerProcess
+
+SLEEPS = "import time\nimport torch\ndef relu2(x):\n    time.sleep(0.4)\n    return torch.relu(x).square()\n"
+HONEST = "import torch\ndef quick_gelu(x):\n    return x * torch.sigmoid(1.702 * x)\n"
+
+
+def ran(rows: list[Row], op: str) -> list[Row]:
+    return [r for r in rows if r.kind == "case" and r.subject.op == op and r.status is not Status.SKIPPED]
+
+
+def test_slow_calls_use_up_case_then_op(tmp_path: Path) -> None:
+    """No single call is slow enough for --timeout."""
+    files = {"relu2": tmp_path / "relu2.py", "quick_gelu": tmp_path / "quick_gelu.py"}
+    for op, source in (("relu2", SLEEPS), ("quick_gelu", HONEST)):
+        files[op].write_text(source)
+    options = Options(
+        cases=("random",), timed=False, scan=False, timeout=60.0, case_budget=1.5, op_budget=4.0
+    )
+    with Judge(files, options) as judge:
+        start = time.monotonic()
+        judge.op("relu2")
+        spent = time.monotonic() - start
+        judge.options = dataclasses.replace(options, case_budget=300.0, op_budget=3600.0)
+        judge.op("quick_gelu")
+    slow = ran(judge.rows, "relu2")
+    assert len(slow) > 4 and {r.status for r in slow} == {Status.TIMEOUT}
+    assert "it used its 1.5 s for one case" in slow[0].reason
+    assert any("4 s" in r.reason for r in slow) or "not restarted" in slow[-1].reason
+    assert sum(r.metrics["wall_s"] for r in slow[-2:]) < 0.1  # without running
+    assert spent < 30
+    good = ran(judge.rows, "quick_gelu")
+    assert good and {r.status for r in good} == {Status.OK}, [r.reason for r in good]
+
+
+class Slow:
+    """A child that answers after `delay` seconds, or never."""
+
+    def __init__(self) -> None:
+        self.channel, self.other = socket.socketpair()
+
+    def resume(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    def output_tail(self, limit: int) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("left", [0.05, 0.0, -5.0])
+def test_wait_ends_with_the_shortest_budget(left: float) -> None:
+    child = Slow()
+    with child.channel, child.other:
+        side = RunnerProcess(child, "candidate", 60.0, False)
+        side.budgets = (Budget(3600.0, "op"), Budget(10.0, "case", 10.0 - left))
+        start = time.monotonic()
+        with pytest.raises(RunnerError, match="it used its 10 s for one case") as error:
+            side.ask("copy")
+        assert error.value.status is Status.TIMEOUT and error.value.fatal and not side.alive
+        assert time.monotonic() - start < 5.0
+        assert side.budgets[0].used == pytest.approx(max(left, 0.01), abs=2.0)
+
+
+def test_timeout_of_a_command_is_shorter_than_budgets() -> None:
+    child = Slow()
+    with child.channel, child.other:
+        side = RunnerProcess(child, "candidate", 0.05, False)
+        side.budgets = (Budget(10.0, "case"),)
+        with pytest.raises(RunnerError, match=r"no answer in 0\.05 s"):
+            side.ask("copy")
+
+
+def test_waits_are_counted_once_for_each_budget() -> None:
+    child = Slow()
+    with child.channel, child.other:
+        side = RunnerProcess(child, "candidate", 5.0, False)
+        side.budgets = (Budget(10.0, "op", 1.0), Budget(5.0, "case"))
+        for _ in range(2):
+            side.begin("copy")
+            nonce = Channel(child.other).receive(1.0)["nonce"]
+            Channel(child.other).send({"nonce": nonce})
+            side.end()
+        op, case = side.budgets
+        assert 0 < case.used == pytest.approx(op.used - 1.0) == pytest.approx(side.busy_s)

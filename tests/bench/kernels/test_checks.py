@@ -1,0 +1,63 @@
+"""Correct and wrong outputs, compared with the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fk_bench.kernels.judge.correctness.errors import compare, expect
+
+from fastkernels.core import registry
+
+
+def judged(change: Any, op: str = "silu_and_mul", dtype: torch.dtype = torch.float32, **more: Any) -> str:
+    """The problem that `compare` reports for the correct output after `change`."""
+    spec = registry.get(op)
+    x = torch.randn(33, 2 * 65, generator=torch.Generator().manual_seed(3)).to(dtype)
+    want = expect(spec, spec.cases[0], [x], "op")
+    got = want.native[0].clone()
+    return compare(spec, spec.cases[0], [change(got)], want, **more).problem
+
+
+def test_correct_output_passes() -> None:
+    assert judged(lambda y: y) == "" and judged(lambda y: y, dtype=torch.bfloat16) == ""
+
+
+def put(value: float) -> Any:
+    def change(y: torch.Tensor) -> torch.Tensor:
+        y[4, 5] = value
+        return y
+
+    return change
+
+
+def test_overflow_follows_the_reference() -> None:
+    """float16: an activation beyond its range is infinite, so is its scale, and their quotient is NaN."""
+    spec = registry.get("silu_mul_quant_fp8")
+    case = next(c for c in spec.cases if c.name == "group_48")
+    args = spec.inputs(case, "cpu", torch.Generator().manual_seed(2996))
+    args[0].mul_(64)
+    want = expect(spec, case, args, "op")
+    got = [t.clone() for t in want.native]
+    lost = got[0].float().isnan()
+    assert lost.any() and compare(spec, case, got, want).problem == ""
+    got[0][tuple((~lost).nonzero()[0].tolist())] = float("nan")
+    assert "1 of 1200 values wrong" in compare(spec, case, got, want).problem
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1000.0])
+def test_one_wrong_value_is_wrong(value: float) -> None:
+    assert "1 of 2145 values wrong" in judged(put(value))
+    assert judged(put(value), unchecked=(0,)) == ""
+
+
+def test_shapes_and_dtypes_are_compared() -> None:
+    assert "shape" in judged(lambda y: y[1:])
+    assert "float64" in judged(lambda y: y.double())
+
+
+def test_lower_precision_shows_in_rms_error() -> None:
+    said = judged(lambda y: y * (1 + 3e-6 * torch.randn_like(y).sign()))
+    assert "relative rms error" in said
+    assert judged(lambda y: y * (1 + 3e-6 * torch.randn_like(y).sign()), allowed=3e-6) == ""

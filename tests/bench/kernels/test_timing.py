@@ -1,0 +1,238 @@
+"""From batches to times: slopes, intervals, charges, and times that must not be used."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from fk_bench.kernels.judge.clock import timing
+from fk_bench.kernels.judge.clock.timing import Samples
+
+
+def samples(
+    call_s: float, spread: float, seed: int, start_s: float = 1e-4, n: int = 50, rounds: int = 15
+) -> Samples:
+    made, rng = Samples(n), np.random.default_rng(seed)
+    for _ in range(rounds):
+        for double in (False, True):
+            count = n * (1 + double)
+            made.add(double, start_s + count * call_s * (1 + spread * rng.standard_normal()), None)
+    return made
+
+
+def jittery(call_s: float, calls: tuple[float, ...], n: int = 50) -> Samples:
+    """Rounds whose slopes are these multiples of call_s."""
+    made = Samples(n)
+    for factor in calls:
+        made.add(False, 1e-4 + n * call_s, None)
+        made.add(True, 1e-4 + n * call_s * (1 + factor), None)
+    return made
+
+
+def test_slope_excludes_start_of_batch() -> None:
+    for start in (0.0, 1e-4, 1.0):
+        assert samples(2e-6, 0.0, 0, start).time == pytest.approx(2e-6, rel=1e-6)
+        assert samples(2e-6, 0.0, 0, start).intercept == pytest.approx(start, abs=1e-12)
+
+
+def test_slope_uses_the_secret_lengths() -> None:
+    made = Samples(50)
+    for short, long in ((40, 90), (33, 100), (50, 100), (47, 81)):
+        made.add(True, 1e-4 + long * 2e-6, None, long)
+        made.add(False, 1e-4 + short * 2e-6, None, short)
+    assert list(made.slopes) == pytest.approx([2e-6] * 4) and made.intercept == pytest.approx(1e-4)
+
+
+# The interval
+
+
+def test_interval_covers_the_truth() -> None:
+    held = 0
+    for seed in range(60):
+        found = timing.speedup(
+            samples(1e-5, 0.01, seed), samples(2e-5, 0.01, 1000 + seed), samples(2e-5, 0.01, 2000 + seed)
+        )
+        assert found.interval[0] <= found.value <= found.interval[1]
+        held += found.interval[0] <= 2.0 <= found.interval[1]
+    assert held >= 54
+
+
+def test_identity_is_rarely_significant() -> None:
+    """Also while the speed of the machine drifts from round to round, for all sets of batches alike."""
+    significant = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        drift = 1 + 0.05 * rng.standard_normal(15)
+        sets = [Samples(50) for _ in range(3)]
+        for made in sets:
+            for factor in drift * (1 + 0.01 * rng.standard_normal(15)):
+                made.add(False, 1e-4 + 50e-5, None)
+                made.add(True, 1e-4 + 50e-5 * (1 + factor), None)
+        significant += timing.speedup(*sets).significant
+    assert significant <= 8
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.25])
+def test_interval_has_difference_between_baselines(ratio: float) -> None:
+    candidate, baseline = samples(1e-5, 0.001, 1), samples(1e-5, 0.001, 2)
+    quiet = timing.speedup(candidate, baseline, samples(1e-5, 0.001, 3))
+    busy = timing.speedup(candidate, baseline, samples(1e-5 * ratio, 0.001, 3))
+    assert quiet.again == pytest.approx(1, abs=0.01) and busy.again == pytest.approx(ratio, rel=0.01)
+    assert math.log(quiet.interval[1] / quiet.interval[0]) < 0.02
+    assert math.log(busy.interval[1] / busy.interval[0]) > 2 * abs(math.log(ratio))
+    assert not busy.significant
+
+
+# Scatter
+
+
+def test_scattered_baseline_is_unsteady() -> None:
+    good, wild = samples(1e-5, 0.001, 1), jittery(1e-5, (0.1, 5.0, -3.0, 9.0))
+    assert timing.unsteady(good, good) == ""
+    for pair in ((wild, good), (good, wild)):
+        assert "the baseline's times scatter" in timing.unsteady(*pair)
+
+
+def test_scattered_candidate_counts_at_80th_percentile() -> None:
+    good = samples(1e-5, 0.001, 1)
+    wild = jittery(1e-5, (0.1, 0.2, 0.5, 3.0, 4.0, 2.0, 0.3, 4.0, 0.1, 0.4))
+    assert not wild.steady and np.median(wild.slopes) < 0.5e-5
+    assert timing.invalid(wild, good, 0.0) == ""
+    found = timing.speedup(wild, good, good)
+    assert found.time == pytest.approx(float(np.percentile(wild.slopes, 80))) and found.value < 0.35
+    assert found.value == pytest.approx(1e-5 / found.time, rel=0.01)
+    assert found.interval[0] < found.value < found.interval[1]
+
+
+def test_candidate_that_scatters_below_zero_is_invalid() -> None:
+    wild = jittery(1e-5, (-4.0, 0.5, -3.0, 5.0, -2.0))
+    assert "scatter" in timing.invalid(wild, samples(1e-5, 0.001, 1), 0.0)
+
+
+def scattered(side: Samples, by: float) -> Samples:
+    """The same median with a scatter of its slopes; still steady."""
+    made, signs = Samples(side.n), (0, 1, -1)
+    for i, (single, double) in enumerate(zip(side.single, side.double, strict=True)):
+        made.add(False, single, None)
+        made.add(True, double + by * side.n * signs[i % 3] * side.time, None)
+    return made
+
+
+def test_candidate_scatter_widens_no_allowance() -> None:
+    base = samples(1e-5, 0.0005, 2)
+    steady = samples(1e-5, 0.0005, 1)
+    wide = scattered(steady, 0.3)
+    assert wide.steady and wide.spread > 10 * steady.spread
+    for side in (steady, wide):
+        side.events_single = [1e-4 + 0.8 * (s - 1e-4) for s in side.single]
+        side.events_double = [1e-4 + 0.8 * (s - 1e-4) for s in side.double]
+        assert "own events" in timing.invalid(side, base, 0.0)
+        side.events_single, side.events_double = [], []
+        assert "CUPTI saw kernels" in timing.invalid(side, base, 0.0, busy_s=1.3e-5)
+        slow_start = Samples(side.n, [s + 2e-4 for s in side.single], [s + 2e-4 for s in side.double])
+        assert timing.charge(slow_start, base) == pytest.approx(4e-6, rel=0.15)
+    # The baseline's scatter is the machine's, and does widen them
+    wide.events_single = [1e-4 + 0.8 * (s - 1e-4) for s in wide.single]
+    wide.events_double = [1e-4 + 0.8 * (s - 1e-4) for s in wide.double]
+    assert timing.invalid(wide, scattered(base, 0.5), 0.0) == ""
+
+
+# Times that must not be used
+
+
+def test_impossible_times_are_invalid() -> None:
+    good = samples(1e-5, 0.001, 1)
+    assert timing.invalid(good, samples(2e-5, 0.001, 2), 0.0) == ""
+    assert "none of the work" in timing.invalid(samples(-1e-7, 0.0, 3), good, 0.0)
+    assert timing.invalid(good, good, 1e-3) != ""
+    apart = samples(1e-5, 0.001, 5)
+    apart.events_single = [2 * s for s in apart.single]
+    apart.events_double = [2 * s for s in apart.double]
+    assert "events" in timing.invalid(apart, good, 0.0)
+
+
+@pytest.mark.parametrize(("launches", "valid"), [(0.0, False), (0.97, False), (1.0, True), (3.0, True)])
+def test_call_without_a_kernel_is_invalid(launches: float, valid: bool) -> None:
+    good = samples(1e-5, 0.001, 1)
+    said = timing.invalid(good, good, 0.0, launches=launches)
+    assert (said == "") is valid and ("launch none" in said) is not valid
+
+
+def lone(side: Samples, seconds: float, spread: float = 0.0, seed: int = 0) -> Samples:
+    rng = np.random.default_rng(seed)
+    side.alone = [seconds * (1 + spread * rng.standard_normal()) for _ in range(10)]
+    return side
+
+
+@pytest.mark.parametrize(
+    ("call_s", "own", "other", "caught"),
+    [
+        (1e-6, 130e-6, 110e-6, True),  # one call costs what twenty do in a batch
+        (1e-6, 102e-6, 110e-6, False),
+        (1e-6, 103e-6, 110e-6, False),  # less than 3 us
+        (1e-6, 106e-6, 110e-6, True),
+        (2e-5, 125e-6, 110e-6, False),  # less than the call's own time
+        (2e-5, 155e-6, 110e-6, True),
+    ],
+)  # fmt: skip
+def test_call_alone_costs_what_the_slope_explains(
+    call_s: float, own: float, other: float, caught: bool
+) -> None:
+    candidate = lone(samples(call_s, 0.001, 1), own, 0.002, 1)
+    baseline = lone(samples(1e-5, 0.001, 2), other, 0.002, 2)
+    assert ("batched" in timing.batched(candidate, baseline)) is caught
+    assert timing.batched(candidate, baseline) == timing.invalid(candidate, baseline, 0.0)
+
+
+def test_requests_have_one_cost_for_both_sides() -> None:
+    for requests in (0.0, 1e-3):
+        sides = [lone(samples(c, 0.001, 1), requests + c) for c in (1e-6, 5e-5)]
+        assert timing.batched(*sides) == "" and timing.batched(*reversed(sides)) == ""
+    few = lone(samples(1e-6, 0.001, 1), 1.0)
+    few.alone = few.alone[:2]
+    assert timing.batched(few, lone(samples(1e-6, 0.001, 1), 0.0)) == ""  # no median of two
+
+
+# Charges
+
+
+def test_overhead_of_batches_is_charged() -> None:
+    base = samples(1e-5, 0.001, 2, start_s=3e-4)
+    assert timing.charge(samples(1e-5, 0.001, 1, start_s=3e-4), base) == 0
+    for slower_half, faster_whole in ((2e-4, 0.0), (0.0, 2e-4)):
+        cheat = samples(1e-5, 0.001, 3, start_s=3e-4)
+        cheat.single = [s + slower_half for s in cheat.single]
+        cheat.double = [s - faster_whole for s in cheat.double]
+        assert cheat.time < 0.7e-5
+        charged = timing.charge(cheat, base)
+        assert cheat.time + charged > 0.99e-5
+        assert timing.speedup(cheat, base, base).interval[0] > 1.01
+        assert timing.speedup(cheat, base, base, charged).interval[0] < 1.01
+    late = samples(1e-5, 0.001, 4, start_s=2e-3)  # an honest candidate is charged no more than its overhead
+    assert late.time + timing.charge(late, base) == pytest.approx((1e-5 * 50 + 1.7e-3) / 50, rel=0.01)
+
+
+def test_one_call_shows_the_overhead_of_a_batch() -> None:
+    """A baseline whose first calls are slower has a small intercept; its request for one call shows the rest."""
+    base, candidate = samples(1e-5, 0.0, 2, start_s=1e-5), samples(1e-5, 0.0, 1, start_s=3e-4)
+    assert timing.charge(candidate, base) == pytest.approx(2.9e-4 / 50, rel=0.01)
+    lone(base, 3e-4 + 1e-5)
+    assert base.intercept == pytest.approx(1e-5) and base.overhead == pytest.approx(3e-4)
+    assert timing.charge(candidate, base) == 0
+    base.given, base.given_alone = (
+        [5e-5] * 3,
+        [1e-5] * 3,
+    )  # the copy of a batch's inputs takes longer than of one call
+    assert base.overhead == pytest.approx(3.4e-4)
+
+
+def test_slow_copy_of_inputs_is_charged() -> None:
+    """Work that a stopped process left on the GPU delays the judge's copy."""
+    base, candidate = samples(1e-5, 0.001, 2), samples(1e-5, 0.001, 1)
+    base.given, candidate.given = [1e-4] * 30, [1.04e-4] * 30
+    assert timing.charge(candidate, base) == 0  # within 2% and 5 us
+    candidate.given = [3e-4] * 30
+    assert timing.charge(candidate, base) == pytest.approx(2e-4 / 50)
+    candidate.given = [0.5e-4] * 30
+    assert timing.charge(candidate, base) == 0
