@@ -29,6 +29,7 @@ POISONED = 32  # outputs per batch
 CHECKED_ROUNDS = 2  # early rounds in which two sampled calls are checked; in the others one
 COMPARED_ROUNDS = {"cpu": 2, "cuda": 3}  # secret rounds in which the outputs of all calls are compared
 ALONE_REQUESTS = 1  # per round and side
+SINGLES = 24  # GPU: calls that have a graph each, behind the 2n calls of batches
 RANDOM = random.SystemRandom()
 
 
@@ -61,12 +62,12 @@ class Sampled:
 
 
 class Batches:
-    """The timed part of a case with 2n slots. Raises Wrong and RunnerError."""
+    """The timed part of a case with 2n slots, and SINGLES more on a GPU. Raises Wrong and RunnerError."""
 
     def __init__(self, slots: Slots, candidate: Lane, baseline: Lane, checks: Checks, rounds: int):
         self.slots, self.candidate, self.baseline, self.checks = slots, candidate, baseline, checks
         self.rounds, self.cuda = rounds, slots.device == "cuda"
-        self.n = slots.count // 2
+        self.n = (slots.count - (SINGLES if slots.device == "cuda" else 0)) // 2
         self.segments = self._segments()
         self._flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if self.cuda else None
 
@@ -82,13 +83,14 @@ class Batches:
                     lane.outputs = self._map(lane.arena, places, mapping)
                 else:
                     lane.outputs = [lane.arena.output_views(s) for s in range(self.slots.count)]
-            if self.cuda:
-                timed.traced = self.candidate.side.ask("trace", calls=min(TRACED, self.slots.count))
             compared = set(
                 RANDOM.sample(range(self.rounds), min(COMPARED_ROUNDS[self.slots.device], self.rounds))
             )
             for r in range(-1, self.rounds):  # the first one warms up
                 self._round(r, timed, r in compared)
+            if self.cuda:  # at the end and on both sides, because a process is slower once CUPTI is attached
+                for lane in (self.baseline, self.candidate):
+                    timed.traced = lane.side.ask("trace", calls=min(TRACED, self.n))
         finally:
             for lane in (self.candidate, self.baseline):  # before this memory is unmapped
                 lane.outputs = []
@@ -99,14 +101,24 @@ class Batches:
     # -- a round
 
     def _round(self, r: int, timed: Timed, compared: bool) -> None:
-        groups = ["long", "short", "again", *["alone"] * ALONE_REQUESTS]
+        groups = ["long", "short", "again", *["alone"] * ALONE_REQUESTS, *["singles"] * self.cuda]
         RANDOM.shuffle(groups)
         for group in groups:
             if group == "again":
                 for long in RANDOM.sample((False, True), 2):
-                    self._batch(self.baseline, *self._span(long), timed.again if r >= 0 else None, long)
+                    self._batch(
+                        self.baseline,
+                        *self._span(long),
+                        timed.again if r >= 0 else None,
+                        "long" if long else "short",
+                    )
                 continue
-            start, count = self._span(group == "long") if group != "alone" else self._one()
+            if group == "alone":
+                start, count = self._one()
+            elif group == "singles":
+                start, count = 2 * self.n, SINGLES
+            else:
+                start, count = self._span(group == "long")
             if group == "alone" and not self.slots.layout.shared:
                 self.slots.renew(start)
             else:
@@ -114,8 +126,7 @@ class Batches:
             for lane in RANDOM.sample((self.candidate, self.baseline), 2):
                 mine = lane is self.candidate
                 into = None if r < 0 else timed.candidate if mine else timed.baseline
-                double = None if group == "alone" else group == "long"
-                sampled, poisoned = self._batch(lane, start, count, into, double)
+                sampled, poisoned = self._batch(lane, start, count, into, group)
                 if mine and (group != "alone" or secrets.randbelow(2)):
                     full = r < CHECKED_ROUNDS or r == self.rounds - 1
                     self._check(sampled if full else sampled[:1], poisoned)
@@ -124,11 +135,11 @@ class Batches:
                                  self.candidate.outputs, self.baseline.outputs)  # fmt: skip
 
     def _batch(
-        self, lane: Lane, start: int, count: int, into: Samples | None, double: bool | None
+        self, lane: Lane, start: int, count: int, into: Samples | None, group: str
     ) -> tuple[list[Sampled], list[int]]:
-        """One timed request. double: None for a call alone, whose inputs alone are fresh."""
+        """One timed request; before a call alone, only its own inputs are refreshed."""
         lane.side.stop()
-        one = start if double is None and not self.slots.layout.shared else None
+        one = start if group == "alone" and not self.slots.layout.shared else None
         poisoned = RANDOM.sample(range(start, start + count), min(count, POISONED))
         self._poison(lane, poisoned)
         picked = sorted({start + secrets.randbelow(count), start + count - 1})
@@ -156,13 +167,15 @@ class Batches:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         lane.side.stop()
-        if into is not None and double is None:
-            into.alone.append(seconds)
-            into.given_alone.append(given)
-        elif into is not None:
-            into.add(bool(double), seconds, answer.events_s, count)
-            if self.cuda:
-                into.given.append(given)
+        if into is not None:
+            if group == "alone":
+                into.alone.append(seconds - given)
+            elif group == "singles":
+                into.singles.append((seconds - given) / SINGLES)
+            else:
+                into.add(group == "long", seconds, answer.events_s, count)
+                if self.cuda:
+                    into.given.append(given)
         return held, poisoned
 
     def _give(self, lane: Lane, slot: int | None) -> float:
@@ -190,34 +203,30 @@ class Batches:
     # -- lengths
 
     def _segments(self) -> list[list[int]]:
-        """Secret cuts of the slots: graphs of up to GRAPH_CALLS calls, and some of one call."""
-        cuts = {0, self.slots.count}
-        for s in RANDOM.sample(range(self.slots.count), min(2 * ALONE_REQUESTS, self.slots.count)):
-            cuts |= {s, s + 1}
-        at = 0
-        while at < self.slots.count:
-            at += RANDOM.randint(GRAPH_CALLS // 2, GRAPH_CALLS) if self.slots.count > GRAPH_CALLS else self.n
-            cuts |= {min(at, self.slots.count)}
-        cuts |= {self.n}
-        ordered = sorted(cuts)
+        """Secret cuts of the slots into graphs of up to GRAPH_CALLS calls, and of one call behind 2n."""
+        cuts, at = {0, self.n, 2 * self.n}, 0
+        while at < 2 * self.n:
+            at += RANDOM.randint(GRAPH_CALLS // 2, GRAPH_CALLS)
+            cuts |= {min(at, 2 * self.n)}
+        ordered = [*sorted(cuts), *range(2 * self.n + 1, self.slots.count + 1)]
         return [[a, b] for a, b in itertools.pairwise(ordered)]
 
     def _span(self, long: bool) -> tuple[int, int]:
         """(start, count) of a batch: all slots, or a secret part of about half of them."""
         if long:
-            return 0, self.slots.count
+            return 0, 2 * self.n
         if not self.cuda:
             count = max(1, self.n - secrets.randbelow(max(self.n // 4, 1)))
             return secrets.randbelow(self.slots.count - count + 1), count
-        starts = [s for s, _ in self.segments]
-        start = RANDOM.choice([s for s in starts if s <= self.n])
+        start = RANDOM.choice([s for s, _ in self.segments if s <= self.n])
         ends = [e for _, e in self.segments if 0.75 * self.n <= e - start <= self.n]
         return (start, RANDOM.choice(ends) - start) if ends else (0, self.n)
 
     def _one(self) -> tuple[int, int]:
-        if not self.cuda:
-            return secrets.randbelow(self.slots.count), 1
-        return RANDOM.choice([s for s, e in self.segments if e - s == 1]), 1
+        singles = self.slots.count - 2 * self.n
+        return (
+            2 * self.n + secrets.randbelow(singles) if singles else secrets.randbelow(self.slots.count)
+        ), 1
 
     # -- outputs of a GPU's process
 

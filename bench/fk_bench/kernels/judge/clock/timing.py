@@ -12,7 +12,8 @@ from fk_bench.kernels.judge.clock import roofline
 TRACED_S = 1e-6  # a traced call may take so much longer, because its kernels are stamped one by one
 STARTING_S = 3e-7  # per call: the start of a batch may cost one side so much more than the other
 SCATTER = 0.3  # times are steady up to this standard error, relative
-ALONE, ALONE_S = 1.0, 3e-6  # a call alone may cost so much more than in a batch: relative, and in seconds
+# A call alone may cost so much more than in a batch: relative, in seconds of a request, and of a graph of one call
+ALONE, ALONE_S, SINGLE_S = 1.0, 5e-6, 5e-7
 GIVEN, GIVEN_S = 0.02, 5e-6  # the judge's copy of the inputs may take so much longer on the candidate's side
 APART = 0.05  # allowed difference between the judge's clock and the runner's events, in addition to noise
 
@@ -23,9 +24,9 @@ class Samples:
 
     n       calls of a short batch, unless `short_n` has the number of each; a long one has twice as many or `long_n`
     single, double  seconds of short and of long batches; events_*: the same by the process's own events
-    alone   seconds of requests for one call, whose inputs alone were fresh
-    given, given_alone  seconds in which the judge copied the inputs (GPU) of batches and of calls alone; part of their
-            time
+    alone   seconds of requests for one call, whose inputs alone were fresh, without `given`
+    singles seconds per call of batches in which each call has a graph of its own (GPU), without `given`
+    given   seconds in which the judge copied the inputs of a batch (GPU); part of the batch's time
     """
 
     n: int
@@ -37,7 +38,7 @@ class Samples:
     long_n: list[int] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     given: list[float] = field(default_factory=list)
-    given_alone: list[float] = field(default_factory=list)
+    singles: list[float] = field(default_factory=list)
 
     def add(self, double: bool, seconds: float, events: float | None, count: int | None = None) -> None:
         (self.double if double else self.single).append(seconds)
@@ -74,14 +75,13 @@ class Samples:
         """Cost of a batch apart from its calls: the intercept, or that of a request for one call if it is larger."""
         if not self.alone:
             return self.intercept
-        copies = np.median(self.given) - np.median(self.given_alone) if self.given else 0.0
-        return max(self.intercept, float(np.median(self.alone)) - self.time + float(copies), 0.0)
+        copies = float(np.median(self.given)) if self.given else 0.0
+        return max(self.intercept, float(np.median(self.alone)) - self.time + copies, 0.0)
 
     @property
     def spread(self) -> float:
         """The standard error of the median slope, by the median absolute deviation."""
-        mad = float(np.median(np.abs(self.slopes - self.time)))
-        return 1.4826 * mad * 1.25 / len(self.single) ** 0.5
+        return _error(list(self.slopes))
 
     @property
     def steady(self) -> bool:
@@ -144,22 +144,27 @@ def invalid(
 def batched(candidate: Samples, baseline: Samples) -> str:
     """Why the calls of a batch are not independent; '' if a call alone costs what the slope explains.
 
-    Requests have the same cost for both sides, so only the difference between the sides counts.
+    Requests and graphs have the same cost for both sides, so only the difference between the sides counts.
     """
-    if min(len(candidate.alone), len(baseline.alone)) < 3:
-        return ""
-    own, other = float(np.median(candidate.alone)), float(np.median(baseline.alone))
-    extra = (own - other) - (candidate.time - baseline.time)
-    noise = 0.0
-    for values in (candidate.alone, baseline.alone):
-        mad = float(np.median(np.abs(np.array(values) - np.median(values))))
-        noise += (1.4826 * mad * 1.25) ** 2 / len(values)
-    if extra <= max(ALONE * candidate.time, ALONE_S, 4 * noise**0.5 + 3 * baseline.spread):
-        return ""
-    return (
-        f"batched: a call alone takes {1e6 * (candidate.time + extra):.1f} us, in a batch "
-        f"{1e6 * candidate.time:.1f} us; the baseline's calls differ by no more than the requests"
-    )
+    for own, other, least in (
+        (candidate.alone, baseline.alone, ALONE_S), (candidate.singles, baseline.singles, SINGLE_S),
+    ):  # fmt: skip
+        if min(len(own), len(other)) < 3:
+            continue
+        extra = float(np.median(own) - np.median(other)) - (candidate.time - baseline.time)
+        noise = (_error(own) ** 2 + _error(other) ** 2 + baseline.spread**2) ** 0.5
+        if extra > max(ALONE * candidate.time, least, 5 * noise):
+            return (
+                f"batched: a call alone takes {1e6 * (candidate.time + extra):.1f} us, in a batch "
+                f"{1e6 * candidate.time:.1f} us"
+            )
+    return ""
+
+
+def _error(values: list[float]) -> float:
+    """The standard error of the median, by the median absolute deviation."""
+    mad = float(np.median(np.abs(np.array(values) - np.median(values))))
+    return 1.4826 * mad * 1.25 / len(values) ** 0.5
 
 
 def charge(candidate: Samples, baseline: Samples) -> float:

@@ -65,6 +65,7 @@ class Arena:
                 self.bytes[start:][:shared].copy_(self.slots.private[-shared:])
         else:
             self._grid[self.cells[slot]].copy_(private[slot])
+        self._wait()
 
     def args_of(self, slot: int) -> list[Any]:
         """A slot's arguments in this memory."""
@@ -84,6 +85,12 @@ class Arena:
         """Fill the output slots with NaN (floats) or a secret byte (integers)."""
         for s in range(self.out_slots):
             poison(self.output_views(s))
+        self._wait()
+
+    def _wait(self) -> None:
+        """A command may follow at once, and its process does not wait for the judge's stream."""
+        if self.slots.device == "cuda":
+            torch.cuda.synchronize()
 
     def changed(self, slot: int | None = None) -> bool:
         """Whether an argument that the op does not write differs from what was published, in any slot or in one."""

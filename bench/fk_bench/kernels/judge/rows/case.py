@@ -11,7 +11,7 @@ import torch
 
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.batches import Batches, Lane, Timed
+from fk_bench.kernels.judge.clock.batches import SINGLES, Batches, Lane, Timed
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena
@@ -106,7 +106,8 @@ class CaseRun:
         fast, slow = sorted((self.evidence.chosen.seconds, own))
         n = self._calls(fast, slow, longer)
         cuda = self.plan.device == "cuda"
-        slots, candidate, baseline = self._open(2 * n, 0 if cuda else 2 * n)
+        count = 2 * n + (SINGLES if cuda else 0)
+        slots, candidate, baseline = self._open(count, 0 if cuda else count)
         round_s = 4.5 * n * (fast + slow)  # six batches
         rounds = max(self.plan.least, min(self.plan.rounds, int(self.plan.seconds / round_s)))
         lanes = Lane(self.candidate, candidate), Lane(self.baseline, baseline)
