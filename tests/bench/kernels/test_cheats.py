@@ -12,7 +12,7 @@ import torch
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Status, read
 from fk_bench.kernels.cheats import Cheat, catalogue, run_cheats, try_cheat
-from fk_bench.kernels.judge.rows.judging import Judge, Options
+from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 from support.kernels.op_cases import call, make_args, mismatch, oracle
 

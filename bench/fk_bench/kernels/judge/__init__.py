@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fk_bench.kernels.judge.rows.judging import Judge, Options, judge_ops
+    from fk_bench.kernels.judge.rows.judging import Judge, judge_ops
+    from fk_bench.kernels.judge.rows.options import Options
 
 __all__ = ["Judge", "Options", "judge_ops"]
 
@@ -14,6 +15,6 @@ def __getattr__(name: str) -> Any:
     """Import at first use: the interpreter of a runner imports this package and may have little more than torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fk_bench.kernels.judge.rows import judging
+    from fk_bench.kernels.judge.rows import judging, options
 
-    return getattr(judging, name)
+    return getattr(options if name == "Options" else judging, name)

@@ -6,32 +6,57 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fk_bench.core.stats import t975
 from fk_bench.kernels.judge.clock import roofline
 
 TRACED_S = 1e-6  # a traced call may take so much longer, because its kernels are stamped one by one
 STARTING_S = 3e-7  # per call: the start of a batch may cost one side so much more than the other
+SCATTER = 0.3  # times are steady up to this standard error, relative
+ALONE, ALONE_S = 1.0, 3e-6  # a call alone may cost so much more than in a batch: relative, and in seconds
+GIVEN, GIVEN_S = 0.02, 5e-6  # the judge's copy of the inputs may take so much longer on the candidate's side
 APART = 0.05  # allowed difference between the judge's clock and the runner's events, in addition to noise
 
 
 @dataclass
 class Samples:
-    """Batches of one side: seconds of n and of 2n calls, on the judge's clock and by the runner's events."""
+    """Batches of one side on the judge's clock; each round has a short and a long batch.
+
+    n       calls of a short batch, unless `short_n` has the number of each; a long one has twice as many or `long_n`
+    single, double  seconds of short and of long batches; events_*: the same by the process's own events
+    alone   seconds of requests for one call, whose inputs alone were fresh
+    given   seconds in which the judge copied the inputs of a batch (GPU); part of the batch's time
+    """
 
     n: int
     single: list[float] = field(default_factory=list)
     double: list[float] = field(default_factory=list)
     events_single: list[float] = field(default_factory=list)
     events_double: list[float] = field(default_factory=list)
+    short_n: list[int] = field(default_factory=list)
+    long_n: list[int] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+    given: list[float] = field(default_factory=list)
 
-    def add(self, double: bool, seconds: float, events: float | None) -> None:
+    def add(self, double: bool, seconds: float, events: float | None, count: int | None = None) -> None:
         (self.double if double else self.single).append(seconds)
+        if count is not None:
+            (self.long_n if double else self.short_n).append(count)
         if events is not None:
             (self.events_double if double else self.events_single).append(events)
 
     @property
+    def shorts(self) -> np.ndarray:
+        """Calls of each short batch."""
+        return np.array(self.short_n or [self.n] * len(self.single))
+
+    @property
+    def longs(self) -> np.ndarray:
+        return np.array(self.long_n or [2 * self.n] * len(self.double))
+
+    @property
     def slopes(self) -> np.ndarray:
         """Seconds per call, one value per round."""
-        return (np.array(self.double) - np.array(self.single)) / self.n
+        return (np.array(self.double) - np.array(self.single)) / (self.longs - self.shorts)
 
     @property
     def time(self) -> float:
@@ -40,7 +65,7 @@ class Samples:
     @property
     def intercept(self) -> float:
         """Cost of a batch apart from its calls: starting, finishing, and reading the outputs."""
-        return float(np.median(2 * np.array(self.single) - np.array(self.double)))
+        return float(np.median(np.array(self.single) - self.shorts * self.slopes))
 
     @property
     def spread(self) -> float:
@@ -48,42 +73,83 @@ class Samples:
         mad = float(np.median(np.abs(self.slopes - self.time)))
         return 1.4826 * mad * 1.25 / len(self.single) ** 0.5
 
+    @property
+    def steady(self) -> bool:
+        return self.time > 0 and self.spread <= SCATTER * self.time
+
     def percentiles(self) -> dict[str, float]:
         p20, p50, p80 = np.percentile(self.slopes, (20, 50, 80))
         return {"p20": 1e6 * float(p20), "p50": 1e6 * float(p50), "p80": 1e6 * float(p80)}
 
 
-def unsteady(candidate: Samples, baseline: Samples, again: Samples) -> str:
-    """Why these batches give no time; '' if they do. Unsteady times get no credit."""
-    for who, s in (("the baseline's", baseline), ("the baseline's", again), ("the candidate's", candidate)):
-        if s.spread > 0.3 * abs(s.time) or (s.time <= 0 and not s.events_single):
-            return f"{who} times scatter too much: {1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us per call"
+def unsteady(baseline: Samples, again: Samples) -> str:
+    """Why the machine was too busy for a time; '' if it was not.
+
+    Only the baseline's batches count: a candidate whose own times scatter must not lose a case in which it is slow.
+    """
+    for s in (baseline, again):
+        if not s.steady:
+            return f"the baseline's times scatter too much: {1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us per call"
     return ""
 
 
-def invalid(candidate: Samples, baseline: Samples, floor_s: float, busy_s: float | None = None) -> str:
-    """Why the candidate's time must not be used; '' if it may.
+def invalid(
+    candidate: Samples, baseline: Samples, floor_s: float, busy_s: float | None = None,
+    launches: float | None = None,
+) -> str:  # fmt: skip
+    """Why the candidate's time must not be used; '' if it may. Its own scatter widens no allowance.
 
-    floor_s  lower bound of a correct call on this machine; 0 if unknown
-    busy_s   seconds of a call in which CUPTI saw a kernel on any stream
+    floor_s   lower bound of a correct call on this machine; 0 if unknown
+    busy_s    seconds of a call in which CUPTI saw a kernel on any stream
+    launches  kernels of a call that CUPTI saw
     """
-    time, noise = candidate.time, 3 * candidate.spread
-    if time <= 0:
+    time, noise = candidate.time, 3 * baseline.spread
+    if time <= 0 and candidate.spread <= SCATTER * abs(baseline.time):
         return (
             f"twice the calls take no longer ({1e6 * time:.2f} us per call): the clock sees none of the work"
         )
+    if time <= 0:
+        return f"its times scatter too much: {1e6 * time:.1f} +- {1e6 * candidate.spread:.1f} us per call"
     if problem := roofline.too_fast(1e6 * time, 1e6 * floor_s or None):
         return problem
+    if problem := batched(candidate, baseline):
+        return problem
     if candidate.events_single:
-        events = Samples(candidate.n, candidate.events_single, candidate.events_double)
-        if abs(events.time - time) > APART * time + noise + 3 * events.spread + 2e-7:
+        events = Samples(
+            candidate.n, candidate.events_single, candidate.events_double, short_n=candidate.short_n,
+            long_n=candidate.long_n,
+        )  # fmt: skip
+        if abs(events.time - time) > APART * time + noise + 2e-7:
             return (
                 f"the process's own events show {1e6 * events.time:.2f} us per call, "
                 f"the judge's clock {1e6 * time:.2f} us"
             )
     if busy_s is not None and busy_s > time * (1 + APART) + noise + TRACED_S:
         return f"CUPTI saw kernels for {1e6 * busy_s:.2f} us per call, the judge's clock {1e6 * time:.2f} us"
+    if launches is not None and launches < 1:
+        return f"CUPTI saw {launches:.2f} kernels per call: some calls launch none"
     return ""
+
+
+def batched(candidate: Samples, baseline: Samples) -> str:
+    """Why the calls of a batch are not independent; '' if a call alone costs what the slope explains.
+
+    Requests have the same cost for both sides, so only the difference between the sides counts.
+    """
+    if min(len(candidate.alone), len(baseline.alone)) < 3:
+        return ""
+    own, other = float(np.median(candidate.alone)), float(np.median(baseline.alone))
+    extra = (own - other) - (candidate.time - baseline.time)
+    noise = 0.0
+    for values in (candidate.alone, baseline.alone):
+        mad = float(np.median(np.abs(np.array(values) - np.median(values))))
+        noise += (1.4826 * mad * 1.25) ** 2 / len(values)
+    if extra <= max(ALONE * candidate.time, ALONE_S, 4 * noise**0.5 + 3 * baseline.spread):
+        return ""
+    return (
+        f"batched: a call alone takes {1e6 * (candidate.time + extra):.1f} us, in a batch "
+        f"{1e6 * candidate.time:.1f} us; the baseline's calls differ by no more than the requests"
+    )
 
 
 def charge(candidate: Samples, baseline: Samples) -> float:
@@ -91,31 +157,66 @@ def charge(candidate: Samples, baseline: Samples) -> float:
     baseline's; 0 if noise explains the difference.
 
     With it, the time of a call is that of the shorter batch minus the baseline's overhead, so slowing the shorter batch
-    or speeding up the longer one gains nothing.
+    or speeding up the longer one gains nothing. Work that slows the judge's copy of the inputs is charged as well.
     """
+    calls = float(np.median(candidate.shorts))
     extra = candidate.intercept - max(baseline.intercept, 0.0)
-    allowed = max(0.1 * candidate.time, STARTING_S) + 3 * (candidate.spread + baseline.spread)
-    late = extra / candidate.n > allowed and extra > 0.1 * max(baseline.intercept, 2e-4)
-    return extra / candidate.n if late else 0.0
+    allowed = max(0.1 * min(candidate.time, baseline.time), STARTING_S) + 3 * baseline.spread * 2**0.5
+    late = extra / calls > allowed and extra > 0.1 * max(baseline.intercept, 2e-4)
+    charged = extra / calls if late else 0.0
+    if candidate.given and baseline.given:
+        own, other = float(np.median(candidate.given)), float(np.median(baseline.given))
+        if own > other * (1 + GIVEN) + GIVEN_S:
+            charged = max(charged, (own - other) / calls)
+    return charged
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """value = time of the baseline / time of the candidate, with its 95% interval.
+
+    again  the baseline's second set of batches against its first: 1.0 on a quiet machine
+    time   seconds of the candidate's call that were counted
+    """
+
+    value: float
+    interval: tuple[float, float]
+    again: float
+    time: float
+
+    @property
+    def significant(self) -> bool:
+        return not self.interval[0] <= 1 <= self.interval[1]
 
 
 def speedup(
-    candidate: Samples, baseline: Samples, charged: float = 0.0, draws: int = 2000
-) -> tuple[float, tuple[float, float]]:
-    """median(baseline) / median(candidate), and its 95% bootstrap interval over rounds (paired by round).
+    candidate: Samples, baseline: Samples, again: Samples, charged: float = 0.0, draws: int = 2000
+) -> Speedup:
+    """The speedup over both sets of the baseline's batches.
 
-    charged  seconds that are added to each of the candidate's times
+    The interval has the scatter of both sides (the larger of a bootstrap's, paired by round, and Student's) and the
+    difference between the two sets, which a busy machine causes. charged: seconds added to each time of the candidate.
     """
-    a, b = candidate.slopes + charged, baseline.slopes
+    a = candidate.slopes + charged
+    b = (baseline.slopes + again.slopes) / 2
+    # A candidate that scatters is counted at its 80th percentile: jitter must not gain.
+    counted = float(np.median(a)) if candidate.steady else float(np.percentile(a, 80))
+    value = float(np.median(b)) / counted
     rng = np.random.default_rng(0)
     rounds = rng.integers(0, len(a), (draws, len(a)))
-    below = np.median(a[rounds], axis=1)
-    ratios = np.median(b[rounds], axis=1)[below > 0] / below[below > 0]
-    value = float(np.median(b) / np.median(a))
-    if not len(ratios):
-        return value, (value, value)
-    low, high = np.percentile(ratios, (2.5, 97.5))
-    return value, (float(low), float(high))
+    above, below = np.median(b[rounds], axis=1), np.median(a[rounds], axis=1)
+    logs = np.log(above[(below > 0) & (above > 0)] / below[(below > 0) & (above > 0)])
+    low, high = np.percentile(logs, (2.5, 97.5)) if len(logs) else (0.0, 0.0)
+    t = t975(max(len(a) - 1, 1))
+    between = abs(np.log(again.time / baseline.time)) / 2**0.5
+    errors = (candidate.spread / counted, (baseline.spread + again.spread) / 2 / baseline.time, between)
+    half = max(t * float(np.sqrt(sum(e**2 for e in errors))), (high - low) / 2)
+    return Speedup(
+        value,
+        (value * float(np.exp(-half)), value * float(np.exp(half))),
+        again.time / baseline.time,
+        counted,
+    )
 
 
 def floor_s(size: int, work: int, dtype: str, gpu: str | None) -> float:

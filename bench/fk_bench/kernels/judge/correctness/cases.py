@@ -80,7 +80,7 @@ def trials(
     if "held-out" in sources:
         found += _held_out(spec, [t.case for t in here])
     if "extreme" in sources:
-        found += _extremes(spec, here, device)
+        found += _extremes(spec, here)
     return [t for t in found if not names or t.case.name in names]
 
 
@@ -106,19 +106,21 @@ def _held_out(spec: OpSpec, cases: list[Case]) -> list[Trial]:
     return [Trial("held-out", c, _own(spec, c)) for c in varied]
 
 
-def _extremes(spec: OpSpec, here: list[Trial], device: str) -> list[Trial]:
-    """Every kind of extreme value on a small case of each dtype with more than one element."""
-    usable = [t for t in here if spec.bytes_moved(t.case) > 64] or here
-    if not usable:
-        return []
-    usable = sorted(usable, key=lambda t: spec.bytes_moved(t.case))
-    base = usable[len(usable) // 3]
+def _extremes(spec: OpSpec, here: list[Trial]) -> list[Trial]:
+    """Every kind of extreme value for every dtype, on a case drawn anew, with another shape where the op has any."""
+    rng = random.Random(secrets.randbits(128))
     kinds = {**(_VALUES if spec.activations else {}), **spec.extremes}
     found = []
-    for name, change in kinds.items():
-        edit = _on_activations(spec, change) if name in _VALUES and name not in spec.extremes else change
-        case = Case(f"{base.case.name}:{name}", base.case.dims, base.case.dtype, 0.0, base.case.tags)
-        found.append(Trial("extreme", case, base.make, edit))
+    for dtype in dict.fromkeys(t.case.dtype for t in here):
+        mine = sorted((t.case for t in here if t.case.dtype == dtype), key=spec.bytes_moved)
+        usable = [c for c in mine if spec.bytes_moved(c) > 64] or mine
+        small = usable[: max(1, (len(usable) + 1) // 2)]  # checked by the oracle only, so small ones suffice
+        for name, change in kinds.items():
+            edit = _on_activations(spec, change) if name in _VALUES and name not in spec.extremes else change
+            base = rng.choice(small)
+            drawn = base if spec.vary is None else spec.vary(base, rng)
+            case = Case(f"{dtype}:{name}", drawn.dims, dtype, 0.0, base.tags)
+            found.append(Trial("extreme", case, _own(spec, drawn), edit))
     return found
 
 

@@ -45,21 +45,47 @@ class _Array:
         }  # fmt: skip
 
 
+class Allocation:
+    """`bytes`: device memory with a handle of its own; torch's allocator would share its block with other tensors."""
+
+    def __init__(self, nbytes: int):
+        self._pointer = ctypes.c_uint64()
+        torch.zeros(1, device="cuda")  # creates the context
+        torch.cuda.empty_cache()
+        _check(_driver().cuMemAlloc_v2(ctypes.byref(self._pointer), ctypes.c_size_t(nbytes)), "cuMemAlloc")
+        self.bytes = torch.as_tensor(_Array(self._pointer.value, nbytes), device="cuda")
+        self.bytes.zero_()
+
+    def close(self) -> None:
+        """Free it; `bytes` must not be used afterwards."""
+        torch.cuda.synchronize()
+        _check(_driver().cuMemFree_v2(self._pointer), "cuMemFree")
+
+
 class Mapping:
     """The allocations of another process that are open here; each is opened once, and closed by close()."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
 
     def bytes_at(self, shared: dict[str, Any]) -> torch.Tensor:
-        """A uint8 tensor over memory that `share` described, valid until close(). Raises RuntimeError."""
+        """A uint8 tensor over memory that `share` described, valid until close().
+
+        Raises RuntimeError for a handle that cannot be opened, and for a place outside its allocation.
+        """
         handle = shared["handle"]
         if handle not in self._open:
             pointer = ctypes.c_uint64()
             raw = _Handle.from_buffer_copy(bytes.fromhex(handle))
             opened = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), raw, ctypes.c_uint(1))
             _check(opened, "cuIpcOpenMemHandle")
-            self._open[handle] = pointer.value
+            base, size = ctypes.c_uint64(), ctypes.c_size_t()
+            found = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer)
+            _check(found, "cuMemGetAddressRange")
+            self._open[handle], self._sizes[handle] = pointer.value, size.value
+        if shared["offset"] + shared["nbytes"] > self._sizes[handle]:
+            raise RuntimeError(f"{shared['nbytes']} bytes at {shared['offset']} of {self._sizes[handle]}")
         if not shared["nbytes"]:
             return torch.empty(0, dtype=torch.uint8, device="cuda")
         return torch.as_tensor(_Array(self._open[handle] + shared["offset"], shared["nbytes"]), device="cuda")

@@ -1,9 +1,7 @@
-"""The judge's own memory: slots of inputs with secret values, fresh for every batch, and slots for outputs."""
+"""The judge's private slots: inputs with secret values, fresh for every batch. No other process maps this memory."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,12 +10,13 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import OpSpec
-from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.permutations import Permuter
 
 # Numbers of value sets for the slots of a batch: if slots are scaled, and if they are only permuted.
 MASTERS, MASTERS_EXACT = 4, 32
 FLUSH_BYTES = 256 << 20
+CHUNK = 256 << 20  # bytes of slots that are filled at once
 
 
 def outputs_of(spec: OpSpec, args: list[Any], mode: str) -> list[torch.Tensor]:
@@ -71,10 +70,9 @@ class Out:
 
 @dataclass
 class Slots:
-    """`count` slots of one case in the judge's memory (a memfd on the CPU, device memory on a GPU).
+    """`count` slots of one case; `memory.arena` copies them to the sides.
 
     make   make(generator) -> the arguments of a call with new values; called with secret seeds
-    fd     CPU: the memfd that both sides have
     rolls  whether values may be rolled and permuted; not for extreme values, whose positions matter
     """
 
@@ -83,8 +81,6 @@ class Slots:
     device: str
     count: int
     mode: str
-    out_slots: int
-    fd: int
     rolls: bool = False
     masters: list[list[Any]] = field(default_factory=list)
 
@@ -102,19 +98,11 @@ class Slots:
         # made them.
         floats = any(scalable(t) for t in layout.tensors(first))
         self.scales = floats and all(o.dtype.is_floating_point for o in self.outs)
-        self.out_start = self.layout.arena_bytes(self.count)
         self.out_bytes = sum(o.nbytes for o in self.outs)
-        total = max(self.out_start + self.out_slots * self.out_bytes, layout.ALIGN)
-        if self.device == "cuda":
-            self.arena = torch.zeros(total, dtype=torch.uint8, device="cuda")
-            shared = ipc.share(self.arena)
-        else:
-            if os.fstat(self.fd).st_size < total:  # it only grows, because the other side may have mapped it
-                os.ftruncate(self.fd, total)
-            self.arena = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
-            shared = {"nbytes": total}
-        self.place = {**shared, "outputs": self.out_start, "out_slots": self.out_slots}
-        self._plan = self.layout.to_json()
+        total = max(self.layout.arena_bytes(self.count), layout.ALIGN)
+        self.private = torch.zeros(total, dtype=torch.uint8, device=self.device)
+        self.grid = self.private[: self.count * self.layout.stride].view(self.count, self.layout.stride)
+        self.plan = self.layout.to_json()
         self._bound: dict[int, list[Any]] = {}
         self.factors: list[float] = []
         self.origin: list[int] = []
@@ -128,9 +116,9 @@ class Slots:
         self._numel = [t.numel() for t in layout.tensors(first)]
 
     def args_of(self, slot: int) -> list[Any]:
-        """A slot's arguments, in the memory that is shared with the other processes."""
+        """A slot's arguments in private memory."""
         if slot not in self._bound:
-            self._bound[slot] = layout.bind(self._plan, self.arena, slot, self.count)
+            self._bound[slot] = layout.bind(self.plan, self.private, slot, self.count)
         return self._bound[slot]
 
     def _generator(self) -> torch.Generator:
@@ -156,12 +144,26 @@ class Slots:
         self.shifts = [secrets.randbits(40) for _ in origin]
         span = 0.2 if self.scales else 0.0
         self.factors = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
-        if len(origin) == 1 or self.device == "cpu":
+        if len(origin) == 1:
             for s in range(self.count):
                 for into, value in zip(layout.tensors(self.args_of(s)), self.expected(s), strict=True):
                     into.copy_(value)
             return
         self._fill_at_once()
+
+    def renew(self, slot: int) -> None:
+        """Give one slot new values, from another master if there is one."""
+        self.origin[slot] = secrets.randbelow(len(self.masters))
+        if self._permuter is not None:
+            self.codes[slot] = self._permuter.draw([0])[0]
+        self.shifts[slot] = secrets.randbits(40)
+        span = 0.2 if self.scales else 0.0
+        self.factors[slot] = 1.0 - span * secrets.randbelow(1 << 16) / (1 << 16)
+        shared = [r["shared"] for r in self._regions()]
+        values = zip(layout.tensors(self.args_of(slot)), self.expected(slot), shared, strict=True)
+        for into, value, everywhere in values:
+            if not everywhere:  # memory of all slots keeps the values of slot 0
+                into.copy_(value)
 
     def _fill_at_once(self) -> None:
         index = torch.tensor(self.origin, device=self.device)
@@ -183,7 +185,7 @@ class Slots:
                 rows = (index == m).nonzero().flatten()
                 if not len(rows):
                     continue
-                chunk = max(1, (256 << 20) // max(first.nbytes * 2, 1))
+                chunk = max(1, CHUNK // max(first.nbytes * 2, 1))
                 turns = value.flatten().repeat(2).unfold(0, value.numel(), 1) if rolled else None
                 for at in range(0, len(rows), chunk):
                     part = rows[at : at + chunk]
@@ -196,7 +198,8 @@ class Slots:
                     if scalable(first):
                         made = made * factor[part].view(-1, *([1] * first.dim())).to(value.dtype)
                     pool[part] = made
-        torch.cuda.synchronize()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
     def expected(self, slot: int) -> list[torch.Tensor]:
         """The tensors that a slot was filled with, from memory that no other process sees."""
@@ -246,6 +249,19 @@ class Slots:
             walk(a)
         return found
 
+    def read_only(self) -> list[tuple[int, int]]:
+        """(offset, bytes) in a slot of each region that no argument lies in which the op may write."""
+        written = {
+            id(region) for region, (position, _) in zip(self._regions(), self._positions(), strict=True)
+            if position in self.may_change
+        }  # fmt: skip
+        own = [r for r in self.layout.regions if not r["shared"] and id(r) not in written]
+        return [(r["offset"], r["nbytes"]) for r in own if r["nbytes"]]
+
+    def _positions(self) -> list[tuple[int, torch.Tensor]]:
+        """(position of its argument, tensor) of each tensor, in order."""
+        return [(i, t) for i, a in enumerate(self.masters[0]) for t in layout.tensors(a)]
+
     def _tensor(self, slot: int, i: int) -> torch.Tensor:
         return layout.tensors(self.masters[self.origin[slot]])[i]
 
@@ -255,21 +271,6 @@ class Slots:
 
     def scaled(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         return value * torch.tensor(factor, dtype=torch.float32).to(value) if scalable(value) else value
-
-    # -- outputs
-
-    def output_views(self, slot: int) -> list[torch.Tensor]:
-        """The views of an output slot in the arena."""
-        at, views = self.out_start + slot * self.out_bytes, []
-        for o in self.outs:
-            views.append(self.arena[at:][: o.bytes].view(o.dtype).view(o.shape))
-            at += o.nbytes
-        return views
-
-    def poison(self) -> None:
-        """Fill output slots with NaN (floats) or a secret byte (integers)."""
-        for s in range(self.out_slots):
-            poison(self.output_views(s))
 
 
 def scalable(t: torch.Tensor) -> bool:

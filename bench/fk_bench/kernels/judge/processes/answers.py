@@ -82,10 +82,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def meta(t: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": name_of(t.dtype), "shape": list(t.shape)}
-
-
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors overlap in memory (views of one arena are compared by address)."""
 

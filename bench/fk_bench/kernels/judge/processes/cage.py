@@ -160,9 +160,8 @@ def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
     os.chdir("/tmp" if own_root else room)
     _limits(options, report)
     if options.core is not None:
-        os.sched_setaffinity(
-            0, {options.core}
-        )  # threads that start later inherit it; seccomp then refuses a change
+        # Threads that start later inherit it; seccomp then refuses a change.
+        os.sched_setaffinity(0, {options.core})
     with contextlib.suppress(OSError):
         linux.drop_bounding_set()
     if uid is not None:

@@ -31,6 +31,7 @@ MAX_FDS = 64
 FAILED = 70  # exit status of a child that could not be set up, or whose entry raised
 _WATCH_S = 0.2
 _PRIORITY = -10  # of a supervisor (root): it must get CPU time even next to a fork bomb
+_HALTED = ("T", "t", "Z", "X")  # states of a task in /proc
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -217,6 +218,27 @@ def descendants(pid: int, proc: int) -> list[int]:
             found += children
             todo += children
     return found
+
+
+def stopped(pid: int, proc: int) -> bool:
+    """Whether no task of the process runs: each is stopped, has ended, or is gone."""
+    try:
+        fd = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
+    except OSError:
+        return True
+    try:
+        tasks = os.listdir(fd)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    for task in tasks:
+        state = (
+            _read(proc, f"{pid}/task/{task}/stat").rpartition(")")[2].split()
+        )  # its name may hold anything
+        if state and state[0] not in _HALTED:
+            return False
+    return True
 
 
 def _memory(pid: int, proc: int, file: str, names: tuple[str, ...]) -> int:

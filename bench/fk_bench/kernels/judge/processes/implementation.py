@@ -24,11 +24,12 @@ class Implementation:
         self.device = "cpu"
 
     def load_implementation(
-        self, op: str, device: str, candidates: dict[str, str], against: str | None, mode: str | None,
+        self, op: str, device: str, candidates: dict[str, str], against: str | None, cls: str | None,
         choice: tuple[str, dict[str, Any]] | None,
-    ) -> dict[str, str]:  # fmt: skip
-        """Import the op, and the candidates or (against) the baselines. Returns the kind of each candidate.
+    ) -> None:  # fmt: skip
+        """Import the op, and the candidates or (against) the baselines.
 
+        cls     the class whose module is called; None: the op's function
         choice  (provider, parameters): use only this provider of ours
         """
         for name in self.changed:  # of the previous op, in a process that serves several
@@ -39,15 +40,14 @@ class Implementation:
         if choice is not None:
             self._only(op, *choice)
         own = found.get(op)
-        if own is not None and (own.function is None or self.spec.op is None):
-            self.cls = next((own.classes[t.cls] for t in self.spec.targets if t.cls in own.classes), None)
-        if mode == "module" or (self.cls is None and self.spec.op is None):
-            self.cls = self.cls or registry.target_class(self.spec.targets[0])
-        if self.cls is not None and self.spec.build is None:
-            raise Failure("unsupported", f"{op}: its classes cannot be built from a case; offer the function")
+        if cls is not None:
+            self.cls = own.classes.get(cls) if own is not None else registry.op_class(op, cls)
+            if self.cls is None:
+                raise Failure("signature_mismatch", f"{cls} is not a class once the file is imported")
+        elif own is not None and own.function is None:
+            raise Failure("signature_mismatch", f"{op} is not a function once the file is imported")
         if against is not None:
             self._find_baselines(against)
-        return {n: c.kind for n, c in found.items()}
 
     def _candidate(self, name: str, path: str) -> candidate.Candidate:
         try:

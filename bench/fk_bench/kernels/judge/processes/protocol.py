@@ -23,11 +23,11 @@ class ChannelTimeout(TimeoutError):
 
 
 class ChannelGarbage(ValueError):
-    """The received data is no message, or no answer to the command."""
+    """The received data is no message, or no reply to the command."""
 
 
 class Channel:
-    """One end: the judge sends a `command` and reads its `answer`, the runner receives and sends.
+    """One end: the judge sends a `command` and reads bytes, which `messages` checks; the runner receives and sends.
 
     spin_s  seconds of busy waiting for a message, for timed work on machines with enough cores
     """
@@ -50,31 +50,22 @@ class Channel:
                 raise ChannelClosed(str(error)) from None
 
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
-        """The next message. Raises ChannelClosed, ChannelTimeout, ChannelGarbage."""
+        """The next command, read by a runner, which trusts the judge. Raises ChannelClosed, ChannelTimeout."""
+        return json.loads(self.receive_bytes(timeout))
+
+    def receive_bytes(self, timeout: float | None = None, limit: int = MAX_MESSAGE) -> bytes:
+        """The next message, unread. Raises ChannelClosed, ChannelTimeout, and ChannelGarbage above `limit` bytes."""
         end = None if timeout is None else time.monotonic() + timeout
         (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size, end))
-        if size > MAX_MESSAGE:
+        if size > limit:
             raise ChannelGarbage(f"a message of {size} bytes")
-        try:
-            message = json.loads(self._exactly(size, end))
-        except ValueError:
-            raise ChannelGarbage("a message that is not JSON") from None
-        if not isinstance(message, dict):
-            raise ChannelGarbage("a message that is not an object")
-        return message
+        return self._exactly(size, end)
 
     def command(self, do: str, timeout: float, **arguments: Any) -> str:
         """Send a command. Returns its nonce, which the answer must carry."""
         nonce = secrets.token_hex(8)
         self.send({"do": do, "nonce": nonce, **arguments}, timeout)
         return nonce
-
-    def answer(self, nonce: str, timeout: float) -> dict[str, Any]:
-        """The answer to the command of that nonce. Raises ChannelGarbage for anything else."""
-        answer = self.receive(timeout)
-        if answer.get("nonce") != nonce:
-            raise ChannelGarbage("an answer to no command")
-        return answer
 
     def _exactly(self, size: int, end: float | None) -> bytes:
         parts, spin = [], time.monotonic() + self.spin_s

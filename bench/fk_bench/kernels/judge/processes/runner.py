@@ -1,13 +1,12 @@
 """The runner: the process of one side, which imports the candidate (or the baseline) and calls it on command.
 
-The judge trusts nothing here: this process has no oracle, no expected output and no clock of record.
+The judge believes nothing that comes from here: this process has no oracle, no expected output and no clock of record.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.processes.answers import (
     Failure,
     describe_error,
-    meta,
     name_of,
     overlap,
     span,
@@ -30,7 +28,6 @@ from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed
 
 # Bound before any candidate is imported; a candidate that patches torch only affects its own calls.
 ESTIMATES = 20  # replays
-GRAPH_CALLS = 64
 # Up to so many slots are called eagerly or compiled; their arguments then have separate storages
 APART = 32
 _clock, _synchronize = time.perf_counter, torch.cuda.synchronize
@@ -72,29 +69,26 @@ class RunnerState(Implementation):
         device: str,
         candidates: dict[str, str],
         against: str | None,
-        mode: str | None,
+        cls: str | None,
         threads: int,
-        core: int | None = None,
         choice: tuple[str, dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Import the op, and the candidates or (against) the baselines. Returns how the op will be called.
+        """Import the op, and the candidates or (against) the baselines.
 
+        cls     the class whose module is called; None: the op's function
         choice  (provider, parameters): use only this provider of ours
         """
         start = _clock()
-        if core is not None:
-            os.sched_setaffinity(0, {core})
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
         if device == "cuda":
             self.channel.spin_s = 0.05
             torch.zeros(1, device="cuda")  # creates the context, which calls of the driver need
         self.free()
-        offers = self.load_implementation(op, device, candidates, against, mode, choice)
+        self.load_implementation(op, device, candidates, against, cls, choice)
         return {
             "import_s": _clock() - start, "baselines": list(self.baselines),
             "compilers": [n for n, b in self.baselines.items() if b is not None and b.kind == "compiler"],
-            "mode": "op" if self.cls is None else "module", "offers": offers,
         }  # fmt: skip
 
     def do_use(self, baseline: str) -> dict[str, Any]:
@@ -104,26 +98,29 @@ class RunnerState(Implementation):
     # -- a case
 
     def do_case(
-        self, plan: dict[str, Any], slots: int, arena: dict[str, Any], outs: list[dict[str, Any]]
+        self, plan: dict[str, Any], cells: list[int], arena: dict[str, Any], outs: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Map the judge's memory and build the call of every slot; none of this is timed."""
-        start = _clock()
+        """Map this side's memory and build the call of every slot; none of this is timed.
+
+        cells  the place of each slot in the arena, which has arena['cells'] places
+        """
         self.free()
         self.memory = memory = self._map(arena)
+        slots, size = len(cells), arena["cells"]
         self.out_metas = outs
-        self.args = [layout.bind(plan, memory, s, slots, slots <= APART) for s in range(slots)]
+        self.args = [layout.bind(plan, memory, cell, size, slots <= APART) for cell in cells]
         self.calls = [self._call(a) for a in self.args]
         out_start = arena["outputs"]
-        size = sum(o["nbytes"] for o in outs)
+        out_bytes = sum(o["nbytes"] for o in outs)
         self.out_slots = []
         for s in range(arena["out_slots"]):
-            offset, views = out_start + s * size, []
+            offset, views = out_start + s * out_bytes, []
             for o in outs:
                 raw = memory[offset:][: o["bytes"]].view(getattr(torch, o["dtype"]))
                 views.append(raw.view(o["shape"]))
                 offset += o["nbytes"]
             self.out_slots.append(views)
-        return {"prepare_s": _clock() - start}
+        return {}
 
     def free(self) -> None:
         """Forget the last case."""
@@ -162,23 +159,15 @@ class RunnerState(Implementation):
                 )
         return values
 
-    def do_call(self, slot: int, out: int, again: int | None = None) -> dict[str, Any]:
-        """Make one eager call into an output slot. Counters show which ops ran.
-
-        again  an output slot that gets its call's outputs once more, to check that this call did not change them
-        """
+    def do_call(self, slot: int, out: int) -> dict[str, Any]:
+        """Make one eager call into an output slot. Counters show which ops ran."""
         before = {name: op.calls for name, op in OPS.items()}
         refused_before = {name: dict(op.fallbacks) for name, op in OPS.items()}
-        start = _clock()
         result = self._outputs(self.calls[slot]())
         self._sync()
-        seconds = _clock() - start
         self.metas(result)
         self.held[out] = result
-        for at in (out,) if again is None else (out, again):
-            for view, value in zip(self.out_slots[at], self.held[at], strict=False):
-                _copy(view, value)
-        self._sync()
+        self.do_copy(out)
         live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
         inputs = layout.tensors(self.args[slot])
         aliases = [i for i, r in enumerate(result) if r.numel() and any(overlap(r, t) for t in inputs)]
@@ -186,10 +175,14 @@ class RunnerState(Implementation):
             name: reason for name, op in OPS.items() for reason, times in op.fallbacks.items()
             if times > refused_before.get(name, {}).get(reason, 0)
         }  # fmt: skip
-        return {
-            "seconds": seconds, "outputs": [meta(r) for r in result], "aliases": aliases, "live": live,
-            "refused": refused,
-        }  # fmt: skip
+        return {"aliases": aliases, "live": live, "refused": refused}
+
+    def do_copy(self, out: int) -> dict[str, Any]:
+        """Copy the results of the call into an output slot (once more, to check that nothing has changed them)."""
+        for view, value in zip(self.out_slots[out], self.held[out], strict=False):
+            _copy(view, value)
+        self._sync()
+        return {}
 
     def metas(self, result: list[torch.Tensor]) -> None:
         """Raises Failure unless the outputs have the op's number, shapes and dtypes."""
@@ -226,14 +219,13 @@ class RunnerState(Implementation):
 
     # -- timed batches
 
-    def do_capture(self, n: int) -> dict[str, Any]:
-        """GPU: capture graphs of a few calls each, for two halves of n calls. Returns the places of all outputs.
+    def do_capture(self, segments: list[list[int]]) -> dict[str, Any]:
+        """GPU: capture a graph of the calls of each segment [start, end). Returns the places of all outputs.
 
         The graphs are small because launching a large one takes time before anything runs.
         """
         self.graphs, self.kept = [], []
-        for start in (*range(0, n, GRAPH_CALLS), *range(n, 2 * n, GRAPH_CALLS)):
-            end = min(start + GRAPH_CALLS, n if start < n else 2 * n)
+        for start, end in segments:
             graph, results = self._capture(self.calls[start:end])
             self.graphs.append((start, graph))
             self.kept += results
@@ -288,9 +280,6 @@ class RunnerState(Implementation):
                 ):
                     if value is not None:
                         _copy(view, value)
-        return {}
-
-    def do_ready(self) -> dict[str, Any]:
         return {}
 
     def do_trace(self, calls: int) -> dict[str, Any]:

@@ -1,13 +1,24 @@
-"""A runner as the judge sees it: a process that answers commands, and whose failures have statuses."""
+"""A runner as the judge sees it: a process that answers commands, and whose failures have statuses.
+
+The process runs only while a command is pending and between untimed commands: `stop` halts it, the next command
+resumes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from fk_bench.core.rows import Status
+from fk_bench.core.text import printable
+from fk_bench.kernels.judge.processes import messages
+from fk_bench.kernels.judge.processes.messages import Failed, Message
 from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
+
+STOP_S = 5.0  # a stop takes less than a millisecond
 
 
 class RunnerError(RuntimeError):
@@ -18,56 +29,91 @@ class RunnerError(RuntimeError):
         self.status, self.fatal, self.who = status, fatal, who
 
 
-class RunnerProcess:
-    """A runner in a child process (`child` has channel, pid, wait, kill and output_tail)."""
+T = TypeVar("T")
 
-    def __init__(self, child: Any, name: str, timeout: float, caged: bool):
-        self.child, self.name, self.timeout, self.caged = child, name, timeout, caged
+
+@dataclass
+class Budget:
+    """Seconds that a side may take; what it has used is counted here."""
+
+    seconds: float
+    of: str  # 'case' or 'op'
+    used: float = 0.0
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.used
+
+
+class RunnerProcess:
+    """A runner in a child process (`child` has channel, pid, stop, resume, wait, kill and output_tail).
+
+    trusted  it runs our own code only: its failures are believed
+    """
+
+    def __init__(self, child: Any, name: str, timeout: float, trusted: bool):
+        self.child, self.name, self.timeout, self.trusted = child, name, timeout, trusted
         self.channel = Channel(child.channel)
         self.cage: dict[str, str] = {}
-        self.paused = False
-        self._nonce = ""
+        self.stopped = False
         self.alive = True
         self.busy_s = 0.0  # seconds spent waiting for it
+        self.budgets: tuple[Budget, ...] = ()
+        self._do, self._nonce = "", ""
 
     def greet(self) -> None:
         """Wait until its process has started, and read the report of its cage."""
-        self.cage = self._guarded(lambda: self.channel.receive(self.timeout)).get("hello", {})
+        self.cage = self._guarded(
+            lambda: messages.hello(self.channel.receive_bytes(self.timeout, 1 << 16))
+        ).hello
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to a command. Raises RunnerError."""
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """The reply to a command, in the schema of `messages.SCHEMAS`. Raises RunnerError."""
         self.begin(do, **arguments)
         return self.end()
 
     def begin(self, do: str, **arguments: Any) -> None:
-        """Send a command; `end` gives its answer. Raises RunnerError."""
-        self._nonce = self._guarded(lambda: {"": self.channel.command(do, self.timeout, **arguments)})[""]
+        """Send a command and resume the process; `end` gives its reply. Raises RunnerError."""
+        self._do = do
+        self._nonce = self._guarded(lambda: self.channel.command(do, self.timeout, **arguments))
+        if self.stopped:
+            self.child.resume()
+            self.stopped = False
 
-    def end(self) -> dict[str, Any]:
-        """The answer to the command that was sent. Raises RunnerError."""
+    def end(self) -> Any:
+        """The reply to the command that was sent. Raises RunnerError."""
         start = time.perf_counter()
+        wait = min([self.timeout, *(max(b.left, 0.01) for b in self.budgets)])
         try:
-            answer = self._guarded(lambda: self.channel.answer(self._nonce, self.timeout))
+            body = self._guarded(lambda: self.channel.receive_bytes(wait, messages.limit(self._do)), wait)
         finally:
-            self.busy_s += time.perf_counter() - start
-        if "error" in answer:
-            known = answer["error"] in {s.value for s in Status}
-            status = Status(answer["error"]) if known else Status.FAILED
-            reason = str(answer.get("reason", ""))[:2000]
-            raise RunnerError(status, reason, answer.get("context_lost") is True, self.name)
-        return answer
+            spent = time.perf_counter() - start
+            self.busy_s += spent
+            for budget in self.budgets:
+                budget.used += spent
+        answer: Message = self._guarded(lambda: messages.answer(self._do, self._nonce, body))
+        if isinstance(answer, Failed):
+            status, reason = messages.believed(answer, self.trusted)
+            raise RunnerError(status, reason, answer.context_lost, self.name)
+        return cast(Any, answer)
 
-    def pause(self, on: bool) -> None:
-        """Stop its processes, so that none of its threads runs during the other side's batch, or resume them."""
-        if on != self.paused:
-            (self.child.pause if on else self.child.resume)()
-            self.paused = on
+    def stop(self) -> None:
+        """Stop all its processes and threads, and return when each is stopped. Raises RunnerError."""
+        if not self.stopped:
+            self.stopped = True
+            if not self.child.stop(STOP_S):
+                raise self._dead(Status.INVALID, f"its processes could not be stopped in {STOP_S:g} s")
 
-    def _guarded(self, action: Any) -> dict[str, Any]:
+    def _guarded(self, action: Callable[[], T], wait: float | None = None) -> T:
         try:
             return action()
         except ChannelTimeout:
-            raise self._dead(Status.TIMEOUT, f"no answer in {self.timeout:g} s") from None
+            for budget in self.budgets:
+                if budget.left <= 0:
+                    raise self._dead(
+                        Status.TIMEOUT, f"it used its {budget.seconds:g} s for one {budget.of}"
+                    ) from None
+            raise self._dead(Status.TIMEOUT, f"no answer in {wait or self.timeout:g} s") from None
         except ChannelGarbage as error:
             raise self._dead(Status.INVALID, f"its process sent {error}") from None
         except ChannelClosed:
@@ -78,10 +124,11 @@ class RunnerProcess:
     def _dead(self, status: Status, reason: str) -> RunnerError:
         self.alive = False
         self.child.kill()
-        tail = self.child.output_tail(600).strip()
+        tail = printable(self.child.output_tail(600)).strip()
         return RunnerError(status, reason + (f"; its last output: {tail}" if tail else ""), True, self.name)
 
     def close(self) -> None:
-        with contextlib.suppress(ChannelClosed, ChannelTimeout):
-            self.channel.send({"do": "bye"}, 1.0)
+        if self.alive and not self.stopped:
+            with contextlib.suppress(ChannelClosed, ChannelTimeout):
+                self.channel.send({"do": "bye"}, 1.0)
         self.child.close()

@@ -78,6 +78,7 @@ class Child:
         self.output_bytes = 0
         self._status = status
         self._tail = bytearray()
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self._pump = threading.Thread(target=self._read_output, args=(output,), daemon=True)
         self._pump.start()
 
@@ -115,25 +116,32 @@ class Child:
         self.exit = self.exit or Exit(killed=True)
         return self.exit
 
-    def pause(self) -> None:
-        """Stop the child and all its descendants, so that none runs during another's batch."""
-        self._each(signal.SIGSTOP)
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Stop the child with all descendants; True when every task of them is stopped, False after `timeout` s.
+
+        A task that still runs could resume another one that was seen stopped, so all must be seen stopped twice.
+        """
+        until, clean = time.monotonic() + timeout, 0
+        while clean < 2:
+            moving = [pid for pid in self._tree() if not forkserver.stopped(pid, self._proc)]
+            clean = 0 if moving else clean + 1
+            for pid in moving:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            if moving:
+                time.sleep(2e-5)  # it needs its core, which may be this one
+            if time.monotonic() > until:
+                return False
+        return True
 
     def resume(self) -> None:
-        self._each(signal.SIGCONT)
+        for pid in self._tree():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
-    def _each(self, number: signal.Signals) -> None:
-        """Signal the whole tree except its supervisor, until no new process appears; the reaper ignores it."""
-        seen: set[int] = set()
-        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            while new := set(forkserver.descendants(self.pid, proc)) - seen:
-                for pid in new:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                seen |= new
-        finally:
-            os.close(proc)
+    def _tree(self) -> list[int]:
+        """The processes of the child without its supervisor."""
+        return forkserver.descendants(self.pid, self._proc)
 
     def output_tail(self, limit: int = OUTPUT_KEPT) -> str:
         """The last `limit` bytes of its standard output and error."""
@@ -148,6 +156,7 @@ class Child:
         self.channel.close()
         if self._status >= 0:
             os.close(self._status)
+            os.close(self._proc)
             self._status = -1
         shutil.rmtree(self.room, ignore_errors=True)
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import random
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,77 +12,20 @@ from uuid import uuid4
 import torch
 
 from fastkernels.core import registry
-from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.kernels.judge.correctness.cases import SOURCES, Trial, trials
-from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
-from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
-from fk_bench.kernels.judge.processes.zygote import Zygote
+from fk_bench.kernels.judge.correctness.cases import Trial, trials
+from fk_bench.kernels.judge.processes.sides import Sides
+from fk_bench.kernels.judge.rows import metrics
+from fk_bench.kernels.judge.rows.options import Options
 from fk_bench.kernels.judge.rows.pair import Pair
+from fk_bench.kernels.judge.rows.verdict import decide
 from fk_bench.kernels.judge.scan.scan import rejections, scan
 from fk_bench.kernels.judge.statistics.restarts import merged
 from fk_bench.kernels.report import score
 
-# Imports that all runner processes need, made once before they are forked; torch.compile alone takes seconds.
-PRELOAD = (
-    "torch",
-    "triton",
-    "fastkernels",
-    "torch._dynamo.backends.debugging",
-    "torch._functorch.aot_autograd",
-    "fk_bench.kernels.judge.processes.runner",
-)
 OURS = "fastkernels"
-CPU_MEMORY = 6 << 30  # bytes of a candidate's process
-PACKAGES = (
-    "fastkernels",
-    "fk_bench",
-    "fk_integrations",
-    "vllm",
-    "sglang",
-    "sgl_kernel",
-    "flashinfer",
-    "deep_gemm",
-    "fla",
-)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How ops are judged.
-
-    device    'cpu' or 'cuda'
-    against   'production' (its fastest kernel), 'host', 'reference', or the path of another candidate's file
-    captures  folder of captures to replay; None: the shipped ones
-    cases     sources of cases, from correctness.cases.SOURCES
-    names     only cases with these names
-    rounds    interleaved rounds, each with N and 2N calls of each side
-    starts    repetitions of everything in new processes; the intervals then include differences between them
-    seconds   upper bound for the timed rounds of a case; there are at least three
-    timeout   seconds for one command of a side (its first call compiles)
-    scan      reject candidates by the static scan
-    python    {'candidate' | 'baseline': interpreter}
-    cage      False: the candidate runs as this user, with network and files
-    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU; on a GPU a quarter of its memory,
-              at most 8 GiB
-    """
-
-    device: str = "cpu"
-    against: str = "production"
-    cases: tuple[str, ...] = SOURCES
-    names: tuple[str, ...] = ()
-    captures: Path | None = None
-    rounds: int = 10
-    starts: int = 1
-    timed: bool = True
-    seconds: float = 1.0
-    timeout: float = 120.0
-    scan: bool = True
-    python: Mapping[str, str] = field(default_factory=dict)
-    cage: bool = True
-    memory: int | None = None
 
 
 def judge_ops(
@@ -130,29 +68,18 @@ class Judge:
         self.round: int | None = None  # number of the start, in all rows
         self._on_row = on_row or (lambda row: None)
         self._run_id = run_id or uuid4().hex[:12]
-        self.memory = options.memory or _memory_of(options.device)
-        self.cage: dict[str, str] = {}
         self._warnings: list[str] = []  # of the static scan, for the current op's candidates
-        self._zygotes: dict[str, Zygote] = {}
-        self._sides: dict[str, RunnerProcess] = {}
-        # On a CPU both sides share one core, so that extra threads of a candidate gain nothing.
-        self.core = random.choice(sorted(os.sched_getaffinity(0))) if options.device == "cpu" else None
-        self.arena = _memory() if options.device == "cpu" else -1
+        self.sides = Sides(options.device, options.python, options.cage, options.timeout, options.memory)
 
     def __enter__(self) -> Judge:
         self._threads = torch.get_num_threads()
-        if self.core is not None:  # more threads of the oracle would wait for a core that a side uses
+        if self.sides.core is not None:  # more threads of the oracle would wait for a core that a side uses
             torch.set_num_threads(1)
         return self
 
     def __exit__(self, *_: object) -> None:
         torch.set_num_threads(self._threads)
-        for side in self._sides.values():
-            side.close()
-        for zygote in self._zygotes.values():
-            zygote.close()
-        if self.arena >= 0:
-            os.close(self.arena)
+        self.sides.close()
 
     # -- an op
 
@@ -170,7 +97,7 @@ class Judge:
         if rejected := [f"{Path(p).name}: {why}" for p, fs in findings.items() if (why := rejections(fs))]:
             self._add(self.row(spec, None, Status.REJECTED, "; ".join(rejected)))
             return
-        self._judge_cases(Pair(self, spec, mine), found)
+        self._judge_cases(Pair(self.sides, self.options, spec, mine, gpu=self._gpu()), found)
         self._add(self._summary(name))
 
     def provider(
@@ -181,7 +108,8 @@ class Judge:
         Calls that it does not support are `unsupported`; no other provider runs them.
         """
         before, self._warnings = len(self.rows), []
-        self._judge_cases(Pair(self, registry.get(name), {}, (provider, dict(params))), found)
+        choice = (provider, dict(params))
+        self._judge_cases(Pair(self.sides, self.options, registry.get(name), {}, choice, self._gpu()), found)
         return self.rows[before:]
 
     def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> None:
@@ -193,7 +121,7 @@ class Judge:
                 if not_here is not None:
                     row = self.row(spec, trial, Status.SKIPPED, not_here)
                 else:
-                    row = pair.row(trial)
+                    row = self._case(pair, trial)
                     wall = time.perf_counter() - begin
                     row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
                 if pair.choice is not None:
@@ -201,6 +129,22 @@ class Judge:
                 self._add(row)
         finally:
             pair.close()
+
+    def _case(self, pair: Pair, trial: Trial) -> Row:
+        seen, case = pair.run(trial)
+        verdict = decide(seen)
+        row = self.row(pair.spec, trial, verdict.status, verdict.reason)
+        if case is not None:
+            metrics.fill(row, seen, verdict, pair.spec, case.cost, pair.loaded["candidate"].import_s)
+            if pair.candidates and seen.checked is not None:
+                row.case["candidates"] = {
+                    n: 1 if n == pair.spec.name and pair.calling.cls else seen.checked.live.get(n, 0)
+                    for n in pair.candidates
+                }
+        return row
+
+    def _gpu(self) -> str | None:
+        return machine.machine().gpu if self.options.device == "cuda" else None
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)
@@ -247,7 +191,11 @@ class Judge:
     def finish(self) -> list[Row]:
         """Add the row of the whole run; returns all rows."""
         total = self._totals([r for r in self.rows if r.kind == "case"], "run", None)
-        total.case |= {"cage": self.cage, "against": self.options.against, "device": self.options.device}
+        total.case |= {
+            "cage": self.sides.cage,
+            "against": self.options.against,
+            "device": self.options.device,
+        }
         self._add(total)
         return self.rows
 
@@ -270,64 +218,3 @@ class Judge:
             if total.ci95 is not None:
                 row.ci95["speedup_geomean"] = total.ci95
         return row
-
-    # -- processes
-
-    def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
-        """A process for one side, caged if it runs files of a user."""
-        python = self.options.python.get(who, sys.executable)
-        if python not in self._zygotes:
-            self._zygotes[python] = Zygote(python, preload=PRELOAD)
-        if files and self.options.cage:
-            cuda = self.options.device == "cuda"
-            own = Environment.read().tuned  # ops that call others need the tables in the cage, too
-            tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
-            cage = CageOptions(
-                readable=(*(str(f.resolve()) for f in (*files, *tables)), *_toolchain()), packages=PACKAGES,
-                memory=None if cuda else CPU_MEMORY,
-            )  # fmt: skip
-        else:
-            off: dict[str, Any] = dict.fromkeys(STEPS, False)
-            cage = CageOptions(**off, memory=None, home=None if files else own_home())
-        fds = {"arena": self.arena} if self.arena >= 0 else {}
-        side = RunnerProcess(
-            self._zygotes[python].spawn({}, cage, fds), who, self.options.timeout, cage.mounts
-        )
-        side.greet()
-        if side.caged:
-            self.cage = side.cage
-        if self.options.device == "cuda":
-            side.channel.spin_s = 0.05
-        return side
-
-    def trusted(self, who: str) -> RunnerProcess:
-        """The process for our own code on one side, shared by all ops while it lives."""
-        if who not in self._sides:
-            self._sides[who] = self.spawn(who)
-        return self._sides[who]
-
-    def lost(self, who: str) -> None:
-        """End the trusted process of that side; the next op gets a new one."""
-        if (side := self._sides.pop(who, None)) is not None:
-            side.close()
-
-
-def _toolchain() -> list[str]:
-    """Folders of a compiler in an unusual place; Triton compiles its launchers with it."""
-    names = [os.environ.get("CC"), "gcc", "cc", "clang"]
-    found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
-    found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
-    return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
-
-
-def _memory_of(device: str) -> int:
-    if device == "cpu":
-        return 2 << 30
-    return min(torch.cuda.get_device_properties(0).total_memory // 4, 8 << 30)
-
-
-def _memory() -> int:
-    """A memfd that can only grow: shrinking it would end the judge with SIGBUS."""
-    fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-    return fd

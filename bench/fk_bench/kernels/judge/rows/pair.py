@@ -1,56 +1,64 @@
-"""The two processes for an op's cases, one for the candidate and one for the baseline, and the row of each case."""
+"""The two processes for an op's cases, candidate's and baseline's, and the evidence of each case."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastkernels.core.spec import Case, OpSpec
-from fk_bench.core.rows import Row, Status
+from fastkernels.core.spec import OpSpec
+from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.correctness.cases import Trial
-from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
-from fk_bench.kernels.judge.rows.case import CaseJudge, Checked, Plan, Timed, Wrong
-
-if TYPE_CHECKING:
-    from fk_bench.kernels.judge.rows.judging import Judge
+from fk_bench.kernels.judge.processes.calling import calling
+from fk_bench.kernels.judge.processes.messages import Loaded
+from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError, RunnerProcess
+from fk_bench.kernels.judge.processes.sides import Sides
+from fk_bench.kernels.judge.rows.case import CaseRun, Plan
+from fk_bench.kernels.judge.rows.options import Options
+from fk_bench.kernels.judge.rows.verdict import Evidence
 
 DEATHS = 3  # after so many deaths a candidate's process is not restarted for the op's other cases
-MAX_ROUNDS = {"cpu": 5, "cuda": 100}
+# CPU rounds are few and short, because every batch needs fresh inputs
+ROUNDS = {"cpu": (4, 5), "cuda": (5, 100)}  # least and most
 BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # target seconds of N calls
-MAX_CALLS = {"cpu": 16, "cuda": 1024}  # of a batch, N
+MAX_CALLS = {"cpu": 20, "cuda": 1024}  # of a batch, N
 
 
 class Pair:
     """The two processes of an op, restarted when one has ended.
 
     choice  (provider, parameters): run only this provider of ours instead of the op's default order
+    gpu     name of the device, for the floor of a call's time
     """
 
     def __init__(
         self,
-        judge: Judge,
+        sides: Sides,
+        options: Options,
         spec: OpSpec,
         candidates: Mapping[str, Path],
         choice: tuple[str, dict[str, Any]] | None = None,
+        gpu: str | None = None,
     ):
-        self._run, self.spec, self.candidates = judge, spec, candidates
-        self.options, self.choice = judge.options, choice
+        self._all, self.options, self.spec, self.candidates = sides, options, spec, candidates
+        self.choice, self.gpu = choice, gpu
+        self.calling = calling(spec, candidates.get(spec.name))
         self.sides: dict[str, RunnerProcess] = {}
-        self.loaded: dict[str, dict[str, Any]] = {}
+        self.loaded: dict[str, Loaded] = {}
         self.failure: RunnerError | None = None
         self.deaths = 0
         self.compiled = choice is not None  # checked once per op, whichever provider runs
         self.busy_s = 0.0  # time spent waiting for both processes in the last case
+        self.budget = Budget(options.op_budget, "op")
 
     def close(self, failed: bool = False) -> None:
         """Release both processes: a candidate's ends; ours serves the next op unless something failed."""
         for who, side in self.sides.items():
-            if side.caged or (who == "candidate" and self.candidates) or self.options.against.endswith(".py"):
+            if not side.trusted:
                 side.close()
             elif failed:
-                self._run.lost(who)
+                self._all.lost(who)
         self.sides.clear()
 
     def _open(self) -> tuple[RunnerProcess, RunnerProcess]:
@@ -62,78 +70,75 @@ class Pair:
             if who == "baseline":
                 against = self.options.against
                 mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
-            side = self._run.spawn(who, list(mine.values())) if mine else self._run.trusted(who)
+            side = self._all.spawn(who, list(mine.values())) if mine else self._all.trusted(who)
             self.sides[who] = side
+            side.budgets = (self.budget,) if mine and who == "candidate" else ()
             self.loaded[who] = side.ask(
                 "load", op=self.spec.name, device=self.options.device,
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
-                against=None if mine else against,
-                mode=self.loaded["candidate"]["mode"] if who == "baseline" else None, threads=1, core=self._run.core,
+                against=None if mine else against, cls=self._cls(who, mine), threads=1,
                 choice=self.choice if who == "candidate" else None,
             )  # fmt: skip
         return self.sides["candidate"], self.sides["baseline"]
 
-    def row(self, trial: Trial) -> Row:
-        """The row of one case."""
+    def _cls(self, who: str, mine: Mapping[str, Path]) -> str | None:
+        """The class that this side calls; the baseline is called in the candidate's way."""
+        if who == "baseline" and self.calling.cls is not None and self.spec.name in mine:
+            return calling(self.spec, mine[self.spec.name]).cls
+        return self.calling.cls
+
+    def run(self, trial: Trial) -> tuple[Evidence, CaseRun | None]:
+        """The evidence of one case, and the run that made it."""
         self.busy_s = 0.0
+        if self.calling.problem:
+            status = Status.UNSUPPORTED if self.calling.unsupported else Status.SIGNATURE_MISMATCH
+            return Evidence(refused=(status, self.calling.problem)), None
+        if self.failure is None and self.budget.left <= 0:
+            reason = f"not run: the op's {self.budget.seconds:g} s are used"
+            self.failure = RunnerError(Status.TIMEOUT, reason, True, "candidate")
         if self.failure is not None:
-            return self._row(trial, *self._blame(self.failure))
+            return Evidence(failure=self.failure), None
         try:
             candidate, baseline = self._open()
         except RunnerError as error:
             self._lost(error, loading=True)
-            return self._row(trial, *self._blame(error))
+            return Evidence(failure=error), None
+        device = self.options.device
+        least, most = ROUNDS[device]
         plan = Plan(
-            self.options.device, min(self.options.rounds, MAX_ROUNDS[self.options.device]), self.options.seconds,
-            BATCH_S[self.options.device], MAX_CALLS[self.options.device], self._run.memory,
+            device, min(self.options.rounds, most), min(least, self.options.rounds), self.options.seconds,
+            BATCH_S[device], MAX_CALLS[device], self._all.memory,
         )  # fmt: skip
+        if self.candidates:
+            candidate.budgets = (self.budget, Budget(self.options.case_budget, "case"))
         before = candidate.busy_s + baseline.busy_s
-        case = CaseJudge(
-            self.spec, trial, candidate, baseline, self.loaded["candidate"]["mode"], plan, self._run.arena
+        case = CaseRun(
+            self.spec,
+            trial,
+            (candidate, baseline),
+            self._all.files,
+            self.calling.mode,
+            plan,
+            self._floor(trial),
         )
-        checked = timed = None
-        status, reason = Status.OK, ""
-        try:
-            checked = case.check(self._baselines(trial), not self.compiled)
-            self.compiled = True
-            if trial.timed and self.options.timed and not checked.seconds:
-                reason = "checked, not timed: " + _why(case.passed_over)
-            elif trial.timed and self.options.timed:
-                timed = case.time(checked)
-                late = timing.charge(timed.candidate, timed.baseline) > 0
-                unsteady = timing.unsteady(timed.candidate, timed.baseline, timed.again)
-                cuda = self.options.device == "cuda"
-                if late or (unsteady if cuda else timing.invalid(timed.candidate, timed.baseline, 0.0)):
-                    # once more, after a disturbance; in longer batches the cost of starting them matters less
-                    timed = case.time(checked, longer=2 if late else 1)
-        except Wrong as error:
-            status, reason = Status.WRONG, str(error)
-        except RunnerError as error:
-            status, reason = self._blame(error)
-            self._lost(error)
-        except RuntimeError as error:  # in the judge itself: no memory for the oracle
-            status, reason = Status.FAILED, f"the judge: {type(error).__name__}: {str(error)[:300]}"
-        case.close()
-        if self.options.device == "cuda":
+        seen = case.run(self._baselines(trial), not self.compiled, self.options.timed)
+        self.compiled = self.compiled or seen.checked is not None
+        if seen.failure is not None:
+            self._lost(seen.failure)
+        if device == "cuda":
             _release()
         self.busy_s = candidate.busy_s + baseline.busy_s - before
-        row = self._row(trial, status, reason, checked, timed, case.cost)
-        if case.passed_over:
-            row.case["passed_over"] = {n: why[:200] for n, why in case.passed_over.items()}
-        return row
+        return seen, case
+
+    def _floor(self, trial: Trial) -> float:
+        case = trial.case
+        return timing.floor_s(self.spec.bytes_moved(case), self.spec.flops(case), case.dtype, self.gpu)
 
     def _baselines(self, trial: Trial) -> list[str]:
         """Names of the baselines. Compilers take seconds per shape, so they are used for model shapes only."""
         loaded = self.loaded["baseline"]
-        compilers = [] if "model" in trial.case.tags else loaded["compilers"]
-        return [n for n in loaded["baselines"] if n not in compilers] or [self.options.against]
-
-    @staticmethod
-    def _blame(error: RunnerError) -> tuple[Status, str]:
-        """Status and reason of a row; a failure of the baseline is not blamed on the candidate."""
-        if error.who == "baseline" and error.status is not Status.UNSUPPORTED:
-            return Status.FAILED, f"the baseline: {error.status.value}: {error}"
-        return error.status, str(error)
+        compilers = [] if "model" in trial.case.tags else loaded.compilers
+        return [n for n in loaded.baselines if n not in compilers] or [self.options.against]
 
     def _lost(self, error: RunnerError, loading: bool = False) -> None:
         """After a failure: the process is restarted, unless it keeps dying or cannot even load."""
@@ -146,75 +151,6 @@ class Pair:
                 self.failure = RunnerError(
                     error.status, f"{error}; not restarted after {DEATHS} deaths", True, error.who
                 )
-
-    def _row(
-        self,
-        trial: Trial,
-        status: Status,
-        reason: str,
-        checked: Checked | None = None,
-        timed: Timed | None = None,
-        cost: Case | None = None,
-    ) -> Row:
-        row = self._run.row(self.spec, trial, status, reason)
-        if checked is not None:
-            row.baseline = checked.baseline
-            row.case["live"] = checked.live
-            if self.candidates:
-                row.case["candidates"] = self._candidates_live(checked.live)
-            row.metrics |= {
-                "error_rms": checked.errors.rms, "baseline_error_rms": checked.baseline_errors.rms,
-                "error_max": checked.errors.max, "import_s": self.loaded["candidate"]["import_s"],
-                "compile_s": checked.first_s,
-            }  # fmt: skip
-        if timed is not None and status is Status.OK:
-            self._times(row, cost or trial.case, timed)
-        return row
-
-    def _candidates_live(self, live: Mapping[str, int]) -> dict[str, int]:
-        """Calls of each candidate: of its function, or of its class if the case calls the class."""
-        loaded = self.loaded["candidate"]
-        calls = {n: live.get(n, 0) if "function" in kind else 0 for n, kind in loaded["offers"].items()}
-        if self.spec.name in calls and loaded["mode"] == "module":
-            calls[self.spec.name] = 1
-        return calls
-
-    def _times(self, row: Row, cost: Case, timed: Timed) -> None:
-        size, work = self.spec.bytes_moved(cost), self.spec.flops(cost)
-        floor = timing.floor_s(
-            size, work, cost.dtype, row.machine.gpu if self.options.device == "cuda" else None
-        )
-        problem = timing.unsteady(timed.candidate, timed.baseline, timed.again)
-        if problem:
-            row.reason = problem
-        elif problem := timing.invalid(timed.candidate, timed.baseline, floor, timed.traced.get("call_s")):
-            row.status, row.reason = Status.INVALID, problem
-        charged = timing.charge(timed.candidate, timed.baseline)
-        if charged:
-            row.metrics["charged_us"] = 1e6 * charged
-        row.metrics |= {f"time_us_{k}": v + 1e6 * charged for k, v in timed.candidate.percentiles().items()}
-        row.metrics |= {f"baseline_us_{k}": v for k, v in timed.baseline.percentiles().items()}
-        row.metrics["calls"] = timed.candidate.n
-        row.case |= {k: timed.traced[k] for k in ("kernels", "trace") if k in timed.traced}
-        row.metrics |= {f"trace_{k}": timed.traced[k] for k in ("call_s", "launches") if k in timed.traced}
-        row.metrics["intercept_us"] = 1e6 * timed.candidate.intercept
-        row.metrics["baseline_intercept_us"] = 1e6 * timed.baseline.intercept
-        if problem:
-            return
-        value, interval = timing.speedup(timed.candidate, timed.baseline, charged)
-        noise, around = timing.speedup(timed.again, timed.baseline)
-        half = max(abs(noise - 1), (around[1] - around[0]) / 2)
-        row.metrics |= {"speedup": value, "noise": half}
-        row.ci95["speedup"] = interval
-        row.case["significant"] = not interval[0] <= 1 <= interval[1] and abs(value - 1) > abs(noise - 1)
-        seconds = timed.candidate.time + charged
-        row.metrics |= {"gb_per_s": size / seconds / 1e9, "tflops": work / seconds / 1e12}
-        if floor:
-            row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / seconds}
-
-
-def _why(passed_over: Mapping[str, str]) -> str:
-    return "no baseline serves this case: " + "; ".join(f"{n}: {r}" for n, r in passed_over.items())
 
 
 def _release() -> None:

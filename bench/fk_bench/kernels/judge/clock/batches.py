@@ -1,0 +1,273 @@
+"""Timed batches of both sides, interleaved, with the judge's clock around them.
+
+A side is stopped while its inputs are made and its outputs are poisoned; the timed request resumes it. On a GPU, where
+queued work survives the stop, the copy of the fresh inputs is inside the clock. Lengths of batches are secret, and a
+few requests are for one call alone. In secret rounds the outputs of all calls are compared between the sides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
+from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.memory.arena import Arena
+from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES, Slots, poison
+from fk_bench.kernels.judge.processes.messages import Place, Traced
+from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
+
+TRACED = 32  # calls traced by CUPTI
+GRAPH_CALLS = 64  # most calls of a graph
+POISONED = 32  # outputs per batch
+CHECKED_ROUNDS = 4  # early rounds in which two sampled calls are checked; in the others one
+COMPARED_ROUNDS = {"cpu": 2, "cuda": 3}  # secret rounds in which the outputs of all calls are compared
+ALONE_REQUESTS = 1  # per round and side
+RANDOM = random.SystemRandom()
+
+
+@dataclass
+class Lane:
+    """One side in a timed case: its process, its memory, and the places of its outputs by slot."""
+
+    side: RunnerProcess
+    arena: Arena
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Timed:
+    """Times of both sides; `again` is a second set of batches of the baseline. traced: the candidate's claim."""
+
+    candidate: Samples
+    baseline: Samples
+    again: Samples
+    traced: Traced = field(default_factory=Traced)
+
+
+@dataclass
+class Sampled:
+    """Copies of a call's outputs and written arguments, made by the judge before the clock stopped."""
+
+    slot: int
+    outputs: list[torch.Tensor]
+    args: list[torch.Tensor]
+
+
+class Batches:
+    """The timed part of a case with 2n slots. Raises Wrong and RunnerError."""
+
+    def __init__(self, slots: Slots, candidate: Lane, baseline: Lane, checks: Checks, rounds: int):
+        self.slots, self.candidate, self.baseline, self.checks = slots, candidate, baseline, checks
+        self.rounds, self.cuda = rounds, slots.device == "cuda"
+        self.n = slots.count // 2
+        self.segments = self._segments()
+        self._flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if self.cuda else None
+
+    def run(self) -> Timed:
+        timed = Timed(Samples(self.n), Samples(self.n), Samples(self.n))
+        mappings = [ipc.Mapping(), ipc.Mapping()]
+        self.slots.refresh()
+        try:
+            for lane, mapping in zip((self.candidate, self.baseline), mappings, strict=True):
+                lane.arena.publish()
+                if self.cuda:
+                    places = lane.side.ask("capture", segments=self.segments).outputs
+                    lane.outputs = self._map(lane.arena, places, mapping)
+                else:
+                    lane.outputs = [lane.arena.output_views(s) for s in range(self.slots.count)]
+            if self.cuda:
+                timed.traced = self.candidate.side.ask("trace", calls=min(TRACED, self.slots.count))
+            compared = set(
+                RANDOM.sample(range(self.rounds), min(COMPARED_ROUNDS[self.slots.device], self.rounds))
+            )
+            for r in range(-1, self.rounds):  # the first one warms up
+                self._round(r, timed, r in compared)
+        finally:
+            for lane in (self.candidate, self.baseline):  # before this memory is unmapped
+                lane.outputs = []
+            for mapping in mappings:
+                mapping.close()
+        return timed
+
+    # -- a round
+
+    def _round(self, r: int, timed: Timed, compared: bool) -> None:
+        groups = ["long", "short", "again", *["alone"] * ALONE_REQUESTS]
+        RANDOM.shuffle(groups)
+        for group in groups:
+            if group == "again":
+                for long in RANDOM.sample((False, True), 2):
+                    self._batch(self.baseline, *self._span(long), timed.again if r >= 0 else None, long)
+                continue
+            start, count = self._span(group == "long") if group != "alone" else self._one()
+            if group == "alone":
+                self.slots.renew(start)
+            else:
+                self.slots.refresh()
+            for lane in RANDOM.sample((self.candidate, self.baseline), 2):
+                mine = lane is self.candidate
+                into = None if r < 0 else timed.candidate if mine else timed.baseline
+                double = None if group == "alone" else group == "long"
+                sampled, poisoned = self._batch(lane, start, count, into, double)
+                if mine:
+                    full = r < CHECKED_ROUNDS or r == self.rounds - 1
+                    self._check(sampled if full else sampled[:1], poisoned)
+            if compared and group == "long":
+                self.checks.same(self.slots, self.candidate.arena, self.baseline.arena,
+                                 self.candidate.outputs, self.baseline.outputs)  # fmt: skip
+
+    def _batch(
+        self, lane: Lane, start: int, count: int, into: Samples | None, double: bool | None
+    ) -> tuple[list[Sampled], list[int]]:
+        """One timed request. double: None for a call alone, whose inputs alone are fresh."""
+        lane.side.stop()
+        one = start if double is None else None
+        poisoned = RANDOM.sample(range(start, start + count), min(count, POISONED))
+        self._poison(lane, poisoned)
+        picked = sorted({start + secrets.randbelow(count), start + count - 1})
+        places = [
+            (s, lane.outputs[s], [t for i, a in enumerate(lane.arena.args_of(s))
+                                  if i in self.slots.may_change for t in layout.tensors(a)])
+            for s in picked
+        ]  # fmt: skip
+        given = 0.0
+        if self.cuda:
+            torch.cuda.synchronize()
+        else:
+            lane.arena.publish(one)
+        begin = time.perf_counter()
+        if self._flush is not None:
+            given = self._give(lane, one)
+            self._flush.sum()
+            torch.cuda.synchronize()
+        lane.side.begin("run", start=start, count=count)
+        answer = lane.side.end()
+        held = [
+            Sampled(s, [v.clone() for v in views], [t.clone() for t in args]) for s, views, args in places
+        ]
+        if self.cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        lane.side.stop()
+        if into is not None and double is None:
+            into.alone.append(seconds)
+        elif into is not None:
+            into.add(bool(double), seconds, answer.events_s, count)
+            if self.cuda:
+                into.given.append(given)
+        return held, poisoned
+
+    def _give(self, lane: Lane, slot: int | None) -> float:
+        """Copy the inputs by a kernel, which work of the other process delays; returns the seconds it took."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        lane.arena.publish(slot)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def _poison(self, lane: Lane, picked: list[int]) -> None:
+        first, size = lane.arena.bytes.data_ptr(), lane.arena.bytes.nbytes
+        for s in picked:  # except memory that is also an argument
+            poison([v for v in lane.outputs[s] if not self.cuda or not 0 <= v.data_ptr() - first < size])
+
+    def _check(self, sampled: list[Sampled], poisoned: list[int]) -> None:
+        for held in sampled:
+            self.checks.sampled(self.slots, self.candidate.arena, held.slot, held.outputs, held.args)
+        for v in (v for s in poisoned for v in self.candidate.outputs[s]):
+            raw = v.reshape(-1).view(torch.uint8)
+            if v.is_floating_point() and raw.numel() and bool((raw == 0xFF).all()):
+                raise Wrong("a timed call wrote nothing")
+
+    # -- lengths
+
+    def _segments(self) -> list[list[int]]:
+        """Secret cuts of the slots: graphs of up to GRAPH_CALLS calls, and some of one call."""
+        cuts = {0, self.slots.count}
+        for s in RANDOM.sample(range(self.slots.count), min(2 * ALONE_REQUESTS, self.slots.count)):
+            cuts |= {s, s + 1}
+        at = 0
+        while at < self.slots.count:
+            at += RANDOM.randint(GRAPH_CALLS // 2, GRAPH_CALLS) if self.slots.count > GRAPH_CALLS else self.n
+            cuts |= {min(at, self.slots.count)}
+        cuts |= {self.n}
+        ordered = sorted(cuts)
+        return [[a, b] for a, b in itertools.pairwise(ordered)]
+
+    def _span(self, long: bool) -> tuple[int, int]:
+        """(start, count) of a batch: all slots, or a secret part of about half of them."""
+        if long:
+            return 0, self.slots.count
+        if not self.cuda:
+            count = max(1, self.n - secrets.randbelow(max(self.n // 4, 1)))
+            return secrets.randbelow(self.slots.count - count + 1), count
+        starts = [s for s, _ in self.segments]
+        start = RANDOM.choice([s for s in starts if s <= self.n])
+        ends = [e for _, e in self.segments if 0.75 * self.n <= e - start <= self.n]
+        return (start, RANDOM.choice(ends) - start) if ends else (0, self.n)
+
+    def _one(self) -> tuple[int, int]:
+        if not self.cuda:
+            return secrets.randbelow(self.slots.count), 1
+        return RANDOM.choice([s for s, e in self.segments if e - s == 1]), 1
+
+    # -- outputs of a GPU's process
+
+    def _map(self, arena: Arena, shared: list[list[Place]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
+        """Map a side's own output memory. Calls must not share any of it, nor use an argument's."""
+        if len(shared) != self.slots.count or any(len(r) != len(self.slots.outs) for r in shared):
+            raise Wrong("the process named the outputs of other calls than it was asked to capture")
+        found: list[list[torch.Tensor]] = []
+        places: set[int] = set()
+        for slot, result in enumerate(shared):
+            views = []
+            for out, place in zip(self.slots.outs, result, strict=True):
+                if not out.bytes:
+                    views.append(torch.empty(out.shape, dtype=out.dtype, device="cuda"))
+                    continue
+                reach = 1 + sum((n - 1) * s for n, s in zip(out.shape, place.stride, strict=False))
+                if (
+                    len(place.stride) != len(out.shape)
+                    or max(out.bytes, reach * out.dtype.itemsize) > place.nbytes
+                ):
+                    raise Wrong(
+                        f"an output has {place.nbytes} bytes and strides {place.stride} for {out.shape}"
+                    )
+                raw = self._bytes(arena, slot, place, mapping)
+                key = raw.data_ptr()
+                if key in places:
+                    raise Wrong("two calls returned the same memory: the first one's result is lost")
+                places.add(key)
+                views.append(raw.view(out.dtype).as_strided(out.shape, place.stride))
+            found.append(views)
+        return found
+
+    def _bytes(self, arena: Arena, slot: int, place: Place, mapping: ipc.Mapping) -> torch.Tensor:
+        if place.arena is not None:
+            raw = arena.bytes[place.arena :][: place.nbytes]
+            written = [
+                t for i, a in enumerate(arena.args_of(slot)) if i in self.slots.may_change
+                for t in layout.tensors(a)
+            ]  # fmt: skip
+            if len(raw) < place.nbytes or not any(_within(raw, t) for t in written):
+                raise Wrong("an output lies in memory of an argument that the op does not write")
+            return raw
+        if place.handle is None or place.offset is None:
+            raise Wrong("the process names no memory for an output")
+        try:
+            return mapping.bytes_at({"handle": place.handle, "offset": place.offset, "nbytes": place.nbytes})
+        except RuntimeError as error:
+            raise Wrong(f"an output lies in memory that cannot be mapped: {error}") from None
+
+
+def _within(raw: torch.Tensor, t: torch.Tensor) -> bool:
+    start = t.data_ptr()
+    reach = (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+    return start <= raw.data_ptr() and raw.data_ptr() + raw.nbytes <= start + reach

@@ -1,0 +1,221 @@
+"""Whether a candidate's outputs are correct: eager calls, compiled calls, and outputs of timed calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fastkernels.core.spec import Case, OpSpec
+from fk_bench.kernels.judge.correctness.errors import Errors, compare, expect
+from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.memory.arena import Arena
+from fk_bench.kernels.judge.memory.slots import Slots
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
+
+REFERENCE = "reference"
+SUSPECTS = 4  # calls whose outputs differ most from the baseline's are compared with the oracle
+
+
+class Wrong(Exception):
+    """The candidate's outputs are incorrect; the message says which and how."""
+
+
+@dataclass
+class Chosen:
+    """The fastest baseline that is correct for the case; `seconds` per call, 0 if none serves it."""
+
+    name: str = ""
+    errors: Errors = field(default_factory=Errors)
+    seconds: float = 0.0
+
+
+@dataclass
+class Checked:
+    """The first calls of the candidate: its errors, seconds until they returned, and the ops that it says ran."""
+
+    errors: Errors
+    first_s: float
+    live: dict[str, int]
+
+
+class Checks:
+    """The checks of one case. `allowed` is the baseline's own rms error, once it is known."""
+
+    def __init__(self, spec: OpSpec, case: Case, mode: str):
+        self.spec, self.case, self.mode = spec, case, mode
+        self.allowed = 0.0
+        self.errors = Errors()
+        self.passed_over: dict[str, str] = {}  # {baseline: why it does not serve this case}
+
+    # -- the baseline
+
+    def choose(self, side: RunnerProcess, arena: Arena, slots: Slots, names: Sequence[str]) -> Chosen:
+        """The fastest of these baselines that is correct here, or the reference; its process is left using it.
+
+        The candidate is stopped meanwhile, so it cannot disturb the errors that become tolerances.
+        """
+        best: Chosen | None = None
+        for name in sorted(names, key=lambda n: n == REFERENCE):
+            if name == REFERENCE and best is not None:
+                break
+            slots.fill([0] * slots.count)
+            arena.publish()
+            try:
+                used = side.ask("use", baseline=name)
+                if used.unsupported:
+                    self.passed_over[name] = used.unsupported
+                    continue
+                arena.poison()
+                self.passed_over |= side.ask("call", slot=0, out=0).refused
+                errors = self._errors(slots, arena, 0, arena.output_views(0), None, used.unchecked)
+                if errors.problem and len(names) > 1:
+                    self.passed_over[name] = errors.problem
+                    continue
+                seconds = side.ask("estimate", calls=slots.count).seconds
+            except RunnerError as error:
+                self.passed_over[name] = str(error)
+                if error.fatal:
+                    raise
+                continue
+            if best is None or seconds < best.seconds:
+                best = Chosen(name, errors, max(seconds, 1e-9))
+        if best is None:
+            return Chosen()
+        side.ask("use", baseline=best.name)
+        self.allowed = best.errors.rms
+        return best
+
+    # -- the candidate, untimed
+
+    def first(self, side: RunnerProcess, arena: Arena, slots: Slots, repeats: int, compiled: bool) -> Checked:
+        """Check calls on several sets of fresh values. Raises Wrong, RunnerError."""
+        slots.fill([0] * slots.count)
+        arena.publish()
+        begin = time.perf_counter()
+        live = self._eager(side, arena, slots)
+        first_s = time.perf_counter() - begin
+        for _ in range(repeats):
+            side.stop()
+            slots.refresh()
+            arena.publish()
+            self._eager(side, arena, slots)
+        if compiled:
+            slots.refresh()
+            arena.publish()
+            arena.poison()
+            side.ask("compiled", slot=1, out=1)
+            self._verdict(slots, arena, 1, arena.output_views(1), "under torch.compile(fullgraph=True): ")
+        return Checked(self.errors, first_s, live)
+
+    def _eager(self, side: RunnerProcess, arena: Arena, slots: Slots) -> dict[str, int]:
+        """Call slots 0 and 1 in turn. Then change all inputs: the results of both calls must not change with them."""
+        arena.poison()
+        live: dict[str, int] = {}
+        for s in (0, 1):
+            answer = side.ask("call", slot=s, out=s)
+            if answer.aliases and self.mode == "op":
+                raise Wrong(f"output {answer.aliases[0]} shares memory with an argument")
+            live = answer.live
+        for s in (0, 1):
+            self._verdict(slots, arena, s, arena.output_views(s))
+        side.stop()
+        written = [arena.output_views(s) for s in (0, 1)]
+        before = [[v.clone() for v in views] for views in written]
+        if self.mode == "op":
+            for s in (0, 1):
+                for i, a in enumerate(arena.args_of(s)):
+                    for t in layout.tensors(a) if i not in slots.may_change else ():
+                        _flip(t)
+        arena.poison()
+        for s in (0, 1):
+            side.ask("copy", out=s)
+        for views, kept in zip(written, before, strict=True):
+            for i, (v, k) in enumerate(zip(views, kept, strict=True)):
+                if not torch.equal(_bits(v), _bits(k)):
+                    raise Wrong(
+                        f"output {i} changes after the call, with an input or with the next call's result"
+                    )
+        side.stop()
+        arena.publish()
+        return live
+
+    # -- timed calls
+
+    def sampled(
+        self, slots: Slots, arena: Arena, slot: int, outputs: list[torch.Tensor], written: list[torch.Tensor]
+    ) -> None:
+        """Check a call whose outputs and written arguments were copied before the clock stopped. Raises Wrong."""
+        args = list(slots.args_of(slot))
+        values = iter(written)
+        for i, a in enumerate(args):
+            if i in slots.may_change:
+                args[i] = layout.mapped(a, lambda _: next(values))
+        want = expect(self.spec, self.case, slots.private_args(slot), self.mode)
+        errors = compare(
+            self.spec, self.case, [*outputs, *(args[i] for i in want.written)], want, self.allowed
+        )
+        self._take(errors, "in a timed call: ")
+        if arena.changed(slot):
+            raise Wrong("an argument was written, but the op does not write it")
+
+    def same(
+        self, slots: Slots, mine: Arena, theirs: Arena, outputs: list[list[torch.Tensor]],
+        others: list[list[torch.Tensor]],
+    ) -> None:  # fmt: skip
+        """Compare the outputs of all calls with the baseline's on the same values.
+
+        The oracle decides: it runs for the calls whose outputs differ most, relative to the baseline's values.
+        """
+        distances = torch.stack([self._distance(a, b) for a, b in zip(outputs, others, strict=True)])
+        for slot in distances.topk(min(SUSPECTS, len(outputs))).indices.tolist():
+            self._verdict(slots, mine, slot, outputs[slot], f"in timed call {slot} of {len(outputs)}: ")
+        if mine.changed():
+            raise Wrong("an argument was written, but the op does not write it")
+
+    def _distance(self, outputs: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
+        """How much the outputs differ; infinite for NaN on one side only."""
+        total = torch.zeros((), dtype=torch.float32, device=outputs[0].device if outputs else "cpu")
+        for a, b in zip(outputs, others, strict=True):
+            if a.numel():
+                x, y = a.to(torch.float32), b.to(torch.float32)
+                d = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
+                total = torch.maximum(total, torch.nan_to_num(d, nan=torch.inf).max())
+        return total
+
+    # -- verdicts
+
+    def _errors(
+        self, slots: Slots, arena: Arena, slot: int, outputs: list[torch.Tensor], allowed: float | None,
+        unchecked: Sequence[int] = (),
+    ) -> Errors:  # fmt: skip
+        want = expect(self.spec, self.case, slots.private_args(slot), self.mode)
+        written = [arena.args_of(slot)[i] for i in want.written]
+        return compare(self.spec, self.case, [*outputs, *written], want, allowed, unchecked)
+
+    def _verdict(
+        self, slots: Slots, arena: Arena, slot: int, outputs: list[torch.Tensor], where: str = ""
+    ) -> None:
+        self._take(self._errors(slots, arena, slot, outputs, self.allowed), where)
+        if arena.changed(slot):
+            raise Wrong("an argument was written, but the op does not write it")
+
+    def _take(self, errors: Errors, where: str) -> None:
+        if errors.problem:
+            raise Wrong(where + errors.problem)
+        self.errors = self.errors.worse(errors)
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """The values as integers, so that NaN equals itself."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.contiguous().view(kinds[t.element_size()])
+
+
+def _flip(t: torch.Tensor) -> None:
+    """Change every value, without caring for what it means."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if t.numel():
+        t.view(kinds[t.element_size()]).bitwise_xor_(1)

@@ -1,0 +1,105 @@
+"""The memory that the judge shares with one side: an allocation of its own, with the slots at random places."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from typing import Any
+
+import torch
+
+from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.memory.slots import Slots, poison
+
+SPARE = 4  # one empty place for so many slots, so that distances between slots differ
+
+
+def memory_file() -> int:
+    """A memfd that can only grow: shrinking it would end the judge with SIGBUS."""
+    fd = os.memfd_create("fk-judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+class Arena:
+    """The slots of a case as one side sees them; `publish` copies values from the judge's private slots.
+
+    fd  the memfd that this side has (CPU); on a GPU each arena is an allocation with a handle of its own
+    """
+
+    def __init__(self, slots: Slots, out_slots: int, fd: int):
+        self.slots, self.out_slots = slots, out_slots
+        places = slots.count + slots.count // SPARE + 1
+        self.cells = secrets.SystemRandom().sample(range(places), slots.count)
+        self.out_start = slots.layout.arena_bytes(places)
+        total = max(self.out_start + out_slots * slots.out_bytes, layout.ALIGN)
+        self._allocation: ipc.Allocation | None = None
+        shared: dict[str, Any] = {"nbytes": total}
+        if slots.device == "cuda":
+            self._allocation = ipc.Allocation(total)
+            self.bytes = self._allocation.bytes
+            shared |= ipc.share(self.bytes)
+        else:
+            if os.fstat(fd).st_size < total:  # it only grows, because the process may have mapped it
+                os.ftruncate(fd, total)
+            self.bytes = torch.frombuffer(mmap.mmap(fd, total), dtype=torch.uint8)
+        self.place = {**shared, "cells": places, "outputs": self.out_start, "out_slots": out_slots}
+        self._places, self._bound = places, dict[int, list[Any]]()
+        stride = slots.layout.stride
+        self._grid = self.bytes[: places * stride].view(places, stride)
+        self._index = torch.tensor(self.cells, device=slots.device)
+        self._read_only = slots.read_only()
+
+    def publish(self, slot: int | None = None) -> None:
+        """Copy the values of all slots, or of one, from the judge's private memory."""
+        if not self.slots.layout.stride and not self.slots.layout.shared:
+            return
+        private = self.slots.grid
+        if slot is None:
+            self._grid[self._index] = private
+            shared = self.slots.layout.shared
+            if shared:
+                start = self._places * self.slots.layout.stride
+                self.bytes[start:][:shared].copy_(self.slots.private[-shared:])
+        else:
+            self._grid[self.cells[slot]].copy_(private[slot])
+
+    def args_of(self, slot: int) -> list[Any]:
+        """A slot's arguments in this memory."""
+        if slot not in self._bound:
+            self._bound[slot] = layout.bind(self.slots.plan, self.bytes, self.cells[slot], self._places)
+        return self._bound[slot]
+
+    def output_views(self, slot: int) -> list[torch.Tensor]:
+        """The views of an output slot."""
+        at, views = self.out_start + slot * self.slots.out_bytes, []
+        for o in self.slots.outs:
+            views.append(self.bytes[at:][: o.bytes].view(o.dtype).view(o.shape))
+            at += o.nbytes
+        return views
+
+    def poison(self) -> None:
+        """Fill the output slots with NaN (floats) or a secret byte (integers)."""
+        for s in range(self.out_slots):
+            poison(self.output_views(s))
+
+    def changed(self, slot: int | None = None) -> bool:
+        """Whether an argument that the op does not write differs from what was published, in any slot or in one."""
+        for offset, size in self._read_only:
+            part = slice(offset, offset + size)
+            if slot is not None:
+                here, private = self._grid[self.cells[slot], part], self.slots.grid[slot, part]
+            else:
+                here, private = self._grid[:, part][self._index], self.slots.grid[:, part]
+            if not torch.equal(here, private):
+                return True
+        start, size = self._places * self.slots.layout.stride, self.slots.layout.shared
+        return bool(size) and not torch.equal(self.bytes[start:][:size], self.slots.private[-size:])
+
+    def close(self) -> None:
+        """Free it. No tensor of this memory may be used afterwards."""
+        self._bound.clear()
+        if self._allocation is not None:
+            self._allocation.close()

@@ -1,0 +1,153 @@
+"""The messages that a runner may send, and what the judge believes of them.
+
+A candidate's process can write any bytes at any time, so every message is checked against the schema of the command
+that it answers. Nothing in a message can make a verdict better: the mode of the call, the shapes and the dtypes are the
+judge's own, and a reported failure is one of a closed set.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from fk_bench.core.rows import Status
+from fk_bench.core.text import printable
+from fk_bench.kernels.judge.processes.protocol import ChannelGarbage
+
+# The failures that a process may report of itself; all others are decided by the judge.
+FAILURES = frozenset({Status.COMPILE_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM})
+TRUSTED_FAILURES = FAILURES | {
+    Status.UNSUPPORTED
+}  # our own code may also say that it does not support a call
+LIMIT, CAPTURE_LIMIT = 1 << 18, 8 << 20  # bytes of a message
+
+Text = Annotated[str, Field(max_length=1 << 16), AfterValidator(printable)]
+Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=1 << 40)]
+
+
+class Message(BaseModel):
+    """A reply; fields that the schema does not name are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Hello(Message):
+    """The first message of a process, sent before it imports a candidate: the steps of its cage."""
+
+    hello: dict[Text, Text]
+
+
+class Failed(Message):
+    error: Text
+    reason: Text
+    context_lost: bool
+
+
+class Done(Message):
+    pass
+
+
+class Loaded(Message):
+    import_s: Seconds
+    baselines: list[Text]
+    compilers: list[Text]
+
+
+class Used(Message):
+    unsupported: Text | None = None
+    unchecked: list[Count] = []
+
+
+class Called(Message):
+    """aliases: outputs that share memory with an argument; live, refused: ops that ran, and reasons for fallbacks."""
+
+    aliases: list[Count]
+    live: dict[Text, Count]
+    refused: dict[Text, Text]
+
+
+class Estimated(Message):
+    seconds: Seconds
+
+
+class Place(Message):
+    """The memory of an output: in the side's arena, in an allocation of the process, or empty."""
+
+    nbytes: Count
+    stride: list[Count] = Field(max_length=16)
+    arena: Count | None = None
+    handle: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None
+    offset: Count | None = None
+
+
+class Captured(Message):
+    outputs: list[list[Place]]
+
+
+class Ran(Message):
+    events_s: Seconds | None = None
+
+
+class Traced(Message):
+    trace: Text | None = None
+    call_s: Seconds | None = None
+    launches: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
+    kernels: list[Text] = Field(default=[], max_length=12)
+
+
+SCHEMAS: dict[str, type[Message]] = {
+    "load": Loaded, "use": Used, "case": Done, "free": Done, "call": Called, "copy": Done, "estimate": Estimated,
+    "capture": Captured, "run": Ran, "trace": Traced, "compiled": Done,
+}  # fmt: skip
+M = TypeVar("M", bound=Message)
+
+
+def limit(do: str) -> int:
+    """Bytes that a reply to this command may have."""
+    return CAPTURE_LIMIT if do == "capture" else LIMIT
+
+
+def hello(body: bytes) -> Hello:
+    """The first message of a process. Raises ChannelGarbage."""
+    return _checked(Hello, _object(body))
+
+
+def answer(do: str, nonce: str, body: bytes) -> Message:
+    """The reply to the command `do` that was sent with `nonce`: its schema, or Failed. Raises ChannelGarbage."""
+    found = _object(body)
+    if found.pop("nonce", None) != nonce:
+        raise ChannelGarbage("a reply to no command")
+    return _checked(Failed if "error" in found else SCHEMAS[do], found)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = from_json(body, allow_inf_nan=False)
+    except ValueError:  # also for nesting that is too deep
+        raise ChannelGarbage("a message that is not JSON") from None
+    if not isinstance(found, dict):
+        raise ChannelGarbage("a message that is not an object")
+    return found
+
+
+def _checked(schema: type[M], found: dict[str, Any]) -> M:
+    try:
+        return schema.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = printable(".".join(str(part) for part in first["loc"]), 80)
+        raise ChannelGarbage(
+            f"a reply that does not fit ({where or schema.__name__}: {first['type']})"
+        ) from None
+
+
+def believed(failed: Failed, trusted: bool) -> tuple[Status, str]:
+    """Status and reason of a failure that a process reports. A status that it cannot have is INVALID."""
+    known = TRUSTED_FAILURES if trusted else FAILURES
+    status = next((s for s in known if s.value == failed.error), None)
+    if status is not None:
+        return status, failed.reason
+    return Status.INVALID, f"its process reported {failed.error[:40]!r}, which it cannot know: {failed.reason}"

@@ -1,0 +1,129 @@
+"""The processes of a run: a fork server for each interpreter, and a runner for each side."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkernels.core.env import Environment
+from fk_bench.kernels.judge.memory.arena import memory_file
+from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
+from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
+from fk_bench.kernels.judge.processes.zygote import Zygote
+
+# Imports that all runner processes need, made once before they are forked; torch.compile alone takes seconds.
+PRELOAD = (
+    "torch",
+    "triton",
+    "fastkernels",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+    "fk_bench.kernels.judge.processes.runner",
+)
+CPU_MEMORY = 6 << 30  # bytes of a candidate's process
+PACKAGES = (
+    "fastkernels",
+    "fk_bench",
+    "fk_integrations",
+    "vllm",
+    "sglang",
+    "sgl_kernel",
+    "flashinfer",
+    "deep_gemm",
+    "fla",
+)
+WHO = ("candidate", "baseline")
+
+
+class Sides:
+    """Starts and ends the processes of both sides; each side has memory of its own.
+
+    python   {'candidate' | 'baseline': interpreter}
+    cage     False: files of a user run as this user
+    timeout  seconds for one command
+    memory   bytes of inputs and outputs of one case; None: 2 GiB on a CPU, on a GPU a quarter, at most 8 GiB
+    """
+
+    def __init__(
+        self, device: str, python: Mapping[str, str], cage: bool, timeout: float, memory: int | None
+    ) -> None:
+        self.device, self.python, self.caged, self.timeout = device, python, cage, timeout
+        self.memory = memory or _memory_of(device)
+        self.cage: dict[str, str] = {}  # the report of the last candidate's cage
+        self._zygotes: dict[str, Zygote] = {}
+        self._trusted: dict[str, RunnerProcess] = {}
+        cpu = device == "cpu"
+        # On a CPU both sides share one core, so that extra threads of a candidate gain nothing.
+        self.core = random.choice(sorted(os.sched_getaffinity(0))) if cpu else None
+        self._files = {who: memory_file() if cpu else -1 for who in WHO}
+
+    @property
+    def files(self) -> tuple[int, int]:
+        """The memfds of candidate and baseline; -1 on a GPU."""
+        return self._files["candidate"], self._files["baseline"]
+
+    def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
+        """A process for one side, caged if it runs files of a user."""
+        python = self.python.get(who, sys.executable)
+        if python not in self._zygotes:
+            self._zygotes[python] = Zygote(python, preload=PRELOAD)
+        if files and self.caged:
+            own = Environment.read().tuned  # ops that call others need the tables in the cage, too
+            tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
+            cage = CageOptions(
+                readable=(*(str(f.resolve()) for f in (*files, *tables)), *_toolchain()), packages=PACKAGES,
+                memory=None if self.device == "cuda" else CPU_MEMORY, core=self.core,
+            )  # fmt: skip
+        else:
+            off: dict[str, Any] = dict.fromkeys(STEPS, False)
+            home = None if files else own_home()
+            cage = CageOptions(**off, memory=None, home=home, core=self.core)
+        fds = {"arena": self._files[who]} if self.device == "cpu" else {}
+        side = RunnerProcess(self._zygotes[python].spawn({}, cage, fds), who, self.timeout, not files)
+        side.greet()
+        if cage.mounts:
+            self.cage = side.cage
+        if self.device == "cuda":
+            side.channel.spin_s = 0.05
+        return side
+
+    def trusted(self, who: str) -> RunnerProcess:
+        """The process for our own code on one side, shared by all ops while it lives."""
+        if who not in self._trusted:
+            self._trusted[who] = self.spawn(who)
+        return self._trusted[who]
+
+    def lost(self, who: str) -> None:
+        """End the trusted process of that side; the next op gets a new one."""
+        if (side := self._trusted.pop(who, None)) is not None:
+            side.close()
+
+    def close(self) -> None:
+        for side in self._trusted.values():
+            side.close()
+        for zygote in self._zygotes.values():
+            zygote.close()
+        for fd in self._files.values():
+            if fd >= 0:
+                os.close(fd)
+
+
+def _toolchain() -> list[str]:
+    """Folders of a compiler in an unusual place; Triton compiles its launchers with it."""
+    names = [os.environ.get("CC"), "gcc", "cc", "clang"]
+    found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
+    found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
+    return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
+
+
+def _memory_of(device: str) -> int:
+    if device == "cpu":
+        return 2 << 30
+    return min(torch.cuda.get_device_properties(0).total_memory // 4, 8 << 30)

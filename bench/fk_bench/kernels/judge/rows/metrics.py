@@ -1,0 +1,52 @@
+"""The numbers of a case's row, from the judge's evidence."""
+
+from __future__ import annotations
+
+from fastkernels.core.spec import Case, OpSpec
+from fk_bench.core.rows import Row
+from fk_bench.kernels.judge.clock import timing
+from fk_bench.kernels.judge.clock.batches import Timed
+from fk_bench.kernels.judge.rows.verdict import Evidence, Verdict
+
+
+def fill(row: Row, seen: Evidence, verdict: Verdict, spec: OpSpec, cost: Case, import_s: float) -> None:
+    """Add errors, times and the speedup to a row. cost: the case as it was run, for bytes and operations."""
+    if seen.passed_over:
+        row.case["passed_over"] = {n: why[:200] for n, why in seen.passed_over.items()}
+    if seen.checked is not None:
+        row.baseline = seen.chosen.name
+        row.case["live"] = seen.checked.live
+        row.metrics |= {
+            "error_rms": seen.checked.errors.rms, "baseline_error_rms": seen.chosen.errors.rms,
+            "error_max": seen.checked.errors.max, "import_s": import_s, "compile_s": seen.checked.first_s,
+        }  # fmt: skip
+    if seen.timed is not None and not (seen.wrong or seen.failure or seen.broken):
+        _times(row, seen.timed, verdict, spec.bytes_moved(cost), spec.flops(cost), seen.floor_s)
+
+
+def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor: float) -> None:
+    charged = timing.charge(timed.candidate, timed.baseline)
+    if charged:
+        row.metrics["charged_us"] = 1e6 * charged
+    row.metrics |= {f"time_us_{k}": v + 1e6 * charged for k, v in timed.candidate.percentiles().items()}
+    row.metrics |= {f"baseline_us_{k}": v for k, v in timed.baseline.percentiles().items()}
+    row.metrics["calls"] = timed.candidate.n
+    row.metrics["rounds"] = len(timed.candidate.single)
+    row.metrics["intercept_us"] = 1e6 * timed.candidate.intercept
+    row.metrics["baseline_intercept_us"] = 1e6 * timed.baseline.intercept
+    if timed.traced.trace:
+        row.case["trace"] = timed.traced.trace
+    if timed.traced.kernels:
+        row.case["kernels"] = timed.traced.kernels
+    for name, value in (("call_s", timed.traced.call_s), ("launches", timed.traced.launches)):
+        if value is not None:
+            row.metrics[f"trace_{name}"] = value
+    if not verdict.speedup:
+        return
+    found = timing.speedup(timed.candidate, timed.baseline, timed.again, charged)
+    row.metrics |= {"speedup": found.value, "again": found.again, "noise": abs(found.again - 1)}
+    row.ci95["speedup"] = found.interval
+    row.case["significant"] = found.significant
+    row.metrics |= {"gb_per_s": size / found.time / 1e9, "tflops": work / found.time / 1e12}
+    if floor:
+        row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / found.time}

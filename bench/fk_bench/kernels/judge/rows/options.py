@@ -1,0 +1,48 @@
+"""How ops are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fk_bench.kernels.judge.correctness.cases import SOURCES
+
+
+@dataclass(frozen=True)
+class Options:
+    """How ops are judged.
+
+    device    'cpu' or 'cuda'
+    against   'production' (its fastest kernel), 'host', 'reference', or the path of another candidate's file
+    captures  folder of captures to replay; None: the shipped ones
+    cases     sources of cases, from correctness.cases.SOURCES
+    names     only cases with these names
+    rounds    interleaved rounds, each with N and 2N calls of each side
+    starts    repetitions of everything in new processes; the intervals then include differences between them
+    seconds   upper bound for the timed rounds of a case; there are at least three
+    timeout   seconds for one command of a side (its first call compiles)
+    case_budget, op_budget   seconds that a candidate's process may take for all commands of a case, and of an op
+    scan      reject candidates by the static scan
+    python    {'candidate' | 'baseline': interpreter}
+    cage      False: the candidate runs as this user, with network and files
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU; on a GPU a quarter of its memory,
+              at most 8 GiB
+    """
+
+    device: str = "cpu"
+    against: str = "production"
+    cases: tuple[str, ...] = SOURCES
+    names: tuple[str, ...] = ()
+    captures: Path | None = None
+    rounds: int = 10
+    starts: int = 1
+    timed: bool = True
+    seconds: float = 1.0
+    timeout: float = 120.0
+    case_budget: float = 300.0
+    op_budget: float = 3600.0
+    scan: bool = True
+    python: Mapping[str, str] = field(default_factory=dict)
+    cage: bool = True
+    memory: int | None = None

@@ -1,0 +1,76 @@
+"""The status of a case: one function, from what the judge saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.clock import timing
+from fk_bench.kernels.judge.clock.batches import Timed
+from fk_bench.kernels.judge.correctness.checks import Checked, Chosen
+from fk_bench.kernels.judge.processes.runner_process import RunnerError
+
+
+@dataclass
+class Evidence:
+    """Everything that the judge saw of a case.
+
+    refused  why it was not run: too large for a CPU, or no way to call it; with the status that this means
+    failure  a process failed; wrong: an output was; broken: the judge itself failed
+    chosen   the baseline, with `passed_over` {another: why not}; checked: the candidate's first calls
+    timed    the times; None if none were wanted, or the checks ended before
+    floor_s  lower bound of a correct call on this machine; 0 if unknown
+    """
+
+    refused: tuple[Status, str] | None = None
+    failure: RunnerError | None = None
+    wrong: str = ""
+    broken: str = ""
+    chosen: Chosen = field(default_factory=Chosen)
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    checked: Checked | None = None
+    wants_times: bool = False
+    timed: Timed | None = None
+    floor_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The status, its reason, and whether the times may be shown as a speedup."""
+
+    status: Status
+    reason: str = ""
+    speedup: bool = False
+
+
+def decide(seen: Evidence) -> Verdict:
+    """The verdict. What a process said of itself is in `failure` only, and makes no verdict better."""
+    if seen.refused is not None:
+        return Verdict(*seen.refused)
+    if seen.failure is not None:
+        error = seen.failure
+        if error.who == "baseline" and error.status is not Status.UNSUPPORTED:  # not the candidate's fault
+            return Verdict(Status.FAILED, f"the baseline: {error.status.value}: {error}")
+        return Verdict(error.status, str(error))
+    if seen.broken:
+        return Verdict(Status.FAILED, f"the judge: {seen.broken}")
+    if seen.wrong:
+        return Verdict(Status.WRONG, seen.wrong)
+    if seen.checked is None:
+        return Verdict(Status.FAILED, "the judge: the case ended without a check")
+    if not seen.wants_times:
+        return Verdict(Status.OK)
+    if seen.timed is None:
+        why = "; ".join(f"{n}: {r}" for n, r in seen.passed_over.items())
+        return Verdict(Status.OK, f"checked, not timed: no baseline serves this case: {why}")
+    times = seen.timed
+    if why := timing.unsteady(times.baseline, times.again):
+        return Verdict(Status.OK, why)
+    if why := timing.invalid(
+        times.candidate, times.baseline, seen.floor_s, times.traced.call_s, times.traced.launches
+    ):
+        return Verdict(Status.INVALID, why)
+    if not times.candidate.steady:
+        return Verdict(Status.OK, "the candidate's times scatter; its 80th percentile is counted", True)
+    return Verdict(Status.OK, speedup=True)
