@@ -19,6 +19,7 @@ from fastkernels import __version__
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export.source import (
+    LAYER,
     PACKAGE,
     PLAIN,
     ExportError,
@@ -45,6 +46,9 @@ from __future__ import annotations
 
 '''
 FORK = "Each class below keeps its host base class; its methods replace the host's methods of the same name."
+FUNCTIONS = (
+    "The functions replace the host's functions of the same name, which run calls that no kernel supports."
+)
 STANDALONE = "Standalone classes with the host's constructor signatures."
 # A class put in by these seams has the host's constructor; of ours only the methods count.
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts")
@@ -102,37 +106,50 @@ def export(op: str, host: str, version: str, standalone: bool = False) -> str:
         found = [t for t in found if t.seam != "standalone"] or found
     module = registry.op_modules()[op]
     kept = [] if standalone else [t for t in found if _keeps_host_class(t)]
-    replaced = [_replaced(t) for t in {t.cls: t for t in reversed(kept)}.values()][::-1]
-    whole = [t for t in found if standalone or not _keeps_host_class(t)]
-    roots = [origin(t.module, t.cls) for t in whole]
+    whole = [t for t in found if t not in kept]
+    # Whole classes need no host. Methods and functions leave unsupported calls to the host's code of the same name;
+    # a functional op, which no host has, leaves them to its caller.
+    fork = not standalone and all(_is_function(t) for t in whole)
+    replaced = [_replaced(t, fork) for t in {t.cls: t for t in reversed(kept)}.values()][::-1]
+    roots = [origin(t.module, t.cls, fork) for t in whole]
     roots += [k for r in replaced for _, _, uses in r.methods for k in _keys(uses)]
-    roots += [(module, name) for name in ("reference", op) if not found and name in read(module).bound]
-    parts = _reach(roots)
+    if not found:
+        alone = (op,) if fork else ("reference", op)
+        roots += [(module, name) for name in alone if name in read(module, fork).bound]
+    parts = _reach(roots, fork)
+    falls_back = "Unsupported" in {n for p in parts.values() for s, _ in p.statements() for n in s.names}
     order = _order(parts)
-    aliases = _host_names(whole)
+    aliases = _host_names(whole, fork)
+    hosts = {origin(t.module, t.cls, fork): t.path for t in reversed(whole)} if falls_back else {}
     names = _final_names(parts, order, module, aliases)
     namespace = f"{PACKAGE}_{op}_{host}"
-    text = _header(spec, found, host, version, namespace, parts, replaced)
-    text += "\n".join(_external(parts, replaced)) + "\n"
+    text = _header(spec, found, host, version, namespace, parts, replaced, falls_back)
+    imported = [r.path for r in replaced] + list(hosts.values())
+    text += "\n".join(_external(parts, replaced, imported)) + "\n"
     attributes = _attributes(parts, replaced)
     after_definition = True  # two blank lines around a definition, none between plain statements
     for name in order:
         for statement, uses in parts[name].statements():
             definition = isinstance(statement.node, (ast.ClassDef, ast.FunctionDef))
             copied = _copied(parts[name].source, statement, uses, names, namespace)
+            host_path = hosts.get((name, *statement.names[:1]))  # type: ignore[arg-type]
+            if host_path is not None and isinstance(statement.node, ast.FunctionDef):
+                copied = _with_fallback(copied, _host_name(host_path))
             if name in PLAIN and isinstance(statement.node, ast.ClassDef):
                 copied = _without_unused_methods(copied, attributes)
             text += ("\n\n" if definition or after_definition else "") + copied + "\n"
             after_definition = definition
     written: dict[str, str] = {}
     for r in replaced:
-        text += _class_text(r, names, namespace, written)
+        text += _class_text(r, names, namespace, written, falls_back)
     alias_names = list(aliases.values())
     for r in replaced:
         same = dict.fromkeys(t.path.partition(":")[2] for t in kept if t.cls == r.ours)
         alias_names.append([r.name, *(name for name in same if name != r.name)])
     for first, *others in alias_names:
         text += "\n" + "".join(f"{other} = {first}\n" for other in others) if others else ""
+    if fork:
+        text = _without_private_docstrings(text, {n for names in aliases.values() for n in names})
     text = _compact(text)
     compile(text, f"{op}.py", "exec")
     return text
@@ -143,7 +160,35 @@ def _keeps_host_class(target: Target) -> bool:
     return isinstance(ours, type) and target.seam in METHOD_SEAMS
 
 
-def _replaced(target: Target) -> Replaced:
+def _is_function(target: Target) -> bool:
+    return not isinstance(registry.target_class(target), type)
+
+
+def _host_name(path: str) -> str:
+    """The name under which the file imports the host's class or function."""
+    name = path.partition(":")[2]
+    return f"Host{name}" if name[0].isupper() else f"host_{name.lstrip('_')}"
+
+
+def _with_fallback(text: str, host: str) -> str:
+    """The function or method with its body in a `try`; calls that no kernel supports go to `host`, as given."""
+    node = ast.parse(textwrap.dedent(text)).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    lines, a = text.split("\n"), node.args
+    positional = [x.arg for x in (*a.posonlyargs, *a.args)]
+    called = positional[1:] if positional[:1] == ["self"] else positional
+    called = called + [f"{x.arg}={x.arg}" for x in a.kwonlyargs]
+    documented = ast.get_docstring(node) is not None and len(node.body) > 1
+    first = node.body[1 if documented else 0].lineno - 1
+    while first > 0 and lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    indent = re.match(r" *", lines[node.body[0].lineno - 1])[0]  # type: ignore[index]
+    body = ["    " + line if line else line for line in lines[first:]]
+    tail = [f"{indent}except Unsupported:", f"{indent}    return {host}({', '.join(called)})"]
+    return "\n".join([*lines[:first], f"{indent}try:", *body, *tail])
+
+
+def _replaced(target: Target, fork: bool) -> Replaced:
     ours = registry.target_class(target)
     names = getattr(ours, "live_methods", ("forward",))
     methods = []
@@ -151,7 +196,7 @@ def _replaced(target: Target) -> Replaced:
         owner = next((k for k in ours.__mro__ if name in vars(k)), None)
         if owner is None or owner.__module__.partition(".")[0] != PACKAGE:
             raise ExportError(f"{target.cls} has no method {name} of its own")
-        source = read(owner.__module__)
+        source = read(owner.__module__, fork)
         body = source.bound[owner.__name__].node.body  # type: ignore[attr-defined]
         node = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == name)
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -161,14 +206,18 @@ def _replaced(target: Target) -> Replaced:
     return Replaced(target.cls, target.path, target.path.partition(":")[2], about, methods)
 
 
-def _class_text(r: Replaced, names: dict[Key, str], namespace: str, written: dict[str, str]) -> str:
+def _class_text(
+    r: Replaced, names: dict[Key, str], namespace: str, written: dict[str, str], falls_back: bool
+) -> str:
     """The class; a method that an earlier class has word for word is taken from there (`written`)."""
-    text = f"\n\nclass {r.name}(Host{r.name}):\n"
+    text = f"\n\nclass {r.name}({_host_name(r.path)}):\n"
     if r.about:
         text += f'    """{r.about}"""\n'
     for source, statement, uses in r.methods:
         method, name = _copied(source, statement, uses, names, namespace), statement.node.name  # type: ignore[attr-defined]
-        if method in written:
+        if falls_back and all(u.key is None or u.key[0] != LAYER for u in uses.uses):
+            method = _with_fallback(method, f"super().{name}")
+        if method in written and "super()" not in method:
             text += f"\n    {name} = {written[method]}.{name}\n"
         else:
             written[method] = r.name
@@ -178,7 +227,7 @@ def _class_text(r: Replaced, names: dict[Key, str], namespace: str, written: dic
 
 def _header(
     spec: OpSpec, found: list[Target], host: str, version: str, namespace: str, parts: dict[str, Part],
-    replaced: list[Replaced],
+    replaced: list[Replaced], falls_back: bool,
 ) -> str:  # fmt: skip
     titles = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found)) or f"The function {spec.name}"
     module = registry.op_modules()[spec.name]
@@ -186,11 +235,12 @@ def _header(
     modules = {module, *(t.module for t in found)}
     files = sorted(f"{name.replace('.', '/')}.py" for name in modules)
     cuda = f"{PACKAGE}.core.cuda_rtc" in parts
+    functions = FUNCTIONS if found else "Calls that the kernel does not support raise Unsupported."
     return HEADER.format(
         names=titles, host=host, version=version, docstring=docstring, own=__version__, op=spec.name,
         files=", ".join(files), namespace=namespace,
         needs=f"torch{', cuda-bindings' if cuda else ''} and triton",
-        form=FORK if replaced else STANDALONE,
+        form=FORK if replaced else functions if falls_back else STANDALONE,
     )  # fmt: skip
 
 
@@ -204,13 +254,13 @@ def _uses(source: Source, node: ast.AST) -> Uses:
     return uses
 
 
-def _reach(roots: list[Key]) -> dict[str, Part]:
+def _reach(roots: list[Key], fork: bool) -> dict[str, Part]:
     """Every statement that the roots need, by module."""
     parts: dict[str, Part] = {}
     todo = list(roots)
     while todo:
         module, name = todo.pop()
-        part = parts.setdefault(module, Part(read(module)))
+        part = parts.setdefault(module, Part(read(module, fork)))
         todo += _take(part, part.source.bound[name])
         if not todo:
             todo = [key for p in list(parts.values()) for key in _side_effects(p)]
@@ -268,11 +318,11 @@ def _order(parts: dict[str, Part]) -> list[str]:
     return done
 
 
-def _host_names(found: list[Target]) -> dict[Key, list[str]]:
+def _host_names(found: list[Target], fork: bool) -> dict[Key, list[str]]:
     """{our class: the host's names for it}; the first becomes its name, the others are aliases."""
     names: dict[Key, list[str]] = {}
     for target in found:
-        known = names.setdefault(origin(target.module, target.cls), [])
+        known = names.setdefault(origin(target.module, target.cls, fork), [])
         name = target.path.partition(":")[2]
         if name not in known:
             known.append(name)
@@ -298,7 +348,7 @@ def _final_names(
     return names
 
 
-def _external(parts: dict[str, Part], replaced: list[Replaced]) -> list[str]:
+def _external(parts: dict[str, Part], replaced: list[Replaced], imported: list[str]) -> list[str]:
     """The import lines of what is used, sorted; one name may not mean two things."""
     lines: dict[str, set[str]] = {}
     used = [(part.source, uses) for part in parts.values() for _, uses in part.taken.values()]
@@ -312,9 +362,9 @@ def _external(parts: dict[str, Part], replaced: list[Replaced]) -> list[str]:
                     f"{alias} is imported as {sorted(before)} and, in {source.name}, {sorted(here)}"
                 )
             before |= here
-    for r in replaced:
-        module, _, name = r.path.partition(":")
-        lines[f"Host{name}"] = {f"from {module} import {name} as Host{name}"}
+    for path in imported:
+        module, _, name = path.partition(":")
+        lines[_host_name(path)] = {f"from {module} import {name} as {_host_name(path)}"}
     return _grouped({line for group in lines.values() for line in group})
 
 
@@ -375,6 +425,17 @@ def _without_unused_methods(text: str, attributes: set[str]) -> str:
     for name in sorted(methods.keys() - used, key=lambda n: -methods[n].lineno):
         first = min([methods[name].lineno, *(d.lineno for d in methods[name].decorator_list)])
         del lines[first - 2 : methods[name].end_lineno]  # with the blank line before it
+    return "\n".join(lines)
+
+
+def _without_private_docstrings(text: str, public: set[str]) -> str:
+    """The file without the docstrings of functions that only it calls; those of kernels stay."""
+    lines = text.split("\n")
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.FunctionDef) and node.name not in public and not node.decorator_list:
+            first = node.body[0]
+            if ast.get_docstring(node) and len(node.body) > 1:
+                del lines[first.lineno - 1 : first.end_lineno]
     return "\n".join(lines)
 
 

@@ -31,8 +31,8 @@ def _run_{name}(*args: Any) -> Any:
 )"""
 
 
-def simplified(module: str, text: str) -> str:
-    """The module's text with its op definitions and CUDA sources replaced."""
+def simplified(module: str, text: str, fork: bool = False) -> str:
+    """The module's text with its op definitions and CUDA sources replaced; `fork`: for a file in a host's fork."""
     if ".overrides." not in module:
         return text
     lines = _without_logging(text).split("\n")
@@ -40,14 +40,17 @@ def simplified(module: str, text: str) -> str:
     needed: set[str] = set()
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            new = _replacement(module, node.targets[0].id, node.value, text)
+            new = _replacement(module, node.targets[0].id, node.value, text, fork)
             if new is not None:
                 lines[node.lineno - 1 : node.end_lineno] = new.split("\n")
-                needed |= set(re.findall(r"\b(?:register|INTERPRETED|Op|CudaSource|partial)\b", new))
+                needed |= set(re.findall(r"\b(?:register|guarded|INTERPRETED|Op|CudaSource|partial)\b", new))
     for name, line in (
         ("partial", "from functools import partial"),
         ("CudaSource", f"from {PACKAGE}.core.cuda_rtc import CudaSource"),
-        *((n, f"from {PACKAGE}.core.dispatch import {n}") for n in ("register", "INTERPRETED", "Op")),
+        *(
+            (n, f"from {PACKAGE}.core.dispatch import {n}")
+            for n in ("register", "guarded", "INTERPRETED", "Op")
+        ),
     ):
         if name in needed:
             at = next(i for i, x in enumerate(lines) if x.startswith("from __future__")) + 1
@@ -74,7 +77,7 @@ def _without_logging(text: str) -> str:
     return "\n".join(line for line in lines if line != DROPPED)
 
 
-def _replacement(module: str, name: str, value: ast.expr, text: str) -> str | None:
+def _replacement(module: str, name: str, value: ast.expr, text: str, fork: bool) -> str | None:
     if "__file__" in ast.unparse(value) or ".with_name(" in ast.unparse(value):
         path = getattr(importlib.import_module(module), name)
         return f"{name} = CudaSource(r'''{path.read_text()}''')" if isinstance(path, Path) else None
@@ -86,7 +89,13 @@ def _replacement(module: str, name: str, value: ast.expr, text: str) -> str | No
     keywords = {k.arg: k.value for k in value.keywords}
     fake = ast.unparse(keywords["fake"])
     kernel, supports, plain = _implementations(module, name, keywords["providers"])
-    if _uses_methods(name):
+    if fork:
+        listed = {c.args[0].value: ast.unparse(c.args[1]) for c in keywords["providers"].elts}  # type: ignore[attr-defined]
+        # The host's code is the fallback of a Triton kernel. torch.compile cannot trace the checks of a CUDA kernel.
+        if kernel == listed.get("triton"):
+            made = f"{name} = guarded({schema}, {kernel}, {fake}, {supports or 'lambda *_: None'})"
+            return f"{made}\n_run_{name} = {kernel}"
+    elif _uses_methods(name):
         supports = supports or "lambda *_: None"
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
     call = f"({supports})" if supports and not supports.isidentifier() else supports

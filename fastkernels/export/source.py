@@ -20,6 +20,13 @@ PLAIN = {  # modules whose short version goes into an exported file
     f"{PACKAGE}.overrides.kit.rows": "rows.py",
     f"{PACKAGE}.overrides.rope.rope_rounding": "rope_rounding.py",
 }
+LAYER = f"{PACKAGE}.overrides.block.decoder_layer"  # each of its norms has a fallback of its own
+FORK = {  # in a file for a fork, in addition: calls that no kernel supports run the host's code
+    **PLAIN,
+    f"{PACKAGE}.core.dispatch": "fork.py",
+    f"{PACKAGE}.overrides.moe.arguments": "fork_refuse.py",
+    LAYER: "fork_layer.py",
+}
 Key = tuple[str, str]  # (module, name at its top level)
 
 
@@ -49,6 +56,7 @@ class Source:
     # Imported from this package: local name -> (module, name or "")
     ours: dict[str, Key] = field(default_factory=dict)
     external: dict[str, set[str]] = field(default_factory=dict)  # local name -> import lines
+    fork: bool = False
 
     def at(self, line: int, column: int) -> int:
         return self.lines[line - 1] + column
@@ -67,19 +75,23 @@ def _file(module: str) -> Path | None:
 
 
 @cache
-def read(module: str) -> Source:
-    """The module as it goes into an exported file. Raises ExportError for a module that does not exist."""
+def read(module: str, fork: bool = False) -> Source:
+    """The module as it goes into an exported file, for a fork or for no host.
+
+    Raises ExportError for a module that does not exist.
+    """
     file = _file(module)
     if file is None:
         raise ExportError(f"there is no module {module}")
-    if module in PLAIN:
-        file = Path(__file__).with_name("plain") / PLAIN[module]
-    raw = simplified(module, file.read_text()).encode()
+    plain = FORK if fork else PLAIN
+    if module in plain:
+        file = Path(__file__).with_name("plain") / plain[module]
+    raw = simplified(module, file.read_text(), fork).encode()
     pieces = raw.split(b"\n")
     lines = [0]
     for piece in pieces:
         lines.append(lines[-1] + len(piece) + 1)
-    source = Source(module, raw, lines)
+    source = Source(module, raw, lines, fork=fork)
     for node in ast.parse(raw).body:
         _add(source, node, pieces)
     return source
@@ -165,7 +177,7 @@ class Uses(ast.NodeVisitor):
         self.ours: list[dict[str, Key]] = [source.ours]
 
     def add(self, node: ast.AST, key: Key) -> None:
-        self.uses.append(Use(*self.source.span(node), origin(*key), eager=not self.hidden))
+        self.uses.append(Use(*self.source.span(node), origin(*key, self.source.fork), eager=not self.hidden))
 
     def meaning(self, name: str) -> Key | None:
         """Return the definition that a name refers to here, if it is one of this package."""
@@ -196,7 +208,7 @@ class Uses(ast.NodeVisitor):
             return
         module = registry.op_modules().get(node.attr)
         if module is not None and ast.unparse(node.value) == f"torch.ops.{PACKAGE}":
-            self.called.add(origin(module, node.attr))
+            self.called.add(origin(module, node.attr, self.source.fork))
         self.generic_visit(node)
 
     def _module_attribute(self, node: ast.Attribute) -> Key | None:
@@ -222,8 +234,8 @@ class Uses(ast.NodeVisitor):
         key = self.meaning(node.value.id) if isinstance(node.value, ast.Name) else None
         if key is None or node.attr != "run" or not key[1]:
             return None
-        module, name = origin(*key)
-        return (module, f"_run_{name}") if f"_run_{name}" in read(module).bound else None
+        module, name = origin(*key, self.source.fork)
+        return (module, f"_run_{name}") if f"_run_{name}" in read(module, self.source.fork).bound else None
 
     def _called(self, node: ast.expr) -> Key | None:
         if isinstance(node, ast.Name):
@@ -309,12 +321,14 @@ def _locals(body: list[ast.stmt]) -> set[str]:
     return found - free
 
 
-def origin(module: str, name: str) -> Key:
+def origin(module: str, name: str, fork: bool = False) -> Key:
     """Where a name of ours is defined, re-exports followed."""
-    source = read(module)
+    if fork and name == "refuse" and module == f"{PACKAGE}.overrides.kit.fp8":
+        module = f"{PACKAGE}.overrides.moe.arguments"
+    source = read(module, fork)
     while name not in source.bound and name in source.ours and source.ours[name][1]:
         module, name = source.ours[name]
-        source = read(module)
+        source = read(module, fork)
     if name not in source.bound:
         raise ExportError(f"{module} defines no {name!r}")
     return module, name

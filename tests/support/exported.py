@@ -1,6 +1,7 @@
 """Run exported files, or our own classes in their place, on the same inputs, and save what comes out.
 
 python -I exported.py FOLDER    FOLDER has OP.py files and inputs.pt; this package and the hosts cannot be imported
+python -I exported.py FOLDER FORK    files for a fork, in FORK, over a host that is made of the classes in FOLDER
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -347,13 +348,55 @@ def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, l
     return results
 
 
-def load(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"exported_{file.stem}", file)
+def load(file: Path, kind: str = "exported") -> Any:
+    spec = importlib.util.spec_from_file_location(f"{kind}_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def host_module(name: str) -> Any:
+    """An empty module of the host, with its packages."""
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    return sys.modules[name]
+
+
+def counted(function: Callable[..., Any], fallbacks: list[str], op: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        fallbacks.append(op)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def forks(folder: Path, fork: Path) -> None:
+    """Save, for each file for a fork, its results, those of the host's code, and how often it ran the host's code."""
+    saved = torch.load(fork / "forks.pt", weights_only=False)
+    alone, pasted, fallbacks = {}, {}, []
+    for op, paths in saved["paths"].items():  # {path: methods that the file replaces, none for a function}
+        alone[op] = load(folder / f"{op}.py")
+        for path, methods in paths.items():
+            module, _, name = path.partition(":")
+            theirs = getattr(alone[op], name)
+            if methods:
+                found = {m: counted(getattr(theirs, m), fallbacks, op) for m in methods}
+                theirs = type(name, (theirs,), found)
+            else:
+                theirs = counted(theirs, fallbacks, op)
+            setattr(host_module(module), name, theirs)
+        made = load(fork / f"{op}.py", "fork")
+        everything = {**vars(alone[op]), **vars(made)}
+        about = {"classes": saved["classes"][op], "host": saved["host"]}
+        alone[op], pasted[op] = (
+            SimpleNamespace(**{**names, **about}) for names in (vars(alone[op]), everything)
+        )
+    theirs = run(alone, {})
+    fallbacks.clear()
+    torch.save({"ours": run(pasted, {}), "theirs": theirs, "fallbacks": fallbacks}, fork / "outputs.pt")
 
 
 def main(folder: Path) -> None:
@@ -371,4 +414,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) == 3:
+        forks(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]))

@@ -1,0 +1,51 @@
+"""Ops of a file for a fork: the kernel where it supports the call; elsewhere the caller runs the host's code."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU
+
+
+class Unsupported(RuntimeError):
+    """The kernel does not support the call."""
+
+
+def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define torch.ops.fastkernels.NAME, which torch.compile and CUDA graphs can call."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.fastkernels, name).default
+
+
+def guarded(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], supports: Callable[..., str | None]
+) -> Callable[..., Any]:
+    """Define the op of a kernel; the returned function raises Unsupported for calls that it does not support."""
+    overload = register(schema, kernel, fake)
+
+    def call(*args: Any) -> Any:
+        if not (args[0].is_cuda or INTERPRETED) or supports(*args) is not None:
+            raise Unsupported
+        return overload(*args)
+
+    return call
+
+
+functional = register
+Op = Callable  # the type of the functions above
+
+
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
