@@ -1,6 +1,7 @@
 """Text from elsewhere, made safe to print."""
 
 from __future__ import annotations
+
 import re
 
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?", re.S)

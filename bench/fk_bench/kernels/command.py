@@ -50,6 +50,12 @@ def kernels_command(
     timeout: Annotated[
         float, typer.Option(help="seconds for each step of a candidate, such as compiling")
     ] = 120.0,
+    case_budget: Annotated[
+        float, typer.Option(help="seconds that a candidate's process may take for one case")
+    ] = 300.0,
+    op_budget: Annotated[
+        float, typer.Option(help="seconds that a candidate's process may take for one op")
+    ] = 3600.0,
     no_time: Annotated[bool, typer.Option("--no-time", help="check only")] = False,
     no_scan: Annotated[bool, typer.Option("--no-scan", help="skip the static scan")] = False,
     no_cage: Annotated[
@@ -84,11 +90,15 @@ def kernels_command(
         fail(f"--starts {starts}: must be at least 1")
     if not timeout > 0:
         fail(f"--timeout {timeout:g}: must be more than 0 seconds")
+    for name, budget in (("--case-budget", case_budget), ("--op-budget", op_budget)):
+        if not budget > 0:
+            fail(f"{name} {budget:g}: must be more than 0 seconds")
     interpreters = _pairs(python or [])
     chosen_device = torch_device(device)
     options = Options(
         device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds, starts=starts,
-        timed=not no_time, timeout=timeout, scan=not no_scan, cage=not no_cage, python=interpreters,
+        timed=not no_time, timeout=timeout, case_budget=case_budget,
+        op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures,
     )  # fmt: skip
     try:
@@ -139,7 +149,7 @@ def _judge(
         "command": "kernels", "ok": bool(ran) and not failed, "device": options.device,
         "ops": len({r.subject.op for r in ran}), "cases": len(ran), "failed": failed,
         "not_run": int(total.metrics["not_run"]), "seconds": round(time.perf_counter() - start, 1),
-        "rows": str(path), "report": str(page),
+        "rows": str(path), "report": str(page) if page else None,
     }  # fmt: skip
     if options.device == "cuda" and "speedup_geomean" in total.metrics:
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)

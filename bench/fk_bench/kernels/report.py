@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from fk_bench.serving.config import ConfigError
 
 CPU_MARK = "CPU timer: harness check, not a speed claim"
 COLUMNS = (
-    "op", "case", "source", "status", "baseline", "time us [p20-p80]", "baseline us", "speedup (95%)", "signif.",
+    "op", "case", "source", "status", "baseline", "time us [p20-p80]", "baseline us", "speedup (95%)", "signif.", "A/A",
     "GB/s", "TFLOP/s", "% roof",
 )  # fmt: skip
-FAILED = tuple(s for s in Status if s not in (Status.OK, Status.SKIPPED, Status.UNSUPPORTED))
+NOT_RUN = (Status.SKIPPED, Status.UNSUPPORTED)
+FAILED = tuple(s for s in Status if s is not Status.OK and s not in NOT_RUN)
+COVERED = 0.8
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,22 @@ def latest(found: Sequence[Row]) -> list[Row]:
 
 
 def score(op: str, cases: Sequence[Row]) -> Score:
-    """The score of these cases. Failed and untimed ones are counted, but not part of the mean."""
+    """The score of these cases. Failed and untimed ones are counted, but not part of the mean.
+
+    There is a mean only if at least COVERED of the cases that can be timed were: otherwise a candidate could leave out
+    the cases in which it is slow.
+    """
     timed = [r for r in cases if r.status is Status.OK and r.metrics.get("speedup", 0.0) > 0]
+    wanted = [r for r in cases if r.case.get("source") != "extreme" and r.status not in NOT_RUN]
     mean, interval = None, None
-    if timed:
+    if timed and len(timed) >= COVERED * len(wanted):
         mean, interval = stats.geometric_mean(
             [r.metrics["speedup"] for r in timed],
             [float(r.case.get("weight") or 1.0) for r in timed],
             [r.ci95.get("speedup") for r in timed],
         )
     failed = sum(r.status in FAILED for r in cases)
-    not_run = sum(r.status in (Status.SKIPPED, Status.UNSUPPORTED) for r in cases)
+    not_run = sum(r.status in NOT_RUN for r in cases)
     return Score(op, mean, interval, len(timed), len(cases), failed, not_run)
 
 
@@ -116,7 +124,7 @@ def cells(row: Row) -> list[str]:
         str(row.subject.op), str(row.case.get("name", "")), str(row.case.get("source", "")), row.status.value,
         row.baseline or "", f"{times[0]} [{times[1]}-{times[2]}]" if times[0] else "",
         number(m.get("baseline_us_p50")) if steady else "",
-        speedup(m.get("speedup"), row.ci95.get("speedup")), significant,
+        speedup(m.get("speedup"), row.ci95.get("speedup")), significant, number(m.get("again")),
         number(m.get("gb_per_s")), number(m.get("tflops")), number(m.get("roofline_pct")),
     ]  # fmt: skip
 
@@ -173,14 +181,25 @@ def render(run: Path, found: Sequence[Row] | None = None, warnings: Sequence[str
         found, warnings = rows.read(file)
     if not latest(found):
         raise ConfigError(f"{run / 'rows.jsonl'} has no judged case")
-    return write(run, found, warnings)
+    page = write(run, found, warnings)
+    if page is None:
+        raise ConfigError("the report needs fk-bench's libraries: pip install 'fastkernels[bench]'")
+    return page
 
 
-def write(run: Path, found: Sequence[Row], warnings: Sequence[str] = ()) -> Path:
-    """Write RUN/report.html from these rows, at least one."""
+def write(run: Path, found: Sequence[Row], warnings: Sequence[str] = ()) -> Path | None:
+    """Write RUN/report.html from these rows, at least one; None, with a warning, where its libraries are missing."""
     path = run / "report.html"
     partial = path.with_suffix(".partial")
-    partial.write_text(html(found, warnings, run))
+    try:
+        partial.write_text(html(found, warnings, run))
+    except ModuleNotFoundError as error:
+        print(
+            f"warning: no report.html: the package {error.name} is not installed; the rows are complete, and "
+            f"`fk-bench report {run}` makes the report where it is",
+            file=sys.stderr,
+        )
+        return None
     partial.replace(path)
     return path
 

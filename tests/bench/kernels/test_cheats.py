@@ -40,6 +40,7 @@ def test_cheat_is_caught_and_twin_passes(judge: Judge, cheat: Cheat) -> None:
     verdict = try_cheat(judge, cheat, OPTIONS)
     assert not verdict.twin_problem, verdict.twin_problem
     assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.outcome})"
+    assert verdict.outcome.isprintable(), "a reason has control characters"
 
 
 @pytest.mark.gpu

@@ -15,14 +15,18 @@ import pytest
 import torch
 from fk_bench.capture.captures import SHIPPED
 from fk_bench.core.rows import Row, Status, read
+from fk_bench.core.text import printable
 from fk_bench.kernels.judge import Options, judge_ops
-from fk_bench.kernels.judge.rows import judging, pair
+from fk_bench.kernels.judge.processes import sides
+from fk_bench.kernels.judge.rows import pair
 from support.commands import fk_bench, last_json
 
 # One of each kind on an op of its own, so that one run covers all: {op: (file, status, part of the reason)}
 ROUTE = "import os, time, torch\n"
 BAD: dict[str, tuple[str, Status, str]] = {
-    "quick_gelu": ("import no_such_library_here\n", Status.COMPILE_ERROR, "no_such_library_here"),
+    "quick_gelu": (
+        "import no_such_library_here\ndef quick_gelu(x):\n    return x\n", Status.COMPILE_ERROR, "no_such_library_here",
+    ),
     "relu2": ("def relu2(x:\n", Status.COMPILE_ERROR, "SyntaxError"),
     "rms_norm": ("def rms_normal(x):\n    return x\n", Status.SIGNATURE_MISMATCH, "rms_norm"),
     "gemma_rms_norm": ("def gemma_rms_norm(x):\n    return x\n", Status.SIGNATURE_MISMATCH, "weight"),
@@ -35,7 +39,10 @@ BAD: dict[str, tuple[str, Status, str]] = {
         Status.SIGNATURE_MISMATCH, "output 0 is",
     ),
     "topk_softmax": ("def topk_softmax(*args):\n    return args[0].clone()\n", Status.SIGNATURE_MISMATCH, "sequence"),
-    "moe_sum": ("def moe_sum(*args):\n    raise ValueError('no idea')\n", Status.COMPILE_ERROR, "no idea"),
+    "moe_sum": (
+        "def moe_sum(*args):\n    raise ValueError('\\x1b[2K\\rno\\ud800\\x07 idea')\n",
+        Status.COMPILE_ERROR, "no idea",
+    ),
     "merge_state": (
         ROUTE + "def merge_state(*args):\n    for _ in range(1000):\n        os.write(1, b'x' * 1000000)\n"
         "    os.write(2, b'the end of a gigabyte')\n    os._exit(3)\n",
@@ -108,6 +115,7 @@ def test_failing_candidate_gets_status_and_reason(failed_run: Any, op: str) -> N
     row = failed_run[1][op]
     _, status, said = BAD[op]
     assert (row.status, said in row.reason) == (status, True), (row.status, row.reason)
+    assert printable(row.reason) == row.reason  # no escape sequence, no surrogate
     assert len(row.reason) < 3000 and row.subject.provider == "candidate" and row.case["name"] == "odd_63"
 
 
@@ -129,7 +137,7 @@ def test_dying_candidate_gets_rows_and_few_restarts(tmp_path: Path) -> None:
 
 
 def test_memory_is_limited_and_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "CPU_MEMORY", 700 << 20)
+    monkeypatch.setattr(sides, "CPU_MEMORY", 700 << 20)
     hoard = (
         "import torch\nkept = []\ndef relu2(x):\n    while True:\n        kept.append(torch.ones(1 << 24))\n"
     )

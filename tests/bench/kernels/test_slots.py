@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 from fk_bench.kernels.judge.correctness.cases import trials
@@ -16,18 +13,11 @@ from fastkernels.core import registry
 from fastkernels.core.spec import Permutable
 
 
-@pytest.fixture
-def fd() -> Iterator[int]:
-    found = os.memfd_create("slots")
-    yield found
-    os.close(found)
-
-
-def make_slots(op: str, case: str, fd: int, rolls: bool, count: int = 6) -> Slots:
+def make_slots(op: str, case: str, rolls: bool, count: int = 6) -> Slots:
     spec = registry.get(op)
     chosen = next(c for c in spec.cases if c.name == case)
     mode = "module" if spec.op is None else "op"
-    slots = Slots(spec, lambda g: spec.inputs(chosen, "cpu", g), "cpu", count, mode, count, fd, rolls)
+    slots = Slots(spec, lambda g: spec.inputs(chosen, "cpu", g), "cpu", count, mode, rolls)
     slots.refresh()
     return slots
 
@@ -43,9 +33,9 @@ CASES = [
 @pytest.mark.parametrize("rolls", [False, True])
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_slot_holds_expected_values(
-    fd: int, op: str, case: str, rolls: bool, monkeypatch: pytest.MonkeyPatch
+    op: str, case: str, rolls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = make_slots(op, case, fd, rolls)
+    slots = make_slots(op, case, rolls)
     for at_once in (False, True):
         if at_once:
             monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -57,8 +47,8 @@ def test_slot_holds_expected_values(
                 assert torch.equal(t, want)
 
 
-def test_values_are_rolled_unless_memory_is_shared(fd: int) -> None:
-    slots = make_slots("store_kvcache", "odd_63", fd, True)
+def test_values_are_rolled_unless_memory_is_shared() -> None:
+    slots = make_slots("store_kvcache", "odd_63", True)
     master = layout.tensors(slots.masters[slots.origin[0]])
     key, value, key_cache, _, mapping = (slots.expected(0)[i] for i in range(5))
     # Key and value are views of one tensor
@@ -70,14 +60,14 @@ def test_values_are_rolled_unless_memory_is_shared(fd: int) -> None:
     assert torch.equal(key_cache.flatten().sort().values, whole.flatten().sort().values)
 
 
-def test_slots_are_no_multiples_of_each_other(fd: int) -> None:
-    slots = make_slots("linear", "odd_1128", fd, True)
+def test_slots_are_no_multiples_of_each_other() -> None:
+    slots = make_slots("linear", "odd_1128", True)
     rows = torch.stack(
         [layout.tensors(a)[0].flatten().double() for a in map(slots.args_of, range(slots.count))]
     )
     rows = rows / rows.norm(dim=1, keepdim=True)
     assert (rows @ rows.t()).fill_diagonal_(0).abs().max() < 0.2
-    plain = make_slots("linear", "odd_1128", fd, False)
+    plain = make_slots("linear", "odd_1128", False)
     plain.fill([0] * plain.count)
     rows = torch.stack(
         [layout.tensors(a)[0].flatten().double() for a in map(plain.args_of, range(plain.count))]
@@ -86,11 +76,11 @@ def test_slots_are_no_multiples_of_each_other(fd: int) -> None:
     assert (rows @ rows.t()).min() > 0.999  # the reason for the roll
 
 
-def test_runner_and_judge_see_the_same_memory(fd: int) -> None:
-    slots = make_slots("rms_norm", "odd_63", fd, True)
+def test_bound_arguments_keep_memory_and_strides() -> None:
+    slots = make_slots("rms_norm", "odd_63", True)
     plan = slots.layout.to_json()
     for s in range(slots.count):
-        apart = layout.tensors(layout.bind(plan, slots.arena, s, slots.count, apart=True))
+        apart = layout.tensors(layout.bind(plan, slots.private, s, slots.count, apart=True))
         for mine, theirs in zip(layout.tensors(slots.args_of(s)), apart, strict=True):
             assert torch.equal(mine, theirs) and mine.data_ptr() == theirs.data_ptr()
             assert theirs._base is None and mine.stride() == theirs.stride()
@@ -101,11 +91,11 @@ def test_runner_and_judge_see_the_same_memory(fd: int) -> None:
     assert all(scalable(t) for t in layout.tensors(slots.args_of(0)))
 
 
-def test_tokens_keep_their_experts(fd: int) -> None:
+def test_tokens_keep_their_experts() -> None:
     """A router that rounds its logits must send the tokens of every slot to the experts of the exact one."""
     spec = registry.get("sparse_moe")
     case = next(c for c in spec.cases if c.name == "rounded")
-    slots = Slots(spec, lambda g: spec.inputs(case, "cpu", g), "cpu", 6, "module", 6, fd, True)
+    slots = Slots(spec, lambda g: spec.inputs(case, "cpu", g), "cpu", 6, "module", True)
     slots.refresh()
     for slot in range(slots.count):
         x, gate = (slots.args_of(slot)[i] for i in range(2))
@@ -120,9 +110,9 @@ MOVED = [
 
 
 @pytest.mark.parametrize(("op", "case"), MOVED)
-def test_slots_have_different_values(fd: int, op: str, case: str) -> None:
+def test_slots_have_different_values(op: str, case: str) -> None:
     """With as many slots as in a GPU's batch, from few masters; arguments that decide choices are not rolled."""
-    slots = make_slots(op, case, fd, True, 512)
+    slots = make_slots(op, case, True, 512)
     assert len(slots.masters) <= 32 and slots.spec.permutable is not None
     for i in slots.spec.permutable(*slots.masters[0]).columns:
         assert not slots._rolled(i)
@@ -131,9 +121,9 @@ def test_slots_have_different_values(fd: int, op: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["bias", "bias_16", "soft_bias", "one_group"])
-def test_permuted_router_makes_same_choices(fd: int, case: str) -> None:
+def test_permuted_router_makes_same_choices(case: str) -> None:
     """Groups stay together: each row has its master's weights, with ids in another order."""
-    slots = make_slots("grouped_topk", case, fd, True, 40)
+    slots = make_slots("grouped_topk", case, True, 40)
     assert slots._permuter is not None
     orders = set()
     for s in range(slots.count):
@@ -144,7 +134,7 @@ def test_permuted_router_makes_same_choices(fd: int, case: str) -> None:
     assert len(orders) > 20
 
 
-def test_misfits_are_reported(fd: int) -> None:
+def test_misfits_are_reported() -> None:
     args = [torch.zeros(3, 8), torch.zeros(6)]
     for permutable in (
         Permutable(rows=(0, 1)),
@@ -158,11 +148,11 @@ def test_misfits_are_reported(fd: int) -> None:
     assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.permutes(1)
 
 
-def test_captured_values_are_rolled_too(fd: int) -> None:
+def test_captured_values_are_rolled_too() -> None:
     """Captured integers are positions and stay; the floats are new, and are rolled."""
     spec = registry.get("linear")
     trial = next(t for t in trials(spec, ("captured",), "cpu") if t.gpu_only(spec) is None)
-    slots = Slots(spec, lambda g: trial.make("cpu", g), "cpu", 6, "op", 6, fd, trial.timed)
+    slots = Slots(spec, lambda g: trial.make("cpu", g), "cpu", 6, "op", trial.timed)
     slots.fill([0] * slots.count)
     x = torch.stack([layout.tensors(slots.args_of(s))[0].flatten().double() for s in range(6)])
     x = x / x.norm(dim=1, keepdim=True)

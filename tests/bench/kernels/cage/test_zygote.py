@@ -117,12 +117,12 @@ def test_paused_child_does_nothing(zygote: Zygote) -> None:
             time.sleep(0.01)
         for _ in range(3):
             start = time.monotonic()
-            child.pause()
+            assert child.stop()
             assert time.monotonic() - start < 0.1
             assert moves() == [False, False]
             child.resume()
             assert moves() == [True, True]
-        child.pause()
+        assert child.stop()
         assert child.kill().killed  # a stopped one too
     os.close(fd)
 

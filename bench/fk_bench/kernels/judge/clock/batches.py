@@ -26,7 +26,7 @@ from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
 TRACED = 32  # calls traced by CUPTI
 GRAPH_CALLS = 64  # most calls of a graph
 POISONED = 32  # outputs per batch
-CHECKED_ROUNDS = 4  # early rounds in which two sampled calls are checked; in the others one
+CHECKED_ROUNDS = 2  # early rounds in which two sampled calls are checked; in the others one
 COMPARED_ROUNDS = {"cpu": 2, "cuda": 3}  # secret rounds in which the outputs of all calls are compared
 ALONE_REQUESTS = 1  # per round and side
 RANDOM = random.SystemRandom()
@@ -107,7 +107,7 @@ class Batches:
                     self._batch(self.baseline, *self._span(long), timed.again if r >= 0 else None, long)
                 continue
             start, count = self._span(group == "long") if group != "alone" else self._one()
-            if group == "alone":
+            if group == "alone" and not self.slots.layout.shared:
                 self.slots.renew(start)
             else:
                 self.slots.refresh()
@@ -116,7 +116,7 @@ class Batches:
                 into = None if r < 0 else timed.candidate if mine else timed.baseline
                 double = None if group == "alone" else group == "long"
                 sampled, poisoned = self._batch(lane, start, count, into, double)
-                if mine:
+                if mine and (group != "alone" or secrets.randbelow(2)):
                     full = r < CHECKED_ROUNDS or r == self.rounds - 1
                     self._check(sampled if full else sampled[:1], poisoned)
             if compared and group == "long":
@@ -128,7 +128,7 @@ class Batches:
     ) -> tuple[list[Sampled], list[int]]:
         """One timed request. double: None for a call alone, whose inputs alone are fresh."""
         lane.side.stop()
-        one = start if double is None else None
+        one = start if double is None and not self.slots.layout.shared else None
         poisoned = RANDOM.sample(range(start, start + count), min(count, POISONED))
         self._poison(lane, poisoned)
         picked = sorted({start + secrets.randbelow(count), start + count - 1})
@@ -158,6 +158,7 @@ class Batches:
         lane.side.stop()
         if into is not None and double is None:
             into.alone.append(seconds)
+            into.given_alone.append(given)
         elif into is not None:
             into.add(bool(double), seconds, answer.events_s, count)
             if self.cuda:

@@ -24,7 +24,8 @@ class Samples:
     n       calls of a short batch, unless `short_n` has the number of each; a long one has twice as many or `long_n`
     single, double  seconds of short and of long batches; events_*: the same by the process's own events
     alone   seconds of requests for one call, whose inputs alone were fresh
-    given   seconds in which the judge copied the inputs of a batch (GPU); part of the batch's time
+    given, given_alone  seconds in which the judge copied the inputs (GPU) of batches and of calls alone; part of their
+            time
     """
 
     n: int
@@ -36,6 +37,7 @@ class Samples:
     long_n: list[int] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     given: list[float] = field(default_factory=list)
+    given_alone: list[float] = field(default_factory=list)
 
     def add(self, double: bool, seconds: float, events: float | None, count: int | None = None) -> None:
         (self.double if double else self.single).append(seconds)
@@ -66,6 +68,14 @@ class Samples:
     def intercept(self) -> float:
         """Cost of a batch apart from its calls: starting, finishing, and reading the outputs."""
         return float(np.median(np.array(self.single) - self.shorts * self.slopes))
+
+    @property
+    def overhead(self) -> float:
+        """Cost of a batch apart from its calls: the intercept, or that of a request for one call if it is larger."""
+        if not self.alone:
+            return self.intercept
+        copies = np.median(self.given) - np.median(self.given_alone) if self.given else 0.0
+        return max(self.intercept, float(np.median(self.alone)) - self.time + float(copies), 0.0)
 
     @property
     def spread(self) -> float:
@@ -160,9 +170,9 @@ def charge(candidate: Samples, baseline: Samples) -> float:
     or speeding up the longer one gains nothing. Work that slows the judge's copy of the inputs is charged as well.
     """
     calls = float(np.median(candidate.shorts))
-    extra = candidate.intercept - max(baseline.intercept, 0.0)
+    extra = candidate.intercept - baseline.overhead
     allowed = max(0.1 * min(candidate.time, baseline.time), STARTING_S) + 3 * baseline.spread * 2**0.5
-    late = extra / calls > allowed and extra > 0.1 * max(baseline.intercept, 2e-4)
+    late = extra / calls > allowed and extra > 0.1 * max(baseline.overhead, 2e-4)
     charged = extra / calls if late else 0.0
     if candidate.given and baseline.given:
         own, other = float(np.median(candidate.given)), float(np.median(baseline.given))

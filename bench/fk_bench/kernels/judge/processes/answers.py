@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fk_bench.core.text import printable
 from fk_bench.kernels.judge.memory import layout
 
 
@@ -25,7 +26,7 @@ def describe_error(error: BaseException) -> str:
     """An error in one line: its type, its text, and the candidate's line that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "fk_bench" not in f.filename]
     where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
-    text = " ".join(str(error).split())
+    text = " ".join(printable(str(error), 4000).split())  # JSON cannot hold a lone surrogate
     return f"{type(error).__name__}: {text[:600]}{where}"
 
 

@@ -150,4 +150,7 @@ def believed(failed: Failed, trusted: bool) -> tuple[Status, str]:
     status = next((s for s in known if s.value == failed.error), None)
     if status is not None:
         return status, failed.reason
-    return Status.INVALID, f"its process reported {failed.error[:40]!r}, which it cannot know: {failed.reason}"
+    return (
+        Status.INVALID,
+        f"its process reported {failed.error[:40]!r}, which it cannot know: {failed.reason}",
+    )
