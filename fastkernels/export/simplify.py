@@ -104,10 +104,10 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: bool)
         if kernel == listed.get("triton"):
             made = f"{name} = guarded({schema}, {kernel}, {fake}, {supports or 'lambda *_: None'})"
             return f"{made}\n_run_{name} = {kernel}"
-        if supports and plain == listed["reference"]:  # of no host's function: its caller has the fallback
-            return RAISING.format(
-                name=name, schema=schema, fake=fake, kernel=kernel, supports=f"{supports}(*args)"
-            )
+        if supports and plain == listed["reference"] and _is_functional(name):
+            # Compiled code has no fallback from an op that raises: no method of a host's class calls such an op.
+            supported = f"{supports}(*args)"
+            return RAISING.format(name=name, schema=schema, fake=fake, kernel=kernel, supports=supported)
     elif _uses_methods(name):
         supports = supports or "lambda *_: None"
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
