@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import itertools
 import re
 import sys
 import textwrap
@@ -29,6 +28,12 @@ from fastkernels.export.source import (
     Uses,
     origin,
     read,
+)
+from fastkernels.export.tidy import (
+    compact,
+    errors_of_the_host,
+    without_private_docstrings,
+    without_unused_methods,
 )
 
 NAMESPACE = re.compile(rb'(?<=")fastkernels(?=")|\bfastkernels(?=::)|(?<=\bops\.)fastkernels\b')
@@ -127,7 +132,8 @@ def export(op: str, host: str, version: str, standalone: bool = False) -> str:
     imported = [r.path for r in replaced] + list(hosts.values())
     text += "\n".join(_external(parts, replaced, imported)) + "\n"
     attributes = _attributes(parts, replaced)
-    after_definition = True  # two blank lines around a definition, none between plain statements
+    after_definition = False  # two blank lines around a definition, none between plain statements
+    text += "\n"
     for name in order:
         for statement, uses in parts[name].statements():
             definition = isinstance(statement.node, (ast.ClassDef, ast.FunctionDef))
@@ -136,7 +142,7 @@ def export(op: str, host: str, version: str, standalone: bool = False) -> str:
             if host_path is not None and isinstance(statement.node, ast.FunctionDef):
                 copied = _with_fallback(copied, _host_name(host_path))
             if name in PLAIN and isinstance(statement.node, ast.ClassDef):
-                copied = _without_unused_methods(copied, attributes)
+                copied = without_unused_methods(copied, attributes)
             text += ("\n\n" if definition or after_definition else "") + copied + "\n"
             after_definition = definition
     written: dict[str, str] = {}
@@ -148,9 +154,11 @@ def export(op: str, host: str, version: str, standalone: bool = False) -> str:
         alias_names.append([r.name, *(name for name in same if name != r.name)])
     for first, *others in alias_names:
         text += "\n" + "".join(f"{other} = {first}\n" for other in others) if others else ""
+    if falls_back:
+        text = errors_of_the_host(text)
     if fork:
-        text = _without_private_docstrings(text, {n for names in aliases.values() for n in names})
-    text = _compact(text)
+        text = without_private_docstrings(text, {n for names in aliases.values() for n in names})
+    text = compact(text)
     compile(text, f"{op}.py", "exec")
     return text
 
@@ -410,68 +418,3 @@ def _attributes(parts: dict[str, Part], replaced: list[Replaced]) -> set[str]:
              if name not in PLAIN or not isinstance(s.node, ast.ClassDef)]  # fmt: skip
     nodes += [s.node for r in replaced for _, s, _ in r.methods]
     return {n.attr for node in nodes for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-
-
-def _without_unused_methods(text: str, attributes: set[str]) -> str:
-    """A class without the methods that nothing in the file calls."""
-    lines, cls = text.split("\n"), ast.parse(text).body[0]
-    methods = {n.name: n for n in cls.body if isinstance(n, ast.FunctionDef)}  # type: ignore[attr-defined]
-    used = {name for name in methods if name.startswith("__") or name in attributes}
-    while True:
-        inner = {a.attr for name in used for a in ast.walk(methods[name]) if isinstance(a, ast.Attribute)}
-        if (inner & methods.keys()) <= used:
-            break
-        used |= inner & methods.keys()
-    for name in sorted(methods.keys() - used, key=lambda n: -methods[n].lineno):
-        first = min([methods[name].lineno, *(d.lineno for d in methods[name].decorator_list)])
-        del lines[first - 2 : methods[name].end_lineno]  # with the blank line before it
-    return "\n".join(lines)
-
-
-def _without_private_docstrings(text: str, public: set[str]) -> str:
-    """The file without the docstrings of functions that only it calls; those of kernels stay."""
-    lines = text.split("\n")
-    for node in reversed(ast.parse(text).body):
-        if isinstance(node, ast.FunctionDef) and node.name not in public and not node.decorator_list:
-            first = node.body[0]
-            if ast.get_docstring(node) and len(node.body) > 1:
-                del lines[first.lineno - 1 : first.end_lineno]
-    return "\n".join(lines)
-
-
-def _compact(text: str) -> str:
-    """Wrap long signatures, keep the first paragraph of docstrings, and drop runs of blank lines."""
-    text = re.sub(r"\n{4,}", "\n\n\n", text)
-    lines = text.split("\n")
-    for node in sorted(
-        (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)), key=lambda n: -n.lineno
-    ):
-        first = node.body[0]
-        long = ast.get_docstring(node) if isinstance(first, ast.Expr) else None
-        if long and len(long.splitlines()) > 1 and len(node.body) > 1:
-            summary = " ".join(itertools.takewhile(str.strip, long.splitlines()))
-            lines[first.lineno - 1 : first.end_lineno] = textwrap.wrap(
-                f'"""{summary}"""',
-                110,
-                initial_indent=" " * first.col_offset,
-                subsequent_indent=" " * first.col_offset,
-            )
-    text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines))
-    lines = text.split("\n")
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
-    for function in sorted(functions, key=lambda n: -n.lineno):
-        start, stop = function.lineno - 1, function.body[0].lineno - 1
-        head = lines[start:stop]
-        if len(head) < 3 or any("#" in line and "fmt: skip" not in line for line in head):
-            continue
-        indent = " " * function.col_offset
-        parameters = " ".join(line.strip() for line in head[1:-1]).rstrip(",")
-        end = head[-1].partition("  #")[0].strip()
-        one = f"{indent}{head[0].strip()}{parameters}{end}"
-        glued = ", ".join(
-            p.replace(" ", "\0") for p in parameters.split(", ")
-        )  # break between parameters only
-        wrapped = [line.replace("\0", " ") for line in textwrap.wrap(glued, 106 - function.col_offset)]
-        inner = [f"{indent}    {line}" for line in wrapped]
-        lines[start:stop] = [one] if len(one) <= 110 else [indent + head[0].strip(), *inner, indent + end]
-    return "\n".join(lines)

@@ -15,6 +15,8 @@ from fastkernels.core import registry, tuning
 
 PACKAGE = __name__.partition(".")[0]
 METHODS = "into|faster|winner|requested"  # kept in an exported file, in addition to a call and `run`
+DISPATCH = ("register", "guarded", "Unsupported", "INTERPRETED", "Op")
+NAMES = {"CudaSource", "partial", *DISPATCH}  # of what the new text may use
 DROPPED = "# dropped"
 LOGGING = ("note", "leave")  # methods that count and log
 FLAT = """\
@@ -30,6 +32,16 @@ def _run_{name}(*args: Any) -> Any:
     {fake},
 )"""
 
+RAISING = """\
+def _run_{name}(*args: Any) -> Any:
+    \"\"\"Run the kernel. Raises Unsupported for calls that it does not support.\"\"\"
+    if not (args[0].is_cuda or INTERPRETED) or {supports} is not None:
+        raise Unsupported
+    return {kernel}(*args)
+
+
+{name} = register({schema}, _run_{name}, {fake})"""
+
 
 def simplified(module: str, text: str, fork: bool = False) -> str:
     """The module's text with its op definitions and CUDA sources replaced; `fork`: for a file in a host's fork."""
@@ -43,14 +55,11 @@ def simplified(module: str, text: str, fork: bool = False) -> str:
             new = _replacement(module, node.targets[0].id, node.value, text, fork)
             if new is not None:
                 lines[node.lineno - 1 : node.end_lineno] = new.split("\n")
-                needed |= set(re.findall(r"\b(?:register|guarded|INTERPRETED|Op|CudaSource|partial)\b", new))
+                needed |= NAMES & set(re.findall(r"\w+", new))
     for name, line in (
         ("partial", "from functools import partial"),
         ("CudaSource", f"from {PACKAGE}.core.cuda_rtc import CudaSource"),
-        *(
-            (n, f"from {PACKAGE}.core.dispatch import {n}")
-            for n in ("register", "guarded", "INTERPRETED", "Op")
-        ),
+        *((n, f"from {PACKAGE}.core.dispatch import {n}") for n in DISPATCH),
     ):
         if name in needed:
             at = next(i for i, x in enumerate(lines) if x.startswith("from __future__")) + 1
@@ -95,12 +104,20 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: bool)
         if kernel == listed.get("triton"):
             made = f"{name} = guarded({schema}, {kernel}, {fake}, {supports or 'lambda *_: None'})"
             return f"{made}\n_run_{name} = {kernel}"
+        if supports and plain == listed["reference"] and _is_functional(name):
+            # Compiled code has no fallback from an op that raises: no method of a host's class calls such an op.
+            supported = f"{supports}(*args)"
+            return RAISING.format(name=name, schema=schema, fake=fake, kernel=kernel, supports=supported)
     elif _uses_methods(name):
         supports = supports or "lambda *_: None"
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
     call = f"({supports})" if supports and not supports.isidentifier() else supports
     test = f"{call}(*args) is None" if supports else "True"
     return FLAT.format(name=name, schema=schema, fake=fake, kernel=kernel, plain=plain, supports=test)
+
+
+def _is_functional(name: str) -> bool:
+    return name in registry.op_modules() and not registry.get(name).targets
 
 
 def _implementations(module: str, name: str, providers: ast.expr) -> tuple[str, str | None, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Row, Status, Subject, append
+from fk_bench.core.text import printable
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 
@@ -159,7 +160,7 @@ def line(verdict: Verdict) -> str:
     name = f"{verdict.cheat.name:20s} {verdict.cheat.op:14s}"
     cheat = f"NOT CAUGHT ({verdict.problem})" if verdict.problem else "caught"
     twin = f"REFUSED ({verdict.twin_problem})" if verdict.twin_problem else "passed"
-    return f"{name} {cheat}: {verdict.outcome[:100]} | twin {twin}"
+    return printable(f"{name} {cheat}: {printable(verdict.outcome, 100)} | twin {twin}")
 
 
 def _result(judge: Judge, verdict: Verdict) -> Iterable[Row]:

@@ -18,6 +18,7 @@ from fk_bench.capture.captures import CaptureError
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row, Status, append
+from fk_bench.core.text import printable
 from fk_bench.info.stubs import selected_ops
 
 AGAINST = ("production", "host", "reference")
@@ -137,7 +138,7 @@ def _judge(
             print(report.line(row), file=sys.stderr, flush=True)
 
     for problem in damaged:
-        print(f"warning: {problem}", file=sys.stderr, flush=True)
+        print(f"warning: {printable(problem)}", file=sys.stderr, flush=True)
     found = judge_ops(names, candidates, options, on_row)
     page = report.write(run, found, damaged)
     if not quiet:
@@ -162,7 +163,7 @@ def _judge(
             f"no case is named {', '.join(options.names)}" if options.names else "these ops have no such case"
         )
         result["error"] = "no case was run: all of them need a GPU" if result["not_run"] else what
-        print(f"error: {result['error']}", file=sys.stderr)
+        print(f"error: {printable(result['error'])}", file=sys.stderr)
     last_line(result)
     return 0 if result["ok"] else 1
 

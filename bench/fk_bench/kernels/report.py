@@ -11,8 +11,10 @@ from typing import Any
 from fk_bench.core import rows, stats
 from fk_bench.core.output import table
 from fk_bench.core.rows import Row, Status
+from fk_bench.core.text import printable
 from fk_bench.serving.config import ConfigError
 
+_MAX_SOURCE = 256 << 10  # characters of a candidate's file in the page
 CPU_MARK = "CPU timer: harness check, not a speed claim"
 COLUMNS = (
     "op", "case", "source", "status", "baseline", "time us [p20-p80]", "baseline us", "speedup (95%)", "signif.", "A/A",
@@ -45,6 +47,26 @@ def key(row: Row) -> tuple[str, str, str, str]:
 def latest(found: Sequence[Row]) -> list[Row]:
     """The last row of each case, in the order of their first rows."""
     return list({key(r): r for r in found if r.command == "kernels" and r.kind == "case"}.values())
+
+
+def clean(row: Row) -> Row:
+    """The row with all text that a candidate may have chosen made printable; reasons keep their lines."""
+    return row.model_copy(
+        update={
+            "reason": printable(row.reason, lines=True) if row.reason else row.reason,
+            "baseline": _clean(row.baseline),
+            "case": _clean(row.case),
+            "subject": row.subject.model_copy(update=_clean(dict(row.subject))),
+        }
+    )
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {_clean(k): _clean(v) for k, v in value.items()}
+    return [_clean(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def score(op: str, cases: Sequence[Row]) -> Score:
@@ -131,6 +153,7 @@ def cells(row: Row) -> list[str]:
 
 def line(row: Row) -> str:
     """A case in one line, for progress output."""
+    row = clean(row)
     op, name, source, status, baseline, time, _, ratio, significant, *_ = cells(row)
     said = f"{op:<20} {name:<16} {source:<9} {status:<8}"
     if time:
@@ -141,11 +164,12 @@ def line(row: Row) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+    return text.strip().partition("\n")[0].replace("\t", " ")
 
 
 def show(found: Sequence[Row]) -> None:
     """Print the cases, the failures and the means."""
+    found = [clean(r) for r in found]
     cases = latest(found)
     note = f" ({CPU_MARK})" if on_cpu(cases) else ""
     table(f"kernels{note}", COLUMNS, [cells(r) for r in cases])
@@ -214,13 +238,15 @@ def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None)
         loader=PackageLoader("fk_bench.core"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+    sources = _sources(found, run)
+    found, warnings = [clean(r) for r in found], [printable(w) for w in warnings]
     cases = latest(found)
     ops, total = scores(found)
     return environment.get_template("kernels.html").render(
         first=found[0], last=found[-1], warnings=warnings, cpu=CPU_MARK if on_cpu(cases) else "",
         noise=number(None if (n := noise(cases)) is None else 100 * n), columns=COLUMNS, score_columns=SCORE_COLUMNS,
         ops=[score_cells(s) for s in ops], total=score_cells(total), figures=plots.all_figures(cases, ops),
-        cases=[_case(r) for r in cases], sources=_sources(found, run),
+        cases=[_case(r) for r in cases], sources=sources,
         bad=[r for r in cases if r.status in FAILED], live=live_lines(found), live_columns=LIVE_COLUMNS,
     )  # fmt: skip
 
@@ -249,9 +275,10 @@ def _sources(found: Sequence[Row], run: Path | None) -> list[dict[str, Any]]:
             kept = scans.setdefault(row.subject.candidate, [])
             kept += [str(s) for s in (said if isinstance(said, list) else [said]) if str(s) not in kept]
     sources = []
-    for name, said in scans.items():
+    for name, findings in scans.items():
         places = [Path(name)] if run is None else [run / "candidates" / Path(name).name, Path(name)]
         place = next((p for p in places if p.is_file()), None)
         text = f"{name} no longer exists" if place is None else place.read_text(errors="replace")
-        sources.append({"name": name, "text": text, "scan": said})
+        shown = printable(text, _MAX_SOURCE, lines=True)
+        sources.append({"name": printable(name), "text": shown, "scan": [printable(f) for f in findings]})
     return sources

@@ -13,8 +13,7 @@ LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU
 
 
-class Unsupported(RuntimeError):
-    """The kernel does not support the call."""
+class Unsupported(RuntimeError): ...  # the kernel does not support the call
 
 
 def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,11 +25,13 @@ def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> C
     return getattr(torch.ops.fastkernels, name).default
 
 
-def guarded(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], supports: Callable[..., str | None]
-) -> Callable[..., Any]:
+def guarded(schema: str, kernel: Any, fake: Any, supports: Any) -> Any:
     """Define the op of a kernel; the returned function raises Unsupported for calls that it does not support."""
-    overload = register(schema, kernel, fake)
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
+    overload = getattr(torch.ops.fastkernels, name).default
 
     def call(*args: Any) -> Any:
         if not (args[0].is_cuda or INTERPRETED) or supports(*args) is not None:

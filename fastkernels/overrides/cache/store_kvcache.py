@@ -84,27 +84,23 @@ def check(
         raise ValueError(
             f"store_kvcache: key and value must be [T, Hkv, D] alike, got {tuple(key.shape)} and {tuple(value.shape)}"
         )
+    if slot_mapping.shape != (key.shape[0],):
+        raise ValueError(
+            f"store_kvcache: slot_mapping has shape {tuple(slot_mapping.shape)}, expected ({key.shape[0]},)"
+        )
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape or key_cache.shape[2:] != key.shape[1:]:
         raise ValueError(
             f"store_kvcache: caches {tuple(key_cache.shape)} and {tuple(value_cache.shape)} are not"
             f" [blocks, block_size, {key.shape[1]}, {key.shape[2]}]"
         )
-    if slot_mapping.shape != (key.shape[0],):
-        raise ValueError(
-            f"store_kvcache: slot_mapping has shape {tuple(slot_mapping.shape)}, expected ({key.shape[0]},)"
-        )
-
-
-def fp8_refusal(device: torch.device) -> str | None:
-    """Return why Triton cannot convert from and to float8_e4m3fn on the device, None if it can."""
-    if device.type == "cuda" and _capability(device.index or 0) < (8, 9):
-        return "Triton converts to float8_e4m3fn from compute capability 8.9 on"
-    return None
 
 
 @cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def fp8_refusal(device: torch.device) -> str | None:
+    """Return why Triton cannot convert from and to float8_e4m3fn on the device, None if it can."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "Triton converts to float8_e4m3fn from compute capability 8.9 on"
+    return None
 
 
 def _supports_triton(

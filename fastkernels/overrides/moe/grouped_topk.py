@@ -162,7 +162,7 @@ def _supports_triton(
     topk_group: int = 1,
     scoring_func: str = "softmax",
     e_score_correction_bias: torch.Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
+    *_: Any,
 ) -> str | None:
     if gating_output.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {gating_output.dtype} is not float32, float16 or bfloat16"

@@ -161,6 +161,26 @@ def test_page_is_complete_and_self_contained(tmp_path):
     assert report.CPU_MARK not in html
 
 
+def test_escapes_in_a_row_change_no_line(tmp_path, capsys):
+    """A candidate writes its error's text and names its file: neither draws a row of its own."""
+    fake = "\x1b[2K\x1b[1Arms_norm decode ok\u202e\r\x9b1m\x1b]0;title\x07"
+    row = case(
+        "rms_norm",
+        "decode\x1b[31m",
+        None,
+        status=Status.FAILED,
+        reason=f"wrong {fake}\nmore",
+        candidate=f"{fake}.py",
+    )
+    printed = report.line(row)
+    report.show([row])
+    page = report.write(write(tmp_path / "run", [row]), [row], [f"damaged {fake}"]).read_text()
+    for text in (printed, capsys.readouterr().out, page):
+        assert not set(text) & set("\x1b\x9b\r\x07\u202e")
+        assert "wrong rms_norm decode ok" in text
+    assert "\n" not in printed
+
+
 def test_cpu_results_are_marked_everywhere(tmp_path, capsys):
     rows = [case("rms_norm", "a", 1.5, timer="cpu", machine=Machine(cpu="cpu", cores=2))]
     report.show(rows)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fk_bench.kernels.judge.scan import tree
 from fk_bench.kernels.judge.scan.ownership import PlaceKind, locate
 from fk_bench.kernels.judge.scan.scan import REJECT, WARN, rejections, scan
 
@@ -112,6 +116,30 @@ REJECTED = [
     ("def f(x):\n    try:\n        return g(x)\n    except Exception:\n        return torch.relu(x)", "fallback"),
     ("def f(x):\n    try:\n        return g(x)\n    except:\n        pass", "fallback"),
     ("name = 'cudaDeviceSetLimit'", "device-settings"),
+    ("torch.sys.modules['fk_bench']", "module-reach"),
+    ("torch.sys.modules['fk_bench']", "inspection"),
+    ("s = torch.sys\nm = s.modules", "module-reach"),
+    ("from torch import sys as s\ns.modules", "module-reach"),
+    ("torch.os.fork()", "process"),
+    ("import triton\ntriton.sys.modules", "module-reach"),
+    ("torch._C._distributed_c10d.sys.modules", "module-reach"),
+    ("torch.__dict__['sys']", "module-reach"),
+    ("torch.__dict__.get('sys')", "module-reach"),
+    ("getattr(torch, 'sys').modules", "module-reach"),
+    ("import operator\noperator.attrgetter('sys.modules')(torch)", "module-reach"),
+    ("def f(x):\n    return g(x).builtins.open", "module-reach"),
+    ("torch.utils.benchmark.timer.time.perf_counter()", "clock"),
+    ("torch.gc.get_objects()", "inspection"),
+    ("def f(m):\n    return m.get_referrers(f)", "inspection"),
+    ("def f(e):\n    return e.__traceback__", "inspection"),
+    ("from torch import relu\nrelu.__globals__.get('a')", "inspection"),
+    ("def f(m):\n    return getattr(m, '__globals__')", "inspection"),
+    ("m = print.__self__", "inspection"),
+    ("torch.__loader__", "dynamic-code"),
+    ("torch.overrides.TorchFunctionMode", "lazy-tensor"),
+    ("async def f(x):\n    return TABLE[x.data_ptr()]", "pointer-cache"),
+    ("def f(x):\n    a = id(x)\n    b = a\n    c = b\n    return TABLE[c]", "pointer-cache"),
+    ("x = 0x" + "f" * 9000 + "\nSTATE[x]: int\ndef f():\n    os.fork()", "process"),
 ]  # fmt: skip
 PASSED = [
     "from fastkernels.overrides.norm.rms_norm import reference\ndef rms_norm(*args):\n    return reference(*args)",
@@ -133,6 +161,8 @@ PASSED = [
     "def f(table, i):\n    return table[i[0].item()]",
     "def f():\n    '''Reads /proc/self/maps? No.'''",
     "n = 0\nfor i in range(3):\n    n += i",
+    "def f(x):\n    return torch.special.expit(x).select(0, 1)",
+    "code = 'int x;'\nn = code.count('x')",
 ]  # fmt: skip
 WARNED = [
     ("def rms_norm(x):\n    out = torch.empty_like(x)\n    return out", "uninitialized"),
@@ -233,3 +263,104 @@ def test_deeply_nested_file_is_rejected(tmp_path: Path) -> None:
     assert (
         rejections(scan(path, "rms_norm")) == "line 1: the file is nested too deeply to be read (unreadable)"
     )
+
+
+SIZE = 250_000
+WIDE = "y = [" + "x, " * 12_000 + "]"
+HOSTILE = {
+    "large": b"a = 1\n" * 200_000,
+    "nul": b"\0" * SIZE,
+    "escape": b"\x1b" * SIZE,
+    "brackets": b"[" * 100_000,
+    "closed": b"x = " + b"[" * 100_000 + b"]" * 100_000,
+    "unary": b"x = " + b"-" * 100_000 + b"1",
+    "attributes": b"x" + b".a" * 100_000,
+    "import": b"import a" + b".a" * 60_000,
+    "sum": b"x = a" + b"+a" * 100_000,
+    "calls": b"f" + b"()" * 100_000,
+    "indented": b"".join(b" " * i + b"if x:\n" for i in range(200)),
+    "encoding": b"# coding: nothing\n",
+    "names": b"x = [" + b"a," * 120_000 + b"]",
+}
+GROWING = {
+    "constants": lambda n: "a = 1\n" * n,
+    "chains": lambda n: ("f()" + ".a" * 100 + "\n") * (n // 100),
+    "keys": lambda n: "def f(x):\n" + (" " + "a[" * 50 + "0" + "]" * 50 + "\n") * (n // 75),
+    "empties": lambda n: "def f():\n" + " a = torch.empty(1)\n return a\n" * (n // 6),
+    "counters": lambda n: "N = {}\ndef f():\n" + "".join(
+        f" N[{i}] += 1\n if N[{i}] > 1: pass\n" for i in range(n // 8)
+    ),
+    "aliases": lambda n: "a0 = torch\n" + "".join(f"a{i + 1} = a{i}.b\n" for i in range(n // 4)),
+    "reach": lambda n: "torch.sys.modules\n" * (n // 4),
+}  # fmt: skip
+NESTED = {
+    "functions": "".join(" " * i + "def f(x):\n" for i in range(90)) + " " * 90 + WIDE,
+    "comparisons": "def f(x):\n " + "a < (" * 60 + WIDE[4:] + ")" * 60,
+    "handlers": "".join(
+        " " * i + "try:\n" + " " * i + " pass\n" + " " * i + "except:\n" for i in range(15)
+    ) + " " * 15 + WIDE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_source_is_scanned_in_two_seconds(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_bytes(HOSTILE[name])
+    start = time.process_time()
+    findings = scan(path, "rms_norm")
+    assert time.process_time() - start < 2.0
+    assert len(rejections(findings)) < 10_000
+    if name not in ("nul", "escape", "encoding"):  # those are not Python and cannot be loaded
+        assert {f.pattern for f in findings} <= {"too-large", "unreadable"} and findings
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_source_is_scanned_in_two_seconds(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(NESTED[name])
+    start = time.process_time()
+    assert not {"too-large", "unreadable"} & {f.pattern for f in scan(path, "rms_norm")}
+    assert time.process_time() - start < 2.0
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Collections take longer the more objects other tests have left."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("name", GROWING)
+def test_scan_time_grows_with_size(tmp_path: Path, name: str) -> None:
+    seconds = []
+    for nodes in (2_000, 8_000):
+        path = tmp_path / f"of_{nodes}.py"
+        path.write_text(GROWING[name](nodes))
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            assert not {"too-large", "unreadable"} & {f.pattern for f in scan(path, "rms_norm")}
+            times.append(time.process_time() - start)
+        seconds.append(min(times))
+    assert seconds[1] < 8 * seconds[0]
+
+
+def test_large_source_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree.ast, "parse", lambda *args: pytest.fail("parsed"))
+    path = tmp_path / "mine.py"
+    path.write_bytes(b"#" * (tree.MAX_BYTES + 1))
+    assert [f.pattern for f in scan(path, "rms_norm")] == ["too-large"]
+
+
+def test_name_too_long_for_files_is_outside() -> None:
+    assert locate(f"{registry.OPS_PACKAGE}.{'a' * 300}").kind is PlaceKind.OUTSIDE
+
+
+def test_many_rejections_give_a_short_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("os.fork()\n" * 1000)
+    text = rejections(scan(path, "rms_norm"))
+    assert text.endswith("; and 980 more") and len(text) < 4000

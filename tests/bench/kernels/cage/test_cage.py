@@ -262,6 +262,56 @@ say(os.popen("echo a shell works").read())
     assert {"unshare", "io_uring_setup", "chroot", "ptrace"} <= set(seccomp.refused())
 
 
+AFFINITY = """
+import ctypes, os, threading
+libc = ctypes.CDLL(None, use_errno=True)
+said = []
+def cores():
+    said.append(sorted(os.sched_getaffinity(0)))
+thread = threading.Thread(target=cores)
+cores(), thread.start(), thread.join()
+try:
+    os.sched_setaffinity(0, config["cores"])
+    said.append("changed")
+except PermissionError:
+    said.append("refused")
+cores()
+say(*said)
+"""
+
+
+def test_caged_process_stays_on_its_core(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "seccomp")
+    cores = sorted(os.sched_getaffinity(0))
+    said, _ = run(zygote, AFFINITY, replace(OPTIONS, core=cores[-1]), cores=cores)
+    assert said == [[cores[-1]], [cores[-1]], "refused", [cores[-1]]]
+
+
+def test_uncaged_process_starts_on_its_core(zygote: Zygote) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    said, _ = run(zygote, AFFINITY, replace(OPTIONS, **OPEN, core=cores[-1]), cores=cores)
+    assert said == [[cores[-1]], [cores[-1]], "changed", cores]
+
+
+SCHEDULER = """
+import os
+for change in (
+    lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
+    lambda: os.sched_setparam(0, os.sched_param(0)),
+):
+    try:
+        change()
+        say("changed")
+    except PermissionError:
+        say("refused")
+"""
+
+
+def test_caged_process_keeps_its_scheduler(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "seccomp")
+    assert run(zygote, SCHEDULER)[0] == ["refused"] * 2
+
+
 def test_two_children_have_two_users(zygote: Zygote, steps: dict[str, str]) -> None:
     needs(steps, "user")
     (first,), _ = run(zygote, "import os\nsay([os.getuid(), os.getgid(), os.getgroups()])")

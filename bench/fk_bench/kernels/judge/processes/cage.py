@@ -2,7 +2,7 @@
 
     supervisor  leave()     namespaces; watches memory and ends the process tree; never runs candidate code
     init        settle()    process 1 of the new PID namespace: the new root; reaps orphans
-    runner      lock()      limits, user, capabilities, system calls; then the candidate
+    runner      lock()      limits, core, user, capabilities, system calls; then the candidate
 
 A step is "on", or "off: why". docs/threat-model.md explains each step and the risk without it.
 """
@@ -42,6 +42,7 @@ class CageOptions:
     processes       processes and threads of the tree (effective with its own user id)
     file_size       bytes of one file; tmp_bytes, shm_bytes: of all of /tmp and /dev/shm
     threads         of torch's CPU operations
+    core            the only core that the runner and its children use; None: those of the judge
     home            PRIVATE's variables, for trusted code; None: private directories
     """
 
@@ -140,7 +141,10 @@ def settle(options: CageOptions, report: Report, room: str) -> None:
 
 
 def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
-    """Runner: private directories, limits, then user and capabilities, then system calls. Irreversible."""
+    """Runner: private directories, limits, core, then user and capabilities, then system calls. Irreversible.
+
+    Raises OSError if the core is not available. A thread that runs already keeps its cores.
+    """
     own_root = report["mounts"].startswith("on")
     home = "/tmp" if own_root else room
     uid = _user(options, report, own_root, slot)
@@ -154,9 +158,10 @@ def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
     if own_root:
         os.chmod("/tmp", 0o1777)
     os.chdir("/tmp" if own_root else room)
-    if options.core is not None:
-        os.sched_setaffinity(0, {options.core})
     _limits(options, report)
+    if options.core is not None:
+        # Threads that start later inherit it; seccomp then refuses a change.
+        os.sched_setaffinity(0, {options.core})
     with contextlib.suppress(OSError):
         linux.drop_bounding_set()
     if uid is not None:

@@ -1,4 +1,4 @@
-"""System calls that no kernel needs and that could help to escape from the cage: they fail with EPERM."""
+"""System calls that no kernel needs and that could help to leave the cage or the core: they fail with EPERM."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import struct
 
 from fk_bench.kernels.judge.processes import linux
 
-# from linux/audit.h, and the numbers of the calls
+# From linux/audit.h, and the numbers of the calls. Those of the scheduler and of other processes' pages would let a
+# candidate leave its core or slow the other side. NUMA policies of its own memory stay: the CUDA driver may set them.
 _X86_64 = 0xC000003E, {
     "ptrace": 101, "syslog": 103, "pivot_root": 155, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166,
     "swapon": 167, "reboot": 169, "init_module": 175, "delete_module": 176, "add_key": 248, "request_key": 249,
     "keyctl": 250, "unshare": 272, "perf_event_open": 298, "open_by_handle_at": 304, "setns": 308,
     "process_vm_readv": 310, "process_vm_writev": 311, "finit_module": 313, "kexec_load": 246, "bpf": 321,
     "userfaultfd": 323, "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430,
-    "mount_setattr": 442,
+    "mount_setattr": 442, "sched_setaffinity": 203, "sched_setparam": 142, "sched_setscheduler": 144,
+    "sched_setattr": 314, "ioprio_set": 251, "migrate_pages": 256, "move_pages": 279,
 }  # fmt: skip
 _AARCH64 = 0xC00000B7, {
     "ptrace": 117, "syslog": 116, "pivot_root": 41, "chroot": 51, "acct": 89, "mount": 40, "umount2": 39,
@@ -25,7 +27,8 @@ _AARCH64 = 0xC00000B7, {
     "keyctl": 219, "unshare": 97, "perf_event_open": 241, "open_by_handle_at": 265, "setns": 268,
     "process_vm_readv": 270, "process_vm_writev": 271, "finit_module": 273, "kexec_load": 104, "bpf": 280,
     "userfaultfd": 282, "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430,
-    "mount_setattr": 442,
+    "mount_setattr": 442, "sched_setaffinity": 122, "sched_setparam": 118, "sched_setscheduler": 119,
+    "sched_setattr": 274, "ioprio_set": 30, "migrate_pages": 238, "move_pages": 239,
 }  # fmt: skip
 _ARCHITECTURES = {"x86_64": _X86_64, "aarch64": _AARCH64}
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 from fastkernels.core import registry
 
@@ -63,23 +64,30 @@ class Place:
         return isinstance(found, type) and dataclasses.is_dataclass(found)
 
 
+@cache
+def _exists(name: str) -> bool:
+    """Whether OPS_ROOT has this file or folder. A candidate may use names that no file system has."""
+    try:
+        return (registry.OPS_ROOT / name).exists()
+    except OSError:
+        return False
+
+
 def locate(dotted: str) -> Place:
     """Resolve a dotted name by the existing files, without importing them."""
     parts = dotted.split(".")
     if parts[: len(_OVERRIDES)] != _OVERRIDES:
         return Place(PlaceKind.OUTSIDE)
     family, module, name, *_ = (*parts[len(_OVERRIDES) :], "", "", "")
-    folder = registry.OPS_ROOT / family
-    file = folder / f"{module}.py"
     if family == "kit":
         return Place(PlaceKind.PRODUCTION if module == "libraries" else PlaceKind.KIT)
-    if not folder.is_dir():
+    if not _exists(f"{family}/"):
         return Place(PlaceKind.OUTSIDE)
     if module in ("", "*"):
         return Place(PlaceKind.PACKAGE, family)
     if module == "production":
         return Place(PlaceKind.PRODUCTION, family)
-    if not file.is_file():
+    if not _exists(f"{family}/{module}.py"):
         return Place(PlaceKind.OUTSIDE)
     if registry.op_modules().get(module) == ".".join((*_OVERRIDES, family, module)):
         kind = PlaceKind.OP

@@ -9,6 +9,7 @@ REASONS = {
     "device-settings": "{} changes or reads the device behind the judge's back",
     "dynamic-code": "{} can hide code from a reader of the file",
     "files": "{} is not among the tensors that the kernel was given",
+    "module-reach": "{} reaches a module through another one, which hides what the file uses",
     "global-setting": "{} changes the results of other code in a server",
     "inspection": "{} looks at the process around the kernel, not at its inputs",
     "judge": "{} runs or judges kernels, which a kernel must not do",
@@ -105,7 +106,11 @@ CALLS = _table(
 # Of any object.
 ATTRIBUTES = _table(
     {
-        "inspection": "f_back f_locals f_globals tb_frame gi_frame __globals__ __subclasses__ __code__ __closure__",
+        "inspection": """
+            f_back f_locals f_globals f_builtins tb_frame tb_next gi_frame cr_frame ag_frame __traceback__ __globals__
+            __subclasses__ __code__ __closure__ __self__ __getattribute__ get_objects get_referrers get_referents
+            _getframe _current_frames""",
+        "dynamic-code": "__builtins__ __loader__ __spec__",
         "files": "read_text read_bytes write_text write_bytes iterdir rglob",
         "lazy-tensor": "as_subclass",
         "value-cache": "tobytes",
@@ -113,6 +118,38 @@ ATTRIBUTES = _table(
         "streams": "record_stream wait_stream",
     }
 )
+# Modules that no kernel reaches as an attribute, an item or a named string of something else: torch.sys is sys.
+REACHED = frozenset(
+    (
+        *(
+            "sys",
+            "os",
+            "builtins",
+            "gc",
+            "inspect",
+            "ctypes",
+            "cffi",
+            "subprocess",
+            "multiprocessing",
+            "threading",
+        ),
+        *(
+            "_thread",
+            "importlib",
+            "pkgutil",
+            "runpy",
+            "marshal",
+            "pickle",
+            "mmap",
+            "socket",
+            "faulthandler",
+            "posix",
+        ),
+        *("tracemalloc", "linecache", "traceback", "atexit", "shutil", "tempfile", "fcntl", "pty"),
+    )
+)
+# Attributes that a string may name for a look-up; the other ATTRIBUTES are words that a text may contain.
+HIDDEN = frozenset(name for name in ATTRIBUTES if "_" in name)
 # Parts of strings and attributes, because a library's functions are looked up by name.
 SUBSTRINGS = _table(
     {
@@ -149,11 +186,30 @@ LOW_PRECISION = ("float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", 
 EMPTY = ("torch.empty", "torch.empty_like", "torch.empty_strided")
 ENVIRONMENT = ("TRITON_", "CUDA_VISIBLE_DEVICES")  # variables that a kernel may read
 
+_LONGEST = 6  # parts of an entry
+# Entries that are no single word, which could also be the name of an attribute.
+_DOTTED_IMPORTS = {name: pattern for name, pattern in IMPORTS.items() if "." in name}
 
-def find(table: dict[str, str], name: str) -> tuple[str, str] | None:
-    """(pattern, reason) of the longest entry that is `name` or contains it."""
+
+def used(name: str) -> set[tuple[str, str]]:
+    """(pattern, reason) for the use of a dotted name: of what it begins with, and of what it reaches on its way."""
     parts = name.split(".")
-    for n in range(len(parts), 0, -1):
+    hits = {find(NAMES, name), find(_DOTTED_IMPORTS, name)}
+    for i, part in enumerate(parts[1:], 1):
+        rest = ".".join(parts[i:])
+        hits.add(find(ATTRIBUTES, part))
+        if part in REACHED:
+            hits.add(("module-reach", REASONS["module-reach"].format(name)))
+            hits.add(find(IMPORTS, rest))
+        named = find(NAMES, rest, 2)
+        hits.add(named and (named[0], REASONS[named[0]].format(name)))
+    return {hit for hit in hits if hit is not None}
+
+
+def find(table: dict[str, str], name: str, least: int = 1) -> tuple[str, str] | None:
+    """(pattern, reason) of the longest entry, of at least that many parts, that is `name` or contains it."""
+    parts = name.split(".", _LONGEST)[:_LONGEST]
+    for n in range(len(parts), least - 1, -1):
         pattern = table.get(".".join(parts[:n]))
         if pattern is not None:
             return pattern, REASONS[pattern].format(name)

@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastkernels.core import registry
+from fk_bench.core.text import printable
 from fk_bench.kernels.judge.scan import rules, state
 from fk_bench.kernels.judge.scan.ownership import PlaceKind, locate
 from fk_bench.kernels.judge.scan.state import targets
+from fk_bench.kernels.judge.scan.tree import FUNCTIONS, Function, Refused, Tree, children
 
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
 # the methods that make a module's call
 _CALLS = {"forward", "apply", "apply_scaled_mm", "apply_weights", "embedding", "__call__"}
-_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, *FUNCTIONS)
+_MAX_NAME = 200  # characters of a dotted name; no entry of the rules is as long
+_MAX_REASONS = 20
 
 
 @dataclass(frozen=True, order=True)
@@ -42,24 +46,30 @@ def scan(path: Path, op: str) -> list[Finding]:
     Raises OSError for a file that cannot be read.
     """
     try:
-        tree = ast.parse(Path(path).read_bytes())
-        visitor = _Visitor(op, tree)
-        visitor.visit(tree)
+        tree = Tree.read(path)
+    except Refused as refused:
+        return [Finding(1, refused.pattern, str(refused))]
     except (SyntaxError, ValueError):
         return []
+    try:
+        visitor = _Visitor(op, tree)
+        visitor.visit(tree.module)
     except (RecursionError, MemoryError):
-        return [Finding(1, "unreadable", "the file is nested too deeply to be read")]
+        return [Finding(1, "unreadable", "the file takes too much memory to be read")]
     return sorted(visitor.found)
 
 
 def rejections(findings: list[Finding]) -> str:
     """The reasons to reject the candidate in one line; empty if there are none."""
-    return "; ".join(str(f) for f in findings if f.severity == REJECT)
+    reasons = [printable(str(f)) for f in findings if f.severity == REJECT]
+    more = [f"and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
+    return "; ".join(reasons[:_MAX_REASONS] + more)
 
 
 class _Visitor(ast.NodeVisitor):
-    def __init__(self, op: str, tree: ast.Module):
+    def __init__(self, op: str, tree: Tree):
         self.op = op
+        self.tree = tree
         self.found: set[Finding] = set()
         self.in_function = 0
         # A module of several ops has no kernel of its own: the ops that it calls are judged with it.
@@ -67,11 +77,20 @@ class _Visitor(ast.NodeVisitor):
         self.inherits = False
         self.bound = _bound(tree)
         self.names: dict[str, str] = {}  # name in the file: its dotted name
-        self._aliases(tree)
-        heads = [n.body[0] for n in ast.walk(tree) if isinstance(n, _WITH_DOCSTRING) and n.body]
+        self.known: dict[int, str] = {}  # id(node): its dotted name
+        self.hits: dict[str, set[tuple[str, str]]] = {}  # dotted name: what its use means
+        self._aliases()
+        heads = [n.body[0] for n in tree.nodes if isinstance(n, _WITH_DOCSTRING) and n.body]
         self.docstrings = {id(n.value) for n in heads if isinstance(n, ast.Expr)}
+        self.sized = tree.containing(_is_size)
+        self.raising = tree.containing(lambda n: isinstance(n, ast.Raise))
         for node, pattern, reason in state.counters(tree, self.dotted):
             self.note(node, pattern, reason)
+        for function in tree.outermost:
+            for node, pattern, reason in state.keys(function):
+                self.note(node, pattern, reason)
+            for node in state.uninitialized(function, lambda n: self.dotted(n) in rules.EMPTY):
+                self.note(node, "uninitialized", "memory from torch.empty is returned as it is", WARN)
 
     def note(self, node: ast.AST, pattern: str, reason: str, severity: str = REJECT) -> None:
         self.found.add(Finding(getattr(node, "lineno", 1), pattern, reason, severity))
@@ -84,36 +103,43 @@ class _Visitor(ast.NodeVisitor):
 
     # names
 
-    def _aliases(self, tree: ast.Module) -> None:
-        for node in ast.walk(tree):
+    def _aliases(self) -> None:
+        for node in self.tree.nodes:
             if isinstance(node, ast.Import):
                 for a in node.names:
-                    self.names[a.asname or a.name.split(".")[0]] = (
-                        a.name if a.asname else a.name.split(".")[0]
-                    )
+                    name = a.name if a.asname else a.name.split(".")[0]
+                    self.names[a.asname or name] = name[:_MAX_NAME]
             elif isinstance(node, ast.ImportFrom) and not node.level:
+                module = (node.module or "")[:_MAX_NAME]
                 for a in node.names:
-                    self.names[a.asname or a.name] = f"{node.module}.{a.name}"
+                    self.names[a.asname or a.name] = f"{module}.{a.name}"[:_MAX_NAME]
+        assignments = [n for n in self.tree.nodes if next(targets(n), None) is not None]
         for _ in range(3):  # a = torch; b = a.cuda; c = b.Event
-            for node in ast.walk(tree):
-                dotted = (
-                    self.dotted(getattr(node, "value", None)) if next(targets(node), None) is not None else ""
-                )
+            for node in assignments:
+                dotted = self._dotted(getattr(node, "value", None))
                 for target in targets(node):
                     if dotted and isinstance(target, ast.Name):
                         self.names.setdefault(target.id, dotted)
+            self.known.clear()
 
     def dotted(self, node: ast.AST | None) -> str:
         """The dotted name of an expression of names and attributes, as far as known; else ''."""
+        if node is None:
+            return ""
+        if id(node) not in self.known:
+            self.known[id(node)] = self._dotted(node)
+        return self.known[id(node)]
+
+    def _dotted(self, node: ast.AST | None) -> str:
         if isinstance(node, ast.Name):
-            return self.names.get(node.id, "" if node.id in self.bound else node.id)
+            return self.names.get(node.id, "" if node.id in self.bound else node.id)[:_MAX_NAME]
         if isinstance(node, ast.Attribute):
             inner = self.dotted(node.value)
-            return f"{inner}.{node.attr}" if inner else ""
+            return f"{inner}.{node.attr}"[:_MAX_NAME] if inner else ""
         if isinstance(node, ast.Call) and self.dotted(node.func) == "getattr" and len(node.args) >= 2:
             inner, name = self.dotted(node.args[0]), node.args[1]
             if inner and isinstance(name, ast.Constant) and isinstance(name.value, str):
-                return f"{inner}.{name.value}"
+                return f"{inner}.{name.value}"[:_MAX_NAME]
         return ""
 
     def visit_Import(self, node: ast.Import) -> None:
@@ -122,13 +148,14 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
-            self._import(node, f"{node.module or ''}.{alias.name}")
+            self._import(node, f"{(node.module or '')[:_MAX_NAME]}.{alias.name}")
 
     def _import(self, node: ast.AST, name: str) -> None:
+        name = name[:_MAX_NAME]
         if name == "inspect.signature":
             return
         if not self.look_up(node, rules.IMPORTS, name):
-            self.look_up(node, rules.NAMES, name)
+            self._note_use(node, name)
         place = locate(name)
         if place.kind is PlaceKind.OUTSIDE:
             return
@@ -146,17 +173,42 @@ class _Visitor(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = self.dotted(node)
         self._use(node, name)
-        self.look_up(node, rules.ATTRIBUTES, node.attr)
+        self._reached(node, node.attr)
         self._strings(node, node.attr)
         if not name:
             self.visit(node.value)
+        elif not isinstance(node.value, ast.Name):
+            self._inner(node.value)
+
+    def _inner(self, node: ast.AST) -> None:
+        """The strings of the attributes inside a dotted name, of which only the whole is looked up."""
+        while isinstance(node, ast.Attribute):
+            self._strings(node, node.attr)
+            node = node.value
+        if isinstance(node, ast.Call):
+            self.visit(node)
 
     def _use(self, node: ast.AST, name: str) -> None:
-        self.look_up(node, rules.NAMES, name)
-        if self._is_own_op(name) or name.split(".")[:4] == ["torch", "ops", "fastkernels", self.op]:
-            self.note(node, "own-op", f"{name} is the op that the candidate replaces")
-        elif locate(name).kind is PlaceKind.PRODUCTION:
+        if not name:
+            return
+        self._note_use(node, name)
+        place = locate(name)
+        if place.kind is PlaceKind.PRODUCTION:
             self.note(node, "baseline-library", rules.REASONS["baseline-library"].format(name))
+        elif self._is_own_op(name) or name.split(".")[:4] == ["torch", "ops", "fastkernels", self.op]:
+            self.note(node, "own-op", f"{name} is the op that the candidate replaces")
+
+    def _note_use(self, node: ast.AST, name: str) -> None:
+        if name not in self.hits:
+            self.hits[name] = rules.used(name)
+        for pattern, reason in self.hits[name]:
+            self.note(node, pattern, reason)
+
+    def _reached(self, node: ast.AST, name: str) -> None:
+        """An attribute of anything, or its name in a string."""
+        if name in rules.REACHED:
+            self.note(node, "module-reach", rules.REASONS["module-reach"].format(f"`{name}`"))
+        self.look_up(node, rules.ATTRIBUTES, name)
 
     def _is_own_op(self, name: str) -> bool:
         """Whether a dotted name leads to what the candidate replaces: the op's kernel, or a class that calls it."""
@@ -171,6 +223,10 @@ class _Visitor(ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, (str, bytes)) and id(node) not in self.docstrings:
             self._strings(node, str(node.value))
+            if isinstance(node.value, str) and len(node.value) <= _MAX_NAME:
+                for part in node.value.split("."):  # operator.attrgetter("sys.modules"), vars(m)["sys"]
+                    if part in rules.REACHED or part in rules.HIDDEN:
+                        self._reached(node, part)
             if len(node.value) > 4096:
                 self.note(node, "big-constant", f"a constant of {len(node.value)} characters", WARN)
 
@@ -196,9 +252,7 @@ class _Visitor(ast.NodeVisitor):
         elif name.startswith("fastkernels.core.registry."):
             first = node.args[0] if node.args else None
             if not isinstance(first, ast.Constant) or first.value == self.op:
-                self.note(
-                    node, "own-op", f"{ast.unparse(node)[:60]} gives the op that the candidate replaces"
-                )
+                self.note(node, "own-op", f"{self.tree.text(node)} gives the op that the candidate replaces")
         method = node.func if isinstance(node.func, ast.Attribute) else None
         if self.inherits and method is not None and method.attr in _CALLS and _is_super(method.value):
             self.note(node, "own-op", f"super().{method.attr} is what the candidate replaces")
@@ -227,7 +281,7 @@ class _Visitor(ast.NodeVisitor):
         cast = method in ("to", "type", "empty", "zeros") and types & set(rules.LOW_PRECISION)
         if cast or method in ("half", "bfloat16"):
             self.note(
-                node, "downcast", f"{ast.unparse(node.func)[:40]}(...) may compute in a smaller type", WARN
+                node, "downcast", f"{self.tree.text(node.func, 40)}(...) may compute in a smaller type", WARN
             )
 
     def _environment(self, node: ast.AST, key: ast.AST | None) -> None:
@@ -246,7 +300,7 @@ class _Visitor(ast.NodeVisitor):
         for target in targets(node):
             if isinstance(target, (ast.Attribute, ast.Subscript)):
                 owner = target if isinstance(target, ast.Attribute) else target.value
-                self._assigned(node, self.dotted(owner), ast.unparse(target)[:60])
+                self._assigned(node, self.dotted(owner), self.tree.text(target))
         self.generic_visit(node)
 
     visit_Assign = visit_AugAssign = visit_AnnAssign = visit_Delete = _assign
@@ -259,24 +313,20 @@ class _Visitor(ast.NodeVisitor):
 
     # functions, classes, errors
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+    def visit_FunctionDef(self, node: Function) -> None:
         if node.name in ("__torch_function__", "__torch_dispatch__"):
             self.note(node, "lazy-tensor", rules.REASONS["lazy-tensor"].format(node.name))
-        cached = {self.dotted(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
-        for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-            if cached & {"functools.cache", "functools.lru_cache"} and "Tensor" in ast.unparse(
-                arg.annotation or arg
-            ):
-                self.note(
-                    node, "pointer-cache", f"{node.name} is cached by the tensor {arg.arg}, not by its values"
-                )
-        for where, pattern, reason in state.keys(node):
-            self.note(where, pattern, reason)
-        for where in state.uninitialized(node, lambda n: self.dotted(n) in rules.EMPTY):
-            self.note(where, "uninitialized", "memory from torch.empty is returned as it is", WARN)
+        decorators = {self.dotted(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
+        if decorators & {"functools.cache", "functools.lru_cache"}:
+            for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                if _names_tensor(arg):
+                    reason = f"{node.name} is cached by the tensor {arg.arg}, not by its values"
+                    self.note(node, "pointer-cache", reason)
         self.in_function += 1
         self.generic_visit(node)
         self.in_function -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for base in map(self.dotted, node.bases):
@@ -284,10 +334,11 @@ class _Visitor(ast.NodeVisitor):
                 ("DispatchMode", "FunctionMode")
             ):
                 self.note(node, "lazy-tensor", rules.REASONS["lazy-tensor"].format(f"{node.name}({base})"))
-        own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)} & _CALLS
-        for part in ast.iter_child_nodes(node):
+        own = {item.name for item in node.body if isinstance(item, FUNCTIONS)} & _CALLS
+        bases = set(map(id, node.bases))
+        for part in children(node):
             # A subclass of ours may inherit weights and loaders if it has its own call.
-            if own and part in node.bases and self._is_own_op(self.dotted(part)):
+            if own and id(part) in bases and self._is_own_op(self.dotted(part)):
                 self.inherits = True
             else:
                 self.visit(part)
@@ -295,23 +346,21 @@ class _Visitor(ast.NodeVisitor):
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
         kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         broad = any(k is None or self.dotted(k) in ("Exception", "BaseException") for k in kinds)
-        if broad and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
-            what = f"`except {ast.unparse(node.type)}`" if node.type is not None else "a bare `except`"
+        if broad and id(node) not in self.raising:
+            what = f"`except {self.tree.text(node.type)}`" if node.type is not None else "a bare `except`"
             reason = f"{what} continues with something else if the kernel fails"
             self.note(node, "fallback", reason, REJECT if self.in_function else WARN)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = [node.left, *node.comparators]
-        sized = any(_is_size(n) for side in sides for n in ast.walk(side))
+        sized = any(id(side) in self.sized for side in sides)
         if (
             sized
             and any(map(_literal, sides))
             and isinstance(node.ops[0], (ast.Eq, ast.In, ast.NotEq, ast.NotIn))
         ):
-            self.note(
-                node, "literal-shape", f"`{ast.unparse(node)[:60]}`: other sizes take another path", WARN
-            )
+            self.note(node, "literal-shape", f"`{self.tree.text(node)}`: other sizes take another path", WARN)
         self.generic_visit(node)
 
     def _container(self, node: ast.List | ast.Tuple | ast.Dict) -> None:
@@ -323,12 +372,30 @@ class _Visitor(ast.NodeVisitor):
     visit_List = visit_Tuple = visit_Dict = _container
 
 
-def _bound(tree: ast.Module) -> set[str]:
+def _bound(tree: Tree) -> set[str]:
     """Names of parameters, functions, classes and loop variables, which shadow builtins."""
-    found = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    found |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    loops = [n.target for n in ast.walk(tree) if isinstance(n, (ast.For, ast.comprehension))]
-    return found | {t.id for loop in loops for t in ast.walk(loop) if isinstance(t, ast.Name)}
+    found = set()
+    looped: set[int] = set()  # ids of the targets of loops and their parts, which follow them
+    for node in tree.nodes:
+        if isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            looped.add(id(node.target))
+        if id(node) in looped:
+            looped.update(map(id, children(node)))
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+    return found
+
+
+def _names_tensor(arg: ast.arg) -> bool:
+    """Whether an argument is a tensor by its annotation, or without one by its name."""
+    if arg.annotation is None:
+        return "Tensor" in arg.arg
+    words = (getattr(n, "id", getattr(n, "attr", getattr(n, "value", ""))) for n in ast.walk(arg.annotation))
+    return any(isinstance(word, str) and "Tensor" in word for word in words)
 
 
 def _is_super(node: ast.AST) -> bool:

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from typing import TypeGuard
+
+from fk_bench.kernels.judge.scan.tree import FUNCTIONS, Tree, children
 
 IDENTITY = ("data_ptr", "untyped_storage", "item", "tolist")
 VALUES = ("item", "tolist")
+_ROUNDS = 4  # a = x.data_ptr(); b = a; c = b; d = c
 
 
-def keys(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
-    """(node, pattern, reason) where a property that identifies a tensor is used for a lookup."""
+def keys(function: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
+    """(node, pattern, reason) where a property that identifies a tensor is used for a lookup.
+
+    `function` is an outermost one: functions inside it see its names.
+    """
+    nodes = list(ast.walk(function))
     known: dict[str, str] = {}  # local name: the property of a tensor that it holds
-    for _ in range(2):
-        for node in ast.walk(function):
-            what = (
-                _identity(getattr(node, "value", None), known)
-                if next(targets(node), None) is not None
-                else ""
-            )
+    for _ in range(_ROUNDS):
+        before, identity = dict(known), _Identity(known)
+        for node in nodes:
             for target in targets(node):
-                if what and isinstance(target, ast.Name):
+                if isinstance(target, ast.Name) and (what := identity(getattr(node, "value", None))):
                     known[target.id] = what
-    for node in ast.walk(function):
-        for key, values_too in _looked_up(node, known):
-            what = _identity(key, known)
+        if known == before:
+            break
+    identity = _Identity(known)
+    for node in nodes:
+        for key, values_too in _looked_up(node, identity):
+            what = identity(key)
             if what in VALUES and values_too:
                 yield node, "value-cache", f"{what}() of a tensor is used as a key"
             elif what and what not in VALUES:
@@ -35,7 +42,41 @@ def keys(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
                 )
 
 
-def _looked_up(node: ast.AST, known: dict[str, str]) -> Iterator[tuple[ast.AST, bool]]:
+class _Identity:
+    """The identifying property of a tensor in an expression ('id', 'data_ptr', '_version', 'item', ...), or ''.
+
+    Each node is looked at once. A name that becomes known later counts in the next _Identity.
+    """
+
+    def __init__(self, known: dict[str, str]):
+        self.known = known
+        self.seen: dict[int, str] = {}
+
+    def __call__(self, node: ast.AST | None) -> str:
+        if node is None:
+            return ""
+        if id(node) not in self.seen:
+            self.seen[id(node)] = self._of(node)
+        return self.seen[id(node)]
+
+    def _of(self, node: ast.AST) -> str:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.BitAnd)):
+            return ""  # the alignment of an address
+        if isinstance(node, ast.Name):
+            return self.known.get(node.id, "")
+        if isinstance(node, ast.Attribute) and node.attr == "_version":
+            return "_version"
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in IDENTITY or (name == "id" and node.args):
+                return name
+        for child in children(node):
+            if what := self(child):
+                return what
+        return ""
+
+
+def _looked_up(node: ast.AST, identity: _Identity) -> Iterator[tuple[ast.AST, bool]]:
     """Keys of lookups, and whether a tensor's value counts as one there: as an index into a tensor it does not."""
     if isinstance(node, ast.Subscript):
         yield node.slice, False
@@ -46,83 +87,71 @@ def _looked_up(node: ast.AST, known: dict[str, str]) -> Iterator[tuple[ast.AST, 
         yield node.left, True
     elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
         sides = [node.left, *node.comparators]
-        if not all(_identity(n, known) for n in sides):  # two tensors of one call may be compared
+        if not all(map(identity, sides)):  # two tensors of one call may be compared
             yield from ((side, False) for side in sides)
 
 
-def _identity(node: ast.AST | None, known: dict[str, str]) -> str:
-    """The identifying property of a tensor in this expression ('id', 'data_ptr', '_version', 'item', ...), or ''."""
-    if node is None or (isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.BitAnd))):
-        return ""  # the alignment of an address
-    if isinstance(node, ast.Name):
-        return known.get(node.id, "")
-    if isinstance(node, ast.Attribute) and node.attr == "_version":
-        return "_version"
-    if isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in IDENTITY or (name == "id" and node.args):
-            return name
-    return next((what for child in ast.iter_child_nodes(node) if (what := _identity(child, known))), "")
+def uninitialized(function: ast.AST, is_empty: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
+    """Nodes of an outermost function where memory from torch.empty is returned without a write.
 
-
-def uninitialized(function: ast.FunctionDef, is_empty: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
-    """Nodes where memory from torch.empty is returned without a write. Fake (shape) functions are exempt."""
-    if "fake" in function.name or "empty" in function.name:
-        return
-    returns = [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
-    returned = {id(n) for r in returns for n in ast.walk(r)}
-    for node in ast.walk(function):
-        value = getattr(node, "value", None)
-        if not isinstance(value, ast.Call) or not is_empty(value.func):
+    Fake (shape) functions are exempt.
+    """
+    used: set[str] = set()  # names that a return statement reads, all of them plainly
+    written: set[str] = set()  # names read elsewhere, or as an argument of a call, which may write to them
+    empties: list[ast.AST] = []
+    waiting = [(function, False, False)]
+    while waiting:
+        node, returned, called = waiting.pop()
+        name = getattr(node, "name", "")
+        if isinstance(node, FUNCTIONS) and ("fake" in name or "empty" in name):
             continue
+        returned = returned or (isinstance(node, ast.Return) and node.value is not None)
+        called = called or (returned and isinstance(node, ast.Call))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            (used if returned and not called else written).add(node.id)
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Call) and is_empty(value.func):
+            empties.append(node)
+        waiting += [(child, returned, called) for child in children(node)]
+    for node in empties:
         if isinstance(node, ast.Return):
             yield node
-        for target in targets(node):
-            uses = [
-                n
-                for n in ast.walk(function)
-                if isinstance(n, ast.Name)
-                and n.id == getattr(target, "id", "")
-                and isinstance(n.ctx, ast.Load)
-            ]
-            if uses and all(id(n) in returned for n in uses) and not any(_passed(r, uses) for r in returns):
-                yield node
+        if any(getattr(target, "id", "") in used - written for target in targets(node)):
+            yield node
 
 
-def _passed(node: ast.Return, uses: list[ast.Name]) -> bool:
-    """Whether one of the uses is an argument of a call, which may write to it."""
-    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
-    return any(use in ast.walk(call) for call in calls for use in uses)
-
-
-def counters(tree: ast.Module, dotted: Callable[[ast.AST], str]) -> Iterator[tuple[ast.AST, str, str]]:
+def counters(tree: Tree, dotted: Callable[[ast.AST], str]) -> Iterator[tuple[ast.AST, str, str]]:
     """(node, pattern, reason) for numbers that outlive a call, are incremented in it, and are used in a condition."""
-    lasting = {t.id for n in tree.body for t in targets(n) if isinstance(t, ast.Name)}
-    lasting |= {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    counted: dict[str, ast.AST] = {}
-    decide: set[str] = set()
-    for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.Lambda))):
+    body = tree.module.body
+    lasting = {t.id for n in body for t in targets(n) if isinstance(t, ast.Name)}
+    lasting |= {n.name for n in body if isinstance(n, (*FUNCTIONS, ast.ClassDef))}
+    counted: dict[int, tuple[ast.AST, ast.AST]] = {}
+    decide: set[int] = set()
+    for function in tree.outermost:
         shared = {name for n in ast.walk(function) if isinstance(n, ast.Global) for name in n.names}
-        for node in ast.walk(function):
+        waiting = [(function, False)]
+        while waiting:
+            node, decides = waiting.pop()
+            if decides and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+                decide.add(tree.structures[id(node)])
             if isinstance(node, ast.AugAssign):
                 root, plain = _root(node.target), isinstance(node.target, ast.Name)
                 own = root == "self" and isinstance(node.value, ast.Constant)
                 if root in shared or own or (not plain and root in lasting):
-                    counted[ast.unparse(node.target)] = node
-            elif isinstance(node, ast.Call) and dotted(node.func) == "next" and node.args:
-                if _root(node.args[0]) in lasting:
-                    yield node, "call-counting", f"{ast.unparse(node)[:40]} counts the calls"
-            elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
-                decide |= _parts(node.test)
-            elif isinstance(node, (ast.Compare, ast.BoolOp)):
-                decide |= _parts(node)
-    for text, node in counted.items():
-        if text in decide:
-            yield node, "call-counting", f"{text} counts the calls, and decides what one does"
+                    counted[tree.structures[id(node.target)]] = node, node.target
+            elif _is_next(node, dotted) and _root(node.args[0]) in lasting:
+                yield node, "call-counting", f"{tree.text(node, 40)} counts the calls"
+            decides = decides or isinstance(node, (ast.Compare, ast.BoolOp))
+            test = node.test if isinstance(node, (ast.If, ast.IfExp, ast.While)) else None
+            waiting += [(child, decides or child is test) for child in children(node)]
+    for number, (node, target) in counted.items():
+        if number in decide:
+            reason = f"{tree.text(target)} counts the calls, and decides what one does"
+            yield node, "call-counting", reason
 
 
-def _parts(node: ast.AST) -> set[str]:
-    return {ast.unparse(n) for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute, ast.Subscript))}
+def _is_next(node: ast.AST, dotted: Callable[[ast.AST], str]) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and bool(node.args) and dotted(node.func) == "next"
 
 
 def _root(node: ast.AST) -> str:

@@ -1,0 +1,121 @@
+"""Shorten the text of an exported file without changing what it computes."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import textwrap
+
+INVALID = ("ValueError(", "TypeError(")
+
+
+def errors_of_the_host(text: str) -> str:
+    """The file with Unsupported for each invalid argument: the host's code raises its own errors."""
+    lines = text.split("\n")
+    for node, reason in sorted(_statements(ast.parse(text)), key=lambda pair: -pair[0].lineno):
+        indent = " " * node.col_offset
+        if isinstance(node, ast.Raise) and node.exc is not None and ast.unparse(node.exc).startswith(INVALID):
+            lines[node.lineno - 1 : node.end_lineno] = [f"{indent}raise Unsupported"]
+        elif (
+            reason
+            and isinstance(node, ast.Return)
+            and isinstance(node.value, (ast.JoinedStr, ast.Constant))
+            and node.end_lineno != node.lineno
+        ):  # nothing shows the reason
+            lines[node.lineno - 1 : node.end_lineno] = [f'{indent}return "unsupported"']
+    tests = re.compile(r"( *)if (.*):")
+    out: list[str] = []
+    for line in lines:
+        out.append(line)
+        while len(out) >= 4 and out[-1] == out[-3] and out[-1].strip() == "raise Unsupported":
+            first, second = tests.fullmatch(out[-4]), tests.fullmatch(out[-2])
+            if not first or not second or first[1] != second[1]:
+                break
+            joined = f"{first[1]}if {_operand(first[2])} or {_operand(second[2])}:"
+            if len(joined) > 110:
+                break
+            out[-4:] = [joined, out[-1]]
+    return "\n".join(out)
+
+
+def _statements(tree: ast.Module) -> list[tuple[ast.stmt, bool]]:
+    """Each statement, and whether it is in a function that returns a reason or None."""
+    reasons = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "str | None"
+        for inner in ast.walk(node)
+    }
+    return [(node, id(node) in reasons) for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+
+
+def _operand(test: str) -> str:
+    return (
+        test if not isinstance(ast.parse(test, mode="eval").body, (ast.IfExp, ast.NamedExpr)) else f"({test})"
+    )
+
+
+def without_unused_methods(text: str, attributes: set[str]) -> str:
+    """A class without the methods that nothing in the file calls."""
+    lines, cls = text.split("\n"), ast.parse(text).body[0]
+    methods = {n.name: n for n in cls.body if isinstance(n, ast.FunctionDef)}  # type: ignore[attr-defined]
+    used = {name for name in methods if name.startswith("__") or name in attributes}
+    while True:
+        inner = {a.attr for name in used for a in ast.walk(methods[name]) if isinstance(a, ast.Attribute)}
+        if (inner & methods.keys()) <= used:
+            break
+        used |= inner & methods.keys()
+    for name in sorted(methods.keys() - used, key=lambda n: -methods[n].lineno):
+        first = min([methods[name].lineno, *(d.lineno for d in methods[name].decorator_list)])
+        del lines[first - 2 : methods[name].end_lineno]  # with the blank line before it
+    return "\n".join(lines)
+
+
+def without_private_docstrings(text: str, public: set[str]) -> str:
+    """The file without the docstrings of functions that only it calls; those of kernels stay."""
+    lines = text.split("\n")
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.FunctionDef) and node.name not in public and not node.decorator_list:
+            first = node.body[0]
+            if ast.get_docstring(node) and len(node.body) > 1:
+                del lines[first.lineno - 1 : first.end_lineno]
+    return "\n".join(lines)
+
+
+def compact(text: str) -> str:
+    """Wrap long signatures, keep the first paragraph of docstrings, and drop runs of blank lines."""
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    lines = text.split("\n")
+    for node in sorted(
+        (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)), key=lambda n: -n.lineno
+    ):
+        first = node.body[0]
+        long = ast.get_docstring(node) if isinstance(first, ast.Expr) else None
+        if long and len(long.splitlines()) > 1 and len(node.body) > 1:
+            summary = " ".join(itertools.takewhile(str.strip, long.splitlines()))
+            lines[first.lineno - 1 : first.end_lineno] = textwrap.wrap(
+                f'"""{summary}"""',
+                110,
+                initial_indent=" " * first.col_offset,
+                subsequent_indent=" " * first.col_offset,
+            )
+    text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines))
+    lines = text.split("\n")
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    for function in sorted(functions, key=lambda n: -n.lineno):
+        start, stop = function.lineno - 1, function.body[0].lineno - 1
+        head = lines[start:stop]
+        if len(head) < 3 or any("#" in line and "fmt: skip" not in line for line in head):
+            continue
+        indent = " " * function.col_offset
+        parameters = " ".join(line.strip() for line in head[1:-1]).rstrip(",")
+        end = head[-1].partition("  #")[0].strip()
+        one = f"{indent}{head[0].strip()}{parameters}{end}"
+        glued = ", ".join(
+            p.replace(" ", "\0") for p in parameters.split(", ")
+        )  # break between parameters only
+        wrapped = [line.replace("\0", " ") for line in textwrap.wrap(glued, 106 - function.col_offset)]
+        inner = [f"{indent}    {line}" for line in wrapped]
+        lines[start:stop] = [one] if len(one) <= 110 else [indent + head[0].strip(), *inner, indent + end]
+    return "\n".join(lines)
