@@ -131,8 +131,8 @@ class Batches:
                     full = r < CHECKED_ROUNDS or r == self.rounds - 1
                     self._check(sampled if full else sampled[:1], poisoned)
             if compared and group == "long":
-                self.checks.same(self.slots, self.candidate.arena, self.baseline.arena,
-                                 self.candidate.outputs, self.baseline.outputs)  # fmt: skip
+                mine_of, theirs_of = (lane.outputs[:count] for lane in (self.candidate, self.baseline))
+                self.checks.same(self.slots, self.candidate.arena, self.baseline.arena, mine_of, theirs_of)
 
     def _batch(
         self, lane: Lane, start: int, count: int, into: Samples | None, group: str
